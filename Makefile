@@ -1,0 +1,52 @@
+# Everything here works from a fresh clone: each target sets up .venv first where it is missing or pyproject.toml changed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+EXTRAS := golden,xla,dev
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test slow check fix clean
+
+help: ## List the targets
+	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "The first of them that needs .venv installs it: 3-4 minutes, about 8 GB of disk on Linux x86-64."
+
+venv: $(STAMP) ## Set up .venv with mm2 and all it needs to be tested
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "make: .venv needs Python 3.11 or later (transformers 5.23 does; mm2 alone runs on 3.10)." >&2; \
+	  echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true). Try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@echo "Installing mm2[$(EXTRAS)] into .venv: 3-4 minutes and, on Linux x86-64, about 8 GB of disk,"
+	@echo "because the torch that torch_xla stands on brings the CUDA libraries. Done once."
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$(EXTRAS)]'
+	@touch $(STAMP)
+
+demo: $(STAMP) ## Find planted bugs in a toy port, start to end on the CPU
+	@echo "Running scripts/demo.py: writes a toy checkpoint, captures a golden, and finds planted bugs. CPU only."
+	$(BIN)/python scripts/demo.py
+
+test: $(STAMP) ## Run the tests, without the slow ones
+	@echo "Running the tests that need a CPU only; what needs a device or a checkpoint is skipped and says why."
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: $(STAMP) ## Run the slow tests alone
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP) ## Check format, lint, types and floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_floors.py
+
+fix: $(STAMP) ## Format, and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove caches and build output; .venv stays
+	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The golden side: captures of the whole model on trusted hardware; the command `mm2-gpu`."""

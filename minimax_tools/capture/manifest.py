@@ -1,0 +1,188 @@
+"""Manifest: the JSON that makes a capture directory self-contained.
+
+It holds no date and no path of the machine beyond the model's source, so equal runs write equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimax_tools.errors import CaptureError
+from minimax_tools.metrics import TensorStatistics
+from minimax_tools.provenance import Provenance
+from minimax_tools.run import Run
+from minimax_tools.sites import Site, parse_site
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One stored tensor: a site of a layer, or a model site where `layer` is None."""
+
+    layer: int | None
+    site: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+    statistics: TensorStatistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a capture is going to be: fixed before the first tensor.
+
+    Args:
+        side: `gpu_reference` for a golden, `neuron` for a device run.
+        run: Layers, mode and sites.
+        provenance: What computes it.
+        inputs_digest: Digest of ids, mask and positions.
+        input_source: Where the first layer's input comes from, in words.
+        noise_floor: `full`, `stats` or `off`.
+    """
+
+    side: str
+    run: Run
+    provenance: Provenance
+    inputs_digest: str
+    input_source: str
+    noise_floor: str = "off"
+
+    def as_json(self) -> dict[str, Any]:
+        """The description as it stands in a manifest."""
+        return {
+            "side": self.side,
+            "run": self.run.as_json(),
+            "provenance": self.provenance.as_json(),
+            "inputs_digest": self.inputs_digest,
+            "input_source": self.input_source,
+            "noise_floor": self.noise_floor,
+        }
+
+    def differences(self, other: Description) -> list[str]:
+        """Names of the parts in which `other` is another capture; empty where it may be resumed."""
+        mine, theirs = self.as_json(), other.as_json()
+        parts = {**mine, **mine.pop("provenance")}, {**theirs, **theirs.pop("provenance")}
+        return [name for name, value in parts[0].items() if _normal(value) != _normal(parts[1].get(name))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A description and how far it has come.
+
+    `not_exposed` names, per layer, the sites the run wanted and the port does not expose.
+    """
+
+    description: Description
+    entries: tuple[Entry, ...] = ()
+    not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
+    complete_layers: tuple[int, ...] = ()
+    is_complete: bool = False
+
+    def with_layer(self, layer: int, entries: tuple[Entry, ...], not_exposed: tuple[Site, ...]) -> Manifest:
+        """This manifest after one more whole layer."""
+        return replace(
+            self,
+            entries=_sorted((*self.entries, *entries)),
+            not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
+            complete_layers=tuple(sorted((*self.complete_layers, layer))),
+        )
+
+    def with_model(self, entries: tuple[Entry, ...]) -> Manifest:
+        """This manifest with the model sites replaced."""
+        layers = tuple(entry for entry in self.entries if entry.layer is not None)
+        return replace(self, entries=_sorted((*layers, *entries)))
+
+    def as_json(self) -> dict[str, Any]:
+        """The manifest as it is written."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **self.description.as_json(),
+            "entries": [asdict(entry) for entry in self.entries],
+            "not_exposed": {str(layer): [str(site) for site in sites] for layer, sites in self.not_exposed.items()},
+            "complete_layers": list(self.complete_layers),
+            "complete": self.is_complete,
+        }
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read the manifest of a capture directory.
+
+        Raises:
+            CaptureError: The directory holds no manifest, or one that this version cannot read.
+        """
+        path = directory / MANIFEST_NAME
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CaptureError(
+                f"no capture at {directory}",
+                expected=MANIFEST_NAME,
+                next_step="Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (device run).",
+            ) from None
+        except ValueError as error:
+            raise CaptureError(f"{path} is damaged", found=str(error), next_step="Run the capture again.") from error
+        if record.get("schema_version") != SCHEMA_VERSION:
+            raise CaptureError(
+                f"{path} has another schema",
+                expected=f"version {SCHEMA_VERSION}",
+                found=str(record.get("schema_version")),
+                next_step="Read it with the mm2 that wrote it, or run the capture again.",
+            )
+        try:
+            return _from_record(record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CaptureError(
+                f"{path} is damaged", found=f"{type(error).__name__}: {error}", next_step="Run the capture again."
+            ) from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _from_record(record: Mapping[str, Any]) -> Manifest:
+    description = Description(
+        side=record["side"],
+        run=Run.from_json(record["run"]),
+        provenance=Provenance.from_json(record["provenance"]),
+        inputs_digest=record["inputs_digest"],
+        input_source=record["input_source"],
+        noise_floor=record["noise_floor"],
+    )
+    return Manifest(
+        description=description,
+        entries=tuple(_entry(entry) for entry in record["entries"]),
+        not_exposed={
+            int(layer): tuple(parse_site(name) for name in names) for layer, names in record["not_exposed"].items()
+        },
+        complete_layers=tuple(record["complete_layers"]),
+        is_complete=record["complete"],
+    )
+
+
+def _entry(record: Mapping[str, Any]) -> Entry:
+    shape, statistics = tuple(record["shape"]), TensorStatistics(**record["statistics"])
+    return Entry(**{**record, "shape": shape, "statistics": statistics})
+
+
+def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    def key(entry: Entry) -> tuple[bool, int, int, str]:
+        is_model_site = entry.layer is None
+        order = 0 if is_model_site else parse_site(entry.site).order
+        return is_model_site, entry.layer or 0, order, entry.site
+
+    return tuple(sorted(entries, key=key))
+
+
+def _normal(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,33 @@
+"""Where captures lie: <captures>/<side>/<run>, and which of them is the newest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.errors import CaptureError
+
+GOLDEN_SIDE = "gpu_reference"
+DEVICE_SIDE = "neuron"
+
+_COMMANDS = {GOLDEN_SIDE: "mm2-gpu extract-all --model DIR", DEVICE_SIDE: "mm2-test sweep --model DIR --golden DIR"}
+
+
+def capture_directory(captures: Path, side: str, run_name: str) -> Path:
+    """The directory of a run under the captures folder."""
+    return captures / side / run_name
+
+
+def newest_capture(captures: Path, side: str) -> Path:
+    """The capture of that side whose manifest was written last.
+
+    Raises:
+        CaptureError: There is none.
+    """
+    manifests = list((captures / side).glob(f"*/{MANIFEST_NAME}"))
+    if not manifests:
+        raise CaptureError(
+            f"no capture under {captures / side}",
+            next_step=f"Make one first: {_COMMANDS[side]}; or name one with --gpu-path / --neuron-path.",
+        )
+    return max(manifests, key=lambda path: path.stat().st_mtime_ns).parent

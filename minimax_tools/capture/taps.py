@@ -1,0 +1,77 @@
+"""Tap: where in a module tree a site shows, written `"submodule.path"`, `"path:input"` or `"path:output[1]"`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minimax_tools.errors import TargetError
+
+_NOTATION = re.compile(r"(?P<path>[\w.]*)(:(?P<point>input|output)(\[(?P<index>\d+)\])?)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tap:
+    """One element of a submodule's positional inputs or of its outputs.
+
+    Args:
+        path: Path of the submodule; empty for the module itself.
+        point: `input` or `output`.
+        index: Which element, where there are several.
+    """
+
+    path: str
+    point: str = "output"
+    index: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Tap:
+        """Read the notation above.
+
+        Raises:
+            TargetError: The text is not of that form.
+        """
+        match = _NOTATION.fullmatch(text)
+        if match is None:
+            raise TargetError(
+                f"the site {text!r} cannot be read",
+                expected="'submodule.path', 'submodule.path:input' or 'submodule.path:output[1]'",
+            )
+        return cls(path=match["path"], point=match["point"] or "output", index=int(match["index"] or 0))
+
+    def pick(self, value: Any) -> torch.Tensor | None:
+        """The tapped tensor among a submodule's inputs or outputs; None where there is no such tensor."""
+        elements = value if isinstance(value, (tuple, list)) else (value,)
+        found = elements[self.index] if self.index < len(elements) else None
+        return found if isinstance(found, torch.Tensor) else None
+
+    def put(self, value: Any, tensor: torch.Tensor) -> Any:
+        """`value` with the tapped element replaced."""
+        if not isinstance(value, (tuple, list)):
+            return tensor
+        elements = list(value)
+        elements[self.index] = tensor
+        return tuple(elements)
+
+    def __str__(self) -> str:
+        return f"{self.path or '<layer>'}:{self.point}[{self.index}]"
+
+
+def verify_taps(module: torch.nn.Module, taps: Mapping[Any, Tap]) -> None:
+    """Check that every tapped submodule exists.
+
+    Raises:
+        TargetError: Some do not; all are named.
+    """
+    present = dict(module.named_modules())
+    missing = [f"{site}: {tap.path!r}" for site, tap in taps.items() if tap.path not in present]
+    if missing:
+        raise TargetError(
+            f"sites name submodules that {type(module).__name__} does not have",
+            found=", ".join(missing),
+            next_step="Paths are those of named_modules().",
+        )

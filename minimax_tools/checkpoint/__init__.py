@@ -1,0 +1,7 @@
+"""Checkpoints in the hub's layout: found, indexed, read, dequantised, regrouped, told apart, and made.
+
+header (one shard's table) → index (tensor → shard) → reader (byte-exact reads, FP8 by fp8) → layer_tensors
+(one decoder layer as a mapping) → regroup (experts to grouped storage). names holds every tensor's name and
+shape, fingerprint tells models apart, hub turns `--model` into a folder, and the synthetic files build small
+checkpoints of the same layout.
+"""

@@ -1,0 +1,119 @@
+"""The header of a safetensors shard: eight bytes of length, JSON, then the tensors' data without a gap."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from minimax_tools.errors import CheckpointError
+
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where one stored tensor lies: `offset` is absolute in `file`, both sizes are in bytes."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+def read_header(path: Path) -> tuple[TensorEntry, ...]:
+    """The tensors that the shard's header declares, in the order of their data; no data is read.
+
+    Raises:
+        CheckpointError: The header is damaged, or the file's size is not what the header adds up to.
+    """
+    try:
+        file_size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(_LENGTH.size)
+            if len(prefix) < _LENGTH.size:
+                raise _damaged(path, f"{len(prefix)} bytes, too short for a header")
+            (header_size_bytes,) = _LENGTH.unpack(prefix)
+            data_start = _LENGTH.size + header_size_bytes
+            if data_start > file_size_bytes:
+                raise _damaged(path, f"a header of {header_size_bytes} bytes in a file of {file_size_bytes}")
+            text = file.read(header_size_bytes)
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+    entries = _parse(path, text, data_start)
+    _check_layout(path, entries, data_start=data_start, file_size_bytes=file_size_bytes)
+    return entries
+
+
+def _parse(path: Path, text: bytes, data_start: int) -> tuple[TensorEntry, ...]:
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise _damaged(path, f"a header that is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "a header that is no JSON object")
+    entries = [_entry(path, name, value, data_start) for name, value in header.items() if name != _METADATA]
+    return tuple(sorted(entries, key=lambda entry: (entry.offset, entry.size_bytes)))
+
+
+def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
+    try:
+        begin, end = (int(offset) for offset in value["data_offsets"])
+        shape = tuple(int(size) for size in value["shape"])
+        dtype_name = str(value["dtype"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, f"no dtype, shape and data_offsets for {name}") from error
+    if dtype_name not in DTYPES:
+        raise _damaged(path, f"dtype {dtype_name} for {name}")
+    dtype = DTYPES[dtype_name]
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if begin < 0 or end - begin != size_bytes or any(size < 0 for size in shape):
+        raise _damaged(path, f"offsets {begin} to {end} for {name}, which is {dtype_name} {list(shape)}")
+    return TensorEntry(
+        name=name, file=path, dtype=dtype, shape=shape, offset=data_start + begin, size_bytes=size_bytes
+    )
+
+
+def _check_layout(
+    path: Path, entries: tuple[TensorEntry, ...], *, data_start: int, file_size_bytes: int
+) -> None:
+    position = data_start
+    for entry in entries:
+        if entry.offset != position:
+            raise _damaged(path, f"{entry.name} at byte {entry.offset}, where byte {position} was due")
+        position += entry.size_bytes
+    if position > file_size_bytes:
+        raise _damaged(path, f"{file_size_bytes} bytes of {position}: the data is truncated")
+    if position < file_size_bytes:
+        raise _damaged(path, f"{file_size_bytes - position} bytes after the last tensor")
+
+
+def _damaged(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged", found=found, next_step="Fetch the file again.")

@@ -1,0 +1,203 @@
+"""LayerTensors: one decoder layer's tensors as a mapping, read from the checkpoint when they are asked for.
+
+It is what a port's `convert_state_dict` gets: it may be read, popped from, added to and copied like a dict,
+while a layer of true size (7 GB) never has to lie in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+
+import torch
+
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix, scale_name
+from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader, find_scale
+from minimax_tools.errors import CheckpointError
+from minimax_tools.spec import ModelSpec
+
+_NUM_FAULTS_SHOWN = 12
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class LayerTensors(MutableMapping[str, torch.Tensor]):
+    """A decoder layer's tensors by the hub's names relative to the layer, experts in integer order.
+
+    FP8 is already dequantised and its scales are hidden. Values come on the CPU in `dtype`, router gate and
+    correction bias in float32. What is read is not kept: two accesses give two tensors. What is set is kept,
+    and given back as it is.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        *,
+        layer: int,
+        dtype: torch.dtype,
+        stored: Mapping[str, torch.dtype],
+        present: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        self.layer = layer
+        self.dtype = dtype
+        self._reader = reader
+        self._stored = stored
+        # None stands for a tensor that is still only in the checkpoint.
+        self._present = dict(present)
+
+    @classmethod
+    def open(cls, reader: CheckpointReader, spec: ModelSpec, layer: int, dtype: torch.dtype) -> LayerTensors:
+        """The tensors of `layer`, all checked against `spec` by their headers; no data is read.
+
+        Raises:
+            CheckpointError: Listing every fault at once: a tensor or its scales are missing, have another
+                shape or a dtype that mm2 cannot read, or the layer holds a tensor that no MiniMax-M2 has.
+            ValueError: `dtype` is neither bfloat16 nor float32.
+        """
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype is {dtype}, expected torch.bfloat16 or torch.float32")
+        verify_layer(reader.index, spec, layer)
+        prefix = layer_prefix(layer)
+        names = expected_layer_shapes(spec)
+        return cls(
+            reader,
+            layer=layer,
+            dtype=dtype,
+            stored={name: reader.index[prefix + name].dtype for name in names},
+            present=dict.fromkeys(names),
+        )
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which the checkpoint stores the tensor, whatever was set over it.
+
+        Raises:
+            KeyError: The checkpoint's layer has no such tensor.
+        """
+        try:
+            return self._stored[name]
+        except KeyError:
+            raise self._unknown(name) from None
+
+    def given_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which an access gives the tensor.
+
+        Raises:
+            KeyError: There is no such tensor.
+        """
+        value = self._value(name)
+        if value is not None:
+            return value.dtype
+        return torch.float32 if name in FLOAT32_NAMES else self.dtype
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, of the tensor's shape, casting to its dtype; at most one matrix is float32 meanwhile.
+
+        Raises:
+            KeyError: There is no such tensor.
+            ValueError: `out` has another shape, or the tensor was set to FP8 codes, whose scales are unknown.
+        """
+        value = self._value(name)
+        if value is None:
+            self._reader.read_weight_into(layer_prefix(self.layer) + name, out)
+        else:
+            copy_weight(name, value, out)
+
+    def copy(self) -> LayerTensors:
+        """A second mapping over the same checkpoint: setting or removing in one leaves the other alone."""
+        return LayerTensors(
+            self._reader, layer=self.layer, dtype=self.dtype, stored=self._stored, present=self._present
+        )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = self._value(name)
+        if value is not None:
+            return value
+        return self._reader.read_weight(layer_prefix(self.layer) + name, self.given_dtype(name))
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        self._present[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._value(name)
+        del self._present[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._present
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._present)
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    def __repr__(self) -> str:
+        return f"LayerTensors(layer={self.layer}, dtype={self.dtype}, {len(self)} tensors)"
+
+    def _value(self, name: str) -> torch.Tensor | None:
+        try:
+            return self._present[name]
+        except KeyError:
+            raise self._unknown(name) from None
+
+    def _unknown(self, name: str) -> KeyError:
+        return KeyError(f"layer {self.layer} has no tensor {name!r} (names are relative to the layer)")
+
+
+def copy_weight(name: str, value: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy `value` to `out`, cast to its dtype.
+
+    Raises:
+        ValueError: The shapes differ, or `value` is FP8 codes, whose scales are unknown here.
+    """
+    if value.shape != out.shape:
+        raise ValueError(f"{name} has shape {list(value.shape)}, out has {list(out.shape)}")
+    if value.dtype == torch.float8_e4m3fn:
+        raise ValueError(f"{name} is FP8 codes: without its scales it is no weight; dequantise it first")
+    out.copy_(value)
+
+
+def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:
+    """Check by the headers alone that `index` holds all tensors of a decoder layer and no others of it.
+
+    Raises:
+        CheckpointError: As for `LayerTensors.open`.
+    """
+    prefix = layer_prefix(layer)
+    found = set(index.layer_names(layer))
+    faults = []
+    for name, shape in expected_layer_shapes(spec).items():
+        full_name = prefix + name
+        if full_name not in found:
+            faults.append(f"{full_name}: expected {list(shape)}, found nothing")
+            continue
+        found.remove(full_name)
+        entry = index[full_name]
+        if entry.shape != shape:
+            faults.append(f"{full_name}: expected {list(shape)}, found {list(entry.shape)}")
+        if entry.dtype not in WEIGHT_DTYPES:
+            faults.append(f"{full_name}: found dtype {entry.dtype}, which mm2 cannot read as a weight")
+        if entry.dtype == torch.float8_e4m3fn:
+            found.discard(scale_name(full_name))
+            faults += _scale_faults(index, entry)
+    faults += [f"{name}: no MiniMax-M2 layer has it" for name in sorted(found)]
+    if faults:
+        raise _unfit(index, layer, faults)
+
+
+def _scale_faults(index: TensorIndex, entry: TensorEntry) -> list[str]:
+    try:
+        find_scale(index, entry)
+    except CheckpointError as error:
+        return [f"{error.what}: expected {error.expected}, found {error.found}"]
+    return []
+
+
+def _unfit(index: TensorIndex, layer: int, faults: list[str]) -> CheckpointError:
+    shown = faults[:_NUM_FAULTS_SHOWN]
+    if len(faults) > len(shown):
+        shown.append(f"and {len(faults) - len(shown)} more")
+    return CheckpointError(
+        f"layer {layer} of the checkpoint at {index.folder} is not the one config.json describes",
+        found="; ".join(shown),
+        next_step="Check that config.json belongs to these shards, and fetch what is missing.",
+    )

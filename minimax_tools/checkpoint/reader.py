@@ -1,0 +1,190 @@
+"""CheckpointReader: tensors read byte-exactly from a checkpoint folder, one at a time, files not mapped."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.names import scale_name
+from minimax_tools.errors import CheckpointError
+
+# What a weight may be stored as; other types hold codes whose meaning mm2 does not know.
+WEIGHT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
+
+
+class CheckpointReader:
+    """Reads single tensors of a checkpoint folder; safe to use from several threads.
+
+    | to get | call |
+    |---|---|
+    | the stored bytes as a tensor | `read(name)`, `read_into(name, out)` |
+    | a weight's values, FP8 times its scales | `read_weight(name, dtype)`, `read_weight_into(name, out)` |
+
+    Opened shards stay open until `close`, or the end of a `with` block.
+
+    Raises:
+        CheckpointError: The folder's shards have faults (see `TensorIndex.from_folder`).
+    """
+
+    def __init__(self, folder: Path, *, index: TensorIndex | None = None) -> None:
+        self.index = TensorIndex.from_folder(folder) if index is None else index
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint folder."""
+        return self.index.folder
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU in its stored dtype; only its own bytes are read, into fresh memory.
+
+        Raises:
+            CheckpointError: There is no such tensor, or its shard became shorter or unreadable.
+        """
+        entry = self.index[name]
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+        self._fill(entry, out)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, contiguous on the CPU and of the stored shape and dtype, with the tensor's bytes.
+
+        Raises:
+            CheckpointError: As for `read`.
+            ValueError: `out` is not such a tensor.
+        """
+        entry = self.index[name]
+        _check_out(entry, out)
+        if out.dtype != entry.dtype or not _is_fillable(out):
+            raise ValueError(f"{name} is {entry.dtype}: out must be the same, contiguous and on the CPU")
+        self._fill(entry, out)
+
+    def read_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor's values on the CPU in `dtype`: FP8 times its scales in float32, then rounded once.
+
+        Raises:
+            CheckpointError: As for `read`; or the scales of an FP8 weight are missing or do not fit it; or
+                the tensor is stored in a dtype that holds no weight.
+        """
+        out = torch.empty(self.index[name].shape, dtype=dtype)
+        self.read_weight_into(name, out)
+        return out
+
+    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, of the stored shape and any float dtype, with the tensor's values (see `read_weight`).
+
+        Raises:
+            CheckpointError: As for `read_weight`.
+            ValueError: `out` has another shape.
+        """
+        entry = self.index[name]
+        _check_out(entry, out)
+        if entry.dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{name} in {entry.file} is no weight that mm2 can read",
+                expected="one of " + ", ".join(str(dtype) for dtype in WEIGHT_DTYPES),
+                found=str(entry.dtype),
+                next_step="Use the FP8 repository of the hub, or a BF16 copy of it.",
+            )
+        if entry.dtype == torch.float8_e4m3fn:
+            self._dequantise_into(entry, out)
+        elif entry.dtype == out.dtype and _is_fillable(out):
+            self._fill(entry, out)
+        else:
+            out.copy_(self.read(name))
+
+    def close(self) -> None:
+        """Close every shard that was opened; reading again opens it anew."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _dequantise_into(self, entry: TensorEntry, out: torch.Tensor) -> None:
+        scale = find_scale(self.index, entry)
+        weight_fp8, scale_inv = self.read(entry.name), self.read(scale.name)
+        if out.device.type == "cpu":
+            dequantise(weight_fp8, scale_inv, out=out, dtype=out.dtype)
+        else:
+            out.copy_(dequantise(weight_fp8, scale_inv, dtype=out.dtype))
+
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
+        if entry.size_bytes == 0:
+            return
+        buffer = out.view(-1).view(torch.uint8).numpy().data
+        position = 0
+        try:
+            descriptor = self._descriptor(entry.file)
+            while position < entry.size_bytes:
+                count = os.preadv(descriptor, [buffer[position:]], entry.offset + position)
+                if count == 0:
+                    raise _unreadable(entry, f"the file ends after {position} of {entry.size_bytes} bytes")
+                position += count
+        except OSError as error:
+            raise _unreadable(entry, str(error)) from error
+
+    def _descriptor(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[file]
+
+
+def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
+    """The entry of the block scales that belong to an FP8 weight.
+
+    Raises:
+        CheckpointError: There are none, or they are not float32 with one value per block.
+    """
+    name = scale_name(entry.name)
+    if name not in index:
+        raise CheckpointError(
+            f"{entry.name} in {entry.file} is FP8 without scales",
+            expected=f"a tensor {name}",
+            found="none in any shard",
+            next_step="Without scales the values are unknown: fetch the shard that holds them.",
+        )
+    scale = index[name]
+    expected = scale_shape(entry.shape)
+    if len(entry.shape) != 2 or scale.shape != expected or scale.dtype != torch.float32:
+        raise CheckpointError(
+            f"{name} in {scale.file} does not fit its weight {list(entry.shape)}",
+            expected=f"torch.float32 {list(expected)}, one scale per 128 × 128 block",
+            found=f"{scale.dtype} {list(scale.shape)}",
+            next_step="Use a checkpoint quantised in blocks of 128 × 128.",
+        )
+    return scale
+
+
+def _is_fillable(out: torch.Tensor) -> bool:
+    return out.is_contiguous() and out.device.type == "cpu"
+
+
+def _check_out(entry: TensorEntry, out: torch.Tensor) -> None:
+    if tuple(out.shape) != entry.shape:
+        raise ValueError(f"{entry.name} has shape {list(entry.shape)}, out has {list(out.shape)}")
+
+
+def _unreadable(entry: TensorEntry, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.name} cannot be read from {entry.file}",
+        expected=f"{entry.size_bytes} bytes at {entry.offset}",
+        found=found,
+        next_step="Fetch the file again.",
+    )

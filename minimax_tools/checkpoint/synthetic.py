@@ -1,0 +1,233 @@
+"""Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with numbers by seed.
+
+A shard is written front to back, one tensor in memory at a time, into a temporary folder that is renamed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from minimax_tools.checkpoint import names
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, scale_shape
+from minimax_tools.checkpoint.header import DTYPES
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.checkpoint.synthetic_tokenizer import write_tokenizer
+from minimax_tools.checkpoint.synthetic_weights import SyntheticWeights
+from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.spec import ModelSpec
+
+_log = logging.getLogger(__name__)
+
+FP8 = torch.float8_e4m3fn
+
+_HUB_SHARD_BYTES = 1_840_000_000
+_LEAST_SHARDS = 4
+_ALIGNMENT = 8
+_INDEX = "model.safetensors.index.json"
+_DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticCheckpoint:
+    """What was written; `size_bytes` counts the tensors' data."""
+
+    folder: Path
+    num_tensors: int
+    num_shards: int
+    size_bytes: int
+
+
+def synthesize(
+    output: Path, *, model: SyntheticModel, dtype: torch.dtype, shard_size_bytes: int | None, seed: int
+) -> SyntheticCheckpoint:
+    """Write a checkpoint of `model` to the folder `output`, its linear layers stored in `dtype`.
+
+    The same arguments give the same bytes; FP8, BF16 and float32 copies of one seed are one model.
+
+    Args:
+        output: A folder that does not exist yet or is empty.
+        model: The quantities.
+        dtype: float8_e4m3fn, bfloat16 or float32. Router gate and correction bias are float32 always.
+        shard_size_bytes: Most data a shard holds, except that a tensor is never split; None asks for four shards
+            or more, of the hub's size at most.
+        seed: Seed of every number.
+
+    Raises:
+        UsageError: `output` holds something, or the quantities cannot be stored so.
+        CheckpointError: The checkpoint does not fit the file system, or cannot be written.
+    """
+    plan = plan_tensors(model, dtype=dtype)
+    size_bytes = sum(tensor.size_bytes for tensor in plan)
+    if shard_size_bytes is None:
+        shard_size_bytes = min(_HUB_SHARD_BYTES, -(-size_bytes // _LEAST_SHARDS))
+    shards = _split(plan, shard_size_bytes)
+    weights = SyntheticWeights(model.spec(), seed=seed)
+    with _new_folder(output, size_bytes=size_bytes) as folder:
+        ids = write_tokenizer(folder, vocab_size=model.vocab_size)
+        _write_json(folder / "config.json", model.config(dtype=dtype, token_ids=ids))
+        for file_name, shard in shards.items():
+            _write_shard(folder / file_name, shard, weights)
+            _log.info("%s: %d tensors", file_name, len(shard))
+        weight_map = {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard}
+        _write_json(folder / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
+    return SyntheticCheckpoint(folder=output, num_tensors=len(plan), num_shards=len(shards), size_bytes=size_bytes)
+
+
+def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedTensor, ...]:
+    """Every tensor of the checkpoint in the hub's order, which is the alphabet's.
+
+    Raises:
+        UsageError: A width does not fit FP8's blocks, or `dtype` is none of the three.
+    """
+    if dtype not in (FP8, torch.bfloat16, torch.float32):
+        raise UsageError(f"no checkpoint is written in {dtype}", expected="float8_e4m3fn, bfloat16 or float32")
+    spec = model.spec()
+    if dtype == FP8:
+        _refuse_ragged_blocks(spec)
+    plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    plan = [
+        PlannedTensor(name=name, shape=shape, dtype=plain_dtype)
+        for name, shape in (
+            (names.EMBEDDING, (spec.vocab_size, spec.hidden_size)),
+            (names.FINAL_NORM, (spec.hidden_size,)),
+            (names.LM_HEAD, (spec.vocab_size, spec.hidden_size)),
+        )
+    ]
+    layer_shapes = names.expected_layer_shapes(spec)
+    for layer in range(spec.num_hidden_layers):
+        for kind, shape in layer_shapes.items():
+            name = names.layer_prefix(layer) + kind
+            is_linear = len(shape) == 2 and kind != names.GATE
+            kept = torch.float32 if kind in names.FLOAT32_NAMES else dtype if is_linear else plain_dtype
+            plan.append(PlannedTensor(name=name, shape=shape, dtype=kept))
+            if kept == FP8:
+                scales = PlannedTensor(name=names.scale_name(name), shape=scale_shape(shape), dtype=torch.float32)
+                plan.append(scales)
+    return tuple(sorted(plan, key=lambda tensor: tensor.name))
+
+
+def _refuse_ragged_blocks(spec: ModelSpec) -> None:
+    widths = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads × head_dim": spec.query_width,
+        "num_key_value_heads × head_dim": spec.key_value_width,
+    }
+    ragged = [f"{name} is {width}" for name, width in widths.items() if width > BLOCK_SIZE and width % BLOCK_SIZE]
+    if ragged:
+        raise UsageError(
+            "these widths do not fit FP8's blocks",
+            expected=f"multiples of {BLOCK_SIZE}, or less: readers derive the block from the scales' shape",
+            found="; ".join(ragged),
+            next_step="Change them, or ask for --dtype bfloat16.",
+        )
+
+
+def _split(plan: tuple[PlannedTensor, ...], shard_size_bytes: int) -> dict[str, list[PlannedTensor]]:
+    shards: list[list[PlannedTensor]] = [[]]
+    filled_bytes = 0
+    for tensor in plan:
+        if shards[-1] and filled_bytes + tensor.size_bytes > shard_size_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(tensor)
+        filled_bytes += tensor.size_bytes
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards)}
+
+
+@contextmanager
+def _new_folder(output: Path, *, size_bytes: int) -> Iterator[Path]:
+    # A temporary sibling that takes the place of `output` if all goes well, and is removed if not.
+    output = output.absolute()
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        _refuse_occupied(output)
+        _refuse_full_disk(output, size_bytes)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(output)
+    except OSError as error:
+        raise _no_room(output, size_bytes, reason=f", {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _refuse_occupied(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(
+            f"{output} exists", expected="a new or empty folder", next_step="Name another --output, or remove it."
+        )
+
+
+def _refuse_full_disk(output: Path, size_bytes: int) -> None:
+    if _free_bytes(output) < size_bytes:
+        raise _no_room(output, size_bytes, reason="")
+
+
+def _free_bytes(output: Path) -> int:
+    return shutil.disk_usage(next(parent for parent in output.parents if parent.exists())).free
+
+
+def _no_room(output: Path, size_bytes: int, *, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{output} cannot be written",
+        expected=f"{size_bytes} bytes",
+        found=f"{_free_bytes(output)} bytes free{reason}",
+        next_step="Name an --output with more room, or ask for fewer layers.",
+    )
+
+
+def _write_shard(path: Path, shard: list[PlannedTensor], weights: SyntheticWeights) -> None:
+    with path.open("wb") as file:
+        file.write(_header(shard))
+        for tensor in shard:
+            start = file.tell()
+            for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
+                file.write(memoryview(part.contiguous().view(torch.uint8).numpy()))
+            written = file.tell() - start
+            assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes of {tensor.size_bytes}"
+
+
+def _header(shard: list[PlannedTensor]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in shard:
+        offsets = [position, position + tensor.size_bytes]
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets
+        }
+        position += tensor.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

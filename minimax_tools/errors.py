@@ -1,0 +1,99 @@
+"""Every error mm2 raises on purpose, as one tree; the class decides the exit code.
+
+    Mm2Error
+    ├── UsageError              the command or call was wrong                       exit 2
+    └── CannotRunError          the request was fine, but it could not be done      exit 3
+        ├── CheckpointError     a checkpoint is missing, damaged or not a MiniMax-M2
+        ├── CaptureError        a capture directory is missing, damaged or in use
+        ├── IncomparableError   two captures must not be judged against each other
+        ├── GoldenRefusedError  a golden fell into one of the known traps
+        ├── TargetError         the port under test could not be built or loaded
+        ├── BackendError        the device asked for is not there
+        └── MissingExtraError   a package that this command needs is not installed
+
+A message has three parts: what and where, expected against found, the next step.
+"""
+
+from __future__ import annotations
+
+
+class Mm2Error(Exception):
+    """An error with the three parts that a reader needs.
+
+    Args:
+        what: What went wrong, and where.
+        expected: What was expected, where that says more than `what` does.
+        found: What was there instead.
+        next_step: What the reader should do now.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: str | None = None,
+        found: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        self.what = what
+        self.expected = expected
+        self.found = found
+        self.next_step = next_step
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        parts = [self.what]
+        if self.expected is not None and self.found is not None:
+            parts.append(f"expected {self.expected}, found {self.found}")
+        elif self.expected is not None:
+            parts.append(f"expected {self.expected}")
+        elif self.found is not None:
+            parts.append(f"found {self.found}")
+        message = ": ".join(parts)
+        return f"{message}. {self.next_step}" if self.next_step else message
+
+
+class UsageError(Mm2Error):
+    """The command line or the call was wrong."""
+
+    exit_code = 2
+
+
+class CannotRunError(Mm2Error):
+    """The request was fine, but it could not be carried out."""
+
+
+class CheckpointError(CannotRunError):
+    """A checkpoint is missing, damaged, or not a MiniMax-M2."""
+
+
+class CaptureError(CannotRunError):
+    """A capture directory is missing, damaged, or in use."""
+
+
+class IncomparableError(CannotRunError):
+    """Two captures must not be judged against each other."""
+
+
+class GoldenRefusedError(CannotRunError):
+    """A golden fell into one of the known traps and must not be trusted."""
+
+
+class TargetError(CannotRunError):
+    """The port under test could not be found, built, loaded or run."""
+
+
+class BackendError(CannotRunError):
+    """The device backend asked for is not available here."""
+
+
+class MissingExtraError(CannotRunError):
+    """A package that this command needs is not installed."""
+
+    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed here",
+            next_step=f"Install it with: pip install 'mm2[{extra}]'",
+        )

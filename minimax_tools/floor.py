@@ -1,0 +1,90 @@
+"""Floor statistics: what BF16 alone cost the golden at each site, token by token.
+
+Names in a layer's floor file (float32 [B,S], zero on padding): `<site>.error` ‖bf16 − float32‖ over a token's
+channels, `<site>.error_ordinary` the same without the massive channels, `router_margin` the distance
+between the k-th and the (k+1)-th biased score in float32, `router_noise` the error of BF16 on the scores
+that compete there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from minimax_tools.sites import Site
+
+# A channel is massive where its RMS over the tokens is this many times the median channel's.
+MASSIVE_RATIO = 20.0
+ROUTER_MARGIN = "router_margin"
+ROUTER_NOISE = "router_noise"
+# Scores this close behind the k-th are in competition with it, counted in experts on either side.
+_COMPETITORS = 4
+_WITHOUT_ERROR = (Site.ROUTER_EXPERTS,)
+
+
+def error_name(site: Site) -> str:
+    """Name of a site's error norms, all channels."""
+    return f"{site}.error"
+
+
+def ordinary_error_name(site: Site) -> str:
+    """Name of a site's error norms without the massive channels."""
+    return f"{site}.error_ordinary"
+
+
+def token_rows(tensor: torch.Tensor, site: Site) -> torch.Tensor:
+    """A site's tensor as one row per token, [B,S,F]; heads are laid side by side."""
+    if site.has_heads_dim:
+        tensor = tensor.transpose(1, 2)
+    return tensor.reshape(*tensor.shape[:2], -1)
+
+
+def massive_channels(rows: torch.Tensor) -> torch.Tensor:
+    """Which channels of the rows [T,F] are massive: bool [F]."""
+    rms = rows.to(torch.float32).square().mean(dim=0).sqrt()
+    return rms > MASSIVE_RATIO * rms.median()
+
+
+def floor_statistics(
+    reference: Mapping[Site, torch.Tensor],
+    twin: Mapping[Site, torch.Tensor],
+    *,
+    attention_mask: torch.Tensor,
+    correction_bias: torch.Tensor,
+    num_experts_per_tok: int,
+) -> dict[str, torch.Tensor]:
+    """The floor statistics of one layer.
+
+    Args:
+        reference: BF16 tensors by site.
+        twin: Float32 tensors by site, computed from the same input with the reference's expert choice.
+        attention_mask: int64 [B,S].
+        correction_bias: float32 [E].
+        num_experts_per_tok: k.
+    """
+    real = attention_mask.bool()
+    statistics: dict[str, torch.Tensor] = {}
+    for site, exact in twin.items():
+        if site in reference and site not in _WITHOUT_ERROR:
+            rows, exact_rows = token_rows(reference[site], site), token_rows(exact, site)
+            error = rows.to(torch.float32) - exact_rows.to(torch.float32)
+            ordinary = ~massive_channels(rows[real])
+            statistics[error_name(site)] = error.norm(dim=-1) * real
+            statistics[ordinary_error_name(site)] = error[..., ordinary].norm(dim=-1) * real
+    if Site.ROUTER_LOGITS in twin and Site.ROUTER_LOGITS in reference:
+        scores = twin[Site.ROUTER_LOGITS].sigmoid() + correction_bias
+        noisy = reference[Site.ROUTER_LOGITS].to(torch.float32).sigmoid() + correction_bias
+        statistics[ROUTER_MARGIN], statistics[ROUTER_NOISE] = _routing(scores, noisy, num_experts_per_tok)
+    return statistics
+
+
+def _routing(scores: torch.Tensor, noisy: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Margin [B,S] and noise [B,S] of biased scores [B,S,E] against their BF16 counterpart."""
+    num_experts = scores.shape[-1]
+    ordered, order = scores.sort(dim=-1, descending=True)
+    if k >= num_experts:
+        return torch.full(scores.shape[:2], torch.inf), torch.zeros(scores.shape[:2])
+    near = order[..., max(k - _COMPETITORS, 0) : k + _COMPETITORS]
+    error = (noisy - scores).gather(-1, near).abs()
+    return ordered[..., k - 1] - ordered[..., k], error.amax(dim=-1)

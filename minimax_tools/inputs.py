@@ -1,0 +1,113 @@
+"""Inputs: the token rows of a run, padded to one batch, with what the model needs to know of the padding."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """One batch of token rows.
+
+    Args:
+        input_ids: int64 [B,S].
+        attention_mask: int64 [B,S], 1 on real rows, 0 on padding.
+        position_ids: int64 [B,S], counted over the real rows; 0 on left padding.
+        source: Where the rows came from, in a few words.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    source: str
+
+    def __post_init__(self) -> None:
+        shapes = {tuple(tensor.shape) for tensor in (self.input_ids, self.attention_mask, self.position_ids)}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            raise ValueError(f"inputs need one [B,S] shape, got {sorted(shapes)}")
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows B."""
+        return self.input_ids.shape[0]
+
+    @property
+    def sequence_length(self) -> int:
+        """Padded length S."""
+        return self.input_ids.shape[1]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Real tokens of each row."""
+        return tuple(int(length) for length in self.attention_mask.sum(dim=1))
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of all rows."""
+        return int(self.attention_mask.sum())
+
+    def digest(self) -> str:
+        """sha256 over ids, mask and positions: equal for equal inputs only."""
+        digest = hashlib.sha256()
+        for tensor in (self.input_ids, self.attention_mask, self.position_ids):
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.to(torch.int64).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The three tensors by name, as they are stored."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+
+    def __str__(self) -> str:
+        lengths = ", ".join(str(length) for length in self.lengths)
+        return f"{self.batch_size} rows ({lengths} tokens, padded to {self.sequence_length}) from {self.source}"
+
+
+def pad_rows(
+    rows: list[list[int]], *, padding_side: str, buckets: tuple[int, ...], pad_token_id: int, source: str
+) -> Inputs:
+    """Pad `rows` on one side to the longest row, or to the smallest bucket that holds it.
+
+    Raises:
+        UsageError: No row, an empty row, or a row longer than every bucket.
+    """
+    if not rows or not all(rows):
+        raise UsageError("a run needs at least one token in every row", found=f"{len(rows)} rows")
+    longest = max(len(row) for row in rows)
+    fitting = [bucket for bucket in buckets if bucket >= longest]
+    if buckets and not fitting:
+        raise UsageError(
+            f"the longest row has {longest} tokens",
+            expected=f"at most the largest bucket, {max(buckets)}",
+            next_step="Give --pad-to a larger bucket, or --max-length to truncate.",
+        )
+    length = min(fitting) if buckets else longest
+    input_ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros((len(rows), length), dtype=torch.int64)
+    for index, row in enumerate(rows):
+        window = slice(length - len(row), length) if padding_side == "left" else slice(0, len(row))
+        input_ids[index, window] = torch.tensor(row, dtype=torch.int64)
+        attention_mask[index, window] = 1
+    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    return Inputs(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, source=source
+    )
+
+
+def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Rows of uniform random ids, one per length, the whole repeated `batch_size` times with new ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+        for _ in range(batch_size)
+        for length in lengths
+    ]

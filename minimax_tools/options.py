@@ -1,0 +1,163 @@
+"""The options that mean the same in every command, declared once.
+
+    model_option     --model                                     (env MM2_MODEL)
+    store_options    --captures, --output-dir                    (env MM2_CAPTURES)
+    run_options      --sites, --dtype, --seed
+    input_options    --prompt, --prompts-file, --chat, --input-ids, --seq-len, --batch-size, --padding-side, --pad-to,
+                     --max-length
+    span_options     --start-layer, --end-layer, --layers
+    layer_option     --layer
+    output_options   --json, --quiet, --debug
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import torch
+
+from minimax_tools.console import remember_debug, remember_json, show_progress
+from minimax_tools.errors import UsageError
+from minimax_tools.prompts import InputRequest
+from minimax_tools.sites import SITE_LEVELS
+from minimax_tools.span import Span
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DEFAULT_CAPTURES = Path("mm2-captures")
+
+
+def _stack(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def _parse_dtype(_: click.Context, __: click.Parameter, value: str) -> torch.dtype:
+    return DTYPES[value]
+
+
+def parse_lengths(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """Click callback: `96,61` as a tuple of positive lengths; empty where the option is absent."""
+    if value is None:
+        return ()
+    try:
+        lengths = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        lengths = (0,)
+    if min(lengths) < 1:
+        raise click.BadParameter(f"{value!r}: expected positive lengths, for example 96,61", param=parameter)
+    return lengths
+
+
+model_option = click.option(
+    "--model", envvar="MM2_MODEL", required=True, metavar="FOLDER|HUB_ID", help="Checkpoint: a folder or a hub id."
+)
+store_options = _stack(
+    click.option(
+        "--captures",
+        type=click.Path(path_type=Path, file_okay=False),
+        envvar="MM2_CAPTURES",
+        default=DEFAULT_CAPTURES,
+        show_default=True,
+        help="Folder that holds all captures.",
+    ),
+    click.option(
+        "--output-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Capture directory of this run, instead of one under --captures.",
+    ),
+)
+run_options = _stack(
+    click.option(
+        "--sites",
+        "sites_level",
+        type=click.Choice(list(SITE_LEVELS)),
+        default="all",
+        show_default=True,
+        help="Which points of a layer to capture.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(list(DTYPES)),
+        default="bfloat16",
+        show_default=True,
+        callback=_parse_dtype,
+        help="Dtype of weights and activations.",
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random number."),
+)
+input_options = _stack(
+    click.option("--prompt", "prompts", multiple=True, help="A prompt; repeat for several rows."),
+    click.option(
+        "--prompts-file",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="Prompts: one a line, or a JSON list of strings.",
+    ),
+    click.option("--chat", is_flag=True, help="Apply the tokenizer's chat template; the default is raw text."),
+    click.option("--input-ids", multiple=True, metavar="1,2,3|FILE", help="Token ids of a row, or a JSON file of rows."),
+    click.option(
+        "--seq-len", "seq_lens", callback=parse_lengths, metavar="96,61", help="Random ids: one row per length."
+    ),
+    click.option("--batch-size", type=click.IntRange(min=1), default=1, help="Repeat the random rows so many times."),
+    click.option("--padding-side", type=click.Choice(["left", "right"]), default="right", show_default=True),
+    click.option("--pad-to", callback=parse_lengths, metavar="128,512", help="Pad to the smallest bucket that fits."),
+    click.option("--max-length", type=click.IntRange(min=1), help="Truncate every row to so many tokens."),
+)
+layer_option = click.option("--layer", type=click.IntRange(min=0), required=True, help="The layer, from 0.")
+span_options = _stack(
+    click.option("--start-layer", type=click.IntRange(min=0), help="First layer."),
+    click.option("--end-layer", type=click.IntRange(min=0), help="Last layer, included."),
+    click.option("--layers", metavar="A:B", help="Layers A to B-1 (half-open), instead of the two above."),
+)
+output_options = _stack(
+    click.option(
+        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember_debug, help="Show tracebacks."
+    ),
+    click.option("--json", "as_json", is_flag=True, is_eager=True, callback=remember_json, help="Print JSON."),
+    click.option("--quiet", is_flag=True, expose_value=False, callback=show_progress, help="Print no progress."),
+)
+
+
+def read_span(start_layer: int | None, end_layer: int | None, layers: str | None) -> Span | None:
+    """The span that the span options describe; None where none was given.
+
+    Raises:
+        UsageError: Both notations were used, or only one end was given.
+    """
+    if layers is not None and (start_layer is not None or end_layer is not None):
+        raise UsageError("--layers and --start-layer/--end-layer were both given", next_step="Use one of them.")
+    if layers is not None:
+        return Span.parse(layers)
+    if start_layer is None and end_layer is None:
+        return None
+    if start_layer is None or end_layer is None:
+        raise UsageError("--start-layer and --end-layer come together", next_step="Give both, or --layers A:B.")
+    return Span.inclusive(start_layer, end_layer)
+
+
+def read_input_request(options: dict[str, Any]) -> InputRequest:
+    """The input options of a command as one value.
+
+    Raises:
+        UsageError: They contradict each other.
+    """
+    return InputRequest(
+        prompts=options["prompts"],
+        prompts_file=options["prompts_file"],
+        chat=options["chat"],
+        input_ids=options["input_ids"],
+        seq_lens=options["seq_lens"],
+        batch_size=options["batch_size"],
+        padding_side=options["padding_side"],
+        pad_to=options["pad_to"],
+        max_length=options["max_length"],
+        seed=options["seed"],
+    )

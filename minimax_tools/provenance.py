@@ -1,0 +1,109 @@
+"""Provenance: what made a capture, in enough detail to refuse a comparison or a resume that would mislead."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+
+_PACKAGES = (
+    "torch",
+    "torch_xla",
+    "torch-neuronx",
+    "neuronx-distributed",
+    "neuronx-cc",
+    "libneuronxla",
+    "transformers",
+    "accelerate",
+    "safetensors",
+)
+# Variables that change numbers on one of the backends.
+_NUMERIC_VARIABLES = (
+    "NEURON_CC_FLAGS",
+    "NEURON_CUSTOM_SILU",
+    "NEURON_FUSE_SOFTMAX",
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+    "NVIDIA_TF32_OVERRIDE",
+    "PJRT_DEVICE",
+    "XLA_DISABLE_FUNCTIONALIZATION",
+    "XLA_DOWNCAST_BF16",
+    "XLA_FLAGS",
+    "XLA_USE_BF16",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """What made a capture.
+
+    Args:
+        model: Fingerprint of the checkpoint's weights.
+        model_source: The folder or hub id, as it was given.
+        backend: Name of the backend that computed, such as `cuda`, `neuron-xla`, `xla-cpu`, `cpu`.
+        device: The device in words.
+        dtypes: Dtype of `weights`, `router_gate` and `correction_bias` as they computed.
+        target: Identity of the implementation that ran: `transformers`, `builtin`, or a target's name.
+        target_digest: sha256 of the target's source; empty for what ships with a library.
+        options: Choices that change numbers: attention and experts implementation and the like.
+        versions: Library versions.
+        environment: Variables that change numbers, where set.
+    """
+
+    model: ModelFingerprint
+    model_source: str
+    backend: str
+    device: str
+    dtypes: Mapping[str, str]
+    target: str
+    target_digest: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
+    environment: Mapping[str, str] = field(default_factory=lambda: numeric_environment())
+
+    def as_json(self) -> dict[str, Any]:
+        """The provenance as it stands in a manifest."""
+        return {
+            "model": self.model.as_json(),
+            "model_source": self.model_source,
+            "backend": self.backend,
+            "device": self.device,
+            "dtypes": dict(self.dtypes),
+            "target": self.target,
+            "target_digest": self.target_digest,
+            "options": dict(self.options),
+            "versions": dict(self.versions),
+            "environment": dict(self.environment),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Provenance:
+        """The provenance that a manifest records."""
+        return cls(**{**record, "model": ModelFingerprint.from_json(record["model"])})
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the installed libraries that compute; absent ones are left out."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def numeric_environment() -> dict[str, str]:
+    """The variables that change numbers, where they are set."""
+    return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
+
+
+def digest_file(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,160 @@
+"""Float32Twin: transformers' decoder layer in float32, fed the BF16 layer's own input.
+
+Its experts are upcast one at a time as they are needed, so no float32 copy of a whole layer ever exists.
+The difference between the BF16 layer and its twin is what BF16 alone costs: the noise floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
+from minimax_tools.capture.taps import Tap
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import expert_weight
+from minimax_tools.inputs import Inputs
+from minimax_tools.reference.modules import LAYER_TAPS, RECORD_ROPE, recording_attention
+from minimax_tools.sites import Site
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2Config
+
+_EXPERTS_IMPLEMENTATION = "mm2_upcast"
+_TENSORS = "mm2_tensors"
+
+
+class Float32Twin:
+    """The float32 twin of one layer.
+
+    Args:
+        config: transformers' config of the checkpoint; it is not changed.
+        tensors: The layer's weights in the dtype that the reference computes in.
+        layer: The layer's number.
+        device: Where to compute.
+    """
+
+    def __init__(
+        self, config: MiniMaxM2Config, tensors: LayerTensors, *, layer: int, device: torch.device
+    ) -> None:
+        from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2DecoderLayer, MiniMaxM2RotaryEmbedding
+
+        self._config = _twin_config(config)
+        self._device = device
+        with torch.device("meta"):
+            self._layer = MiniMaxM2DecoderLayer(self._config, layer).eval()
+        self._rotary = MiniMaxM2RotaryEmbedding(self._config).to(device)
+        self._layer.load_state_dict(_small_weights(tensors, device), strict=False, assign=True)
+        setattr(self._layer.mlp.experts, _TENSORS, tensors)
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        inputs: Inputs,
+        *,
+        router_experts: torch.Tensor | None,
+        sites: tuple[Site, ...],
+    ) -> dict[Site, torch.Tensor]:
+        """Run the layer in float32 and return its sites on the CPU.
+
+        Args:
+            hidden_states: [B,S,H], the reference's own input in its dtype.
+            inputs: Mask and positions.
+            router_experts: int64 [B,S,k], the reference's expert choice, replayed by the experts so that
+                a flipped near-tie does not count as arithmetic noise; None to let the twin choose.
+            sites: Sites to return. `router_experts` is the twin's own choice; `router_weights` are the
+                weights of the choice that was replayed, in its order.
+        """
+        taps = {site: tap for site, tap in LAYER_TAPS.items() if site in sites}
+        recorder = Recorder(self._layer, taps, keep=copy_to_host)
+        own_choice = Recorder(self._layer, {Site.ROUTER_EXPERTS: Tap(path="mlp.gate", index=2)}, keep=copy_to_host)
+
+        def record_rope(query: torch.Tensor, key: torch.Tensor) -> None:
+            for site, tensor in ((Site.Q_ROPE, query), (Site.K_ROPE, key)):
+                if site in sites:
+                    recorder.record(site, tensor)
+
+        setattr(self._layer.self_attn, RECORD_ROPE, record_rope)
+        # The twin's own choice is seen before the replay replaces it: hooks fire in the order they were made.
+        with torch.no_grad(), own_choice, _Replay(self._layer, router_experts), recorder:
+            self._forward(hidden_states.to(self._device, torch.float32), inputs)
+        recorded = {**recorder.tensors, **{s: t for s, t in own_choice.tensors.items() if s in sites}}
+        return {site: shape_to_batch(site, recorded[site], inputs) for site in sites if site in recorded}
+
+    def _forward(self, hidden_states: torch.Tensor, inputs: Inputs) -> None:
+        from transformers.masking_utils import create_causal_mask
+
+        position_ids = inputs.position_ids.to(self._device)
+        mask = create_causal_mask(
+            config=self._config,
+            inputs_embeds=hidden_states,
+            attention_mask=inputs.attention_mask.to(self._device),
+            past_key_values=None,
+            position_ids=position_ids,
+        )
+        self._layer(
+            hidden_states,
+            attention_mask=mask,
+            position_ids=position_ids,
+            position_embeddings=self._rotary(hidden_states, position_ids=position_ids),
+        )
+
+
+class _Replay:
+    """Replaces the gate's choice by another, with the weights that the gate's own scores give it."""
+
+    def __init__(self, layer: torch.nn.Module, router_experts: torch.Tensor | None) -> None:
+        self._gate = layer.get_submodule("mlp.gate")
+        self._experts = router_experts
+
+    def __enter__(self) -> None:
+        self._handle = self._gate.register_forward_hook(self._replace)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _replace(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._experts is None:
+            return None
+        logits, _weights, own = output
+        experts = self._experts.reshape(own.shape).to(own.device, own.dtype)
+        scores = logits.sigmoid().gather(1, experts)
+        return logits, scores / scores.sum(dim=-1, keepdim=True), experts
+
+
+def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_IMPLEMENTATION, _upcast_experts)
+    twin = type(config).from_dict(config.to_dict())
+    twin._attn_implementation = recording_attention("sdpa")
+    twin._experts_implementation = _EXPERTS_IMPLEMENTATION
+    return twin
+
+
+def _small_weights(tensors: LayerTensors, device: torch.device) -> dict[str, torch.Tensor]:
+    """Everything but the experts, float32, under transformers' names."""
+    return {
+        name.replace("block_sparse_moe.", "mlp."): tensors[name].to(device, torch.float32)
+        for name in tensors
+        if ".experts." not in name
+    }
+
+
+def _upcast_experts(
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' eager experts, each expert's weights upcast while it computes and then dropped."""
+    tensors: Mapping[str, torch.Tensor] = getattr(module, _TENSORS)
+    output = torch.zeros_like(hidden_states)
+    for expert in top_k_index.unique().tolist():
+        token, position = torch.where(top_k_index == expert)
+        gate, up, down = (
+            tensors[expert_weight(expert, name)].to(hidden_states.device, torch.float32) for name in ("w1", "w3", "w2")
+        )
+        states = hidden_states[token]
+        activated = torch.nn.functional.silu(states @ gate.T) * (states @ up.T)
+        output.index_add_(0, token, (activated @ down.T) * top_k_weights[token, position, None])
+    return output

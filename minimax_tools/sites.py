@@ -1,0 +1,118 @@
+"""Sites: the named points of a decoder layer and of the model, and what each is computed from.
+
+Shapes use B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+from minimax_tools.errors import UsageError
+
+
+class Site(str, Enum):
+    """A point of a decoder layer, in execution order; the value is its name in files and reports."""
+
+    INPUT = "input"  # [B,S,H]
+    INPUT_NORM = "input_norm"  # [B,S,H]
+    Q_PROJ = "q_proj"  # [B,S,N·D]
+    K_PROJ = "k_proj"  # [B,S,K·D]
+    V_PROJ = "v_proj"  # [B,S,K·D]
+    Q_NORM = "q_norm"  # [B,S,N·D]
+    K_NORM = "k_norm"  # [B,S,K·D]
+    Q_ROPE = "q_rope"  # [B,N,S,D]
+    K_ROPE = "k_rope"  # [B,K,S,D]
+    ATTN_CONTEXT = "attn_context"  # [B,S,N·D], o_proj's input
+    ATTN_DELTA = "attn_delta"  # [B,S,H], o_proj's output
+    ATTN_RESIDUAL = "attn_residual"  # [B,S,H]
+    POST_NORM = "post_norm"  # [B,S,H]
+    ROUTER_LOGITS = "router_logits"  # [B,S,E]
+    ROUTER_EXPERTS = "router_experts"  # [B,S,k], a set: its order is free
+    ROUTER_WEIGHTS = "router_weights"  # [B,S,k], in the order of router_experts
+    MOE_DELTA = "moe_delta"  # [B,S,H], before the residual add
+    OUTPUT = "output"  # [B,S,H]
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def order(self) -> int:
+        """The site's place in execution order."""
+        return _ORDER[self]
+
+    @property
+    def has_heads_dim(self) -> bool:
+        """Whether the site's tensor is [B, heads, S, D] rather than [B, S, …]."""
+        return self in (Site.Q_ROPE, Site.K_ROPE)
+
+
+class ModelSite(str, Enum):
+    """A point of the model outside its layers."""
+
+    EMBEDDING = "embedding"  # [B,S,H]
+    FINAL_NORM = "final_norm"  # [B,S,H]
+    LOGITS = "logits"  # [B,S,vocab]
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_ORDER: Mapping[Site, int] = MappingProxyType({site: order for order, site in enumerate(Site)})
+
+# The data-flow graph of a layer: blame follows these edges.
+SITE_INPUTS: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
+    {
+        Site.INPUT: (),
+        Site.INPUT_NORM: (Site.INPUT,),
+        Site.Q_PROJ: (Site.INPUT_NORM,),
+        Site.K_PROJ: (Site.INPUT_NORM,),
+        Site.V_PROJ: (Site.INPUT_NORM,),
+        Site.Q_NORM: (Site.Q_PROJ,),
+        Site.K_NORM: (Site.K_PROJ,),
+        Site.Q_ROPE: (Site.Q_NORM,),
+        Site.K_ROPE: (Site.K_NORM,),
+        Site.ATTN_CONTEXT: (Site.Q_ROPE, Site.K_ROPE, Site.V_PROJ),
+        Site.ATTN_DELTA: (Site.ATTN_CONTEXT,),
+        Site.ATTN_RESIDUAL: (Site.INPUT, Site.ATTN_DELTA),
+        Site.POST_NORM: (Site.ATTN_RESIDUAL,),
+        Site.ROUTER_LOGITS: (Site.POST_NORM,),
+        Site.ROUTER_EXPERTS: (Site.ROUTER_LOGITS,),
+        Site.ROUTER_WEIGHTS: (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS),
+        Site.MOE_DELTA: (Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS),
+        Site.OUTPUT: (Site.ATTN_RESIDUAL, Site.MOE_DELTA),
+    }
+)
+
+SITE_LEVELS: Mapping[str, tuple[Site, ...]] = MappingProxyType(
+    {
+        "layer": (Site.INPUT, Site.OUTPUT),
+        "component": (
+            Site.INPUT,
+            Site.ATTN_DELTA,
+            Site.ATTN_RESIDUAL,
+            Site.POST_NORM,
+            Site.ROUTER_LOGITS,
+            Site.ROUTER_EXPERTS,
+            Site.ROUTER_WEIGHTS,
+            Site.MOE_DELTA,
+            Site.OUTPUT,
+        ),
+        "all": tuple(Site),
+    }
+)
+
+
+def parse_site(name: str) -> Site:
+    """The site of that name.
+
+    Raises:
+        UsageError: No site has the name.
+    """
+    try:
+        return Site(name)
+    except ValueError:
+        raise UsageError(
+            f"{name!r} is no site of a decoder layer", expected="one of " + ", ".join(Site)
+        ) from None

@@ -1,0 +1,79 @@
+"""A span: a half-open run of decoder layers, and how a user writes one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minimax_tools.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """Layers `start` to `stop`, the latter not included; never empty, never negative."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.stop <= self.start:
+            raise UsageError(
+                f"layers {self.start}:{self.stop} are no span",
+                expected="0 <= start < stop",
+                next_step="Write --layers A:B with B after the last layer, or --start-layer A --end-layer B.",
+            )
+
+    @classmethod
+    def single(cls, layer: int) -> Span:
+        """The span that holds one layer."""
+        return cls(layer, layer + 1)
+
+    @classmethod
+    def inclusive(cls, first: int, last: int) -> Span:
+        """The span from `first` to `last`, both included."""
+        return cls(first, last + 1)
+
+    @classmethod
+    def parse(cls, text: str) -> Span:
+        """Read the half-open notation `A:B`.
+
+        Raises:
+            UsageError: The text is not of that form, or describes no layers.
+        """
+        match = re.fullmatch(r"(\d+):(\d+)", text.strip())
+        if match is None:
+            raise UsageError(f"--layers {text!r} is no span", expected="A:B, half-open, for example 0:6")
+        return cls(int(match[1]), int(match[2]))
+
+    @property
+    def last(self) -> int:
+        """The last layer of the span."""
+        return self.stop - 1
+
+    def within(self, num_hidden_layers: int) -> Span:
+        """This span, after checking that a model of `num_hidden_layers` layers has all of it.
+
+        Raises:
+            UsageError: The span reaches past the last layer.
+        """
+        if self.stop > num_hidden_layers:
+            raise UsageError(
+                f"layer {self.last} is out of range",
+                expected=f"layers 0 to {num_hidden_layers - 1}",
+                found=str(self),
+                next_step="The checkpoint's config.json says how many layers it has.",
+            )
+        return self
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and self.start <= layer < self.stop
+
+    def __str__(self) -> str:
+        return f"layer {self.start}" if len(self) == 1 else f"layers {self.start} to {self.last}"

@@ -1,0 +1,167 @@
+"""ModelSpec: what config.json says about a MiniMax-M2, checked once when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from minimax_tools.errors import CheckpointError
+
+# What the graph hard-wires: a checkpoint that says otherwise is another model.
+_FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
+    {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "hidden_act": "silu"}
+)
+_MODEL_TYPE = "minimax_m2"
+_POSITIVE_FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rotary_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The quantities that shape a MiniMax-M2, under Hugging Face's names.
+
+    `raw` is config.json as it was read; every other field is derived from it and checked.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    num_local_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    raw: Mapping[str, Any] = field(repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        faults = [f"{name} is {getattr(self, name)}" for name in _POSITIVE_FIELDS if getattr(self, name) < 1]
+        if self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads:
+            faults.append(f"{self.num_attention_heads} heads do not divide by {self.num_key_value_heads} kv heads")
+        if self.rotary_dim > self.head_dim or self.rotary_dim % 2:
+            faults.append(f"rotary_dim {self.rotary_dim} is odd or wider than head_dim {self.head_dim}")
+        if self.num_experts_per_tok > self.num_local_experts:
+            faults.append(f"{self.num_experts_per_tok} experts per token of {self.num_local_experts}")
+        if faults:
+            raise CheckpointError("config.json describes no MiniMax-M2", found="; ".join(faults))
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelSpec:
+        """Read `config.json` in `folder`.
+
+        Raises:
+            CheckpointError: The file is missing, is not JSON, or describes another architecture.
+        """
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"no checkpoint at {folder}",
+                expected="a folder with config.json and safetensors shards",
+                found="no config.json" if folder.is_dir() else "no such folder",
+                next_step="Give --model a folder or a hub id, or make one: mm2-split synthesize --output DIR.",
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
+            ) from error
+        return cls.from_config(config)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """Build the spec from the keys of a config.json.
+
+        Raises:
+            CheckpointError: A key is missing or has a value that no MiniMax-M2 has.
+        """
+        _refuse_other_models(config)
+        try:
+            head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            return cls(
+                hidden_size=config["hidden_size"],
+                num_hidden_layers=config["num_hidden_layers"],
+                num_attention_heads=config["num_attention_heads"],
+                num_key_value_heads=config["num_key_value_heads"],
+                head_dim=head_dim,
+                rotary_dim=_rotary_dim(config, head_dim),
+                rope_theta=float(_rope_theta(config)),
+                rms_norm_eps=float(config["rms_norm_eps"]),
+                num_local_experts=config["num_local_experts"],
+                num_experts_per_tok=config["num_experts_per_tok"],
+                intermediate_size=config["intermediate_size"],
+                vocab_size=config["vocab_size"],
+                max_position_embeddings=config["max_position_embeddings"],
+                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+                raw=MappingProxyType(dict(config)),
+            )
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no {error.args[0]!r}", next_step="Fetch the file again.") from error
+
+    @property
+    def query_width(self) -> int:
+        """Width of q_proj's output: heads × head_dim."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of k_proj's and v_proj's output: kv heads × head_dim."""
+        return self.num_key_value_heads * self.head_dim
+
+    def digest(self) -> str:
+        """sha256 over the derived quantities: equal for an FP8 and a BF16 copy of one model."""
+        return hashlib.sha256(json.dumps(self.quantities(), sort_keys=True).encode()).hexdigest()
+
+    def quantities(self) -> dict[str, int | float | bool]:
+        """The derived quantities by name: everything but `raw`."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "raw"}
+
+
+def _refuse_other_models(config: Mapping[str, Any]) -> None:
+    found = config.get("model_type")
+    if found != _MODEL_TYPE:
+        raise CheckpointError(
+            "config.json describes another model", expected=f"model_type {_MODEL_TYPE!r}", found=repr(found)
+        )
+    for name, value in _FIXED_VALUES.items():
+        if config.get(name, value) != value:
+            raise CheckpointError(
+                f"config.json sets {name}", expected=repr(value), found=repr(config[name]),
+                next_step="mm2 knows the MiniMax-M2 graph only.",
+            )
+
+
+def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
+    if "rotary_dim" in config:
+        return int(config["rotary_dim"])
+    parameters = config.get("rope_parameters") or {}
+    factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    return int(head_dim * factor)
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    if "rope_theta" in config:
+        return float(config["rope_theta"])
+    parameters = config.get("rope_parameters") or {}
+    return float(parameters["rope_theta"])

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.names import (
+    CORRECTION_BIAS,
+    GATE,
+    INPUT_NORM,
+    K_NORM,
+    POST_NORM,
+    Q_NORM,
+    Q_PROJ,
+    layer_prefix,
+)
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CaptureError, CheckpointError
+from minimax_tools.span import Span
+from minimax_tools.spec import ModelSpec
+
+Tensors = dict[str, torch.Tensor]
+Take = Callable[..., ModelFingerprint]
+
+
+@pytest.fixture
+def take(spec: ModelSpec, write: Callable[..., Path]) -> Take:
+    def take_fingerprint(tensors: Tensors, name: str, span: Span | None = None) -> ModelFingerprint:
+        with CheckpointReader(write(tensors, name)) as reader:
+            return ModelFingerprint.of(reader, spec, span or Span(0, 2))
+
+    return take_fingerprint
+
+
+def test_an_fp8_and_a_bf16_copy_agree(fp8_tensors: Tensors, bf16_tensors: Tensors, take: Take) -> None:
+    fp8, bf16 = take(fp8_tensors, "fp8"), take(bf16_tensors, "bf16")
+    assert fp8 == bf16
+    assert fp8.differences(bf16) == []
+
+
+def test_a_norm_stored_as_float32_is_the_same_norm(fp8_tensors: Tensors, take: Take) -> None:
+    before = take(fp8_tensors, "before")
+    name = layer_prefix(0) + INPUT_NORM
+    fp8_tensors[name] = fp8_tensors[name].to(torch.float32)
+    assert take(fp8_tensors, "after") == before
+
+
+@pytest.mark.parametrize("name", [INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS])
+def test_another_value_in_one_layer_names_that_layer(name: str, fp8_tensors: Tensors, take: Take) -> None:
+    before = take(fp8_tensors, "before")
+    fp8_tensors[layer_prefix(1) + name].view(-1)[-1] += 1
+    (sentence,) = before.differences(take(fp8_tensors, "after"))
+    assert sentence.startswith("layer 1 has other norms, router gate or bias (sha256 ")
+
+
+def test_swapped_norms_are_another_model(fp8_tensors: Tensors, take: Take) -> None:
+    before = take(fp8_tensors, "before")
+    first, second = layer_prefix(0) + INPUT_NORM, layer_prefix(0) + POST_NORM
+    fp8_tensors[first], fp8_tensors[second] = fp8_tensors[second], fp8_tensors[first]
+    assert len(before.differences(take(fp8_tensors, "after"))) == 1
+
+
+def test_layers_are_compared_where_both_have_them(fp8_tensors: Tensors, take: Take) -> None:
+    both = take(fp8_tensors, "both")
+    fp8_tensors[layer_prefix(0) + GATE] += 1
+    assert both.differences(take(fp8_tensors, "second", Span.single(1))) == []
+    assert len(both.differences(take(fp8_tensors, "first", Span.single(0)))) == 1
+
+
+def test_another_config_and_other_tensors_are_named(
+    fp8_tensors: Tensors, take: Take, spec: ModelSpec
+) -> None:
+    before = take(fp8_tensors, "before")
+    fp8_tensors["model.extra"] = torch.ones(1)
+    other_spec = dataclasses.replace(spec, rope_theta=1e4)
+    after = dataclasses.replace(take(fp8_tensors, "after"), spec_digest=other_spec.digest())
+    config, tensors = before.differences(after)
+    assert config.startswith("config.json differs")
+    assert tensors.startswith("tensor names or shapes differ")
+
+
+def test_json_keeps_everything(fp8_tensors: Tensors, take: Take) -> None:
+    fingerprint = take(fp8_tensors, "model")
+    assert ModelFingerprint.from_json(json.loads(json.dumps(fingerprint.as_json()))) == fingerprint
+
+
+@pytest.mark.parametrize("change", [{"layers": None}, {"layers": {"first": "a"}}, {"layers": [1]}, None])
+def test_json_of_another_form_is_refused(change: dict[str, object] | None) -> None:
+    data = {"spec_digest": "a", "tensors_digest": "b", **change} if change else {}
+    with pytest.raises(CaptureError, match="a model fingerprint cannot be read"):
+        ModelFingerprint.from_json(data)
+
+
+def test_a_layer_that_is_not_there_is_an_error(fp8_tensors: Tensors, take: Take) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\."):
+        take(fp8_tensors, "model", Span(0, 3))
+
+
+def test_expert_and_attention_weights_are_not_read(fp8_tensors: Tensors, take: Take) -> None:
+    before = take(fp8_tensors, "before")
+    codes = fp8_tensors[layer_prefix(0) + Q_PROJ]
+    fp8_tensors[layer_prefix(0) + Q_PROJ] = torch.zeros_like(codes)
+    assert take(fp8_tensors, "after") == before

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+
+# Every code in every column place of a block, rows rolled against each other.
+ALL_CODES = torch.stack([torch.arange(256).roll(row) for row in range(128)]).to(torch.uint8)
+SCALES = [1.0, 1e-4, 2.3456e-4, 3.1e-3, 1.0 / 3, 448.0, 300.0, 7.7e6, 1e-30, 1.1e-38, 1e-40, 1e-45, 3e38]
+SCALES += [2.0**power for power in range(-149, 128, 23)] + [float("inf"), float("nan"), 0.0, -0.0, -1.7e-4]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def _assert_same_values(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(_bits(found)[numbers], _bits(expected)[numbers])
+
+
+def _transformers_product(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The arithmetic of transformers 5.23's Fp8Dequantize, for whole blocks."""
+    rows, columns = codes.shape
+    weight = codes.to(torch.float32).reshape(rows // 128, 128, columns // 128, 128)
+    return (weight * scale[:, None, :, None]).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_code_is_the_rounded_float32_product(scale: float, dtype: torch.dtype) -> None:
+    codes = ALL_CODES.view(torch.float8_e4m3fn)
+    scale_inv = torch.full((1, 2), scale)
+    _assert_same_values(
+        dequantise(codes, scale_inv, dtype=dtype), _transformers_product(codes, scale_inv).to(dtype)
+    )
+
+
+def test_many_scales_round_as_transformers_does() -> None:
+    generator = torch.Generator().manual_seed(7)
+    codes = ALL_CODES.repeat(8, 4).view(torch.float8_e4m3fn)
+    exponents = torch.empty(8, 8).uniform_(-14, -4, generator=generator)
+    scale_inv = torch.pow(torch.tensor(2.0), exponents)
+    expected = _transformers_product(codes, scale_inv).to(torch.bfloat16)
+    _assert_same_values(dequantise(codes, scale_inv, dtype=torch.bfloat16), expected)
+
+
+def test_a_bfloat16_product_would_differ() -> None:
+    codes = ALL_CODES.view(torch.float8_e4m3fn)
+    scale_inv = torch.full((1, 2), 1.0 / 3)
+    rounded_early = codes.to(torch.bfloat16) * scale_inv[0, 0].to(torch.bfloat16)
+    found = dequantise(codes, scale_inv, dtype=torch.bfloat16)
+    assert not torch.equal(found.nan_to_num(), rounded_early.nan_to_num())
+
+
+def test_zero_keeps_its_sign_and_nan_codes_stay_nan() -> None:
+    codes = torch.tensor([[0x00, 0x80, 0x7F, 0xFF, 0x01, 0x81]], dtype=torch.uint8)
+    found = dequantise(codes.view(torch.float8_e4m3fn), torch.ones(1, 1), dtype=torch.bfloat16)[0]
+    assert found[:2].signbit().tolist() == [False, True]
+    assert found[2:4].isnan().all()
+    assert found[4:].tolist() == [2.0**-9, -(2.0**-9)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 129), (129, 128), (200, 300), (127, 127), (256, 384)])
+def test_ragged_blocks_take_their_own_scale(shape: tuple[int, int]) -> None:
+    codes = (
+        (torch.arange(shape[0] * shape[1]) % 0x78).to(torch.uint8).reshape(shape).view(torch.float8_e4m3fn)
+    )
+    grid = scale_shape(shape)
+    scale_inv = torch.arange(1, grid[0] * grid[1] + 1, dtype=torch.float32).reshape(grid) * 0.37
+    found = dequantise(codes, scale_inv, dtype=torch.float32)
+    for row, column in [(0, 0), (0, shape[1] - 1), (shape[0] - 1, 0), (shape[0] - 1, shape[1] - 1)]:
+        expected = codes[row, column].to(torch.float32) * scale_inv[row // 128, column // 128]
+        assert found[row, column] == expected
+
+
+def test_result_goes_into_a_part_of_a_larger_tensor() -> None:
+    codes = ALL_CODES[:, :100].contiguous().view(torch.float8_e4m3fn)
+    storage = torch.full((2, 128, 110), 5.0, dtype=torch.bfloat16)
+    given = dequantise(codes, torch.full((1, 1), 0.1), out=storage[1, :, 3:103], dtype=torch.bfloat16)
+    assert given.data_ptr() == storage[1, :, 3:103].data_ptr()
+    _assert_same_values(
+        storage[1, :, 3:103].contiguous(), (codes.float() * torch.tensor(0.1)).to(torch.bfloat16)
+    )
+    assert (storage[0] == 5).all()
+    assert (storage[1, :, :3] == 5).all()
+    assert (storage[1, :, 103:] == 5).all()
+
+
+def test_an_empty_weight_is_an_empty_result() -> None:
+    codes = torch.empty(0, 128, dtype=torch.float8_e4m3fn)
+    assert dequantise(codes, torch.empty(0, 1), dtype=torch.bfloat16).shape == (0, 128)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (2, 4), (3, 2)])
+def test_scales_of_another_grid_are_refused(shape: tuple[int, int]) -> None:
+    codes = torch.zeros(200, 300, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"expected float32 \[2, 3\] for a weight of \[200, 300\]"):
+        dequantise(codes, torch.ones(shape), dtype=torch.bfloat16)
+
+
+def test_scales_that_are_not_float32_are_refused() -> None:
+    codes = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"scale is torch\.bfloat16"):
+        dequantise(codes, torch.ones(1, 1, dtype=torch.bfloat16), dtype=torch.bfloat16)
+
+
+def test_weights_that_are_not_fp8_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weight is torch\.bfloat16"):
+        dequantise(torch.zeros(128, 128, dtype=torch.bfloat16), torch.ones(1, 1), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("out", [torch.empty(128, 128), torch.empty(128, 1, dtype=torch.bfloat16)])
+def test_an_out_of_another_dtype_or_shape_is_refused(out: torch.Tensor) -> None:
+    codes = torch.zeros(128, 128, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"out is torch\.\w+ .*expected torch\.bfloat16 \[128, 128\]"):
+        dequantise(codes, torch.ones(1, 1), out=out, dtype=torch.bfloat16)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CheckpointError
+
+Tensors = dict[str, torch.Tensor]
+Writer = Callable[..., Path]
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+Q_SCALE = Q_PROJ + "_scale_inv"
+NORM = "model.layers.1.input_layernorm.weight"
+GATE = "model.layers.1.block_sparse_moe.gate.weight"
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_every_tensor_is_read_byte_exactly(fp8_tensors: Tensors, write: Writer) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        for name, tensor in fp8_tensors.items():
+            found = reader.read(name)
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert _bytes(found) == _bytes(tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.tensor([True, False]),
+        torch.arange(5),
+        torch.arange(3, dtype=torch.uint8),
+        torch.ones(2, dtype=torch.float8_e5m2),
+        torch.ones(2, dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_every_dtype_and_odd_shape_is_read(tensor: torch.Tensor, tmp_path: Path) -> None:
+    save_file({"a": tensor}, tmp_path / "model.safetensors")
+    with CheckpointReader(tmp_path) as reader:
+        found = reader.read("a")
+    assert (found.dtype, found.shape, _bytes(found)) == (tensor.dtype, tensor.shape, _bytes(tensor))
+
+
+def test_reading_into_a_slice_touches_nothing_else(fp8_tensors: Tensors, write: Writer) -> None:
+    storage = torch.full((3, *fp8_tensors[GATE].shape), -1.0)
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        reader.read_into(GATE, storage[1])
+    assert torch.equal(storage[1], fp8_tensors[GATE])
+    assert (storage[0] == -1).all()
+    assert (storage[2] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "out",
+    [torch.empty(4, 160, dtype=torch.bfloat16), torch.empty(160, 4).T, torch.empty(160, 4), torch.empty(640)],
+    ids=["dtype", "strides", "shape", "flat"],
+)
+def test_reading_into_another_form_is_refused(out: torch.Tensor, fp8_tensors: Tensors, write: Writer) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader, pytest.raises(ValueError, match="out"):
+        reader.read_into(GATE, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_weights_are_the_rounded_product(
+    dtype: torch.dtype, fp8_tensors: Tensors, float32_products: Tensors, write: Writer
+) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        for name, product in float32_products.items():
+            assert torch.equal(reader.read_weight(name, dtype), product.to(dtype))
+
+
+def test_weights_of_other_dtypes_are_cast(fp8_tensors: Tensors, write: Writer) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        assert torch.equal(reader.read_weight(NORM, torch.float32), fp8_tensors[NORM].to(torch.float32))
+        assert torch.equal(reader.read_weight(GATE, torch.bfloat16), fp8_tensors[GATE].to(torch.bfloat16))
+        assert torch.equal(reader.read_weight(GATE, torch.float32), fp8_tensors[GATE])
+
+
+def test_weights_go_into_storage_of_any_stride(
+    fp8_tensors: Tensors, float32_products: Tensors, write: Writer
+) -> None:
+    storage = torch.zeros(160, 192, dtype=torch.bfloat16)
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        reader.read_weight_into(Q_PROJ, storage.T)
+    assert torch.equal(storage.T, float32_products[Q_PROJ].to(torch.bfloat16))
+
+
+def test_weights_into_another_shape_are_refused(fp8_tensors: Tensors, write: Writer) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        with pytest.raises(ValueError, match=r"input_layernorm.weight has shape \[160\], out has \[4, 160\]"):
+            reader.read_weight_into(NORM, torch.empty(4, 160))
+
+
+def test_fp8_without_scales_is_refused(fp8_tensors: Tensors, write: Writer) -> None:
+    del fp8_tensors[Q_SCALE]
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        with pytest.raises(
+            CheckpointError, match=rf"FP8 without scales: expected a tensor {Q_SCALE}, found none"
+        ):
+            reader.read_weight(Q_PROJ, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [torch.ones(1, 2), torch.ones(2), torch.ones(2, 2, dtype=torch.bfloat16)],
+    ids=["grid", "dim", "dtype"],
+)
+def test_scales_that_do_not_fit_are_refused(scale: torch.Tensor, fp8_tensors: Tensors, write: Writer) -> None:
+    fp8_tensors[Q_SCALE] = scale
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        with pytest.raises(
+            CheckpointError, match=r"does not fit its weight \[192, 160\]: expected .*\[2, 2\]"
+        ):
+            reader.read_weight(Q_PROJ, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8])
+def test_codes_of_another_kind_are_no_weight(dtype: torch.dtype, fp8_tensors: Tensors, write: Writer) -> None:
+    fp8_tensors[Q_PROJ] = fp8_tensors[Q_PROJ].to(torch.float32).to(dtype)
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        with pytest.raises(CheckpointError, match="is no weight that mm2 can read"):
+            reader.read_weight(Q_PROJ, torch.bfloat16)
+
+
+def test_a_tensor_that_is_not_there_is_named(fp8_tensors: Tensors, write: Writer) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        for read in (reader.read, lambda name: reader.read_weight(name, torch.float32)):
+            with pytest.raises(CheckpointError, match="holds no tensor 'nobody'"):
+                read("nobody")
+
+
+def test_a_shard_that_shrank_after_the_check_is_an_error(fp8_tensors: Tensors, write: Writer) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        entry = reader.index[Q_PROJ]
+        os.truncate(entry.file, entry.offset + 10)
+        with pytest.raises(CheckpointError, match=f"the file ends after 10 of {entry.size_bytes} bytes"):
+            reader.read(Q_PROJ)
+
+
+def test_a_shard_that_vanished_after_the_check_is_an_error(fp8_tensors: Tensors, write: Writer) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        reader.index[Q_PROJ].file.unlink()
+        with pytest.raises(CheckpointError, match="No such file"):
+            reader.read(Q_PROJ)
+
+
+def test_many_threads_read_the_same_bytes(fp8_tensors: Tensors, write: Writer) -> None:
+    names = sorted(fp8_tensors) * 4
+    with CheckpointReader(write(fp8_tensors)) as reader, ThreadPoolExecutor(4) as pool:
+        for name, found in zip(names, pool.map(reader.read, names), strict=True):
+            assert _bytes(found) == _bytes(fp8_tensors[name])
+
+
+def test_closing_gives_every_descriptor_back(fp8_tensors: Tensors, write: Writer) -> None:
+    folder = write(fp8_tensors)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with CheckpointReader(folder) as reader:
+        for name in fp8_tensors:
+            reader.read(name)
+        assert len(os.listdir("/proc/self/fd")) == before + 2  # noqa: PTH208
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

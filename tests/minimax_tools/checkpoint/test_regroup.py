@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import expert_weight, layer_prefix
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.regroup import group_experts
+from minimax_tools.spec import ModelSpec
+
+Tensors = dict[str, torch.Tensor]
+Writer = Callable[..., Path]
+
+INTERMEDIATE, HIDDEN = 3, 5
+
+
+def _experts(count: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Experts whose every value tells expert and matrix, in the order of the file: 10 before 2."""
+    tensors = {}
+    for expert in sorted(range(count), key=str):
+        for place, matrix in enumerate(("w1", "w2", "w3")):
+            shape = (HIDDEN, INTERMEDIATE) if matrix == "w2" else (INTERMEDIATE, HIDDEN)
+            tensors[expert_weight(expert, matrix)] = torch.full(shape, expert + place / 4, dtype=dtype)
+    return tensors
+
+
+def _storage(
+    count: int, *, intermediate: int = INTERMEDIATE, hidden: int = HIDDEN, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up = torch.full((count, 2 * intermediate, hidden), -1.0, dtype=dtype)
+    return gate_up, torch.full((count, hidden, intermediate), -1.0, dtype=dtype)
+
+
+def test_experts_lie_in_integer_order_gate_before_up() -> None:
+    gate_up, down = _storage(12)
+    group_experts(_experts(12), range(12), gate_up_out=gate_up, down_out=down)
+    for expert in range(12):
+        assert (gate_up[expert, :INTERMEDIATE] == expert).all()
+        assert (gate_up[expert, INTERMEDIATE:] == expert + 0.5).all()
+        assert (down[expert] == expert + 0.25).all()
+
+
+def test_a_run_of_experts_starts_at_index_zero() -> None:
+    gate_up, down = _storage(2)
+    group_experts(_experts(12), range(9, 11), gate_up_out=gate_up, down_out=down)
+    assert down[:, 0, 0].tolist() == [9.25, 10.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checkpoints_layer_is_grouped_bit_for_bit(
+    dtype: torch.dtype, fp8_tensors: Tensors, float32_products: Tensors, write: Writer, spec: ModelSpec
+) -> None:
+    gate_up, down = _storage(4, intermediate=72, hidden=160, dtype=dtype)
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        layer = LayerTensors.open(reader, spec, 1, torch.bfloat16)
+        group_experts(layer, range(4), gate_up_out=gate_up, down_out=down, dtype=dtype)
+    for expert in range(4):
+        w1, w2, w3 = (
+            float32_products[layer_prefix(1) + expert_weight(expert, matrix)] for matrix in ("w1", "w2", "w3")
+        )
+        assert torch.equal(gate_up[expert], torch.cat([w1, w3]).to(dtype))
+        assert torch.equal(down[expert], w2.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_storage_that_is_not_bf16_is_refused(dtype: torch.dtype) -> None:
+    gate_up, down = _storage(2)
+    with pytest.raises(ValueError, match=rf"gate_up_out is {dtype}, expected torch\.bfloat16"):
+        group_experts(_experts(2), range(2), gate_up_out=gate_up.to(dtype), down_out=down)
+    with pytest.raises(ValueError, match=rf"down_out is {dtype}, expected torch\.bfloat16"):
+        group_experts(_experts(2), range(2), gate_up_out=gate_up, down_out=down.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("gate_up_shape", "down_shape"),
+    [
+        ((3, 6, 5), (2, 5, 3)),
+        ((2, 6, 5), (3, 5, 3)),
+        ((2, 5, 6), (2, 5, 3)),
+        ((2, 6, 5), (2, 3, 5)),
+        ((12, 5), (2, 5, 3)),
+    ],
+)
+def test_storage_of_another_shape_is_refused(
+    gate_up_shape: tuple[int, ...], down_shape: tuple[int, ...]
+) -> None:
+    gate_up, down = torch.empty(gate_up_shape).bfloat16(), torch.empty(down_shape).bfloat16()
+    with pytest.raises(ValueError, match=r"_out is \["):
+        group_experts(_experts(2), range(2), gate_up_out=gate_up, down_out=down)
+
+
+def _with(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return {**_experts(2), name: value}
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        _with(expert_weight(1, "w2"), torch.ones(HIDDEN)),
+        _with(expert_weight(1, "w3"), torch.ones(HIDDEN, INTERMEDIATE)),
+        _with(expert_weight(1, "w1"), torch.ones(INTERMEDIATE, HIDDEN).to(torch.float8_e4m3fn)),
+    ],
+    ids=["would broadcast", "transposed", "fp8 codes"],
+)
+def test_a_weight_that_does_not_fit_is_named(tensors: Mapping[str, torch.Tensor]) -> None:
+    gate_up, down = _storage(2)
+    with pytest.raises(ValueError, match=r"experts\.1\.w"):
+        group_experts(tensors, range(2), gate_up_out=gate_up, down_out=down)
+
+
+def test_an_expert_that_is_not_there_is_named() -> None:
+    gate_up, down = _storage(3)
+    with pytest.raises(KeyError, match=r"experts\.2\.w1"):
+        group_experts(_experts(2), range(3), gate_up_out=gate_up, down_out=down)
