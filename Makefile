@@ -21,7 +21,8 @@ $(STAMP): pyproject.toml
 	  echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true). Try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 	  exit 1; }
 	@echo "Installing mm2[$(EXTRAS)] into .venv: 3-4 minutes and, on Linux x86-64, about 8 GB of disk,"
-	@echo "because the torch that torch_xla stands on brings the CUDA libraries. Done once."
+	@echo "because the torch that torch_xla stands on brings the CUDA libraries."
+	@echo "Done once, and again in seconds when pyproject.toml changes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$(EXTRAS)]'
 	@touch $(STAMP)

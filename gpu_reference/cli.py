@@ -34,7 +34,7 @@ from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
 from minimax_tools.sites import Site
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
-from reports.captures import capture_record, print_capture, print_statistics
+from reports.captures import capture_record, render_capture, render_statistics, statistics_record
 
 Options = dict[str, Any]
 
@@ -168,7 +168,10 @@ def show(directory: Path, as_json: bool) -> None:
     Example: mm2-gpu show mm2-captures/gpu_reference/full_model
     """
     source = open_source(directory)
-    print_json(capture_record(source)) if as_json else print_capture(source)
+    if as_json:
+        print_json(capture_record(source))
+    else:
+        click.echo(render_capture(source))
 
 
 def _run_golden(options: Options, make_run: Callable[[ModelSpec], Run], sampling: Sampling | None = None) -> None:
@@ -206,15 +209,17 @@ def _run_golden(options: Options, make_run: Callable[[ModelSpec], Run], sampling
     if options["as_json"]:
         print_json({**capture_record(capture), "generation": generated})
     else:
-        print_capture(capture)
+        click.echo(render_capture(capture))
         _print_generated(generated)
 
 
 def _print_unsaved(
     layers: dict[int, dict[Site, torch.Tensor]], generated: dict[str, Any] | None, *, as_json: bool
 ) -> None:
-    print_statistics(layers, as_json=as_json, generation=generated)
-    if not as_json:
+    if as_json:
+        print_json({**statistics_record(layers), "generation": generated})
+    else:
+        click.echo(render_statistics(layers))
         _print_generated(generated)
 
 

@@ -16,6 +16,9 @@ _JSON = "minimax_tools.json"
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 
 
+_HANDLED = (Mm2Error, OSError, RuntimeError, ValueError, TypeError, LookupError, KeyboardInterrupt)
+
+
 class CommandFailure(click.ClickException):
     """An error on its way out: one message on stderr, the exit code of the error's class."""
 
@@ -24,23 +27,24 @@ class CommandFailure(click.ClickException):
         self.exit_code = exit_code
 
 
-class Mm2Group(click.Group):
-    """A command group that turns mm2's errors into messages and exit codes.
+class Mm2Command(click.Command):
+    """A command that turns mm2's errors into messages and exit codes.
 
     Without `--debug` no traceback is shown; with it the exception passes through.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand; errors become a `CommandFailure`."""
+        """Run the command; errors become a `CommandFailure`."""
         try:
             return super().invoke(ctx)
-        except (Mm2Error, OSError, RuntimeError, ValueError, TypeError, LookupError, KeyboardInterrupt) as error:
-            if isinstance(error, (click.exceptions.Exit, click.Abort)) or ctx.meta.get(_DEBUG):
-                raise
-            failure = _as_failure(error)
-            if ctx.meta.get(_JSON):
-                print_json(_as_json(failure))
-            raise failure from error
+        except _HANDLED as error:
+            raise _reported(ctx, error) from error
+
+
+class Mm2Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Mm2Command
 
 
 def remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -70,6 +74,16 @@ def show_progress(ctx: click.Context, _: click.Parameter, quiet: bool) -> bool:
 def print_json(value: Any) -> None:
     """Write one JSON object to stdout."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _reported(ctx: click.Context, error: BaseException) -> BaseException:
+    """The failure to raise for `error`, said on stdout too where JSON was asked for; the error itself to debug."""
+    if ctx.meta.get(_DEBUG) or isinstance(error, (click.exceptions.Exit, click.Abort)):
+        return error
+    failure = _as_failure(error)
+    if ctx.meta.get(_JSON):
+        print_json(_as_json(failure))
+    return failure
 
 
 def _as_failure(error: BaseException) -> CommandFailure:

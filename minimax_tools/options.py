@@ -1,7 +1,8 @@
 """The options that mean the same in every command, declared once.
 
     model_option     --model                                     (env MM2_MODEL)
-    store_options    --captures, --output-dir                    (env MM2_CAPTURES)
+    captures_option  --captures                                  (env MM2_CAPTURES)
+    store_options    --captures, --output-dir
     run_options      --sites, --dtype, --seed
     input_options    --prompt, --prompts-file, --chat, --input-ids, --seq-len, --batch-size, --padding-side, --pad-to,
                      --max-length
@@ -60,15 +61,16 @@ def parse_lengths(_: click.Context, parameter: click.Parameter, value: str | Non
 model_option = click.option(
     "--model", envvar="MM2_MODEL", required=True, metavar="FOLDER|HUB_ID", help="Checkpoint: a folder or a hub id."
 )
+captures_option = click.option(
+    "--captures",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="MM2_CAPTURES",
+    default=DEFAULT_CAPTURES,
+    show_default=True,
+    help="Folder that holds all captures.",
+)
 store_options = _stack(
-    click.option(
-        "--captures",
-        type=click.Path(path_type=Path, file_okay=False),
-        envvar="MM2_CAPTURES",
-        default=DEFAULT_CAPTURES,
-        show_default=True,
-        help="Folder that holds all captures.",
-    ),
+    captures_option,
     click.option(
         "--output-dir",
         type=click.Path(path_type=Path, file_okay=False),

@@ -220,7 +220,7 @@ def gpu_box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _package_index(neuron_image: Path) -> None:
     probe = pip_dry_run(neuron_image, "--no-deps", "rich")
     if probe.returncode != 0:
-        pytest.skip(f"no package index can be reached: {probe.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"no package index can be reached, pip says: {probe.stderr.strip().splitlines()[-1]}")
 
 
 @pytest.mark.usefixtures("_package_index")

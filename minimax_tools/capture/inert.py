@@ -1,8 +1,9 @@
 """Inert pickles: a pickle's opcodes build plain values, and nothing that it names is imported or called.
 
-Python's unpickler calls whatever a file names, and a list of exceptions is never complete. Here it is the other way
-round: `pickletools` decodes the opcodes, this file's small stack machine carries them out, and a class or function is
-no more than its name. A `Vocabulary` lists the few names that become values; every other one stays an `InertRecord`.
+Python's unpickler calls whatever a file names, and a list of exceptions is never complete. Here it is the
+other way round: `pickletools` decodes the opcodes, this file's small stack machine carries them out, and a
+class or function is no more than its name. A `Vocabulary` lists the few names that become values; every other
+one stays an `InertRecord`.
 """
 
 from __future__ import annotations
@@ -164,6 +165,9 @@ class _Machine:
             raise pickle.UnpicklingError("a call names nothing")
         self.call(items[0], tuple(items[1:]))
 
+    def instantiate(self, module: str, name: str) -> None:
+        self.call(InertRecord(module=module, name=name), tuple(self.pop_marked()))
+
     def build(self) -> None:
         state, record = self.pop(), self.top()
         if not isinstance(record, InertRecord):
@@ -205,7 +209,11 @@ def hashable(value: Any) -> Any:
     Hashing a tuple walks all of it, and one nested deep enough by its author ends the process or never ends.
     """
     flat = isinstance(value, tuple) and all(isinstance(item, _SCALARS) for item in value)
-    return value if flat or isinstance(value, _SCALARS) else InertRecord(module="builtins", name="key", args=(value,))
+    return (
+        value
+        if flat or isinstance(value, _SCALARS)
+        else InertRecord(module="builtins", name="key", args=(value,))
+    )
 
 
 def _built(record: InertRecord, builder: Callable[..., Any], *args: Any) -> Any:
@@ -232,9 +240,13 @@ def _frozenset_of(values: list[Any]) -> frozenset[Any]:
 
 _SCALARS = (str, bytes, int, float, complex, type(None), InertRecord)
 
+# Opcodes whose argument is the value.
 _LITERALS = frozenset(
-    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 "
-    "BYTEARRAY8 UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 FLOAT BINFLOAT".split()
+    (
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+        *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    )
 )
 
 _WITHOUT_EFFECT = frozenset(("PROTO", "FRAME", "STOP", "READONLY_BUFFER"))
@@ -280,9 +292,7 @@ _ACTIONS: Mapping[str, Callable[[_Machine, Any], Any]] = MappingProxyType(
         "REDUCE": lambda machine, _: machine.call(*machine.pop_tuple(2)),
         "NEWOBJ": lambda machine, _: machine.call(*machine.pop_tuple(2)),
         "NEWOBJ_EX": lambda machine, _: machine.call(*machine.pop_tuple(3)),
-        "INST": lambda machine, name: machine.call(
-            InertRecord(module=name.split(" ", 1)[0], name=name.split(" ", 1)[1]), tuple(machine.pop_marked())
-        ),
+        "INST": lambda machine, name: machine.instantiate(*name.split(" ", 1)),
         "OBJ": lambda machine, _: machine.call_marked(),
         "BUILD": lambda machine, _: machine.build(),
         "APPEND": lambda machine, _: machine.add([machine.pop()]),

@@ -78,20 +78,30 @@ class Description:
 class Manifest:
     """A description and how far it has come.
 
-    `not_exposed` names, per layer, the sites the run wanted and the port does not expose.
+    `not_exposed` names, per layer, the sites the run wanted and the port does not expose; `observed_dtypes`
+    the dtypes of the router's gate and correction bias as the port loaded them.
     """
 
     description: Description
     entries: tuple[Entry, ...] = ()
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
+    observed_dtypes: Mapping[str, str] = field(default_factory=dict)
     complete_layers: tuple[int, ...] = ()
     is_complete: bool = False
 
-    def with_layer(self, layer: int, entries: tuple[Entry, ...], not_exposed: tuple[Site, ...]) -> Manifest:
+    def with_layer(
+        self,
+        layer: int,
+        entries: tuple[Entry, ...],
+        *,
+        not_exposed: tuple[Site, ...],
+        observed_dtypes: Mapping[str, str],
+    ) -> Manifest:
         """This manifest after one more whole layer."""
         return replace(
             self,
             entries=_sorted((*self.entries, *entries)),
+            observed_dtypes={**self.observed_dtypes, **observed_dtypes},
             not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
         )
@@ -108,9 +118,14 @@ class Manifest:
             **self.description.as_json(),
             "entries": [asdict(entry) for entry in self.entries],
             "not_exposed": {str(layer): [str(site) for site in sites] for layer, sites in self.not_exposed.items()},
+            "observed_dtypes": dict(self.observed_dtypes),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
         }
+
+    def finished(self) -> Manifest:
+        """This manifest, marked as complete."""
+        return replace(self, is_complete=True)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -165,6 +180,7 @@ def _from_record(record: Mapping[str, Any]) -> Manifest:
         not_exposed={
             int(layer): tuple(parse_site(name) for name in names) for layer, names in record["not_exposed"].items()
         },
+        observed_dtypes=record["observed_dtypes"],
         complete_layers=tuple(record["complete_layers"]),
         is_complete=record["complete"],
     )

@@ -49,6 +49,7 @@ class CaptureWriter:
         twin: Mapping[Site, torch.Tensor] | None = None,
         floor: Mapping[str, torch.Tensor] | None = None,
         not_exposed: tuple[Site, ...] = (),
+        observed_dtypes: Mapping[str, str] | None = None,
     ) -> None:
         """Store one whole layer; nothing of it is visible until all of it is.
 
@@ -58,6 +59,7 @@ class CaptureWriter:
             twin: Float32 twins by site, where the noise floor is kept whole.
             floor: Per-token floor statistics by name (`compare.noise` reads them).
             not_exposed: Sites that were wanted and are not exposed.
+            observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
 
         Raises:
             CaptureError: The disk is full.
@@ -70,7 +72,11 @@ class CaptureWriter:
         named = {str(site): tensor for site, tensor in tensors.items()}
         self._write(f"{name}.safetensors", named)
         entries = tuple(_entry(layer, site, f"{name}.safetensors", tensor) for site, tensor in named.items())
-        self._update(self.manifest.with_layer(layer, entries, not_exposed))
+        self._update(
+            self.manifest.with_layer(
+                layer, entries, not_exposed=not_exposed, observed_dtypes=observed_dtypes or {}
+            )
+        )
 
     def write_model(
         self, tensors: Mapping[ModelSite, torch.Tensor], *, twin: Mapping[ModelSite, torch.Tensor] | None = None
@@ -85,16 +91,7 @@ class CaptureWriter:
 
     def finish(self) -> None:
         """Mark the capture as complete."""
-        description = self.manifest.description
-        self._update(
-            Manifest(
-                description=description,
-                entries=self.manifest.entries,
-                not_exposed=self.manifest.not_exposed,
-                complete_layers=self.manifest.complete_layers,
-                is_complete=True,
-            )
-        )
+        self._update(self.manifest.finished())
 
     def read_layer_output(self, layer: int) -> torch.Tensor:
         """The output [B,S,H] of a layer that is already stored."""
@@ -233,7 +230,11 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A temporary sibling of `path` that takes its place once the block has ended well."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        # safetensors writes files that only their owner may read; captures travel between people.
+        temporary.chmod(mode)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

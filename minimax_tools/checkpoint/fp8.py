@@ -1,5 +1,8 @@
 """FP8 weights in blocks: float8_e4m3fn codes times one float32 scale per 128 × 128 block, rounded once.
 
+A code is sign, four bits of exponent (bias 7) and three of mantissa; as a float16 (bias 15) the same bits,
+moved to where a float16 has them, mean the number times 2⁻⁸, subnormals included. So a code becomes a float
+by three integer operations, many times faster than torch's cast. Only the codes for NaN do not survive that.
 R rows, C columns of a weight; the last block of a row or column may be ragged.
 """
 
@@ -8,6 +11,15 @@ from __future__ import annotations
 import torch
 
 BLOCK_SIZE = 128
+
+# So few rows at once that what lies between the passes stays in the processor's cache; divides BLOCK_SIZE.
+_CHUNK_ROWS = 64
+_EXPONENT_GAP = 2.0**8
+_MANTISSA_SHIFT = 7
+# Bit 15, the sign, and bits 13 to 7, all else of a code; bit 14 is a copy of the sign. As a signed integer.
+_FLOAT16_MASK = 0xBF80 - 0x10000
+# Scales from here on would overflow float32 where they make up for the exponents' gap.
+_LARGEST_SCALE = 2.0**119
 
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -35,12 +47,11 @@ def dequantise(
         raise ValueError(
             f"out is {result.dtype} {list(result.shape)}, expected {dtype} {list(weight_fp8.shape)}"
         )
-    num_columns = weight_fp8.shape[1]
-    for block, scale_row in enumerate(scale_inv):
-        rows = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
-        scale = scale_row.repeat_interleave(BLOCK_SIZE)[:num_columns]
-        # The product must be float32: rounding the scale or the product early gives other BF16 bits.
-        result[rows] = weight_fp8[rows].to(torch.float32).mul_(scale)
+    # The product must be float32: rounding the scale or the product early gives other BF16 bits.
+    if weight_fp8.numel() and _survives_float16(weight_fp8, scale_inv):
+        _multiply_as_float16(weight_fp8, scale_inv, result)
+    else:
+        _multiply(weight_fp8, scale_inv, result)
     return result
 
 
@@ -55,3 +66,36 @@ def _check(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> None:
             f"scale is {scale_inv.dtype} {list(scale_inv.shape)}, expected float32 {list(expected)} "
             f"for a weight of {list(weight_fp8.shape)}"
         )
+
+
+def _survives_float16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> bool:
+    # NaN is 0x7f and 0xff: the largest code read as a signed byte, and the largest read as an unsigned one.
+    has_nan = weight_fp8.view(torch.int8).max() == 0x7F or weight_fp8.view(torch.uint8).max() == 0xFF
+    # Written so that a scale that is NaN does not pass.
+    return not has_nan and bool((scale_inv.abs() < _LARGEST_SCALE).all())
+
+
+def _multiply_as_float16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
+    num_rows, num_columns = weight_fp8.shape
+    codes = weight_fp8.view(torch.int8)
+    # Exact, being a power of two; the float32 product below is then that of the code and its own scale.
+    scale = _spread_columns(scale_inv * _EXPONENT_GAP, num_columns)
+    halves = torch.empty(_CHUNK_ROWS, num_columns, dtype=torch.int16)
+    products = torch.empty(_CHUNK_ROWS, num_columns)
+    for start in range(0, num_rows, _CHUNK_ROWS):
+        rows = slice(start, min(start + _CHUNK_ROWS, num_rows))
+        half, product = halves[: rows.stop - start], products[: rows.stop - start]
+        half.copy_(codes[rows]).bitwise_left_shift_(_MANTISSA_SHIFT).bitwise_and_(_FLOAT16_MASK)
+        product.copy_(half.view(torch.float16)).mul_(scale[start // BLOCK_SIZE])
+        result[rows].copy_(product)
+
+
+def _multiply(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
+    scale = _spread_columns(scale_inv, weight_fp8.shape[1])
+    for start in range(0, weight_fp8.shape[0], BLOCK_SIZE):
+        rows = slice(start, start + BLOCK_SIZE)
+        result[rows].copy_(weight_fp8[rows].to(torch.float32).mul_(scale[start // BLOCK_SIZE]))
+
+
+def _spread_columns(scale_inv: torch.Tensor, num_columns: int) -> torch.Tensor:
+    return scale_inv.repeat_interleave(BLOCK_SIZE, dim=1)[:, :num_columns]

@@ -21,33 +21,33 @@ import torch
 
 from minimax_tools.checkpoint import names
 from minimax_tools.checkpoint.fp8 import dequantise
-from minimax_tools.checkpoint.synthetic_numbers import LEVEL_MEAN_ABS, MatrixRecipe, RandomStream, copy_signs
+from minimax_tools.checkpoint.synthetic_numbers import MatrixRecipe, RandomStream
 from minimax_tools.spec import ModelSpec
 
 _ATTENTION_SHARE = 0.15  # ‖attn_delta‖ / ‖input‖
-_MOE_SHARE = 0.12  # ‖moe_delta‖ / ‖input‖
+_MOE_SHARE = 0.11  # ‖moe_delta‖ / ‖input‖
 _EMBEDDING_RMS = 0.1
-_NARROW_MASSIVE = (24.0, -20.0)
-_WIDE_MASSIVE = (45.0, -35.0, 28.0, -22.0)
-_WIDE_HIDDEN_SIZE = 1024
-_MASSIVE_AFTER_NORM = 1.5  # where an ordinary channel is 1
+_NARROW_MASSIVE = (26.0, -22.0)
+_WIDE_MASSIVE = (38.0, -30.0, 22.0)
+_WIDE_HIDDEN_SIZE = 2048
+_MASSIVE_AFTER_NORM = 2.0  # where an ordinary channel is 1
 _MASSIVE_SPREAD = 0.05  # between tokens
 _NORM_SPREAD = 0.25
 _TOKEN_SPREAD = 0.15
 _BLOCK_SPREAD = 0.25
 _HEAD_SPREAD = 0.3
-_QK_NORM_MEAN = 1.6
+_QK_NORM_MEAN = 1.9
 _QK_NORM_HEAD_SPREAD = 0.35
 _QK_NORM_SPREAD = 0.15
-_CONTEXT_RMS = 0.5  # of attn_context for values of variance 1: softmax averages the rest away
+_CONTEXT_RMS = 0.75  # of attn_context for values of variance 1: softmax averages the rest away
 _GATE_STD = 1.5
 _UP_STD = 1.0
-_ACTIVATION_RMS = 0.95  # of silu(gate) × up
+_ACTIVATION_RMS = 1.05  # of silu(gate) × up
 _EXPERT_SPREAD = 0.15
 _ROUTER_LOGIT_STD = 1.5
 _BIAS_LIMITS = (8.0, 9.5)
 _BIAS_CENTRES = (8.4, 9.1)
-_BIAS_STD = 0.13
+_BIAS_STD = 0.10
 _LOGIT_STD = 2.5
 _ELEMENTS_AT_ONCE = 1 << 22  # of the embedding and lm_head, the only tensors that are not made whole
 
@@ -165,7 +165,7 @@ class SyntheticWeights:
         values = values.view(-1, self._spec.head_dim, self._spec.hidden_size)
         values = values.repeat_interleave(self._spec.num_attention_heads // self._spec.num_key_value_heads, 0)
         for channel in self._stream.channels:
-            codes[channel] = copy_signs(codes[channel], values[:, :, channel].flatten())
+            codes[channel] = values[:, :, channel].flatten()
         return codes
 
     def _recipe(self, name: str) -> MatrixRecipe:
@@ -191,7 +191,7 @@ class SyntheticWeights:
         spec, stream = self._spec, self._stream
         std = _ATTENTION_SHARE * stream.rms * stream.median_channel(layer) / _CONTEXT_RMS / math.sqrt(spec.query_width)
         # What a row whose signs follow one massive channel's values adds to that channel at a gain of 1.
-        added = spec.query_width * LEVEL_MEAN_ABS**2 * std * _MASSIVE_AFTER_NORM / math.sqrt(spec.hidden_size)
+        added = spec.query_width * std * _MASSIVE_AFTER_NORM / math.sqrt(spec.hidden_size)
         row_gain = _ones(spec.hidden_size)
         for channel, magnitude in stream.massive:
             row_gain[channel] = stream.growth * abs(magnitude) * stream.median_channel(layer) / added

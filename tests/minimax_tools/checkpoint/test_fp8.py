@@ -7,6 +7,8 @@ from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
 
 # Every code in every column place of a block, rows rolled against each other.
 ALL_CODES = torch.stack([torch.arange(256).roll(row) for row in range(128)]).to(torch.uint8)
+# The same with the two codes for NaN replaced: weights without NaN take another way.
+NUMBER_CODES = ALL_CODES.where((ALL_CODES & 0x7F) != 0x7F, ALL_CODES - 1)
 SCALES = [1.0, 1e-4, 2.3456e-4, 3.1e-3, 1.0 / 3, 448.0, 300.0, 7.7e6, 1e-30, 1.1e-38, 1e-40, 1e-45, 3e38]
 SCALES += [2.0**power for power in range(-149, 128, 23)] + [float("inf"), float("nan"), 0.0, -0.0, -1.7e-4]
 
@@ -29,23 +31,35 @@ def _transformers_product(codes: torch.Tensor, scale: torch.Tensor) -> torch.Ten
     return (weight * scale[:, None, :, None]).reshape(rows, columns)
 
 
+@pytest.mark.parametrize("codes", [ALL_CODES, NUMBER_CODES], ids=["with NaN", "without NaN"])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_code_is_the_rounded_float32_product(scale: float, dtype: torch.dtype) -> None:
-    codes = ALL_CODES.view(torch.float8_e4m3fn)
-    scale_inv = torch.full((1, 2), scale)
-    _assert_same_values(
-        dequantise(codes, scale_inv, dtype=dtype), _transformers_product(codes, scale_inv).to(dtype)
-    )
+def test_every_code_is_the_rounded_float32_product(
+    codes: torch.Tensor, scale: float, dtype: torch.dtype
+) -> None:
+    scale_inv = torch.tensor([[scale, 1.0]])
+    codes_fp8 = codes.view(torch.float8_e4m3fn)
+    expected = _transformers_product(codes_fp8, scale_inv).to(dtype)
+    _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=dtype), expected)
 
 
-def test_many_scales_round_as_transformers_does() -> None:
-    generator = torch.Generator().manual_seed(7)
-    codes = ALL_CODES.repeat(8, 4).view(torch.float8_e4m3fn)
-    exponents = torch.empty(8, 8).uniform_(-14, -4, generator=generator)
+@pytest.mark.parametrize("codes", [ALL_CODES, NUMBER_CODES], ids=["with NaN", "without NaN"])
+@pytest.mark.parametrize("seed", range(8))
+def test_many_scales_round_as_transformers_does(codes: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.empty(4, 8).uniform_(-20, 4, generator=generator)
     scale_inv = torch.pow(torch.tensor(2.0), exponents)
-    expected = _transformers_product(codes, scale_inv).to(torch.bfloat16)
-    _assert_same_values(dequantise(codes, scale_inv, dtype=torch.bfloat16), expected)
+    codes_fp8 = codes.repeat(4, 4).view(torch.float8_e4m3fn)
+    expected = _transformers_product(codes_fp8, scale_inv).to(torch.bfloat16)
+    _assert_same_values(dequantise(codes_fp8, scale_inv, dtype=torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_one_nan_code_among_numbers_stays_nan(code: int) -> None:
+    codes = NUMBER_CODES.clone()
+    codes[100, 200] = code
+    found = dequantise(codes.view(torch.float8_e4m3fn), torch.ones(1, 2), dtype=torch.bfloat16)
+    assert found.isnan().nonzero().tolist() == [[100, 200]]
 
 
 def test_a_bfloat16_product_would_differ() -> None:

@@ -9,7 +9,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import expert_weight, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.regroup import group_experts
+from minimax_tools.checkpoint.regroup import group_down, group_gate_up
 from minimax_tools.spec import ModelSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -35,9 +35,21 @@ def _storage(
     return gate_up, torch.full((count, hidden, intermediate), -1.0, dtype=dtype)
 
 
+def _group(
+    tensors: Mapping[str, torch.Tensor],
+    experts: range,
+    *,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    group_gate_up(tensors, experts, gate_up, dtype=dtype)
+    group_down(tensors, experts, down, dtype=dtype)
+
+
 def test_experts_lie_in_integer_order_gate_before_up() -> None:
     gate_up, down = _storage(12)
-    group_experts(_experts(12), range(12), gate_up_out=gate_up, down_out=down)
+    _group(_experts(12), range(12), gate_up=gate_up, down=down)
     for expert in range(12):
         assert (gate_up[expert, :INTERMEDIATE] == expert).all()
         assert (gate_up[expert, INTERMEDIATE:] == expert + 0.5).all()
@@ -46,7 +58,7 @@ def test_experts_lie_in_integer_order_gate_before_up() -> None:
 
 def test_a_run_of_experts_starts_at_index_zero() -> None:
     gate_up, down = _storage(2)
-    group_experts(_experts(12), range(9, 11), gate_up_out=gate_up, down_out=down)
+    _group(_experts(12), range(9, 11), gate_up=gate_up, down=down)
     assert down[:, 0, 0].tolist() == [9.25, 10.25]
 
 
@@ -57,7 +69,7 @@ def test_a_checkpoints_layer_is_grouped_bit_for_bit(
     gate_up, down = _storage(4, intermediate=72, hidden=160, dtype=dtype)
     with CheckpointReader(write(fp8_tensors)) as reader:
         layer = LayerTensors.open(reader, spec, 1, torch.bfloat16)
-        group_experts(layer, range(4), gate_up_out=gate_up, down_out=down, dtype=dtype)
+        _group(layer, range(4), gate_up=gate_up, down=down, dtype=dtype)
     for expert in range(4):
         w1, w2, w3 = (
             float32_products[layer_prefix(1) + expert_weight(expert, matrix)] for matrix in ("w1", "w2", "w3")
@@ -68,29 +80,23 @@ def test_a_checkpoints_layer_is_grouped_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_storage_that_is_not_bf16_is_refused(dtype: torch.dtype) -> None:
-    gate_up, down = _storage(2)
-    with pytest.raises(ValueError, match=rf"gate_up_out is {dtype}, expected torch\.bfloat16"):
-        group_experts(_experts(2), range(2), gate_up_out=gate_up.to(dtype), down_out=down)
-    with pytest.raises(ValueError, match=rf"down_out is {dtype}, expected torch\.bfloat16"):
-        group_experts(_experts(2), range(2), gate_up_out=gate_up, down_out=down.to(dtype))
+    gate_up, down = _storage(2, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"the storage is {dtype}, expected torch\.bfloat16"):
+        group_gate_up(_experts(2), range(2), gate_up)
+    with pytest.raises(ValueError, match=rf"the storage is {dtype}, expected torch\.bfloat16"):
+        group_down(_experts(2), range(2), down)
 
 
-@pytest.mark.parametrize(
-    ("gate_up_shape", "down_shape"),
-    [
-        ((3, 6, 5), (2, 5, 3)),
-        ((2, 6, 5), (3, 5, 3)),
-        ((2, 5, 6), (2, 5, 3)),
-        ((2, 6, 5), (2, 3, 5)),
-        ((12, 5), (2, 5, 3)),
-    ],
-)
-def test_storage_of_another_shape_is_refused(
-    gate_up_shape: tuple[int, ...], down_shape: tuple[int, ...]
-) -> None:
-    gate_up, down = torch.empty(gate_up_shape).bfloat16(), torch.empty(down_shape).bfloat16()
-    with pytest.raises(ValueError, match=r"_out is \["):
-        group_experts(_experts(2), range(2), gate_up_out=gate_up, down_out=down)
+@pytest.mark.parametrize("shape", [(3, 6, 5), (2, 5, 6), (12, 5)], ids=["experts", "odd height", "flat"])
+def test_gate_up_storage_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"storage is \["):
+        group_gate_up(_experts(2), range(2), torch.empty(shape).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 3), (2, 3, 5), (10, 3)], ids=["experts", "transposed", "flat"])
+def test_down_storage_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\["):
+        group_down(_experts(2), range(2), torch.empty(shape).bfloat16())
 
 
 def _with(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -109,10 +115,10 @@ def _with(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:
 def test_a_weight_that_does_not_fit_is_named(tensors: Mapping[str, torch.Tensor]) -> None:
     gate_up, down = _storage(2)
     with pytest.raises(ValueError, match=r"experts\.1\.w"):
-        group_experts(tensors, range(2), gate_up_out=gate_up, down_out=down)
+        _group(tensors, range(2), gate_up=gate_up, down=down)
 
 
 def test_an_expert_that_is_not_there_is_named() -> None:
     gate_up, down = _storage(3)
     with pytest.raises(KeyError, match=r"experts\.2\.w1"):
-        group_experts(_experts(2), range(3), gate_up_out=gate_up, down_out=down)
+        _group(_experts(2), range(3), gate_up=gate_up, down=down)

@@ -1,0 +1,69 @@
+"""The command `mm2-compare`: judges a device run against a golden, from their capture directories alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from compare.comparer import compare_captures
+from compare.options import criteria_options, read_criteria
+from minimax_tools.capture.locate import open_source
+from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
+from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.errors import UsageError
+from minimax_tools.options import captures_option, output_options
+from reports.data import comparison_record, write_report
+from reports.terminal import render_comparison
+
+
+@click.command(cls=Mm2Command)
+@click.option("--gpu-path", type=click.Path(path_type=Path), help="Golden capture; the newest under --captures.")
+@click.option("--neuron-path", type=click.Path(path_type=Path), help="Device run; the newest under --captures.")
+@click.option("--layer", metavar="layer_0", help="Compare this layer only.")
+@click.option("--layer-pattern", metavar="'layer_*'", help="Compare the layers that match; all by default.")
+@captures_option
+@criteria_options
+@click.option("--report-path", type=click.Path(path_type=Path), help="Folder for JSON and CSV reports.")
+@output_options
+def main(
+    gpu_path: Path | None,
+    neuron_path: Path | None,
+    layer: str | None,
+    layer_pattern: str | None,
+    captures: Path,
+    report_path: Path | None,
+    as_json: bool,
+    **criteria: Any,
+) -> None:
+    """Judge a device run against a golden: where they differ, and who is to blame.
+
+    \b
+    Example: mm2-compare --layer-pattern 'layer_*'
+    """
+    if layer is not None and layer_pattern is not None:
+        raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
+    comparison = compare_captures(
+        open_source(gpu_path or newest_capture(captures, GOLDEN_SIDE)),
+        open_source(neuron_path or newest_capture(captures, DEVICE_SIDE)),
+        criteria=read_criteria(criteria),
+        layer_pattern=_as_pattern(layer) if layer is not None else layer_pattern or "layer_*",
+    )
+    written = write_report(comparison, report_path) if report_path else ()
+    if as_json:
+        print_json(comparison_record(comparison))
+    else:
+        click.echo(render_comparison(comparison))
+        for path in written:
+            click.echo(f"written: {path}")
+    raise SystemExit(comparison.verdict.exit_code)
+
+
+def _as_pattern(layer: str) -> str:
+    """`layer_7`, or just `7`."""
+    return f"layer_{layer}" if layer.isdigit() else layer
+
+
+if __name__ == "__main__":
+    main()

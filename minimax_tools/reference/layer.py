@@ -1,0 +1,193 @@
+"""ReferenceLayer: MiniMax-M2's decoder layer in plain PyTorch, written to be read; every site is exposed.
+
+Its parameters bear the hub's names, so a checkpoint's layer loads as it is.
+Shapes: B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.sites import Site
+
+
+class ReferenceNorm(nn.Module):
+    """RMSNorm with float32 statistics."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., width] to [..., width]."""
+        exact = states.float()
+        normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(states.dtype)
+
+
+class ReferenceAttention(nn.Module):
+    """Attention over whole-width normed queries and keys, of which the first dims of each head rotate."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
+        self.q_norm = ReferenceNorm(query_width, config.rms_norm_eps)
+        self.k_norm = ReferenceNorm(key_width, config.rms_norm_eps)
+        self.q_rope, self.k_rope = nn.Identity(), nn.Identity()
+
+    def forward(self, states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """[B,S,H] to attn_delta [B,S,H]."""
+        q_bnsd = self.q_rope(self.rotate(self.heads(self.q_norm(self.q_proj(states))), position_ids))
+        k_bksd = self.k_rope(self.rotate(self.heads(self.k_norm(self.k_proj(states))), position_ids))
+        v_bksd = self.heads(self.v_proj(states))
+        context = self.attend(q_bnsd, self.repeat(k_bksd), self.repeat(v_bksd), attention_mask)
+        delta: torch.Tensor = self.o_proj(context)
+        return delta
+
+    def heads(self, flat: torch.Tensor) -> torch.Tensor:
+        """[B,S,heads·D] to [B,heads,S,D]."""
+        return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def rotate(self, heads: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Rotate dims 0 to rotary_dim of every head [B,heads,S,D], pairing dim i with i + rotary_dim/2."""
+        rotary_dim = self.config.rotary_dim
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=heads.device) / rotary_dim
+        angles = position_ids[:, None, :, None].float() / self.config.rope_theta**exponents
+        cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+        first, second = heads[..., :rotary_dim].chunk(2, dim=-1)
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        return torch.cat((*turned, heads[..., rotary_dim:]), dim=-1)
+
+    def repeat(self, heads: torch.Tensor) -> torch.Tensor:
+        """[B,K,S,D] to [B,N,S,D]: query head j reads kv head j // (N/K)."""
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        return heads.repeat_interleave(groups, dim=1)
+
+    def attend(
+        self, q_bnsd: torch.Tensor, k_bnsd: torch.Tensor, v_bnsd: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Causal attention with padded keys hidden; scores and softmax in float32. Returns [B,S,N·D]."""
+        scores = q_bnsd.float() @ k_bnsd.float().transpose(-1, -2) * self.config.head_dim**-0.5
+        length = scores.shape[-1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()
+        visible = causal & attention_mask[:, None, None, :].bool()
+        # A finite minimum: a padded query that sees nothing must not become NaN.
+        scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
+        context = scores.softmax(dim=-1).to(v_bnsd.dtype) @ v_bnsd
+        return context.transpose(1, 2).flatten(2)
+
+
+class ReferenceExpert(nn.Module):
+    """w2(silu(w1 y) ⊙ w3 y)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[T,H] to [T,H]."""
+        output: torch.Tensor = self.w2(nn.functional.silu(self.w1(states)) * self.w3(states))
+        return output
+
+
+class ReferenceGate(nn.Module):
+    """The router's float32 projection."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        shape = (config.num_local_experts, config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[T,H] to logits [T,E], float32."""
+        return states.float() @ self.weight.T
+
+
+class ReferenceRouter(nn.Module):
+    """The correction bias chooses experts; their unbiased scores weigh them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, logits: torch.Tensor, correction_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [T,E] to experts [T,k] and weights [T,k] float32 that sum to one."""
+        scores = logits.sigmoid()
+        experts = (scores + correction_bias).topk(self.config.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        return experts, weights / weights.sum(-1, keepdim=True)
+
+
+class ReferenceMoe(nn.Module):
+    """Every token through its k experts, summed in float32."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate = ReferenceGate(config)
+        self.router = ReferenceRouter(config)
+        self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_local_experts, dtype=torch.float32))
+        self.experts = nn.ModuleList(ReferenceExpert(config) for _ in range(config.num_local_experts))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[B,S,H] to moe_delta [B,S,H]."""
+        states_th = states.flatten(0, 1)
+        experts, weights = self.router(self.gate(states_th), self.e_score_correction_bias)
+        total = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
+        for number, expert in enumerate(self.experts):
+            # Every token through every expert: no shape depends on the routing, as lazy devices want it.
+            affinity = torch.where(experts == number, weights, 0.0).sum(-1, keepdim=True)
+            total = total + expert(states_th).float() * affinity
+        return total.to(states.dtype).unflatten(0, states.shape[:2])
+
+
+class ReferenceLayer(nn.Module):
+    """The decoder layer: called as `ReferenceLayer(config, layer_idx)`, like any target."""
+
+    sites: Mapping[str, str] = MappingProxyType(
+        {
+            str(Site.INPUT_NORM): "input_layernorm",
+            str(Site.Q_PROJ): "self_attn.q_proj",
+            str(Site.K_PROJ): "self_attn.k_proj",
+            str(Site.V_PROJ): "self_attn.v_proj",
+            str(Site.Q_NORM): "self_attn.q_norm",
+            str(Site.K_NORM): "self_attn.k_norm",
+            str(Site.Q_ROPE): "self_attn.q_rope",
+            str(Site.K_ROPE): "self_attn.k_rope",
+            str(Site.ATTN_CONTEXT): "self_attn.o_proj:input",
+            str(Site.ATTN_DELTA): "self_attn",
+            str(Site.ATTN_RESIDUAL): "post_attention_layernorm:input",
+            str(Site.POST_NORM): "post_attention_layernorm",
+            str(Site.ROUTER_LOGITS): "block_sparse_moe.gate",
+            str(Site.ROUTER_EXPERTS): "block_sparse_moe.router:output[0]",
+            str(Site.ROUTER_WEIGHTS): "block_sparse_moe.router:output[1]",
+            str(Site.MOE_DELTA): "block_sparse_moe",
+        }
+    )
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = ReferenceNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = ReferenceAttention(config)
+        self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config.rms_norm_eps)
+        self.block_sparse_moe = ReferenceMoe(config)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """[B,S,H], mask [B,S] of 0/1 and positions [B,S] to the layer's output [B,S,H]."""
+        residual = hidden_states + self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        return residual + self.block_sparse_moe(self.post_attention_layernorm(residual))

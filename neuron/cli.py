@@ -1,0 +1,237 @@
+"""The command `mm2-test`: runs a port's layers on a device and, with a golden, judges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from compare.comparer import compare_captures
+from compare.judge import Criteria
+from compare.options import criteria_options, read_criteria
+from minimax_tools.capture.locate import open_source
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
+from minimax_tools.checkpoint.hub import resolve_model
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.console import Mm2Group, print_json
+from minimax_tools.options import (
+    input_options,
+    layer_option,
+    model_option,
+    output_options,
+    read_input_request,
+    read_span,
+    run_options,
+    span_options,
+    store_options,
+)
+from minimax_tools.prompts import build_inputs
+from minimax_tools.results import Comparison, Verdict
+from minimax_tools.run import Component, Run, component_run, full_run, multi_layer_run, single_layer_run, sweep_run
+from minimax_tools.span import Span
+from minimax_tools.spec import ModelSpec
+from neuron.runner import CompileReport, DeviceRequest, DeviceRun
+from neuron.runtime import Backend, open_runtime
+from neuron.targets import find_target
+from reports.captures import capture_record, render_capture
+from reports.data import comparison_record
+from reports.terminal import render_comparison
+
+Options = dict[str, Any]
+_COMPONENTS = click.Choice([str(component) for component in Component])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """A finished run, and its verdict where there was a golden."""
+
+    capture: Capture
+    compiles: CompileReport | None
+    comparison: Comparison | None
+
+
+@click.group(cls=Mm2Group)
+def main() -> None:
+    """Run layers of a MiniMax-M2 port on a device, from a golden's inputs, and judge them.
+
+    \b
+    Example: mm2-test sweep --model DIR --golden mm2-captures/gpu_reference/full_model --target port.py:DecoderLayer
+    """
+
+
+def _device_options(command: Callable[..., None]) -> Callable[..., None]:
+    decorators = [
+        model_option,
+        click.option("--golden", type=click.Path(path_type=Path), help="Golden capture: its inputs are used, and it judges."),
+        click.option(
+            "--target",
+            default="builtin",
+            show_default=True,
+            metavar="builtin|reference|PATH.py:NAME|package.module:NAME",
+            help="The implementation to run.",
+        ),
+        click.option(
+            "--backend",
+            type=click.Choice(["auto", *(str(backend) for backend in Backend)]),
+            default="auto",
+            show_default=True,
+            help="The device.",
+        ),
+        click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
+        click.option("--skip-compile", is_flag=True, help="Load the saved run instead of running."),
+        criteria_options,
+        input_options,
+        run_options,
+        store_options,
+        output_options,
+    ]
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+@main.command("single-layer")
+@layer_option
+@_device_options
+def single_layer(layer: int, **options: Any) -> None:
+    """Run one layer.
+
+    \b
+    Example: mm2-test single-layer --model DIR --layer 0 --golden mm2-captures/gpu_reference/full_model
+    """
+    _run_device(options, lambda _: single_layer_run(layer, sites_level=options["sites_level"]))
+
+
+@main.command("multi-layer")
+@span_options
+@_device_options
+def multi_layer(start_layer: int | None, end_layer: int | None, layers: str | None, **options: Any) -> None:
+    """Run a range of layers, each fed the output of the one before.
+
+    \b
+    Example: mm2-test multi-layer --model DIR --start-layer 0 --end-layer 5
+    """
+    given = read_span(start_layer, end_layer, layers)
+    _run_device(options, lambda spec: multi_layer_run(_span(given, spec), sites_level=options["sites_level"]))
+
+
+@main.command("sweep")
+@span_options
+@_device_options
+def sweep(start_layer: int | None, end_layer: int | None, layers: str | None, **options: Any) -> None:
+    """Run every layer of a range by itself, on the golden's own inputs: the usual way to find a fault.
+
+    \b
+    Example: mm2-test sweep --model DIR --golden mm2-captures/gpu_reference/full_model --target port.py:DecoderLayer
+    """
+    given = read_span(start_layer, end_layer, layers)
+    _run_device(options, lambda spec: sweep_run(_span(given, spec), sites_level=options["sites_level"]))
+
+
+@main.command("full")
+@_device_options
+def full(**options: Any) -> None:
+    """Run the whole model, from the tokens to the logits.
+
+    \b
+    Example: mm2-test full --model DIR --prompt "The capital of France is"
+    """
+    _run_device(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options["sites_level"]))
+
+
+@main.command("component")
+@layer_option
+@click.option("--component", type=_COMPONENTS, required=True, help="The part of the layer to run.")
+@_device_options
+def component(layer: int, component: str, **options: Any) -> None:
+    """Run one component of a layer, fed the golden's values at its border.
+
+    \b
+    Example: mm2-test component --layer 7 --component moe --model DIR --golden mm2-captures/gpu_reference/full_model
+    """
+    _run_device(options, lambda _: component_run(layer, Component(component)))
+
+
+@main.command("show")
+@click.argument("directory", type=click.Path(path_type=Path))
+@output_options
+def show(directory: Path, as_json: bool) -> None:
+    """Print what a saved run holds: layers, sites, shapes and statistics.
+
+    \b
+    Example: mm2-test show mm2-captures/neuron/single_layer_0
+    """
+    source = open_source(directory)
+    print_json(capture_record(source)) if as_json else click.echo(render_capture(source))
+
+
+def _span(given: Span | None, spec: ModelSpec) -> Span:
+    return given or Span(0, spec.num_hidden_layers)
+
+
+def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
+    """Run, or load what was run, judge it if there is a golden, print, and exit with the verdict's code."""
+    folder = resolve_model(options["model"])
+    spec = ModelSpec.from_folder(folder)
+    run = make_run(spec)
+    run.span.within(spec.num_hidden_layers)
+    directory = options["output_dir"] or capture_directory(options["captures"], DEVICE_SIDE, run.name)
+    golden = Capture.open(options["golden"]) if options["golden"] else None
+    compiles = None if options["skip_compile"] else _execute(options, folder, spec, run, golden, directory)
+    capture = Capture.open(directory)
+    comparison = None
+    if golden is not None:
+        comparison = compare_captures(golden, capture, criteria=read_criteria(options), layer_pattern="layer_*")
+    _print_outcome(_Outcome(capture=capture, compiles=compiles, comparison=comparison), as_json=options["as_json"])
+    if comparison is not None and comparison.verdict is not Verdict.PASS:
+        raise SystemExit(comparison.verdict.exit_code)
+
+
+def _execute(
+    options: Options, folder: Path, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
+) -> CompileReport:
+    target = find_target(options["target"])
+    inputs = golden.read_inputs() if golden else build_inputs(read_input_request(options), folder=folder, spec=spec)
+    request = DeviceRequest(
+        folder=folder,
+        spec=spec,
+        model_source=options["model"],
+        run=run,
+        inputs=inputs,
+        dtype=options["dtype"],
+        target=target,
+        golden=golden,
+        random_input=options["random_input"],
+        seed=options["seed"],
+    )
+    with open_runtime(options["backend"]) as runtime, CheckpointReader(folder) as reader:
+        return DeviceRun(request, runtime=runtime, reader=reader).capture(directory)
+
+
+def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
+    if as_json:
+        record = capture_record(outcome.capture)
+        print_json({**record, **(comparison_record(outcome.comparison) if outcome.comparison else {})})
+        return
+    click.echo(render_capture(outcome.capture))
+    if outcome.compiles is not None:
+        _print_compiles(outcome.compiles)
+    if outcome.comparison is not None:
+        click.echo(render_comparison(outcome.comparison))
+
+
+def _print_compiles(report: CompileReport) -> None:
+    if report.first_layer:
+        click.echo(f"graphs compiled: {report.first_layer} for the first layer, {report.later_layers} after it")
+    if report.later_layers:
+        click.echo("warning: a graph depends on the layer (a Python number, a shape, or a slice that differs)", err=True)
+    for operation in report.fallbacks:
+        click.echo(f"warning: {operation} ran on the CPU instead of the device", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Exposure: which sites a port shows, declared by its `sites` attribute or found by the usual names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minimax_tools.capture.taps import Tap, verify_taps
+from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.inputs import Inputs
+from minimax_tools.sites import Site, parse_site
+from minimax_tools.spec import ModelSpec
+
+_ATTENTION = ("self_attn", "attention", "attn")
+_MOE = ("block_sparse_moe", "mlp", "moe", "feed_forward")
+_INPUT_NORM = ("input_layernorm", "input_norm", "attention_norm")
+_POST_NORM = ("post_attention_layernorm", "post_attention_norm", "post_norm", "ffn_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposure:
+    """The sites of a port's module.
+
+    Args:
+        taps: Where each site shows.
+        declared: Sites that the port itself named: a tensor of another shape there is a fault, where at a
+            site found by name it only means that the name misled.
+    """
+
+    taps: Mapping[Site, Tap]
+    declared: frozenset[Site]
+
+    def accepts(self, site: Site, tensor: torch.Tensor, inputs: Inputs, spec: ModelSpec) -> bool:
+        """Whether a recorded tensor may stand for the site."""
+        return site in self.declared or tuple(tensor.shape) == site_shape(site, inputs, spec)
+
+
+def find_exposure(module: nn.Module, *, what: str) -> Exposure:
+    """The sites that `module` exposes; `input` and `output` are always among them.
+
+    Raises:
+        TargetError: `sites` names an unknown site or a submodule that does not exist.
+    """
+    always = {Site.INPUT: Tap(path="", point="input"), Site.OUTPUT: Tap(path="")}
+    declared = getattr(module, "sites", None)
+    if declared is None:
+        return Exposure(taps={**_found_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
+    if not isinstance(declared, Mapping):
+        raise TargetError(f"{what}: sites is no mapping", expected="site name to 'submodule.path'")
+    try:
+        taps = {parse_site(name): Tap.parse(text) for name, text in declared.items()}
+    except UsageError as error:
+        raise TargetError(f"{what}: sites names an unknown site", found=str(error)) from error
+    verify_taps(module, taps)
+    return Exposure(taps={**taps, **always}, declared=frozenset((*taps, Site.OUTPUT)))
+
+
+def site_shape(site: Site, inputs: Inputs, spec: ModelSpec) -> tuple[int, ...]:
+    """The shape of a site for one batch."""
+    batch, sequence = inputs.batch_size, inputs.sequence_length
+    if site is Site.Q_ROPE:
+        return (batch, spec.num_attention_heads, sequence, spec.head_dim)
+    if site is Site.K_ROPE:
+        return (batch, spec.num_key_value_heads, sequence, spec.head_dim)
+    widths = {
+        Site.Q_PROJ: spec.query_width,
+        Site.Q_NORM: spec.query_width,
+        Site.ATTN_CONTEXT: spec.query_width,
+        Site.K_PROJ: spec.key_value_width,
+        Site.K_NORM: spec.key_value_width,
+        Site.V_PROJ: spec.key_value_width,
+        Site.ROUTER_LOGITS: spec.num_local_experts,
+        Site.ROUTER_EXPERTS: spec.num_experts_per_tok,
+        Site.ROUTER_WEIGHTS: spec.num_experts_per_tok,
+    }
+    return (batch, sequence, widths.get(site, spec.hidden_size))
+
+
+def _found_by_name(module: nn.Module) -> dict[Site, Tap]:
+    present = {name for name, _ in module.named_modules()}
+    attention, moe = _first(present, _ATTENTION), _first(present, _MOE)
+    input_norm, post_norm = _first(present, _INPUT_NORM), _first(present, _POST_NORM)
+    candidates: dict[Site, Tap] = {}
+    if input_norm:
+        candidates[Site.INPUT_NORM] = Tap(path=input_norm)
+    if attention:
+        for site in (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM):
+            candidates[site] = Tap(path=f"{attention}.{site}")
+        candidates[Site.ATTN_CONTEXT] = Tap(path=f"{attention}.o_proj", point="input")
+        candidates[Site.ATTN_DELTA] = Tap(path=attention)
+    if post_norm:
+        candidates[Site.ATTN_RESIDUAL] = Tap(path=post_norm, point="input")
+        candidates[Site.POST_NORM] = Tap(path=post_norm)
+    if moe:
+        candidates[Site.ROUTER_LOGITS] = Tap(path=f"{moe}.gate")
+        candidates[Site.MOE_DELTA] = Tap(path=moe)
+    return {site: tap for site, tap in candidates.items() if tap.path in present}
+
+
+def _first(present: set[str], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in present), None)

@@ -1,0 +1,57 @@
+"""DeviceHead: embedding, final norm and lm_head around the layers of a whole-model run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.inputs import Inputs
+from minimax_tools.sites import ModelSite
+from minimax_tools.spec import ModelSpec
+from neuron.layer import RMSNorm
+from neuron.runtime import Runtime
+from neuron.weights import WeightLoader
+
+
+class HeadModule(nn.Module):
+    """Final norm and lm_head."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = torch.nn.utils.skip_init(nn.Linear, spec.hidden_size, spec.vocab_size, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B,S,H] to final_norm [B,S,H] and logits [B,S,vocab]."""
+        normed = self.norm(hidden_states)
+        return normed, self.lm_head(normed)
+
+
+def embed_tokens(reader: CheckpointReader, inputs: Inputs, *, dtype: torch.dtype) -> torch.Tensor:
+    """The embedding [B,S,H] of the rows, on the CPU."""
+    return nn.functional.embedding(inputs.input_ids, reader.read_weight(EMBEDDING, dtype))
+
+
+def run_head(
+    hidden_states: torch.Tensor, *, reader: CheckpointReader, spec: ModelSpec, runtime: Runtime, dtype: torch.dtype
+) -> Mapping[ModelSite, torch.Tensor]:
+    """final_norm and logits of the last layer's output, computed on the device, on the CPU."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        module = HeadModule(spec)
+    finally:
+        torch.set_default_dtype(default)
+    weights = {
+        "norm.weight": reader.read_weight(FINAL_NORM, dtype),
+        "lm_head.weight": reader.read_weight(EMBEDDING if spec.tie_word_embeddings else LM_HEAD, dtype),
+    }
+    WeightLoader(runtime.device, wait=runtime.synchronise).load(module, weights, what="the model's head")
+    with torch.no_grad():
+        normed, logits = module(hidden_states.to(runtime.device))
+    runtime.synchronise()
+    return {ModelSite.FINAL_NORM: normed.to("cpu"), ModelSite.LOGITS: logits.to("cpu")}

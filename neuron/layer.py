@@ -1,0 +1,162 @@
+"""DeviceLayer: mm2's own decoder layer for a device; static shapes, weights as graph inputs.
+
+One resident layer serves all layers of the model: its parameters are refilled, its graphs stay.
+Shapes: B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, G heads per kv head, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import ATTENTION_AND_NORM_NAMES, CORRECTION_BIAS, GATE
+from minimax_tools.sites import Site
+from neuron.moe import DeviceMoe, grouped_expert_weights
+from neuron.runtime import cut_graph
+from neuron.weights import Weight
+
+
+class RMSNorm(nn.Module):
+    """Float32 statistics, one rounding, then the weight in the run's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[…, width] to [..., width], same dtype."""
+        exact = states.float()
+        exact = exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * exact.to(states.dtype)
+
+
+class DeviceAttention(nn.Module):
+    """Grouped-query attention with a norm over the whole width of q and k, and partial rotary embedding."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
+        self.rope_theta = config.rope_theta
+        query_width, key_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = _linear(config.hidden_size, query_width)
+        self.k_proj = _linear(config.hidden_size, key_width)
+        self.v_proj = _linear(config.hidden_size, key_width)
+        self.o_proj = _linear(query_width, config.hidden_size)
+        self.q_norm = RMSNorm(query_width, config.rms_norm_eps)
+        self.k_norm = RMSNorm(key_width, config.rms_norm_eps)
+        # Nothing but a place where the rotated queries and keys can be seen.
+        self.q_rope = nn.Identity()
+        self.k_rope = nn.Identity()
+
+    def forward(
+        self, states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """[B,S,H] and the mask and positions [B,S] to attn_delta [B,S,H]."""
+        cos, sin = self._rotation(position_ids, states.dtype)
+        q_bnsd = self.q_rope(_rotate(self._heads(self.q_norm(self.q_proj(states))), cos, sin))
+        k_bksd = self.k_rope(_rotate(self._heads(self.k_norm(self.k_proj(states))), cos, sin))
+        v_bksd = self._heads(self.v_proj(states))
+        context_bnsd = self._attend(q_bnsd, k_bksd, v_bksd, attention_mask)
+        delta: torch.Tensor = self.o_proj(context_bnsd.transpose(1, 2).flatten(2))
+        return delta
+
+    def _heads(self, flat: torch.Tensor) -> torch.Tensor:
+        """[B,S,heads·D] to [B,heads,S,D]."""
+        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _rotation(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [B,1,S,rotary_dim], computed in float32, in the dtype of the states."""
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=position_ids.device)
+        frequencies = 1.0 / self.rope_theta ** (exponents / self.rotary_dim)
+        angles = position_ids[:, None, :, None].float() * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _attend(
+        self, q_bnsd: torch.Tensor, k_bksd: torch.Tensor, v_bksd: torch.Tensor, attention_mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores and softmax in float32; query head j reads kv head j // G."""
+        q_bkgsd = q_bnsd.unflatten(1, (self.num_kv_heads, -1))
+        scores = torch.matmul(q_bkgsd.float(), k_bksd[:, :, None].float().transpose(-1, -2)) * self.head_dim**-0.5
+        sequence = torch.arange(q_bnsd.shape[2], device=q_bnsd.device)
+        visible = (sequence[None, :] <= sequence[:, None]) & attention_mask[:, None, None, None, :].bool()
+        # A finite minimum: a padded query that sees nothing must not become NaN.
+        scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
+        weights = scores.softmax(dim=-1).to(v_bksd.dtype)
+        return torch.matmul(weights, v_bksd[:, :, None]).flatten(1, 2)
+
+
+class DeviceLayer(nn.Module):
+    """The builtin target: called as `DeviceLayer(config, layer_idx)`, reused for every layer.
+
+    On a lazy device a forward pass runs as a few graphs: attention and router, one expert chunk (run once
+    per chunk), and the residual add.
+    """
+
+    reuse = True
+    sites: Mapping[str, str] = MappingProxyType(
+        {
+            str(Site.INPUT): "input_layernorm:input",
+            str(Site.INPUT_NORM): "input_layernorm",
+            str(Site.Q_PROJ): "self_attn.q_proj",
+            str(Site.K_PROJ): "self_attn.k_proj",
+            str(Site.V_PROJ): "self_attn.v_proj",
+            str(Site.Q_NORM): "self_attn.q_norm",
+            str(Site.K_NORM): "self_attn.k_norm",
+            str(Site.Q_ROPE): "self_attn.q_rope",
+            str(Site.K_ROPE): "self_attn.k_rope",
+            str(Site.ATTN_CONTEXT): "self_attn.o_proj:input",
+            str(Site.ATTN_DELTA): "self_attn.o_proj",
+            str(Site.ATTN_RESIDUAL): "post_attention_layernorm:input",
+            str(Site.POST_NORM): "post_attention_layernorm",
+            str(Site.ROUTER_LOGITS): "block_sparse_moe.gate:output[0]",
+            str(Site.ROUTER_WEIGHTS): "block_sparse_moe.gate:output[1]",
+            str(Site.ROUTER_EXPERTS): "block_sparse_moe.gate:output[2]",
+            str(Site.MOE_DELTA): "block_sparse_moe",
+        }
+    )
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DeviceAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.block_sparse_moe = DeviceMoe(config)
+
+    def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
+        """The layer's weights under this module's names; the experts are regrouped straight into their storage."""
+        plain: dict[str, Weight] = {name: tensors[name] for name in (*ATTENTION_AND_NORM_NAMES, GATE, CORRECTION_BIAS)}
+        return {**plain, **grouped_expert_weights(tensors, self.block_sparse_moe.experts)}
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """[B,S,H], mask [B,S] of 0/1 and positions [B,S] to the layer's output [B,S,H]."""
+        attn_delta = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        residual = hidden_states + attn_delta
+        moe_delta = self.block_sparse_moe(self.post_attention_layernorm(residual))
+        output = residual + moe_delta
+        cut_graph(output.device)
+        return output
+
+
+def _linear(width_in: int, width_out: int) -> nn.Linear:
+    """A bias-free linear layer whose weight is left for loading to fill."""
+    linear: nn.Linear = torch.nn.utils.skip_init(nn.Linear, width_in, width_out, bias=False)
+    return linear.requires_grad_(False)
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first dims of every head [B,heads,S,D], pairing dim i with i + rotary_dim/2."""
+    rotary_dim = cos.shape[-1]
+    turning, still = heads[..., :rotary_dim], heads[..., rotary_dim:]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, still), dim=-1)

@@ -1,0 +1,110 @@
+"""The device layer's mixture of experts: a float32 router, and experts grouped in chunks of equal shape.
+
+Every expert sees every token and unchosen ones count zero: no shape depends on the routing, so one graph
+serves all chunks of all layers. T tokens, H hidden, I intermediate, E experts, C experts per chunk, k per token.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.regroup import group_down, group_gate_up
+from neuron.runtime import cut_graph
+from neuron.weights import Deferred, Weight
+
+# Far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
+_CHUNK_BYTES = 1 << 29
+
+
+class Router(nn.Module):
+    """Sigmoid scores in float32; the correction bias chooses the experts but does not weigh them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts_per_tok = config.num_experts_per_tok
+        shape = (config.num_local_experts, config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+
+    def forward(
+        self, states_th: torch.Tensor, correction_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T,H] to logits [T,E] float32, weights [T,k] float32 and experts [T,k]."""
+        logits = torch.matmul(states_th.float(), self.weight.T)
+        scores = logits.sigmoid()
+        experts = (scores + correction_bias).topk(self.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        return logits, weights / weights.sum(dim=-1, keepdim=True), experts
+
+
+class ExpertChunk(nn.Module):
+    """Some of the experts, their weights grouped: gate_up_proj [C,2·I,H] with gate rows first, down_proj [C,H,I]."""
+
+    def __init__(self, num_experts: int, config: Any) -> None:
+        super().__init__()
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate), requires_grad=False)
+
+    def forward(self, states_th: torch.Tensor, affinities_tc: torch.Tensor, total_th: torch.Tensor) -> torch.Tensor:
+        """Add this chunk's weighted outputs to the float32 total [T,H]."""
+        gate_cti, up_cti = torch.matmul(states_th[None], self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+        output_cth = torch.matmul(nn.functional.silu(gate_cti) * up_cti, self.down_proj.transpose(1, 2))
+        # A BF16 sum accumulates in BF16 on some backends: widen first.
+        return total_th + (output_cth.float() * affinities_tc.T[:, :, None]).sum(dim=0)
+
+
+class DeviceMoe(nn.Module):
+    """Router and experts; on a lazy device each chunk runs as a graph of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.num_experts = config.num_local_experts
+        self.gate = Router(config)
+        self.e_score_correction_bias = nn.Buffer(torch.empty(self.num_experts, dtype=torch.float32))
+        chunk_size = experts_per_chunk(config)
+        self.experts = nn.ModuleList(ExpertChunk(chunk_size, config) for _ in range(self.num_experts // chunk_size))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[B,S,H] to moe_delta [B,S,H]."""
+        states_th = states.flatten(0, 1)
+        _, weights, experts = self.gate(states_th, self.e_score_correction_bias)
+        affinities = self._affinities(weights, experts).chunk(len(self.experts), dim=-1)
+        # One copy per chunk: a slice at a chunk's own offset would make a graph of its own.
+        affinities = tuple(chunk.contiguous() for chunk in affinities)
+        total = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
+        for chunk, affinities_tc in zip(self.experts, affinities, strict=True):
+            cut_graph(states.device)
+            total = chunk(states_th, affinities_tc, total)
+        cut_graph(states.device)
+        return total.to(states.dtype).unflatten(0, states.shape[:2])
+
+    def _affinities(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The weight of every expert for every token, [T,E] float32; zero where it was not chosen."""
+        numbers = torch.arange(self.num_experts, device=experts.device)
+        chosen = experts[:, :, None] == numbers
+        return torch.where(chosen, weights[:, :, None], 0.0).sum(dim=1)
+
+
+def experts_per_chunk(config: Any) -> int:
+    """The largest divisor of the number of experts whose weights stay within a chunk's bytes."""
+    expert_bytes = 3 * config.hidden_size * config.intermediate_size * torch.get_default_dtype().itemsize
+    most = max(1, _CHUNK_BYTES // expert_bytes)
+    return max(size for size in range(1, config.num_local_experts + 1) if config.num_local_experts % size == 0 and size <= most)
+
+
+def grouped_expert_weights(tensors: LayerTensors, chunks: nn.ModuleList) -> dict[str, Weight]:
+    """The chunks' weights under `block_sparse_moe.experts.<chunk>`, filled expert by expert when they are loaded."""
+    weights: dict[str, Weight] = {}
+    first = 0
+    for index, chunk in enumerate(chunks):
+        experts = range(first, first + chunk.down_proj.shape[0])
+        prefix = f"block_sparse_moe.experts.{index}."
+        weights[prefix + "gate_up_proj"] = Deferred(fill=partial(group_gate_up, tensors, experts, dtype=tensors.dtype))
+        weights[prefix + "down_proj"] = Deferred(fill=partial(group_down, tensors, experts, dtype=tensors.dtype))
+        first = experts.stop
+    return weights

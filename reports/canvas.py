@@ -1,0 +1,109 @@
+"""Canvas: lines, paragraphs and tables drawn to a string by rich, coloured only for a terminal."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+# What is piped has no width of its own, and must not depend on the terminal that it was piped in.
+_PIPED_WIDTH = 100
+_WIDEST = 120
+# Wider than any table: a figure cut short would be worse than a line that the terminal breaks.
+_UNBOUNDED = 1000
+_INDENT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A table's column: its title, of one or two lines, and whether it holds words rather than figures."""
+
+    title: str
+    is_text: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A table's row: one cell for each column, and a rich style for all of them."""
+
+    cells: tuple[str, ...]
+    style: str = ""
+
+
+class Canvas:
+    """Collects what is drawn on it.
+
+    Args:
+        width: Columns; None for standard output's own.
+        is_terminal: Whether escape codes are understood; None where standard output decides.
+    """
+
+    def __init__(self, *, width: int | None, is_terminal: bool | None) -> None:
+        self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
+        self._width = (_terminal_width() if self._is_terminal else _PIPED_WIDTH) if width is None else width
+        self._text = io.StringIO()
+        self._console = Console(
+            file=self._text,
+            width=_UNBOUNDED,
+            force_terminal=self._is_terminal,
+            force_jupyter=False,
+            color_system="standard" if self._is_terminal else None,
+            legacy_windows=False,
+        )
+
+    @property
+    def text(self) -> str:
+        """All that was drawn, without a last newline and, but on a terminal, without trailing blanks."""
+        lines = self._text.getvalue().split("\n")
+        return "\n".join(lines if self._is_terminal else (line.rstrip() for line in lines)).rstrip("\n")
+
+    def gap(self) -> None:
+        """An empty line."""
+        self._console.print()
+
+    def line(self, text: str, *, style: str = "") -> None:
+        """One line that is never broken, however long: a path in it can be copied."""
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def paragraph(self, text: str, *, style: str = "", indent: int = _INDENT) -> None:
+        """Text broken between words."""
+        self._console.print(Padding(Text(text, style=style), (0, 0, 0, indent)), width=self._width)
+
+    def item(self, text: str) -> None:
+        """A paragraph of a list."""
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_row(Text("-"), Text(text))
+        self._console.print(Padding(grid, (0, 0, 0, _INDENT), expand=False), width=self._width)
+
+    def facts(self, facts: Sequence[tuple[str, str]]) -> None:
+        """One unbroken line for each label and value, the values below each other."""
+        widest = max((len(label) for label, _ in facts), default=0)
+        for label, value in facts:
+            self.line(f"{'':{_INDENT}}{label:{widest}}  {value}")
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+        """A table without rules; its columns move together where they would not fit otherwise."""
+        table = _table(columns, rows, gap=2)
+        if self._console.measure(table).maximum + _INDENT > self._width:
+            table = _table(columns, rows, gap=1)
+        self._console.print(Padding(table, (0, 0, 0, _INDENT), expand=False))
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Row], *, gap: int) -> Table:
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(Text(column.title), justify="left" if column.is_text else "right", vertical="bottom")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row.cells), style=row.style)
+    return table
+
+
+def _terminal_width() -> int:
+    return min(shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns, _WIDEST)

@@ -1,0 +1,202 @@
+"""Captures: what a capture holds, drawn for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.sites import SITE_LEVELS, Site
+from reports.canvas import Canvas, Column, Row
+from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
+from reports.json_values import to_json
+from reports.wording import word_figure, word_layer, word_layers, word_shape, word_sites_by_layer
+
+# With more layers than these, one line for each says enough.
+_MOST_DETAILED_LAYERS = 4
+
+_STATISTICS = (Column(title="mean"), Column(title="std"), Column(title="min"), Column(title="max"))
+_COUNTS = (Column(title="NaN"), Column(title="Inf"))
+_TENSOR = (
+    Column(title="site", is_text=True),
+    Column(title="shape", is_text=True),
+    Column(title="dtype", is_text=True),
+)
+
+
+def capture_record(source: CaptureSource) -> dict[str, Any]:
+    """A capture as JSON: what made it (null where its layout does not say), and the statistics of every site.
+
+    Raises:
+        CaptureError: A tensor that must be read cannot be.
+    """
+    description = source.known_description
+    return {
+        "directory": str(source.directory),
+        "complete": source.manifest.is_complete if isinstance(source, Capture) else None,
+        "description": to_json(description.as_json()) if description else None,
+        "observed_dtypes": dict(_observed_dtypes(source)),
+        **_contents_record(read_contents(source)),
+    }
+
+
+def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
+    """The CPU tensors of a run that was not saved as JSON, in the form of a capture that lies nowhere."""
+    nowhere = {"directory": None, "complete": None, "description": None, "observed_dtypes": {}}
+    return {**nowhere, **_contents_record(measure_contents(layers))}
+
+
+def render_capture(
+    source: CaptureSource, *, width: int | None = None, is_terminal: bool | None = None
+) -> str:
+    """A capture as text: what made it, then a table for each layer, or a line for each where there are many.
+
+    Args:
+        source: The capture.
+        width: Columns; None for standard output's own.
+        is_terminal: Whether escape codes are understood; None where standard output decides.
+
+    Raises:
+        CaptureError: A tensor that must be read cannot be.
+    """
+    contents = read_contents(source)
+    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas.line(f"Capture {source.directory}", style="bold")
+    canvas.facts(_facts(source))
+    _draw_incomplete(canvas, source)
+    _draw_contents(canvas, contents)
+    return canvas.text
+
+
+def render_statistics(
+    layers: Mapping[int, Mapping[Site, torch.Tensor]],
+    *,
+    width: int | None = None,
+    is_terminal: bool | None = None,
+) -> str:
+    """The CPU tensors of a run that was not saved, as `render_capture` draws those of a capture."""
+    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas.line("Not saved", style="bold")
+    _draw_contents(canvas, measure_contents(layers))
+    return canvas.text
+
+
+def _contents_record(contents: Sequence[LayerContents]) -> dict[str, Any]:
+    model = [_site_record(site) for layer in contents if layer.layer is None for site in layer.sites]
+    layers = [
+        {
+            "layer": layer.layer,
+            "sites": [_site_record(site) for site in layer.sites],
+            "not_exposed": list(layer.not_exposed),
+        }
+        for layer in contents
+        if layer.layer is not None
+    ]
+    return {"layers": layers, "model": model}
+
+
+def _site_record(site: SiteContents) -> dict[str, Any]:
+    statistics: dict[str, Any] = to_json(site.statistics)
+    return {"site": site.site, "shape": list(site.shape), "dtype": site.dtype, **statistics}
+
+
+def _observed_dtypes(source: CaptureSource) -> Mapping[str, str]:
+    return source.manifest.observed_dtypes if isinstance(source, Capture) else {}
+
+
+def _facts(source: CaptureSource) -> list[tuple[str, str]]:
+    description = source.known_description
+    if description is None:
+        return [("made by", "unknown: this layout does not say")]
+    run, made = description.run, description.provenance
+    levels = [level for level, sites in SITE_LEVELS.items() if sites == run.sites]
+    kept = f"sites {levels[0]}" if levels else f"{len(run.sites)} sites"
+    dtypes = {**made.dtypes, **_observed_dtypes(source)}
+    device = "" if made.device == made.backend else f" ({made.device})"
+    return [
+        ("run", f"{run}, {kept}"),
+        ("model", made.model_source),
+        ("backend", f"{made.backend}{device}, target {made.target}"),
+        ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
+        ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
+        ("noise floor", description.noise_floor),
+    ]
+
+
+def _draw_incomplete(canvas: Canvas, source: CaptureSource) -> None:
+    if isinstance(source, Capture) and not source.manifest.is_complete:
+        stored, wanted = len(source.layers), len(source.description.run.span)
+        canvas.line(f"  incomplete: {stored} of {wanted} layers are stored", style="yellow")
+
+
+def _draw_contents(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
+    num_layers = sum(layer.layer is not None for layer in contents)
+    if num_layers > _MOST_DETAILED_LAYERS:
+        _draw_overview(canvas, [layer for layer in contents if layer.layer is not None])
+        detailed = [layer for layer in contents if layer.layer is None]
+    else:
+        detailed = list(contents)
+    for layer in detailed:
+        _draw_layer(canvas, layer)
+    _draw_not_exposed(canvas, contents)
+    if num_layers > _MOST_DETAILED_LAYERS:
+        canvas.gap()
+        canvas.line("--json prints the statistics of every site.", style="dim")
+
+
+def _draw_layer(canvas: Canvas, layer: LayerContents) -> None:
+    canvas.gap()
+    canvas.line(word_layer(layer.layer).capitalize(), style="bold")
+    rows = [Row(cells=_site_cells(site), style=_style(site)) for site in layer.sites]
+    canvas.table((*_TENSOR, *_STATISTICS, *_COUNTS), rows)
+
+
+def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:
+    """One line for each layer: its output's statistics, or those of the last site that it has."""
+    canvas.gap()
+    held = word_layers(layer.layer for layer in layers)
+    canvas.line(f"{held[0].upper()}{held[1:]}: what each ends in", style="bold")
+    rows = [
+        Row(
+            cells=(str(layer.layer), str(len(layer.sites)), *_site_cells(layer.sites[-1])),
+            style=_style(*layer.sites),
+        )
+        for layer in layers
+        if layer.sites
+    ]
+    canvas.table((Column(title="layer"), Column(title="sites"), *_TENSOR, *_STATISTICS, *_COUNTS), rows)
+    nonfinite = [(layer.layer, site.site) for layer in layers for site in layer.sites if site.num_nonfinite]
+    if nonfinite:
+        canvas.gap()
+        canvas.line("NaN or Inf", style="bold red")
+        for line in word_sites_by_layer(nonfinite):
+            canvas.paragraph(line)
+
+
+def _draw_not_exposed(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
+    missing = [(layer.layer, site) for layer in contents for site in layer.not_exposed]
+    if missing:
+        canvas.gap()
+        canvas.line("Not exposed by the port", style="bold")
+        for line in word_sites_by_layer(missing):
+            canvas.paragraph(line)
+
+
+def _site_cells(site: SiteContents) -> tuple[str, ...]:
+    statistics = site.statistics
+    figures = (statistics.mean, statistics.std, statistics.min, statistics.max)
+    return (
+        site.site,
+        word_shape(site.shape),
+        site.dtype,
+        *(word_figure(figure) for figure in figures),
+        str(statistics.num_nan),
+        str(statistics.num_inf),
+    )
+
+
+def _style(*sites: SiteContents) -> str:
+    return "red" if any(site.num_nonfinite for site in sites) else ""

@@ -1,0 +1,106 @@
+"""Contents: what a capture holds, layer by layer, with the statistics of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.capture.manifest import Entry, dtype_name
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.metrics import TensorStatistics, measure_tensor
+from minimax_tools.sites import ModelSite, Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteContents:
+    """One tensor, described."""
+
+    site: str
+    shape: tuple[int, ...]
+    dtype: str
+    statistics: TensorStatistics
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Elements that are NaN or infinite."""
+        return self.statistics.num_nan + self.statistics.num_inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerContents:
+    """One layer, or the model outside its layers where `layer` is None.
+
+    Args:
+        layer: The layer.
+        sites: What is held of it, in execution order.
+        not_exposed: Sites that were wanted and that the port does not expose.
+    """
+
+    layer: int | None
+    sites: tuple[SiteContents, ...]
+    not_exposed: tuple[str, ...] = ()
+
+
+def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:
+    """What a capture holds: its layers ascending, then the model's sites where it has any.
+
+    The statistics are the manifest's; those of a capture without a manifest are computed, one tensor in
+    memory at a time.
+
+    Raises:
+        CaptureError: A tensor that must be read cannot be.
+    """
+    layers = [
+        LayerContents(
+            layer=layer,
+            sites=tuple(_read_site(source, layer, site) for site in source.sites(layer)),
+            not_exposed=tuple(str(site) for site in source.not_exposed(layer)),
+        )
+        for layer in source.layers
+    ]
+    model = tuple(_read_model_site(source, site) for site in source.model_sites())
+    return (*layers, LayerContents(layer=None, sites=model)) if model else tuple(layers)
+
+
+def measure_contents(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> tuple[LayerContents, ...]:
+    """What a run that was not saved left in memory: CPU tensors by layer and site."""
+    return tuple(
+        LayerContents(
+            layer=layer,
+            sites=tuple(
+                _measured(str(site), layers[layer][site])
+                for site in sorted(layers[layer], key=lambda site: site.order)
+            ),
+        )
+        for layer in sorted(layers)
+    )
+
+
+def _read_site(source: CaptureSource, layer: int, site: Site) -> SiteContents:
+    entry = source.entry(layer, site) if isinstance(source, Capture) else None
+    return _described(str(site), entry) if entry else _measured(str(site), source.read(layer, site))
+
+
+def _read_model_site(source: CaptureSource, site: ModelSite) -> SiteContents:
+    entries = source.manifest.entries if isinstance(source, Capture) else ()
+    for entry in entries:
+        if entry.layer is None and entry.site == str(site):
+            return _described(str(site), entry)
+    return _measured(str(site), source.read_model(site))
+
+
+def _described(site: str, entry: Entry) -> SiteContents:
+    # The entry of a layer's input may be the output of the layer before: the name is the one asked for.
+    return SiteContents(site=site, shape=entry.shape, dtype=entry.dtype, statistics=entry.statistics)
+
+
+def _measured(site: str, tensor: torch.Tensor) -> SiteContents:
+    return SiteContents(
+        site=site,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        statistics=measure_tensor(tensor),
+    )

@@ -1,0 +1,188 @@
+"""Data: a comparison for machines, as JSON objects and as a CSV table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.metrics import PairMetrics
+from minimax_tools.results import Comparison, SiteResult, SiteStatus
+from reports.artefact import write_artefact
+from reports.json_values import to_json
+from reports.wording import word_index
+
+REPORT_NAME = "comparison_report.json"
+SUMMARY_NAME = "comparison_summary.json"
+TABLE_NAME = "comparison.csv"
+
+_NUM_WORST = 5
+
+
+def comparison_record(comparison: Comparison) -> dict[str, Any]:
+    """The whole comparison as JSON: the verdict, whom to blame, and every figure of every site."""
+    return {
+        **_conclusion(comparison),
+        "sites": [_site_record(site) for site in comparison.sites],
+    }
+
+
+def summary_record(comparison: Comparison) -> dict[str, Any]:
+    """The conclusion as JSON, with the sites that are worst by each measure."""
+    return {
+        **_conclusion(comparison),
+        "statuses": {
+            str(status): sum(site.status is status for site in comparison.sites) for status in SiteStatus
+        },
+        "worst": {name: _worst(comparison, badness, value) for name, (badness, value) in _MEASURES.items()},
+    }
+
+
+def comparison_table(comparison: Comparison) -> str:
+    """The comparison as CSV: one row for each site, layers ascending, the model's sites last.
+
+    The columns are the same for every comparison; what is not known is empty.
+    """
+    table = io.StringIO()
+    writer = csv.DictWriter(table, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for site in sorted(comparison.sites, key=lambda site: (site.layer is None, site.layer or 0)):
+        writer.writerow(_table_row(site))
+    return table.getvalue()
+
+
+def write_report(comparison: Comparison, directory: Path) -> tuple[Path, ...]:
+    """Write report, summary and table into `directory` and return their paths.
+
+    Raises:
+        CannotRunError: The directory cannot be made or written to.
+    """
+    return (
+        write_artefact(directory / REPORT_NAME, _json_text(comparison_record(comparison))),
+        write_artefact(directory / SUMMARY_NAME, _json_text(summary_record(comparison))),
+        write_artefact(directory / TABLE_NAME, comparison_table(comparison)),
+    )
+
+
+def _conclusion(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "verdict": comparison.verdict.value,
+        "compared": comparison.compared,
+        "of": comparison.of,
+        "blame": to_json(comparison.blame),
+        "criteria": comparison.criteria,
+        "reference": comparison.reference,
+        "target": comparison.target,
+        "notes": list(comparison.notes),
+    }
+
+
+def _site_record(site: SiteResult) -> dict[str, Any]:
+    record: dict[str, Any] = to_json(site)
+    if site.routing is not None:
+        record["routing"]["num_unexplained"] = site.routing.num_unexplained
+    return record
+
+
+_Value = Callable[[SiteResult], "float | None"]
+
+
+def _metric(name: str) -> _Value:
+    def value(site: SiteResult) -> float | None:
+        # Expert numbers are names: their differences are no magnitudes.
+        if site.metrics is None or site.routing is not None:
+            return None
+        found: float | None = getattr(site.metrics, name)
+        return found
+
+    return value
+
+
+def _rho(site: SiteResult) -> float | None:
+    return site.noise.whole if site.noise else None
+
+
+# By measure: how bad a value is (higher is worse), and the value.
+_MEASURES: Mapping[str, tuple[Callable[[float], float], _Value]] = {
+    "max_abs_diff": (lambda value: value, _metric("max_abs_diff")),
+    "mean_abs_diff": (lambda value: value, _metric("mean_abs_diff")),
+    "close_fraction": (lambda value: -value, _metric("close_fraction")),
+    "cosine_similarity": (lambda value: -value, _metric("cosine_similarity")),
+    "pearson_correlation": (lambda value: -value, _metric("pearson_correlation")),
+    "relative_l2": (lambda value: value, _metric("relative_l2")),
+    "rho": (lambda value: value, _rho),
+}
+
+
+def _worst(comparison: Comparison, badness: Callable[[float], float], value: _Value) -> list[dict[str, Any]]:
+    """The worst sites by one measure, the worst first; NaN is worst of all, unknown values are left out."""
+    known = [(site, found) for site in comparison.sites if (found := value(site)) is not None]
+    known.sort(key=lambda pair: -math.inf if math.isnan(pair[1]) else -badness(pair[1]))
+    return [
+        {"layer": site.layer, "site": site.site, "status": site.status.value, "value": to_json(found)}
+        for site, found in known[:_NUM_WORST]
+    ]
+
+
+_NOISE_COLUMNS: Mapping[str, str] = {
+    "rho": "whole",
+    "rho_ordinary": "ordinary",
+    "rho_massive": "massive",
+    "rho_token_median": "token_median",
+    "rho_token_p99": "token_p99",
+    "rho_token_worst": "token_worst",
+    "rho_worst_token": "worst_token",
+    "rho_is_estimated": "is_estimated",
+    "rho_incoming": "incoming",
+}
+_ROUTING_COLUMNS = (
+    "num_tokens",
+    "num_flipped",
+    "num_explained",
+    "num_unexplained",
+    "widest_unexplained_margin",
+)
+_METRIC_COLUMNS = tuple(field.name for field in fields(PairMetrics))
+_COLUMNS = (
+    "layer",
+    "site",
+    "status",
+    "reason",
+    *_NOISE_COLUMNS,
+    *_METRIC_COLUMNS,
+    *_ROUTING_COLUMNS,
+    "num_set_aside",
+    "classic_failures",
+)
+
+
+def _table_row(site: SiteResult) -> dict[str, str]:
+    values: dict[str, object] = {
+        "layer": site.layer,
+        "site": site.site,
+        "status": site.status.value,
+        "reason": site.reason,
+        **{column: getattr(site.noise, name, None) for column, name in _NOISE_COLUMNS.items()},
+        **{name: getattr(site.metrics, name, None) for name in _METRIC_COLUMNS},
+        **{name: getattr(site.routing, name, None) for name in _ROUTING_COLUMNS},
+        "num_set_aside": site.num_set_aside if site.status.is_compared else None,
+        "classic_failures": "; ".join(site.classic_failures),
+    }
+    return {column: _cell(value) for column, value in values.items()}
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return word_index(value) if isinstance(value, tuple) else str(value)
+
+
+def _json_text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

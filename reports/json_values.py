@@ -1,0 +1,24 @@
+"""JSON values: values as plain JSON that every parser reads, without NaN and Infinity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+
+def to_json(value: object) -> Any:
+    """`value` as JSON: dataclasses become objects, tuples lists, infinities `"inf"` or `"-inf"`, NaN null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else f"{value:g}"
+    return value

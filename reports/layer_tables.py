@@ -1,0 +1,216 @@
+"""Layer tables: a comparison's figures, one line for each layer and one for each site that does not pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from minimax_tools.results import Comparison, NoiseRatio, SiteResult, SiteStatus
+from reports.canvas import Canvas, Column, Row
+from reports.wording import word_figure, word_fraction, word_index
+
+_STYLES = {SiteStatus.FAIL: "red", SiteStatus.WARN: "yellow"}
+_COSINE_DECIMALS = 6
+_NORM_DECIMALS = 4
+
+_LAYER_COLUMNS = (
+    Column(title="layer"),
+    Column(title="verdict", is_text=True),
+    Column(title="compared"),
+)
+_SITE_COLUMNS = (
+    Column(title="", is_text=True),
+    Column(title="site", is_text=True),
+    Column(title="rho\nwhole"),
+    Column(title="rho\nordinary"),
+    Column(title="rho\ntoken p99"),
+    Column(title="norm\nratio"),
+    Column(title="\ncosine"),
+    Column(title="max\n|diff|"),
+    Column(title="worst\nat"),
+)
+
+
+def draw_overview(canvas: Canvas, comparison: Comparison) -> None:
+    """One line for each layer: its verdict, how much of it was compared, and its worst site."""
+    layers = (*comparison.layers, *([None] if comparison.of_layer(None) else []))
+    if not layers:
+        return
+    has_noise = any(site.noise for site in comparison.sites)
+    has_suspects = any(site.status in _STYLES for site in comparison.sites)
+    worst = "largest rho" if has_noise else "lowest cosine"
+    columns: tuple[Column, ...] = (*_LAYER_COLUMNS, Column(title=worst), Column(title="site", is_text=True))
+    if has_suspects:
+        columns = (*columns, Column(title="fails or warns", is_text=True))
+    rows = [
+        _layer_row(layer, comparison.of_layer(layer), has_noise=has_noise, has_suspects=has_suspects)
+        for layer in layers
+    ]
+    canvas.gap()
+    canvas.table(columns, rows)
+    if has_noise:
+        canvas.gap()
+        canvas.paragraph(_legend(comparison), style="dim")
+
+
+def draw_layer(
+    canvas: Canvas, comparison: Comparison, layer: int | None, *, explained: frozenset[str]
+) -> None:
+    """The sites of one layer that fail or warn, with reasons, and what the classic limits say of them.
+
+    Args:
+        canvas: Where to draw.
+        comparison: The comparison.
+        layer: The layer.
+        explained: Sites whose reason the reader has already seen.
+    """
+    sites = comparison.of_layer(layer)
+    suspects = [site for site in sites if site.status in _STYLES]
+    canvas.table(_SITE_COLUMNS, [_site_row(site) for site in suspects])
+    for site in suspects:
+        for sentence in _sentences(site, is_explained=site.site in explained):
+            canvas.paragraph(f"{site.site}: {sentence}")
+    if comparison.criteria != "classic":
+        for sentence in _classic_sentences(sites):
+            canvas.paragraph(sentence)
+    passing = [site for site in sites if site.status is SiteStatus.PASS]
+    if passing:
+        canvas.paragraph(_passing_sentence(passing), style="dim")
+
+
+def _layer_row(layer: int | None, sites: Sequence[SiteResult], *, has_noise: bool, has_suspects: bool) -> Row:
+    compared = [site for site in sites if site.status.is_compared]
+    statuses = {site.status for site in compared}
+    status = next(
+        (one for one in (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS) if one in statuses), None
+    )
+    worst = _largest_rho(sites) if has_noise else _lowest_cosine(sites)
+    cells: tuple[str, ...] = (
+        "model" if layer is None else str(layer),
+        _status_word(status),
+        f"{len(compared)}/{len(sites)}",
+        "-" if worst is None else _word_rho(worst.noise) if has_noise else _word_cosine(worst),
+        "-" if worst is None else worst.site,
+    )
+    if has_suspects:
+        cells = (*cells, _suspects_word(sites))
+    return Row(cells=cells, style=_STYLES.get(status, "") if status else "yellow")
+
+
+def _site_row(site: SiteResult) -> Row:
+    noise, metrics = site.noise, site.metrics
+    cells = (
+        _status_word(site.status),
+        site.site,
+        _word_rho(noise),
+        word_figure(noise.ordinary if noise else None),
+        word_figure(noise.token_p99 if noise else None),
+        word_fraction(metrics.norm_ratio if metrics else None, decimals=_NORM_DECIMALS),
+        _word_cosine(site),
+        word_figure(metrics.max_abs_diff if metrics else None),
+        word_index(metrics.worst_index) if metrics else "-",
+    )
+    return Row(cells=cells, style=_STYLES[site.status])
+
+
+def _sentences(site: SiteResult, *, is_explained: bool) -> list[str]:
+    """What the figures of a site's row do not say."""
+    sentences = [] if is_explained or not site.reason else [site.reason]
+    if site.metrics and (site.metrics.num_nonfinite_target or site.metrics.num_nonfinite_reference):
+        sentences.append(
+            f"{site.metrics.num_nonfinite_target} of {site.metrics.num_elements} elements are NaN or Inf "
+            f"in the target, {site.metrics.num_nonfinite_reference} in the reference; "
+            "the figures leave them out"
+        )
+    if site.routing:
+        sentences.append(
+            f"{site.routing.num_flipped} of {site.routing.num_tokens} tokens have other experts, "
+            f"{site.routing.num_explained} of them within the noise"
+        )
+    if site.num_set_aside:
+        sentences.append(f"{site.num_set_aside} tokens with other experts are left out of rho")
+    return sentences
+
+
+def _classic_sentences(sites: Sequence[SiteResult]) -> list[str]:
+    """What the seeds' limits say of a failing layer: of its output, and of the sites that fail."""
+    failing = [site for site in sites if site.status is SiteStatus.FAIL and site.routing is None]
+    if not failing:
+        return []
+    outputs = [site for site in sites if site.site == "output" and site.metrics]
+    others = [site for site in failing if site.metrics and site.site != "output"]
+    sentences = [
+        f"The classic limits fail this layer's output too: {'; '.join(site.classic_failures)}."
+        if site.classic_failures
+        else f"The classic limits pass this layer's output: cosine {_word_cosine(site)}."
+        for site in outputs
+    ]
+    passing = [site.site for site in others if not site.classic_failures]
+    if passing:
+        sentences.append(f"The classic limits pass {', '.join(passing)}.")
+    return sentences + [
+        f"The classic limits fail {site.site}: {'; '.join(site.classic_failures)}."
+        for site in others
+        if site.classic_failures
+    ]
+
+
+def _passing_sentence(passing: Sequence[SiteResult]) -> str:
+    words = f"{len(passing)} other sites pass" if len(passing) > 1 else f"{passing[0].site} passes"
+    worst = _largest_rho(passing)
+    return f"{words}, largest rho {_word_rho(worst.noise)} ({worst.site})." if worst else f"{words}."
+
+
+def _largest_rho(sites: Sequence[SiteResult]) -> SiteResult | None:
+    return max((site for site in sites if site.noise), key=_rho_order, default=None)
+
+
+def _rho_order(site: SiteResult) -> float:
+    rho = site.noise.whole if site.noise else 0.0
+    return math.inf if math.isnan(rho) else rho
+
+
+def _lowest_cosine(sites: Sequence[SiteResult]) -> SiteResult | None:
+    known = [
+        (site.metrics.cosine_similarity, index)
+        for index, site in enumerate(sites)
+        if site.metrics and site.metrics.cosine_similarity is not None
+    ]
+    return sites[min(known)[1]] if known else None
+
+
+def _status_word(status: SiteStatus | None) -> str:
+    if status is None:
+        return "none"
+    return str(status).upper() if status in _STYLES else str(status)
+
+
+def _suspects_word(sites: Sequence[SiteResult]) -> str:
+    """The earliest site that fails, or else warns, and how many more there are."""
+    suspects = [site for site in sites if site.status in _STYLES]
+    if not suspects:
+        return ""
+    first = next((site for site in suspects if site.status is SiteStatus.FAIL), suspects[0])
+    return first.site + (f" and {len(suspects) - 1} more" if len(suspects) > 1 else "")
+
+
+def _word_rho(noise: NoiseRatio | None) -> str:
+    if noise is None:
+        return "-"
+    return ("~" if noise.is_estimated else "") + word_figure(noise.whole)
+
+
+def _word_cosine(site: SiteResult) -> str:
+    return word_fraction(site.metrics.cosine_similarity if site.metrics else None, decimals=_COSINE_DECIMALS)
+
+
+def _legend(comparison: Comparison) -> str:
+    legend = "rho: the port's error over what BF16 alone costs the golden; 1 is as good as the golden."
+    if any(site.status in _STYLES for site in comparison.sites):
+        legend += " ordinary: without the massive channels. token p99: 99 % of the tokens are better."
+    noises = [site.noise for site in comparison.sites if site.noise]
+    if any(noise.is_estimated for noise in noises):
+        legend += " ~: estimated, since the golden keeps no float32 twin of it."
+    if any(noise.incoming for noise in noises):
+        legend += " A chained layer's floor is widened by the error that it was handed."
+    return legend

@@ -1,0 +1,153 @@
+"""Terminal: a comparison as text, for someone who wants to know where to look."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
+from minimax_tools.results import Comparison, NoiseRatio, SiteStatus, Verdict
+from reports.canvas import Canvas
+from reports.layer_tables import draw_layer, draw_overview
+from reports.wording import word_figure, word_layer, word_place, word_sites_by_layer
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+# More than these would push the verdict off the screen: the overview has a line for every layer.
+_MOST_BLAMED = 6
+_MOST_DETAILED_LAYERS = 4
+
+_VERDICT_STYLES = {
+    Verdict.PASS: "bold green",
+    Verdict.WARN: "bold yellow",
+    Verdict.FAIL: "bold red",
+    Verdict.INCOMPARABLE: "bold red",
+}
+_UNCOMPARED_WORDS = {
+    SiteStatus.NOT_EXPOSED: "Not exposed by the port",
+    SiteStatus.NOT_CAPTURED: "Not captured by the golden",
+}
+
+
+def render_comparison(
+    comparison: Comparison, *, width: int | None = None, is_terminal: bool | None = None
+) -> str:
+    """A comparison as text: the verdict first, then whom to blame, the layers, and what to know beside.
+
+    Args:
+        comparison: The comparison.
+        width: Columns; None for standard output's own.
+        is_terminal: Whether escape codes are understood; None where standard output decides.
+    """
+    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
+    canvas.line(_extent(comparison), style="" if comparison.compared == comparison.of else "yellow")
+    canvas.facts(
+        [
+            ("reference", comparison.reference),
+            ("target", comparison.target),
+            ("criteria", comparison.criteria),
+        ]
+    )
+    _draw_blame(canvas, comparison)
+    draw_overview(canvas, comparison)
+    _draw_details(canvas, comparison)
+    _draw_uncompared(canvas, comparison)
+    _draw_notes(canvas, comparison.notes)
+    return canvas.text
+
+
+def _headline(comparison: Comparison) -> str:
+    verdict = str(comparison.verdict).upper()
+    if comparison.blame:
+        first, *others = comparison.blame
+        more = f" (and {_count(len(others), 'more place')})" if others else ""
+        return f"{verdict}: {word_place(first.layer, first.sites)}{more}"
+    # Nobody is blamed in a chained run; where it first shows is still the place to start.
+    worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
+    for site in comparison.sites:
+        if site.status is worst:
+            return f"{verdict}: first at {word_place(site.layer, [site.site])}"
+    return verdict
+
+
+def _extent(comparison: Comparison) -> str:
+    parts = [f"in {_count(len(comparison.layers), 'layer')}"] if comparison.layers else []
+    if comparison.of_layer(None):
+        parts.append("outside them" if parts else "outside the layers")
+    where = " and ".join(parts)
+    return f"compared {comparison.compared} of {_count(comparison.of, 'site')} {where}".rstrip()
+
+
+def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
+    if not comparison.blame:
+        return
+    canvas.gap()
+    canvas.line("To blame", style="bold")
+    for blame in comparison.blame[:_MOST_BLAMED]:
+        canvas.paragraph(f"{word_place(blame.layer, blame.sites)}: {blame.reason}")
+        for site in comparison.of_layer(blame.layer):
+            if site.site in blame.sites and site.noise and math.isfinite(site.noise.token_worst):
+                canvas.paragraph(_worst_token(site.site, site.noise), indent=4)
+    others = [(blame.layer, site) for blame in comparison.blame[_MOST_BLAMED:] for site in blame.sites]
+    for line in word_sites_by_layer(others):
+        canvas.paragraph(line)
+
+
+def _worst_token(site: str, noise: NoiseRatio) -> str:
+    row, position = noise.worst_token
+    return (
+        f"{site} is worst at row {row}, position {position}: rho {word_figure(noise.token_worst)}, "
+        f"where the median token has {word_figure(noise.token_median)}"
+    )
+
+
+def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
+    """The layers with a failure or a warning, blamed ones first where there are too many."""
+    layers = _in_order(
+        site.layer for site in comparison.sites if site.status in (SiteStatus.FAIL, SiteStatus.WARN)
+    )
+    blamed = [layer for layer in layers if any(blame.layer == layer for blame in comparison.blame)]
+    shown = _in_order([*blamed, *layers])[:_MOST_DETAILED_LAYERS]
+    for layer in layers:
+        if layer in shown:
+            explained = {name for blame in comparison.blame if blame.layer == layer for name in blame.sites}
+            canvas.gap()
+            canvas.line(word_layer(layer).capitalize(), style="bold")
+            draw_layer(canvas, comparison, layer, explained=frozenset(explained))
+    if len(layers) > len(shown):
+        canvas.gap()
+        canvas.line(
+            f"{_count(len(layers) - len(shown), 'more layer')} with failures or warnings; "
+            "--json has every site."
+        )
+
+
+def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
+    for status, words in _UNCOMPARED_WORDS.items():
+        missing = [site for site in comparison.sites if site.status is status]
+        if not missing:
+            continue
+        canvas.gap()
+        canvas.line(f"{words}: {_count(len(missing), 'site')}", style="bold")
+        for reason in _in_order(site.reason for site in missing):
+            places = ((site.layer, site.site) for site in missing if site.reason == reason)
+            for line in word_sites_by_layer(places):
+                canvas.paragraph(f"{line} ({reason})" if reason else line)
+
+
+def _draw_notes(canvas: Canvas, notes: Iterable[str]) -> None:
+    for index, note in enumerate(notes):
+        if index == 0:
+            canvas.gap()
+            canvas.line("Notes", style="bold")
+        canvas.item(note)
+
+
+def _in_order(items: Iterable[_Item]) -> list[_Item]:
+    """The items once each, in the order of their first appearance."""
+    return list(dict.fromkeys(items))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

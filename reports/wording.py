@@ -1,0 +1,77 @@
+"""Wording: how places and figures are named in text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+# Above this a figure's decimals say nothing.
+_WHOLE_FROM = 1e3
+_EXPONENT_FROM, _EXPONENT_BELOW = 1e6, 1e-3
+
+
+def word_figure(value: float | None) -> str:
+    """A figure to three digits, such as `14.2`, `0.0313`, `1.23e-05`, `nan`; `-` for None."""
+    if value is None:
+        return "-"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    size = abs(value)
+    if size >= _EXPONENT_FROM or size < _EXPONENT_BELOW:
+        return f"{value:.2e}"
+    return f"{value:.0f}" if size >= _WHOLE_FROM else f"{value:#.3g}".rstrip(".")
+
+
+def word_fraction(value: float | None, *, decimals: int) -> str:
+    """A figure near 1 to that many decimals, such as a cosine; `-` for None."""
+    if value is None:
+        return "-"
+    return f"{value:.{decimals}f}" if abs(value) < _WHOLE_FROM else word_figure(value)
+
+
+def word_shape(shape: Sequence[int]) -> str:
+    """A tensor's shape, such as `1x96x3072`; `scalar` for no dimension."""
+    return "x".join(str(size) for size in shape) or "scalar"
+
+
+def word_index(index: Sequence[int]) -> str:
+    """A position in a tensor, such as `0,17,2044`."""
+    return ",".join(str(position) for position in index)
+
+
+def word_layer(layer: int | None) -> str:
+    """`layer 5`, or `model` for what lies outside the layers."""
+    return "model" if layer is None else f"layer {layer}"
+
+
+def word_layers(layers: Iterable[int | None]) -> str:
+    """Layers as ranges, such as `layers 0-3, 5`; None stands for the model outside its layers."""
+    wanted = set(layers)
+    numbers = sorted(layer for layer in wanted if layer is not None)
+    words = []
+    if numbers:
+        words.append(("layer " if len(numbers) == 1 else "layers ") + ", ".join(_ranges(numbers)))
+    return " and ".join([*words, *(["model"] if None in wanted else [])])
+
+
+def word_place(layer: int | None, sites: Iterable[str]) -> str:
+    """A place to look at, such as `layer 5, moe_delta`."""
+    return ", ".join([word_layer(layer), *sites])
+
+
+def word_sites_by_layer(places: Iterable[tuple[int | None, str]]) -> tuple[str, ...]:
+    """Lines such as `layers 0-7: q_rope, k_rope`; layers with the same sites share a line."""
+    sites_of: dict[int | None, list[str]] = {}
+    for layer, site in places:
+        sites_of.setdefault(layer, []).append(site)
+    layers_with: dict[tuple[str, ...], list[int | None]] = {}
+    for layer, sites in sites_of.items():
+        layers_with.setdefault(tuple(sites), []).append(layer)
+    return tuple(f"{word_layers(layers)}: {', '.join(sites)}" for sites, layers in layers_with.items())
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    starts = [number for number in numbers if number - 1 not in numbers]
+    stops = [number for number in numbers if number + 1 not in numbers]
+    pairs = zip(starts, stops, strict=True)
+    return [f"{start}" if start == stop else f"{start}-{stop}" for start, stop in pairs]

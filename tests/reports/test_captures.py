@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.writer import open_capture
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.errors import CaptureError
+from minimax_tools.inputs import Inputs
+from minimax_tools.provenance import Provenance
+from minimax_tools.run import full_run
+from minimax_tools.sites import ModelSite, Site
+from reports.captures import capture_record, render_capture, render_statistics, statistics_record
+
+SITES = (Site.INPUT, Site.Q_ROPE, Site.ROUTER_EXPERTS, Site.OUTPUT)
+
+
+def layer_tensors(layer: int) -> dict[Site, torch.Tensor]:
+    generator = torch.Generator().manual_seed(layer)
+    tensors = {
+        Site.INPUT: torch.randn(1, 6, 8, generator=generator).to(torch.bfloat16),
+        Site.Q_ROPE: torch.randn(1, 2, 6, 4, generator=generator).to(torch.bfloat16),
+        Site.ROUTER_EXPERTS: torch.arange(12).reshape(1, 6, 2),
+        Site.OUTPUT: torch.randn(1, 6, 8, generator=generator).to(torch.bfloat16),
+    }
+    if layer:
+        # As a golden does: the input is the output of the layer before.
+        del tensors[Site.INPUT]
+    return tensors
+
+
+def write_capture(
+    directory: Path,
+    *,
+    layers: int,
+    stored: int | None = None,
+    nan_in: int | None = None,
+    hidden: bool = False,
+) -> Capture:
+    """A capture of a model of `layers` layers, the first `stored` of them written."""
+    ids, positions = torch.arange(6).reshape(1, 6), torch.arange(6).reshape(1, 6)
+    inputs = Inputs(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        position_ids=positions,
+        source="1 prompt, 6 tokens",
+    )
+    digests = {layer: "ab" * 32 for layer in range(layers)}
+    description = Description(
+        side="gpu_reference",
+        run=full_run(layers, sites_level="all"),
+        provenance=Provenance(
+            model=ModelFingerprint(spec_digest="12" * 32, tensors_digest="34" * 32, layers=digests),
+            model_source="MiniMaxAI/MiniMax-M2",
+            backend="cuda",
+            device="NVIDIA A100-SXM4-80GB",
+            dtypes={"weights": "bfloat16", "router_gate": "float32"},
+            target="transformers",
+        ),
+        inputs_digest=inputs.digest(),
+        input_source=inputs.source,
+        noise_floor="off",
+    )
+    with open_capture(directory, description, inputs=inputs) as writer:
+        for layer in range(layers if stored is None else stored):
+            tensors = layer_tensors(layer)
+            if layer == nan_in:
+                tensors[Site.Q_ROPE][0, 1, 2, 3] = torch.nan
+            writer.write_layer(layer, tensors, not_exposed=(Site.K_ROPE,) if hidden else ())
+        if stored is None:
+            writer.write_model({ModelSite.LOGITS: torch.ones(1, 6, 16)})
+            writer.finish()
+    return Capture.open(directory)
+
+
+class PlainSource:
+    """Tensors in a layout that has no manifest and says nothing of its origin."""
+
+    known_description = None
+    layers = (0, 1)
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        return tuple(site for site in SITES if site in layer_tensors(layer))
+
+    def model_sites(self) -> tuple[ModelSite, ...]:
+        return (ModelSite.EMBEDDING,)
+
+    def not_exposed(self, layer: int) -> tuple[Site, ...]:
+        return ()
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        return layer_tensors(layer)[site]
+
+    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+        return None
+
+    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
+        return None
+
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        return torch.tensor([[1.0, torch.inf, 3.0]])
+
+    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+        return None
+
+    def read_attention_mask(self) -> torch.Tensor | None:
+        return None
+
+
+class TestRecord:
+    def test_record_says_what_made_the_capture_and_where_it_lies(self, tmp_path: Path) -> None:
+        record = capture_record(write_capture(tmp_path / "golden", layers=2))
+        assert record["directory"] == str(tmp_path / "golden")
+        assert record["complete"] is True
+        assert record["description"]["provenance"]["model_source"] == "MiniMaxAI/MiniMax-M2"
+        assert record["description"]["run"]["name"] == "full_model"
+
+    def test_record_holds_every_site_in_execution_order_with_its_statistics(self, tmp_path: Path) -> None:
+        record = capture_record(write_capture(tmp_path / "golden", layers=2))
+        assert [layer["layer"] for layer in record["layers"]] == [0, 1]
+        assert [site["site"] for site in record["layers"][0]["sites"]] == [str(site) for site in SITES]
+        output = record["layers"][0]["sites"][-1]
+        values = layer_tensors(0)[Site.OUTPUT].double()
+        assert (output["shape"], output["dtype"]) == ([1, 6, 8], "bfloat16")
+        assert output["mean"] == pytest.approx(float(values.mean()))
+        assert output["std"] == pytest.approx(float(values.std(correction=0)))
+        assert (output["min"], output["max"]) == (float(values.min()), float(values.max()))
+        assert (output["num_nan"], output["num_inf"]) == (0, 0)
+
+    def test_input_of_a_later_layer_is_the_output_of_the_one_before_under_its_own_name(
+        self, tmp_path: Path
+    ) -> None:
+        first, second = capture_record(write_capture(tmp_path / "golden", layers=2))["layers"]
+        assert second["sites"][0] == {**first["sites"][-1], "site": "input"}
+
+    def test_record_counts_a_nan_and_stays_json(self, tmp_path: Path) -> None:
+        record = capture_record(write_capture(tmp_path / "golden", layers=2, nan_in=1))
+        counts = [site["num_nan"] for site in record["layers"][1]["sites"]]
+        assert sum(counts) == 1
+        json.dumps(record, allow_nan=False)
+
+    def test_record_names_the_sites_that_the_port_hides(self, tmp_path: Path) -> None:
+        hidden = capture_record(write_capture(tmp_path / "hidden", layers=1, hidden=True))
+        shown = capture_record(write_capture(tmp_path / "shown", layers=1))
+        assert hidden["layers"][0]["not_exposed"] == ["k_rope"]
+        assert shown["layers"][0]["not_exposed"] == []
+
+    def test_record_holds_the_sites_outside_the_layers(self, tmp_path: Path) -> None:
+        record = capture_record(write_capture(tmp_path / "golden", layers=1))
+        assert [(site["site"], site["mean"]) for site in record["model"]] == [("logits", 1.0)]
+
+    def test_unfinished_capture_is_not_complete(self, tmp_path: Path) -> None:
+        record = capture_record(write_capture(tmp_path / "golden", layers=4, stored=3))
+        assert record["complete"] is False
+        assert [layer["layer"] for layer in record["layers"]] == [0, 1, 2]
+
+    def test_source_without_manifest_is_measured(self, tmp_path: Path) -> None:
+        record = capture_record(PlainSource(tmp_path))
+        assert record["description"] is None
+        assert record["complete"] is None
+        golden = capture_record(write_capture(tmp_path / "golden", layers=2))
+        assert record["layers"][0] == golden["layers"][0]
+        assert record["model"][0]["num_inf"] == 1
+        assert record["model"][0]["max"] == 3.0
+
+    def test_unsaved_run_gives_the_same_statistics_as_a_saved_one(self, tmp_path: Path) -> None:
+        saved = capture_record(write_capture(tmp_path / "golden", layers=1))
+        shuffled = dict(reversed(layer_tensors(0).items()))
+        unsaved = statistics_record({0: shuffled})
+        assert unsaved["layers"] == saved["layers"]
+        assert unsaved["directory"] is None
+        assert unsaved.keys() == saved.keys()
+
+    def test_unreadable_tensor_is_a_capture_error(self, tmp_path: Path) -> None:
+        class Damaged(PlainSource):
+            def read(self, layer: int, site: Site) -> torch.Tensor:
+                raise CaptureError(f"layer_{layer}.pt is damaged")
+
+        with pytest.raises(CaptureError, match="layer_0.pt is damaged"):
+            capture_record(Damaged(tmp_path))
+
+
+class TestText:
+    def test_header_says_what_made_the_capture(self, tmp_path: Path) -> None:
+        text = render_capture(write_capture(tmp_path / "golden", layers=2), width=100, is_terminal=False)
+        lines = text.splitlines()
+        assert lines[0] == f"Capture {tmp_path / 'golden'}"
+        assert "  run          full_model (chained, layers 0 to 1), sites all" in lines
+        assert "  model        MiniMaxAI/MiniMax-M2" in lines
+        assert "  backend      cuda (NVIDIA A100-SXM4-80GB), target transformers" in lines
+        assert any(line.startswith("  inputs       1 prompt, 6 tokens (sha256 ") for line in lines)
+        assert "  noise floor  off" in lines
+        assert "incomplete" not in text
+
+    def test_few_layers_show_every_site(self, tmp_path: Path) -> None:
+        text = render_capture(write_capture(tmp_path / "golden", layers=4), width=100, is_terminal=False)
+        assert [line for line in text.splitlines() if line.startswith("Layer")] == [
+            "Layer 0",
+            "Layer 1",
+            "Layer 2",
+            "Layer 3",
+        ]
+        assert text.count("router_experts") == 4
+        assert "1x2x6x4" in text
+        assert "--json" not in text
+
+    def test_many_layers_take_one_line_each_and_point_to_json(self, tmp_path: Path) -> None:
+        text = render_capture(write_capture(tmp_path / "golden", layers=5), width=100, is_terminal=False)
+        assert "Layers 0-4: what each ends in" in text
+        rows = [line.split() for line in text.splitlines() if " output " in line]
+        assert [row[:5] for row in rows] == [
+            [str(layer), "4", "output", "1x6x8", "bfloat16"] for layer in range(5)
+        ]
+        assert "router_experts" not in text
+        assert text.endswith("--json prints the statistics of every site.")
+
+    def test_nan_inside_one_of_many_layers_is_named(self, tmp_path: Path) -> None:
+        clean = render_capture(write_capture(tmp_path / "a", layers=5), width=100, is_terminal=False)
+        broken = render_capture(
+            write_capture(tmp_path / "b", layers=5, nan_in=3), width=100, is_terminal=False
+        )
+        assert "NaN or Inf\n  layer 3: q_rope\n" in broken
+        assert "NaN or Inf" not in clean
+
+    def test_hidden_sites_of_all_layers_share_a_line(self, tmp_path: Path) -> None:
+        text = render_capture(
+            write_capture(tmp_path / "golden", layers=3, hidden=True), width=100, is_terminal=False
+        )
+        assert "Not exposed by the port\n  layers 0-2: k_rope" in text
+
+    def test_unfinished_capture_says_how_far_it_came(self, tmp_path: Path) -> None:
+        text = render_capture(
+            write_capture(tmp_path / "golden", layers=4, stored=3), width=100, is_terminal=False
+        )
+        assert "  incomplete: 3 of 4 layers are stored" in text
+
+    def test_source_of_unknown_origin_says_so(self, tmp_path: Path) -> None:
+        text = render_capture(PlainSource(tmp_path), width=100, is_terminal=False)
+        assert "made by  unknown" in text
+        assert "embedding" in text
+
+    def test_unsaved_run_is_drawn_without_a_directory(self) -> None:
+        text = render_statistics({0: layer_tensors(0)}, width=100, is_terminal=False)
+        assert text.startswith("Not saved\n\nLayer 0\n")
+        assert "router_experts" in text
+
+    def test_lines_fit_eighty_columns(self, tmp_path: Path) -> None:
+        capture = write_capture(Path(tmp_path.anchor) / tmp_path / "golden", layers=2)
+        text = render_capture(capture, width=80, is_terminal=False)
+        assert all(len(line) <= 80 for line in text.splitlines()[1:])
+        assert not any(line.endswith(" ") for line in text.splitlines())

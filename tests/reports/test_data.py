@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimax_tools.errors import CannotRunError
+from minimax_tools.results import Comparison
+from minimax_tools.sites import Site
+from reports.data import comparison_record, comparison_table, summary_record, write_report
+
+EXAMPLES = ("passing", "failing", "warning", "nonfinite", "unexposed", "classic", "chained")
+MEASURES = (
+    "max_abs_diff",
+    "mean_abs_diff",
+    "close_fraction",
+    "cosine_similarity",
+    "pearson_correlation",
+    "relative_l2",
+    "rho",
+)
+
+
+def site_record(record: dict[str, Any], layer: int | None, site: str) -> dict[str, Any]:
+    (found,) = [one for one in record["sites"] if (one["layer"], one["site"]) == (layer, site)]
+    return dict(found)
+
+
+def table_rows(comparison: Comparison) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(comparison_table(comparison))))
+
+
+class TestRecord:
+    def test_conclusion_has_the_keys_that_scripts_read(self, failing: Comparison) -> None:
+        record = comparison_record(failing)
+        assert (record["verdict"], record["compared"], record["of"]) == ("fail", 136, 136)
+        assert record["blame"] == [
+            {"layer": 5, "sites": ["moe_delta"], "reason": failing.blame[0].reason},
+        ]
+        assert (record["criteria"], record["reference"]) == ("noise", failing.reference)
+        assert record["notes"] == list(failing.notes)
+
+    def test_pass_blames_nobody(self, passing: Comparison) -> None:
+        record = comparison_record(passing)
+        assert (record["verdict"], record["blame"]) == ("pass", [])
+
+    def test_every_site_has_its_figures(self, failing: Comparison) -> None:
+        site = site_record(comparison_record(failing), 5, "moe_delta")
+        assert site["status"] == "fail"
+        assert site["noise"]["whole"] == 14.2
+        assert site["noise"]["worst_token"] == [0, 17]
+        assert site["metrics"]["worst_index"] == [0, 17, 2044]
+        assert site["classic_failures"] == ["cosine_similarity 0.93 < 0.99"]
+        assert len(comparison_record(failing)["sites"]) == 136
+
+    def test_missing_sites_are_there_and_not_compared(self, unexposed: Comparison) -> None:
+        record = comparison_record(unexposed)
+        assert (record["compared"], record["of"]) == (116, 136)
+        assert site_record(record, 3, "q_rope")["status"] == "not exposed"
+        assert site_record(record, 3, "router_logits")["status"] == "not captured"
+        assert site_record(record, 3, "q_rope")["metrics"] is None
+
+    def test_routing_counts_what_noise_does_not_explain(self, warning: Comparison) -> None:
+        routing = site_record(comparison_record(warning), 3, "router_experts")["routing"]
+        assert (routing["num_flipped"], routing["num_unexplained"]) == (2, 0)
+
+    @pytest.mark.parametrize("make", [comparison_record, summary_record])
+    def test_nan_and_infinity_become_what_json_can_hold(
+        self, nonfinite: Comparison, make: Callable[[Comparison], dict[str, Any]]
+    ) -> None:
+        assert json.loads(json.dumps(make(nonfinite), allow_nan=False)) == make(nonfinite)
+
+    def test_nan_becomes_null_and_infinity_a_word(self, nonfinite: Comparison) -> None:
+        record = comparison_record(nonfinite)
+        assert site_record(record, 2, "attn_context")["noise"]["whole"] is None
+        assert site_record(record, 2, "attn_delta")["noise"]["whole"] == "inf"
+
+
+class TestSummary:
+    def test_worst_sites_of_every_measure_are_five(self, passing: Comparison) -> None:
+        worst = summary_record(passing)["worst"]
+        assert tuple(worst) == MEASURES
+        assert all(len(sites) == 5 for sites in worst.values())
+
+    def test_largest_differences_and_lowest_likenesses_come_first(self, failing: Comparison) -> None:
+        worst = summary_record(failing)["worst"]
+        for measure in MEASURES:
+            values = [site["value"] for site in worst[measure]]
+            is_likeness = measure in ("close_fraction", "cosine_similarity", "pearson_correlation")
+            assert values == sorted(values, reverse=not is_likeness)
+            assert {"moe_delta", "output"} <= {site["site"] for site in worst[measure] if site["layer"] == 5}
+        assert worst["rho"][0] == {"layer": 5, "site": "moe_delta", "status": "fail", "value": 14.2}
+
+    def test_nan_is_the_worst_of_all(self, nonfinite: Comparison) -> None:
+        worst = summary_record(nonfinite)["worst"]["rho"]
+        assert [(site["site"], site["value"]) for site in worst[:2]] == [
+            ("attn_context", None),
+            ("attn_delta", "inf"),
+        ]
+
+    def test_undefined_cosine_has_no_place(self, nonfinite: Comparison) -> None:
+        worst = summary_record(nonfinite)["worst"]["cosine_similarity"]
+        assert "attn_context" not in [site["site"] for site in worst]
+
+    def test_statuses_add_up(self, unexposed: Comparison) -> None:
+        statuses = summary_record(unexposed)["statuses"]
+        assert statuses == {"pass": 116, "warn": 0, "fail": 0, "not exposed": 16, "not captured": 4}
+
+    def test_without_a_noise_floor_no_rho_is_invented(self, classic: Comparison) -> None:
+        worst = summary_record(classic)["worst"]
+        assert worst["rho"] == []
+        assert worst["relative_l2"]
+
+
+class TestTable:
+    def test_one_row_for_each_site_in_natural_layer_order(self, chained: Comparison) -> None:
+        rows = table_rows(chained)
+        assert [int(row["layer"]) for row in rows[::17]] == list(range(62))
+        assert [row["site"] for row in rows[:17]] == [str(site) for site in Site if site is not Site.INPUT]
+
+    def test_sites_outside_the_layers_come_last_without_a_layer(self, passing: Comparison) -> None:
+        shuffled = replace(passing, sites=(*passing.sites[-3:], *passing.sites[:-3]))
+        rows = table_rows(shuffled)
+        assert [(row["layer"], row["site"]) for row in rows[-3:]] == [
+            ("", "embedding"),
+            ("", "final_norm"),
+            ("", "logits"),
+        ]
+        assert rows == table_rows(passing)
+
+    def test_columns_are_the_same_for_every_comparison(self, request: pytest.FixtureRequest) -> None:
+        headers = {comparison_table(request.getfixturevalue(name)).partition("\n")[0] for name in EXAMPLES}
+        assert len(headers) == 1
+        assert headers.pop().startswith("layer,site,status,reason,rho,")
+
+    def test_figures_keep_all_their_digits(self, failing: Comparison) -> None:
+        (row,) = [row for row in table_rows(failing) if (row["layer"], row["site"]) == ("5", "moe_delta")]
+        (site,) = [site for site in failing.of_layer(5) if site.site == "moe_delta"]
+        assert site.metrics is not None
+        assert site.noise is not None
+        assert float(row["rho_ordinary"]) == site.noise.ordinary
+        assert float(row["norm_ratio"]) == site.metrics.norm_ratio
+        assert row["worst_index"] == "0,17,2044"
+        assert row["rho_is_estimated"] == "false"
+        assert row["num_flipped"] == ""
+
+    def test_nan_and_infinity_are_words_that_every_reader_knows(self, nonfinite: Comparison) -> None:
+        rows = {(row["layer"], row["site"]): row for row in table_rows(nonfinite)}
+        assert math.isnan(float(rows["2", "attn_context"]["rho"]))
+        assert math.isinf(float(rows["2", "attn_delta"]["rho"]))
+        assert rows["2", "attn_context"]["cosine_similarity"] == ""
+
+
+class TestFiles:
+    def test_report_holds_three_files_that_agree(self, failing: Comparison, tmp_path: Path) -> None:
+        paths = write_report(failing, tmp_path / "new" / "reports")
+        assert [path.name for path in paths] == [
+            "comparison_report.json",
+            "comparison_summary.json",
+            "comparison.csv",
+        ]
+        report, summary, table = (path.read_text(encoding="utf-8") for path in paths)
+        assert json.loads(report) == comparison_record(failing)
+        assert json.loads(summary) == summary_record(failing)
+        assert table == comparison_table(failing)
+
+    def test_report_replaces_an_earlier_one_and_leaves_nothing_else(
+        self, failing: Comparison, passing: Comparison, tmp_path: Path
+    ) -> None:
+        write_report(failing, tmp_path)
+        (report, *_) = write_report(passing, tmp_path)
+        assert json.loads(report.read_text(encoding="utf-8"))["verdict"] == "pass"
+        assert len(list(tmp_path.iterdir())) == 3
+
+    def test_same_comparison_writes_the_same_bytes(self, warning: Comparison, tmp_path: Path) -> None:
+        first = [path.read_bytes() for path in write_report(warning, tmp_path / "a")]
+        second = [path.read_bytes() for path in write_report(warning, tmp_path / "b")]
+        assert first == second
+
+    def test_directory_that_cannot_be_made_is_named(self, passing: Comparison, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way", encoding="utf-8")
+        with pytest.raises(CannotRunError, match=r"cannot write the report .*file/reports") as caught:
+            write_report(passing, tmp_path / "file" / "reports")
+        assert caught.value.next_step is not None
+        assert caught.value.exit_code == 3
+
+    def test_file_that_cannot_be_replaced_is_named_and_nothing_is_left(
+        self, passing: Comparison, tmp_path: Path
+    ) -> None:
+        (tmp_path / "comparison_report.json" / "full").mkdir(parents=True)
+        with pytest.raises(CannotRunError, match=r"comparison_report\.json"):
+            write_report(passing, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["comparison_report.json"]

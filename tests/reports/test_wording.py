@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from reports.wording import (
+    word_figure,
+    word_fraction,
+    word_index,
+    word_layers,
+    word_place,
+    word_shape,
+    word_sites_by_layer,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "-"),
+        (0.0, "0"),
+        (1.0, "1.00"),
+        (14.23, "14.2"),
+        (142.3, "142"),
+        (1423.0, "1423"),
+        (-0.03125, "-0.0312"),
+        (3.4e38, "3.40e+38"),
+        (1.234e-5, "1.23e-05"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_figure_has_three_digits(value: float | None, words: str) -> None:
+    assert word_figure(value) == words
+
+
+def test_fraction_keeps_its_decimals_unless_it_is_none() -> None:
+    assert word_fraction(0.99731, decimals=6) == "0.997310"
+    assert word_fraction(0.5, decimals=4) == "0.5000"
+    assert word_fraction(math.inf, decimals=4) == "inf"
+    assert word_fraction(math.nan, decimals=4) == "nan"
+    assert word_fraction(None, decimals=4) == "-"
+
+
+def test_shapes_and_positions() -> None:
+    assert word_shape((1, 96, 3072)) == "1x96x3072"
+    assert word_shape(()) == "scalar"
+    assert word_index((0, 17, 2044)) == "0,17,2044"
+
+
+def test_layers_become_ranges() -> None:
+    assert word_layers([0, 1, 2, 5, 7, 8]) == "layers 0-2, 5, 7-8"
+    assert word_layers([3]) == "layer 3"
+    assert word_layers([1, 0, None]) == "layers 0-1 and model"
+    assert word_layers([None]) == "model"
+
+
+def test_places() -> None:
+    assert word_place(5, ["q_rope", "k_rope"]) == "layer 5, q_rope, k_rope"
+    assert word_place(None, ["logits"]) == "model, logits"
+
+
+def test_layers_with_the_same_sites_share_a_line_and_others_do_not() -> None:
+    places = [(layer, site) for layer in range(4) for site in ("q_rope", "k_rope")]
+    assert word_sites_by_layer(places) == ("layers 0-3: q_rope, k_rope",)
+    assert word_sites_by_layer([*places, (2, "output")]) == (
+        "layers 0-1, 3: q_rope, k_rope",
+        "layer 2: q_rope, k_rope, output",
+    )
+    assert word_sites_by_layer([]) == ()
