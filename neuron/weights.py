@@ -61,8 +61,8 @@ class WeightLoader:
                 found=_listed(faults),
                 next_step="Return the module's own shapes from convert_state_dict.",
             )
-        for name, place in places.items():
-            self._load_one(module, name, place, weights[name])
+        for name in list(places):
+            self._load_one(module, name, places.pop(name), weights[name])
         module.to(self._device)
 
     def _load_one(self, module: nn.Module, name: str, place: torch.Tensor, weight: Weight) -> None:
@@ -73,16 +73,15 @@ class WeightLoader:
         _fill(host, weight)
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
+        held = owner._parameters if leaf in owner._parameters else owner._buffers
+        is_parameter = isinstance(place, nn.Parameter)
         # The old tensor is freed before the new one comes: the device holds one layer, not two.
-        shape_only = torch.empty(0, dtype=place.dtype, device=place.device)
-        place.data = shape_only
+        held[leaf] = None
+        del place
         moved = host.to(self._device)
         # The host buffer is filled again for the next weight: the copy must have ended.
         self._wait()
-        if leaf in owner._parameters:
-            owner._parameters[leaf] = nn.Parameter(moved, requires_grad=False)
-        else:
-            owner._buffers[leaf] = moved
+        held[leaf] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
 
     def _buffer(self, place: torch.Tensor) -> torch.Tensor:
         key = (place.shape, place.dtype)

@@ -45,7 +45,12 @@ def capture_record(source: CaptureSource) -> dict[str, Any]:
 
 def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
     """The CPU tensors of a run that was not saved as JSON, in the form of a capture that lies nowhere."""
-    nowhere = {"directory": None, "complete": None, "description": None, "observed_dtypes": {}}
+    nowhere: dict[str, Any] = {
+        "directory": None,
+        "complete": None,
+        "description": None,
+        "observed_dtypes": {},
+    }
     return {**nowhere, **_contents_record(measure_contents(layers))}
 
 

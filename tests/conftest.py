@@ -1,12 +1,25 @@
-"""Skips what this machine cannot run, with a reason that says what is missing."""
+"""The toy that most tests share, and skips with a reason for what this machine cannot run."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import click
+import click.testing
 import pytest
+import torch
+
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+
+Command = Callable[..., click.testing.Result]
+
+# Two rows of unequal length: padding, and positions past the rotary period of the toy's fastest pair.
+TOY_LENGTHS = "48,33"
 
 _CHECKPOINT = "MM2_TEST_CHECKPOINT"
 
@@ -22,6 +35,39 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synthetic FP8 checkpoint: 4 layers, hidden 256, 32 experts, several shards, a tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "toy"
+    synthesize(
+        folder, SyntheticModel.toy(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=0
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's golden: every layer, all sites, the noise floor kept whole."""
+    directory = tmp_path_factory.mktemp("golden") / "full_model"
+    arguments = ["extract-all", "--model", str(toy), "--seq-len", TOY_LENGTHS, "--output-dir", str(directory)]
+    result = click.testing.CliRunner().invoke(mm2_gpu, [*arguments, "--quiet"])
+    assert result.exit_code == 0, result.output
+    return directory
+
+
+@pytest.fixture
+def command() -> Command:
+    """Runs a command in this process, as `command(main, "show", directory)`; a crash is raised, not swallowed."""
+
+    def run(main: click.Command, *arguments: object) -> click.testing.Result:
+        result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
 def _missing_neuron() -> str | None:
     if not list(Path("/dev").glob("neuron*")):
         return "no AWS Neuron device: there is no /dev/neuron* on this machine"
@@ -31,8 +77,6 @@ def _missing_neuron() -> str | None:
 
 
 def _missing_gpu() -> str | None:
-    import torch
-
     return None if torch.cuda.is_available() else "no CUDA device: torch.cuda.is_available() is False"
 
 

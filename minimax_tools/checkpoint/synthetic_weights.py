@@ -48,6 +48,7 @@ _ROUTER_LOGIT_STD = 1.5
 _BIAS_LIMITS = (8.0, 9.5)
 _BIAS_CENTRES = (8.4, 9.1)
 _BIAS_STD = 0.10
+_OFFSET_OF_BIAS = 8.0  # logits per unit of bias: the inverse of the sigmoid's slope near a score of .85
 _LOGIT_STD = 2.5
 _ELEMENTS_AT_ONCE = 1 << 22  # of the embedding and lm_head, the only tensors that are not made whole
 
@@ -106,8 +107,7 @@ class SyntheticWeights:
         elif name.endswith("norm.weight"):
             yield self._norm(name, width=shape[0]).to(dtype)
         elif kind == names.GATE:
-            std = _ROUTER_LOGIT_STD / math.sqrt(self._spec.hidden_size)
-            yield (std * self._random(name).draw_normal(*shape)).to(dtype)
+            yield self._gate(name, shape=shape).to(dtype)
         elif kind == names.CORRECTION_BIAS:
             yield self._correction_bias(name, count=shape[0]).to(dtype)
         elif name.endswith(names.SCALE_SUFFIX):
@@ -145,6 +145,15 @@ class SyntheticWeights:
         weight = self._stream.rms * random.draw_gain(width, spread=_NORM_SPREAD)
         for channel, magnitude in self._stream.massive:
             weight[channel] = self._stream.rms * _MASSIVE_AFTER_NORM / abs(magnitude)
+        return weight
+
+    def _gate(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor:
+        weight = _ROUTER_LOGIT_STD / math.sqrt(shape[1]) * self._random(name).draw_normal(*shape)
+        bias = self._correction_bias(name.replace(names.GATE, names.CORRECTION_BIAS), count=shape[0])
+        # Training sets the bias against an expert's mean score; the massive channels are what gives it one.
+        offset = (bias.mean() - bias) * _OFFSET_OF_BIAS / (_MASSIVE_AFTER_NORM * len(self._stream.channels))
+        for channel, magnitude in self._stream.massive:
+            weight[:, channel] = math.copysign(1, magnitude) * offset
         return weight
 
     def _correction_bias(self, name: str, *, count: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
@@ -50,7 +51,7 @@ def write_capture(
         position_ids=positions,
         source="1 prompt, 6 tokens",
     )
-    digests = {layer: "ab" * 32 for layer in range(layers)}
+    digests = dict.fromkeys(range(layers), "ab" * 32)
     description = Description(
         side="gpu_reference",
         run=full_run(layers, sites_level="all"),
@@ -171,6 +172,17 @@ class TestRecord:
         assert record["model"][0]["num_inf"] == 1
         assert record["model"][0]["max"] == 3.0
 
+    def test_golden_of_the_scripts_before_mm2_is_measured(self, tmp_path: Path) -> None:
+        tensors = layer_tensors(0)
+        torch.save(tensors[Site.INPUT], tmp_path / "embedding_output.pt")
+        torch.save(tensors[Site.OUTPUT], tmp_path / "layer_0_output.pt")
+        record = capture_record(open_source(tmp_path))
+        golden = capture_record(write_capture(tmp_path / "golden", layers=1))
+        expected = {site["site"]: site for site in golden["layers"][0]["sites"]}
+        assert record["description"] is None
+        assert record["layers"][0]["sites"] == [expected["input"], expected["output"]]
+        assert "made by  unknown" in render_capture(open_source(tmp_path), width=80, is_terminal=False)
+
     def test_unsaved_run_gives_the_same_statistics_as_a_saved_one(self, tmp_path: Path) -> None:
         saved = capture_record(write_capture(tmp_path / "golden", layers=1))
         shuffled = dict(reversed(layer_tensors(0).items()))
@@ -184,7 +196,7 @@ class TestRecord:
             def read(self, layer: int, site: Site) -> torch.Tensor:
                 raise CaptureError(f"layer_{layer}.pt is damaged")
 
-        with pytest.raises(CaptureError, match="layer_0.pt is damaged"):
+        with pytest.raises(CaptureError, match=r"layer_0\.pt is damaged"):
             capture_record(Damaged(tmp_path))
 
 

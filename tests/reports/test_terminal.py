@@ -46,7 +46,7 @@ class TestHeadline:
 
     def test_chained_failure_blames_nobody_but_says_where_it_first_shows(self, chained: Comparison) -> None:
         text = render(chained)
-        assert text.splitlines()[0] == "FAIL: first at layer 5, attn_delta"
+        assert text.splitlines()[0] == "FAIL: first at layer 5, moe_delta"
         assert "To blame" not in text
 
     def test_model_outside_its_layers_can_be_to_blame(self, passing: Comparison) -> None:
@@ -208,7 +208,10 @@ class TestLooks:
         path = "/home/ubuntu/" + "deep folder/" * 12
         assert f"  reference  {path}\n" in render(replace(passing, reference=path), width=80)
 
-    def test_piped_text_has_no_escape_codes_and_a_terminal_gets_colour(self, failing: Comparison) -> None:
+    def test_piped_text_has_no_escape_codes_and_a_terminal_gets_colour(
+        self, failing: Comparison, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("NO_COLOR", raising=False)
         assert "\x1b" not in render(failing)
         coloured = render_comparison(failing, width=100, is_terminal=True)
         assert coloured.startswith("\x1b[1;31mFAIL: layer 5, moe_delta")
@@ -221,6 +224,13 @@ class TestLooks:
     def test_brackets_in_reasons_are_no_markup(self, failing: Comparison) -> None:
         blame = (Blame(layer=5, sites=("moe_delta",), reason="[bold]shape[/] [1, 2] :warning:"),)
         assert "[bold]shape[/] [1, 2] :warning:" in render(replace(failing, blame=blame))
+
+    def test_piped_text_does_not_depend_on_the_terminal(
+        self, example: Comparison, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "47")
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        assert render_comparison(example, is_terminal=False) == render(example, width=100)
 
     def test_same_comparison_gives_the_same_text(self, example: Comparison) -> None:
         assert render(example) == render(replace(example))
