@@ -84,7 +84,7 @@ class Golden:
         options: dict[str, Any] = {
             "attn_implementation": request.model.attn_implementation,
             "experts_implementation": request.model.experts_implementation,
-            "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+            "float32_matmul": torch.backends.cuda.matmul.fp32_precision,
             "proved": list(self._proved),
         }
         return Description(

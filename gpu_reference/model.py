@@ -111,5 +111,5 @@ def _quantization(spec: ModelSpec) -> dict[str, Any]:
 
 def _set_exact_arithmetic() -> None:
     """No TF32: the golden's float32 parts are float32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # missing in torch's stubs

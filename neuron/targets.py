@@ -157,6 +157,9 @@ def _import_file(path: Path) -> ModuleType:
     assert specification is not None and specification.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = module
+    # As for a script: what lies beside the file can be imported from it.
+    if str(path.resolve().parent) not in sys.path:
+        sys.path.insert(0, str(path.resolve().parent))
     return _imported(str(path), lambda: _execute(specification.loader, module))
 
 

@@ -1,1 +1,10 @@
-"""Results drawn for people and machines."""
+"""Results drawn for people and machines; what is drawn comes back as text or JSON, the commands print it.
+
+- `terminal`: a comparison as text; its tables are in `layer_tables`
+- `data`: a comparison as JSON and CSV, and the three files of a report
+- `captures`: what a capture holds, as text and JSON; measured by `contents`
+- `canvas`: lines, paragraphs and tables as a string
+- `wording`: how places and figures are named
+- `json_values`: values as JSON, without NaN and Infinity
+- `artefact`: a report's file, whole or not there
+"""

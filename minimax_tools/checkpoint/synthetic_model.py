@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,8 +30,8 @@ class SyntheticModel:
     hidden_size: int = 256
     num_attention_heads: int = 8
     num_key_value_heads: int = 2
-    head_dim: int = 32
-    rotary_dim: int = 16
+    head_dim: int = 64
+    rotary_dim: int = 32
     num_local_experts: int = 32
     num_experts_per_tok: int = 4
     intermediate_size: int = 128
@@ -45,27 +47,6 @@ class SyntheticModel:
                 raise UsageError(
                     f"{name} is {getattr(self, name)}", expected=f"a multiple of {_ALIGNMENT}: tensors lie aligned"
                 )
-
-    @classmethod
-    def toy(cls) -> SyntheticModel:
-        """Four layers of 32 small experts, under 20 MB."""
-        return cls()
-
-    @classmethod
-    def m2(cls) -> SyntheticModel:
-        """MiniMax-M2's true dimensions: 230 GB in FP8."""
-        return cls(
-            num_hidden_layers=62,
-            hidden_size=3072,
-            num_attention_heads=48,
-            num_key_value_heads=8,
-            head_dim=128,
-            rotary_dim=64,
-            num_local_experts=256,
-            num_experts_per_tok=8,
-            intermediate_size=1536,
-            vocab_size=200064,
-        )
 
     def spec(self) -> ModelSpec:
         """The model as its config.json describes it."""
@@ -111,3 +92,33 @@ class SyntheticModel:
             "use_qk_norm": True,
             "use_routing_bias": True,
         }
+
+
+PRESETS: Mapping[str, SyntheticModel] = MappingProxyType(
+    {
+        "toy": SyntheticModel(),  # 15 MB in FP8
+        "m2": SyntheticModel(  # 230 GB in FP8
+            num_hidden_layers=62,
+            hidden_size=3072,
+            num_attention_heads=48,
+            num_key_value_heads=8,
+            head_dim=128,
+            rotary_dim=64,
+            num_local_experts=256,
+            num_experts_per_tok=8,
+            intermediate_size=1536,
+            vocab_size=200064,
+        ),
+    }
+)
+
+
+def preset(name: str) -> SyntheticModel:
+    """The quantities called `toy` or `m2`, the latter MiniMax-M2's own.
+
+    Raises:
+        UsageError: Nothing is called so.
+    """
+    if name not in PRESETS:
+        raise UsageError(f"no preset is called {name!r}", expected="one of " + ", ".join(PRESETS))
+    return PRESETS[name]

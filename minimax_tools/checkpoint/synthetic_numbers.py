@@ -16,7 +16,6 @@ import torch
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, scale_shape
 
 _FP8_MAX = 448.0
-_SIGN_BIT = 0x80
 
 
 def _unit_levels() -> torch.Tensor:
@@ -26,7 +25,6 @@ def _unit_levels() -> torch.Tensor:
 
 
 LEVELS = _unit_levels()  # float64, [256], mean 0, variance 1: what a random byte stands for
-LEVEL_MEAN_ABS = float(LEVELS.abs().mean())
 _LEVEL_MAX = float(LEVELS.max())
 
 
@@ -83,11 +81,6 @@ class MatrixRecipe:
             table = (LEVELS * (float(value) * _FP8_MAX / _LEVEL_MAX)).float().to(torch.float8_e4m3fn).view(torch.uint8)
             codes += stream.draw_bytes(int(num_rows) * self.num_columns).translate(bytes(table.tolist()))
         return torch.frombuffer(codes, dtype=torch.uint8).view(-1, self.num_columns)
-
-
-def copy_signs(codes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The magnitudes of `codes` with the signs of `source`, both FP8 codes as uint8."""
-    return (codes & ~_SIGN_BIT & 0xFF) | (source & _SIGN_BIT)
 
 
 def _block_peaks(row_gain: torch.Tensor) -> torch.Tensor:

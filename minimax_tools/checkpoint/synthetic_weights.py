@@ -3,11 +3,11 @@
 The residual stream is measured in units of its median channel at a layer:
 
     stream    two or four massive channels, 20 to 45 times the rest, of fixed sign; everything grows by one rate a layer
-    norms     undo the massive channels' share: what a linear layer sees has unit mean square, massive channels about 1.5
+    norms     undo the massive channels' share: what a linear layer sees has unit mean square, massive channels about 2
     q, k      heads of different width and RMSNorm weights spread per head: logits far from flat
-    o_proj    sized to its share of the stream; the rows of massive channels carry the signs of v_proj's columns for these
-              channels, so that they grow with the rest
-    router    logits of standard deviation 1.5; biases of 8 to 9.5 whose spread rivals that of the scores
+    o_proj    sized to its share of the stream; the rows of massive channels repeat v_proj's columns for these channels,
+              so that they grow with the rest
+    router    logits of standard deviation 1.5 to 1.7; biases of 8 to 9.5 that lift the experts whose scores are low
     experts   gate wider than up; w2 sized to its share of the stream
 """
 
@@ -27,10 +27,10 @@ from minimax_tools.spec import ModelSpec
 _ATTENTION_SHARE = 0.15  # ‖attn_delta‖ / ‖input‖
 _MOE_SHARE = 0.11  # ‖moe_delta‖ / ‖input‖
 _EMBEDDING_RMS = 0.1
-_NARROW_MASSIVE = (26.0, -22.0)
+_NARROW_MASSIVE = (25.0, -22.0)
 _WIDE_MASSIVE = (38.0, -30.0, 22.0)
 _WIDE_HIDDEN_SIZE = 2048
-_MASSIVE_AFTER_NORM = 2.0  # where an ordinary channel is 1
+_MASSIVE_AFTER_NORM = 2.0  # on average, where an ordinary channel is 1
 _MASSIVE_SPREAD = 0.05  # between tokens
 _NORM_SPREAD = 0.25
 _TOKEN_SPREAD = 0.15
@@ -42,7 +42,7 @@ _QK_NORM_SPREAD = 0.15
 _CONTEXT_RMS = 0.75  # of attn_context for values of variance 1: softmax averages the rest away
 _GATE_STD = 1.5
 _UP_STD = 1.0
-_ACTIVATION_RMS = 1.05  # of silu(gate) × up
+_ACTIVATION_RMS = 1.15  # of silu(gate) × up
 _EXPERT_SPREAD = 0.15
 _ROUTER_LOGIT_STD = 1.5
 _BIAS_LIMITS = (8.0, 9.5)
@@ -72,6 +72,11 @@ class Stream:
     def massive(self) -> tuple[tuple[int, float], ...]:
         """Channel and signed magnitude of every massive channel."""
         return tuple(zip(self.channels, self.magnitudes, strict=True))
+
+    @property
+    def mean_magnitude(self) -> float:
+        """Mean magnitude of the massive channels, in units of the median channel."""
+        return sum(abs(magnitude) for magnitude in self.magnitudes) / len(self.magnitudes)
 
     @property
     def rms(self) -> float:
@@ -143,8 +148,7 @@ class SyntheticWeights:
             dims = random.draw_gain(width // head_dim, head_dim, spread=_QK_NORM_SPREAD)
             return (_QK_NORM_MEAN * heads * dims).flatten()
         weight = self._stream.rms * random.draw_gain(width, spread=_NORM_SPREAD)
-        for channel, magnitude in self._stream.massive:
-            weight[channel] = self._stream.rms * _MASSIVE_AFTER_NORM / abs(magnitude)
+        weight[list(self._stream.channels)] = self._stream.rms * _MASSIVE_AFTER_NORM / self._stream.mean_magnitude
         return weight
 
     def _gate(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor:
@@ -199,11 +203,10 @@ class SyntheticWeights:
     def _output_recipe(self, layer: int) -> MatrixRecipe:
         spec, stream = self._spec, self._stream
         std = _ATTENTION_SHARE * stream.rms * stream.median_channel(layer) / _CONTEXT_RMS / math.sqrt(spec.query_width)
-        # What a row whose signs follow one massive channel's values adds to that channel at a gain of 1.
+        # What a row that equals v_proj's column for a massive channel adds to that channel at a gain of 1.
         added = spec.query_width * std * _MASSIVE_AFTER_NORM / math.sqrt(spec.hidden_size)
         row_gain = _ones(spec.hidden_size)
-        for channel, magnitude in stream.massive:
-            row_gain[channel] = stream.growth * abs(magnitude) * stream.median_channel(layer) / added
+        row_gain[list(stream.channels)] = 1.15 * stream.growth * stream.mean_magnitude * stream.median_channel(layer) / added
         return MatrixRecipe(std=std, row_gain=row_gain, num_columns=spec.query_width, block_spread=_BLOCK_SPREAD)
 
     def _expert_recipe(self, matrix: str, layer: int, *, gain: float) -> MatrixRecipe:

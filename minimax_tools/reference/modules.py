@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -55,6 +56,8 @@ def require_golden_extra(needed_for: str) -> None:
     for package in ("transformers", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra="golden", needed_for=needed_for)
+    # Goldens run on torch's own devices; without this, accelerate would start torch_xla where it is installed.
+    os.environ.setdefault("USE_TORCH_XLA", "0")
 
 
 def read_config(folder: Path, *, num_hidden_layers: int) -> MiniMaxM2Config:

@@ -7,7 +7,14 @@ import torch
 
 from minimax_tools.capture.legacy import LegacyCapture
 from minimax_tools.capture.locate import open_source
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.writer import open_capture
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import CaptureError
+from minimax_tools.inputs import Inputs
+from minimax_tools.provenance import Provenance
+from minimax_tools.run import single_layer_run
 from minimax_tools.sites import Site
 
 
@@ -15,6 +22,37 @@ def write_legacy(directory: Path) -> Path:
     directory.mkdir(parents=True)
     torch.save(torch.ones(1, 2, 3), directory / "layer_0_output.pt")
     return directory
+
+
+def write_own(directory: Path) -> Path:
+    ids = torch.arange(2)[None]
+    inputs = Inputs(
+        input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=ids.clone(), source="a test"
+    )
+    description = Description(
+        side="neuron",
+        run=single_layer_run(0, sites_level="layer"),
+        provenance=Provenance(
+            model=ModelFingerprint(spec_digest="0" * 64, tensors_digest="0" * 64, layers={0: "0" * 64}),
+            model_source="/models/MiniMax-M2",
+            backend="cpu",
+            device="cpu",
+            dtypes={"weights": "bfloat16"},
+            target="builtin",
+        ),
+        inputs_digest=inputs.digest(),
+        input_source=inputs.source,
+    )
+    with open_capture(directory, description, inputs=inputs) as writer:
+        writer.write_layer(0, {Site.OUTPUT: torch.ones(1, 2, 3)})
+        writer.finish()
+    return directory
+
+
+def test_own_capture_is_opened(tmp_path: Path) -> None:
+    source = open_source(write_own(tmp_path / "single_layer_0"))
+    assert isinstance(source, Capture)
+    assert torch.equal(source.read(0, Site.OUTPUT), torch.ones(1, 2, 3))
 
 
 def test_folder_of_pt_files_is_opened(tmp_path: Path) -> None:
@@ -57,8 +95,9 @@ def test_directory_of_other_files_lists_them(tmp_path: Path) -> None:
 
 
 def test_directory_of_captures_names_them(tmp_path: Path) -> None:
-    write_legacy(tmp_path / "single_layer_0")
+    write_own(tmp_path / "single_layer_0")
     write_legacy(tmp_path / "single_layer_1")
+    (tmp_path / "other").mkdir()
     with pytest.raises(
         CaptureError, match=r"Name one of the captures in it: single_layer_0, single_layer_1\."
     ):
