@@ -28,15 +28,15 @@ $(STAMP): pyproject.toml
 	@touch $(STAMP)
 
 demo: $(STAMP) ## Find planted bugs in a toy port, start to end on the CPU
-	@echo "Running scripts/demo.py: writes a toy checkpoint, captures a golden, and finds planted bugs. CPU only."
+	@echo "Running scripts/demo.py: writes a toy checkpoint, captures a golden, and finds planted bugs. CPU, 1-3 minutes."
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## Run the tests, without the slow ones
-	@echo "Running the tests that need a CPU only; what needs a device or a checkpoint is skipped and says why."
-	$(BIN)/python -m pytest -m "not slow"
+	@echo "Running the tests, 1-3 minutes on a CPU; what needs a device or a checkpoint is skipped and says why."
+	$(BIN)/python -m pytest -q -rs -m "not slow"
 
 slow: $(STAMP) ## Run the slow tests alone
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -q -rs -m slow
 
 check: $(STAMP) ## Check format, lint, types and floors
 	$(BIN)/ruff format --check .

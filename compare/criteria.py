@@ -24,14 +24,17 @@ class NoiseLimits:
         warn: Over all tokens; above it, a warning.
         fail: Over all tokens, and over the ordinary channels alone.
         token_fail: Of the worst token.
+        chained_fail: As `fail`, for a layer that was handed an input with an error of its own: that error grows
+            unevenly (a flipped expert upsets one token), so single tokens are not judged there.
         relative_l2: Limit for goldens without a floor, BF16.
         relative_l2_float32: Limit for float32 runs, which have no BF16 noise.
         flipped_share: Share of flipped tokens allowed where no floor tells which are explained.
     """
 
-    warn: float = 2.0
-    fail: float = 3.0
-    token_fail: float = 8.0
+    warn: float = 1.5
+    fail: float = 2.0
+    token_fail: float = 6.0
+    chained_fail: float = 8.0
     relative_l2: float = 3e-2
     relative_l2_float32: float = 1e-5
     flipped_share: float = 0.02
@@ -66,16 +69,18 @@ def judge_noise(noise: NoiseRatio, metrics: PairMetrics, limits: NoiseLimits) ->
     """Judge a site by ρ."""
     worst = max(noise.whole, noise.ordinary, noise.massive or 0.0)
     scale = f", norm ×{metrics.norm_ratio:.3g}" if abs(metrics.norm_ratio - 1.0) > 0.02 else ""
-    if not worst <= limits.fail:
-        return SiteStatus.FAIL, f"error {_times(worst)} the noise floor, limit {limits.fail:g}{scale}"
-    if not noise.token_worst <= limits.token_fail:
+    is_handed_error = noise.incoming > 0.0
+    limit = limits.chained_fail if is_handed_error else limits.fail
+    if not worst <= limit:
+        return SiteStatus.FAIL, f"error {_times(worst)} the noise floor, limit {limit:g}{scale}"
+    if not is_handed_error and not noise.token_worst <= limits.token_fail:
         row, position = noise.worst_token
         return (
             SiteStatus.FAIL,
             f"error {_times(noise.token_worst)} the noise floor at row {row}, position {position}, "
             f"limit {limits.token_fail:g}{scale}",
         )
-    if worst > limits.warn:
+    if not is_handed_error and worst > limits.warn:
         return SiteStatus.WARN, f"error {_times(worst)} the noise floor, unusual above {limits.warn:g}"
     return SiteStatus.PASS, ""
 

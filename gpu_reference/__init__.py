@@ -1,1 +1,7 @@
-"""The golden side: captures of the whole model on trusted hardware; the command `mm2-gpu`."""
+"""Golden captures: transformers' model run on trusted hardware, certified; the command `mm2-gpu` (`cli`).
+
+- `placement`: which device holds which part of the model; `offload`: the weights kept off their device
+- `model`: the model loaded with the known traps closed; `certify` proves it
+- `golden`: hooks over the whole model, the noise floor beside it
+- `generation`: what the model says next
+"""

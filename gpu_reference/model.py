@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_reference.placement import Placement, describe_placement
-from minimax_tools.errors import CheckpointError, MissingExtraError
-from minimax_tools.reference.modules import read_config, recording_attention, require_golden_extra
+from gpu_reference.offload import hold_weight
+from gpu_reference.placement import Placement, describe_placement, watched_memory
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
+from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE, layer_prefix
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CheckpointError, MissingExtraError, UsageError
+from minimax_tools.reference.modules import read_config, require_golden_extra
 from minimax_tools.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import MiniMaxM2ForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -46,51 +52,76 @@ class GoldenModelRequest:
     experts_implementation: str
 
 
-def load_golden_model(request: GoldenModelRequest) -> PreTrainedModel:
-    """Load transformers' MiniMax-M2: FP8 dequantised, router gate and correction bias kept in float32.
+def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> MiniMaxM2ForCausalLM:
+    """Load transformers' MiniMax-M2: FP8 dequantised, router gate and correction bias as the checkpoint has them.
 
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
         CheckpointError: transformers could not load the checkpoint.
+        BackendError: A GPU's memory is too small.
     """
     require_golden_extra("a golden capture")
     _set_exact_arithmetic()
-    model_class = _golden_class()
+    _follow_quiet()
     logger.info("Loading %d layers of %s in %s.", request.num_hidden_layers, request.folder, request.dtype)
-    try:
-        model = model_class.from_pretrained(
+    with _loading_errors_translated(request), watched_memory():
+        model = _golden_class().from_pretrained(
             request.folder,
             config=read_config(request.folder, num_hidden_layers=request.num_hidden_layers),
             dtype=request.dtype,
-            attn_implementation=recording_attention(request.attn_implementation),
+            attn_implementation=request.attn_implementation,
             experts_implementation=request.experts_implementation,
             **_quantization(request.spec),
             **request.placement.loading_arguments(),
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    restore_router(model, reader)
+    for line in describe_placement(model):
+        logger.info("  %s", line)
+    golden: MiniMaxM2ForCausalLM = model.eval()
+    return golden
+
+
+def restore_router(model: torch.nn.Module, reader: CheckpointReader) -> None:
+    """Put the checkpoint's float32 router gates and correction biases back, which loading in BF16 has rounded."""
+    for index, layer in enumerate(model.get_submodule("model.layers").children()):
+        moe = layer.get_submodule("mlp")
+        gate, bias = (
+            reader.read_weight(layer_prefix(index) + name, torch.float32) for name in (GATE, CORRECTION_BIAS)
+        )
+        hold_weight(moe.get_submodule("gate"), "weight", gate)
+        moe.e_score_correction_bias = bias.to(moe.get_buffer("e_score_correction_bias").device)
+
+
+@contextmanager
+def _loading_errors_translated(request: GoldenModelRequest) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        if "offload_folder" in str(error):
+            raise UsageError(
+                "the model does not fit the devices and limits given", next_step="Give --offload-folder DIR too."
+            ) from error
         raise CheckpointError(
             f"transformers cannot load {request.folder}", found=f"{type(error).__name__}: {error}"
         ) from error
-    for line in describe_placement(model):
-        logger.info("  %s", line)
-    golden: PreTrainedModel = model.eval()
-    return golden
 
 
 def _golden_class() -> Any:
     try:
         from transformers import MiniMaxM2ForCausalLM
     except ImportError:
-        raise MissingExtraError("transformers>=5.23", extra="golden", needed_for="a golden capture") from None
+        raise MissingExtraError(
+            "transformers>=5.23", extra="golden", needed_for="a golden capture"
+        ) from None
+    return MiniMaxM2ForCausalLM
 
-    class GoldenMiniMaxM2ForCausalLM(MiniMaxM2ForCausalLM):
-        """transformers' class; loading in BF16 would otherwise round the router's gate and correction bias."""
 
-        _keep_in_fp32_modules_strict = ["mlp.gate", "e_score_correction_bias"]  # noqa: RUF012 - the base's type
+def _follow_quiet() -> None:
+    """Where mm2's own progress is not shown, transformers' bars are not either."""
+    from transformers.utils import logging as transformers_logging
 
-    # transformers reads the source of a model's module to learn whether its implementations can be chosen.
-    GoldenMiniMaxM2ForCausalLM.__module__ = MiniMaxM2ForCausalLM.__module__
-    return GoldenMiniMaxM2ForCausalLM
+    if not logger.isEnabledFor(logging.INFO):
+        transformers_logging.disable_progress_bar()
 
 
 def _quantization(spec: ModelSpec) -> dict[str, Any]:
@@ -103,7 +134,7 @@ def _quantization(spec: ModelSpec) -> dict[str, Any]:
     return {
         "quantization_config": FineGrainedFP8Config(
             dequantize=True,
-            weight_block_size=tuple(stored.get("weight_block_size", (128, 128))),
+            weight_block_size=tuple(stored.get("weight_block_size") or (BLOCK_SIZE, BLOCK_SIZE)),
             modules_to_not_convert=stored.get("modules_to_not_convert"),
         )
     }

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from minimax_tools.errors import BackendError, UsageError
+from reports.wording import word_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,10 +23,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-_SIZE = re.compile(r"\d+(\.\d+)?\s*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.IGNORECASE)
+_UNITS = {unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)} | {
+    unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)
+}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)
+_LAYER = re.compile(r"model\.layers\.(\d+)")
+# Of the free memory, what weights may take: converting them needs some beside them.
+_CPU_SHARE = 0.9
 
 DeviceMap = str | dict[str, int | str]
-MaxMemory = dict[int | str, str]
+MaxMemory = Mapping[int | str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +41,7 @@ class Placement:
 
     Args:
         device_map: A strategy of accelerate, or a map from module names to devices.
-        max_memory: Memory limit per device, or None for what is free.
+        max_memory: Memory limit per device in bytes, or None for what is free.
         offload_folder: Where modules go that fit nowhere else.
     """
 
@@ -45,7 +53,8 @@ class Placement:
         """The keyword arguments of `from_pretrained`."""
         arguments: dict[str, Any] = {"device_map": self.device_map}
         if self.max_memory is not None:
-            arguments["max_memory"] = self.max_memory
+            # A copy: accelerate writes into it.
+            arguments["max_memory"] = dict(self.max_memory)
         if self.offload_folder is not None:
             arguments["offload_folder"] = str(self.offload_folder)
         return arguments
@@ -54,40 +63,90 @@ class Placement:
 def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: Path | None) -> Placement:
     """Read `--device-map`, `--max-memory` and `--offload-folder`.
 
-    Without a GPU every strategy means the CPU, unless limits or an offload folder ask for accelerate's split.
+    One size for `--max-memory` is that of each GPU, and what is free of the CPU's memory comes after them; without
+    a GPU it is the CPU's. Without a GPU every strategy means the CPU, unless limits ask for accelerate's split.
 
     Raises:
-        UsageError: A value cannot be read.
+        UsageError: A value cannot be read, or has no effect.
         BackendError: A GPU is named that is not here.
     """
     num_gpus = torch.cuda.device_count()
     limits = _parse_max_memory(max_memory, num_gpus=num_gpus) if max_memory else None
     placed = _parse_device_map(device_map)
+    if limits is not None and not isinstance(placed, str):
+        raise UsageError(
+            f"--max-memory has no effect with --device-map {device_map}",
+            next_step=f"Leave it out, or use one of {', '.join(_STRATEGIES)}.",
+        )
+    _refuse_absent_gpus(placed, limits, num_gpus=num_gpus)
     if num_gpus == 0:
         logger.info("No GPU here: the golden runs on the CPU.")
         if isinstance(placed, str) and limits is None:
             placed = {"": "cpu"}
-    _refuse_absent_gpus(placed, limits, num_gpus=num_gpus)
     return Placement(device_map=placed, max_memory=limits, offload_folder=offload_folder)
 
 
 def describe_placement(model: PreTrainedModel) -> list[str]:
-    """A line per device: its name, its memory, the modules placed there, the memory in use."""
-    device_map: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": str(model.device)}
-    modules = Counter(str(device) for device in device_map.values())
+    """A line per device: a GPU's name and memory, the modules placed there, the memory in use."""
+    names_on: dict[str, list[str]] = {}
+    for name, device in _device_map(model).items():
+        names_on.setdefault(device, []).append(name)
     lines = []
-    for device, count in sorted(modules.items()):
-        placed = "the whole model" if set(device_map) == {""} else f"{count} modules"
-        if device.isdigit() or device.startswith("cuda"):
-            index = int(device.removeprefix("cuda:") or 0) if device != "cuda" else 0
-            properties = torch.cuda.get_device_properties(index)
-            used, total = torch.cuda.memory_allocated(index), properties.total_memory
+    for device, names in sorted(names_on.items()):
+        placed = _word_modules(names)
+        if device.startswith("cuda"):
+            properties = torch.cuda.get_device_properties(device)
+            used, total = torch.cuda.memory_allocated(device), properties.total_memory
             lines.append(
-                f"cuda:{index} {properties.name}, {total / 1e9:.1f} GB: {placed}, {used / 1e9:.1f} GB in use"
+                f"{device} {properties.name}, {total / 1e9:.1f} GB: {placed}; {used / 1e9:.1f} GB in use"
             )
         else:
             lines.append(f"{device}: {placed}")
     return lines
+
+
+def describe_devices(model: PreTrainedModel) -> tuple[str, str]:
+    """What the model computes on: the backend, `cuda` or `cpu`, and its devices in words."""
+    gpus = sorted({device for device in _device_map(model).values() if device.startswith("cuda")})
+    if not gpus:
+        return "cpu", "cpu"
+    names = [torch.cuda.get_device_name(device) for device in gpus]
+    return "cuda", ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+
+
+@contextmanager
+def watched_memory() -> Iterator[None]:
+    """Turn a GPU's running out of memory within the block into an error that says what to do.
+
+    Raises:
+        BackendError: It ran out.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BackendError(
+            "a GPU ran out of memory",
+            found=str(error).partition(". ")[0],
+            next_step="Lower --max-memory so that activations fit beside the weights, or give fewer tokens.",
+        ) from error
+
+
+def _device_map(model: PreTrainedModel) -> dict[str, str]:
+    """Module names to `cuda:N`, `cpu` or `disk`; the empty name is the whole model."""
+    placed: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": model.device}
+    named = {name: str(device) for name, device in placed.items()}
+    return {
+        name: f"cuda:{device}" if device.isdigit() else "cuda:0" if device == "cuda" else device
+        for name, device in named.items()
+    }
+
+
+def _word_modules(names: list[str]) -> str:
+    if names == [""]:
+        return "the whole model"
+    layers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
+    others = [name.removeprefix("model.") for name in names if not _LAYER.fullmatch(name)]
+    return ", ".join([*([word_layers(layers)] if layers else []), *others])
 
 
 def _parse_device_map(text: str) -> DeviceMap:
@@ -98,7 +157,7 @@ def _parse_device_map(text: str) -> DeviceMap:
     if text.endswith(".json"):
         try:
             text = Path(text).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--device-map {text} cannot be read", found=str(error)) from error
     try:
         mapping = json.loads(text)
@@ -107,33 +166,41 @@ def _parse_device_map(text: str) -> DeviceMap:
     if not isinstance(mapping, dict) or not mapping:
         choices = ", ".join((*_STRATEGIES, "cpu", "cuda:N"))
         raise UsageError(
-            f"--device-map {text!r} cannot be read", expected=f"{choices}, or JSON like {{\"model.layers.0\": 0}}"
+            f"--device-map {text!r} cannot be read",
+            expected=f'{choices}, or JSON like {{"model.layers.0": 0}}',
         )
     return mapping
 
 
 def _parse_max_memory(text: str, *, num_gpus: int) -> MaxMemory:
-    if _SIZE.fullmatch(text.strip()):
-        devices: list[int | str] = list(range(num_gpus)) or ["cpu"]
-        return dict.fromkeys(devices, text.strip())
-    limits: MaxMemory = {}
+    whole = _SIZE.fullmatch(text.strip())
+    if whole:
+        limits: dict[int | str, int] = dict.fromkeys(range(num_gpus), _num_bytes(whole))
+        limits["cpu"] = int(psutil.virtual_memory().available * _CPU_SHARE) if num_gpus else _num_bytes(whole)
+        return limits
+    limits = {}
     for part in text.split(","):
-        device, _, size = part.partition(":")
-        device, size = device.strip(), size.strip()
-        if not (device.isdigit() or device in ("cpu", "disk")) or not _SIZE.fullmatch(size):
+        device, _, size_text = (piece.strip() for piece in part.partition(":"))
+        size = _SIZE.fullmatch(size_text)
+        if not (device.isdigit() or device == "cpu") or size is None:
             raise UsageError(
-                f"--max-memory {text!r} cannot be read at {part!r}", expected="40GB, or 0:40GB,1:60GB,cpu:100GB"
+                f"--max-memory {text!r} cannot be read at {part!r}",
+                expected="40GB, or 0:40GB,1:60GB,cpu:100GB",
             )
-        limits[int(device) if device.isdigit() else device] = size
+        limits[int(device) if device.isdigit() else device] = _num_bytes(size)
     return limits
+
+
+def _num_bytes(size: re.Match[str]) -> int:
+    return int(float(size[1]) * _UNITS[size[2].lower()])
 
 
 def _refuse_absent_gpus(device_map: DeviceMap, limits: MaxMemory | None, *, num_gpus: int) -> None:
     named = {str(device) for device in (device_map.values() if isinstance(device_map, dict) else ())}
     named |= {str(device) for device in (limits or {})}
     for device in sorted(named):
-        index = 0 if device == "cuda" else device.removeprefix("cuda:")
-        if str(index).isdigit() and int(index) >= num_gpus:
+        index = "0" if device == "cuda" else device.removeprefix("cuda:")
+        if index.isdigit() and int(index) >= num_gpus:
             raise BackendError(
                 f"GPU {index} is not here",
                 expected=f"one of {num_gpus} GPUs" if num_gpus else "a CUDA GPU",

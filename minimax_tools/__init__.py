@@ -1,1 +1,18 @@
-"""What every host needs."""
+"""What every host needs of a MiniMax-M2, its checkpoints and its captures; the command `mm2-split` (`cli`).
+
+The words:
+
+- `spec`: what config.json says; `sites`: the named points of a layer; `span`: a run of layers
+- `run`: which layers are run how, and what is kept; `prompts` and `inputs`: the token rows it is fed
+- `provenance`: what made a capture; `results`: what a comparison found
+- `metrics`: what tensors measure; `floor`: what BF16 alone cost the golden
+- `errors`: every error and its exit code
+
+The folders:
+
+- `checkpoint`: checkpoints found, read, regrouped and made
+- `reference`: the decoder layer in plain PyTorch, and transformers' own
+- `capture`: capture directories written and read, mm2's and others'
+
+For the commands of all packages: `options` (declared once) and `console` (exit codes, progress on stderr).
+"""

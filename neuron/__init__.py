@@ -1,1 +1,7 @@
-"""The Trainium side: device runtime, the port under test, and its runs; the command `mm2-test`."""
+"""The port under test, run on a Trainium or its stand-in; the command `mm2-test` (`cli`).
+
+- `backend`: what computes; `runtime`: a backend opened with its device; `distributed`: its process group
+- `targets`: the port found, built and loaded with its `weights`; `exposure`: which sites it shows
+- `layer` and `moe`: mm2's own decoder layer for a device
+- `runner`: a run from its hidden states to the capture, with `executor` for layers and `head` for the rest
+"""

@@ -6,6 +6,7 @@ Ports ask torch.distributed for their rank even when they run alone, so a group 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,39 +14,61 @@ import torch
 import torch.distributed
 
 from minimax_tools.errors import BackendError
+from neuron.backend import Backend
+
+_OWN_PROCESS = "Start mm2-test in a process of its own."
 
 
 @contextmanager
-def parallel_state(*, on_neuron: bool, native: bool) -> Iterator[None]:
-    """Hold a probed process group, and on Neuron the model-parallel state, for the time of the block.
-
-    Args:
-        on_neuron: Whether the device is a NeuronCore.
-        native: Whether it is driven by the native backend rather than by torch_xla.
+def process_group(backend: Backend) -> Iterator[None]:
+    """Hold a process group of one rank for the time of the block.
 
     Raises:
-        BackendError: A group is up already, several ranks were launched, or a probe gave a wrong answer.
+        BackendError: Several ranks were launched, a group is up already, or it cannot be opened.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        raise BackendError(
-            f"mm2-test was launched with {world_size} ranks",
-            expected="one rank",
-            found=f"WORLD_SIZE={world_size}",
-            next_step="Start it without torchrun: one rank holds one layer at a time.",
-        )
+    _refuse_several_ranks(backend)
     if torch.distributed.is_initialized():
-        raise BackendError("torch.distributed is initialised already", next_step="Start mm2-test in a process of its own.")
-    _open_group(on_neuron=on_neuron, native=native)
+        raise BackendError("torch.distributed is initialised already", next_step=_OWN_PROCESS)
+    with _native_output_on_stderr():
+        _open_group(backend)
     try:
-        if on_neuron:
-            with _neuron_model_parallel():
-                yield
-        else:
-            probe_group(torch.device("cpu"))
-            yield
+        yield
     finally:
-        torch.distributed.destroy_process_group()
+        # A port may have taken it down itself.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def model_parallel() -> Iterator[None]:
+    """Hold Neuron's model-parallel groups, of size one, where neuronx-distributed is installed.
+
+    Raises:
+        BackendError: They are up already, or have another size than was asked for.
+    """
+    try:
+        from neuronx_distributed.parallel_layers import parallel_state
+    except ImportError:
+        yield
+        return
+    # A second initialisation does not raise there, so it is asked for here.
+    if parallel_state.model_parallel_is_initialized():
+        raise BackendError("parallel_state is initialised already", next_step=_OWN_PROCESS)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    try:
+        # The size asked for is clamped to the world silently.
+        found = parallel_state.get_tensor_model_parallel_size()
+        if found != 1:
+            raise BackendError(
+                "parallel_state has another tensor-parallel size",
+                expected="1",
+                found=str(found),
+                next_step=_OWN_PROCESS,
+            )
+        yield
+    finally:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
 
 
 def probe_group(device: torch.device) -> None:
@@ -68,36 +91,44 @@ def probe_group(device: torch.device) -> None:
         )
 
 
-def _open_group(*, on_neuron: bool, native: bool) -> None:
-    if native:
-        torch.distributed.init_process_group("neuron", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    elif on_neuron:
-        import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend "xla"
+def _refuse_several_ranks(backend: Backend) -> None:
+    world_size = os.environ.get("WORLD_SIZE") or "1"
+    if world_size != "1":
+        reason = "; collectives of XLA on the CPU are silently wrong" if backend is Backend.XLA_CPU else ""
+        raise BackendError(
+            f"mm2-test was launched with {world_size} ranks on {backend}",
+            expected="one rank",
+            found=f"WORLD_SIZE={world_size}{reason}",
+            next_step="Start it without torchrun: one rank holds one layer at a time.",
+        )
 
-        torch.distributed.init_process_group("xla", init_method="xla://")
-    else:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+def _open_group(backend: Backend) -> None:
+    try:
+        if backend is Backend.NEURON_XLA:
+            import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend "xla"
+
+            torch.distributed.init_process_group("xla", init_method="xla://")
+        else:
+            name = "neuron" if backend is Backend.NEURON else "gloo"
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch does not list it in __all__
+            torch.distributed.init_process_group(name, store=store, rank=0, world_size=1)
+    except Exception as error:  # a foreign runtime: anything can come
+        raise BackendError(
+            f"no process group opens on {backend}",
+            found=f"{type(error).__name__}: {error}",
+            next_step="See --debug for the traceback.",
+        ) from error
 
 
 @contextmanager
-def _neuron_model_parallel() -> Iterator[None]:
-    """Neuron's model-parallel groups, where neuronx-distributed is installed."""
+def _native_output_on_stderr() -> Iterator[None]:
+    """gloo greets its peers on standard output, where results belong."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
     try:
-        from neuronx_distributed.parallel_layers import parallel_state as groups
-    except ImportError:
-        yield
-        return
-    # A second initialisation does not raise there, so it is asked for here.
-    if groups.model_parallel_is_initialized():
-        raise BackendError(
-            "parallel_state is initialised already", next_step="Start mm2-test in a process of its own."
-        )
-    groups.initialize_model_parallel(tensor_model_parallel_size=1)
-    try:
-        # The size asked for is clamped to the world silently.
-        found = groups.get_tensor_model_parallel_size()
-        if found != 1:
-            raise BackendError("parallel_state has another tensor-parallel size", expected="1", found=str(found))
         yield
     finally:
-        groups.destroy_model_parallel()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,4 +1,4 @@
-"""DeviceHead: embedding, final norm and lm_head around the layers of a whole-model run."""
+"""The model outside its layers: embedding before them, final norm and lm_head after them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from neuron.runtime import Runtime
 from neuron.weights import WeightLoader
 
 
-class HeadModule(nn.Module):
+class DeviceHead(nn.Module):
     """Final norm and lm_head."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.lm_head = torch.nn.utils.skip_init(nn.Linear, spec.hidden_size, spec.vocab_size, bias=False)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps).to(dtype)
+        self.lm_head = torch.nn.utils.skip_init(
+            nn.Linear, spec.hidden_size, spec.vocab_size, bias=False, dtype=dtype
+        )
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B,S,H] to final_norm [B,S,H] and logits [B,S,vocab]."""
@@ -37,21 +39,21 @@ def embed_tokens(reader: CheckpointReader, inputs: Inputs, *, dtype: torch.dtype
 
 
 def run_head(
-    hidden_states: torch.Tensor, *, reader: CheckpointReader, spec: ModelSpec, runtime: Runtime, dtype: torch.dtype
+    hidden_states: torch.Tensor,
+    *,
+    reader: CheckpointReader,
+    spec: ModelSpec,
+    runtime: Runtime,
+    dtype: torch.dtype,
 ) -> Mapping[ModelSite, torch.Tensor]:
-    """final_norm and logits of the last layer's output, computed on the device, on the CPU."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        module = HeadModule(spec)
-    finally:
-        torch.set_default_dtype(default)
+    """final_norm and logits of the last layer's output [B,S,H], computed on the device, given on the CPU."""
+    module = DeviceHead(spec, dtype=dtype)
     weights = {
         "norm.weight": reader.read_weight(FINAL_NORM, dtype),
         "lm_head.weight": reader.read_weight(EMBEDDING if spec.tie_word_embeddings else LM_HEAD, dtype),
     }
     WeightLoader(runtime.device, wait=runtime.synchronise).load(module, weights, what="the model's head")
     with torch.no_grad():
-        normed, logits = module(hidden_states.to(runtime.device))
+        normed, logits = module(hidden_states.to(runtime.device, dtype))
     runtime.synchronise()
     return {ModelSite.FINAL_NORM: normed.to("cpu"), ModelSite.LOGITS: logits.to("cpu")}

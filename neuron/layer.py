@@ -16,7 +16,7 @@ from torch import nn
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import ATTENTION_AND_NORM_NAMES, CORRECTION_BIAS, GATE
 from minimax_tools.sites import Site
-from neuron.moe import DeviceMoe, grouped_expert_weights
+from neuron.moe import CHUNK_SIZE_BYTES, DeviceMoe
 from neuron.runtime import cut_graph
 from neuron.weights import Weight
 
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[…, width] to [..., width], same dtype."""
+        """[..., width] to [..., width], same dtype."""
         exact = states.float()
         exact = exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + self.eps)
         return self.weight * exact.to(states.dtype)
@@ -69,7 +69,8 @@ class DeviceAttention(nn.Module):
 
     def _heads(self, flat: torch.Tensor) -> torch.Tensor:
         """[B,S,heads·D] to [B,heads,S,D]."""
-        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: torch.Tensor = flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
 
     def _rotation(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [B,1,S,rotary_dim], computed in float32, in the dtype of the states."""
@@ -84,7 +85,8 @@ class DeviceAttention(nn.Module):
     ) -> torch.Tensor:
         """Scores and softmax in float32; query head j reads kv head j // G."""
         q_bkgsd = q_bnsd.unflatten(1, (self.num_kv_heads, -1))
-        scores = torch.matmul(q_bkgsd.float(), k_bksd[:, :, None].float().transpose(-1, -2)) * self.head_dim**-0.5
+        scores = torch.matmul(q_bkgsd.float(), k_bksd[:, :, None].float().transpose(-1, -2))
+        scores = scores * self.head_dim**-0.5
         sequence = torch.arange(q_bnsd.shape[2], device=q_bnsd.device)
         visible = (sequence[None, :] <= sequence[:, None]) & attention_mask[:, None, None, None, :].bool()
         # A finite minimum: a padded query that sees nothing must not become NaN.
@@ -98,12 +100,16 @@ class DeviceLayer(nn.Module):
 
     On a lazy device a forward pass runs as a few graphs: attention and router, one expert chunk (run once
     per chunk), and the residual add.
+
+    Args:
+        config: The model's quantities.
+        layer_idx: The layer; nothing depends on it.
+        chunk_size_bytes: The most that the weights of one chunk of experts may take.
     """
 
     reuse = True
     sites: Mapping[str, str] = MappingProxyType(
         {
-            str(Site.INPUT): "input_layernorm:input",
             str(Site.INPUT_NORM): "input_layernorm",
             str(Site.Q_PROJ): "self_attn.q_proj",
             str(Site.K_PROJ): "self_attn.k_proj",
@@ -123,17 +129,21 @@ class DeviceLayer(nn.Module):
         }
     )
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(self, config: Any, layer_idx: int, *, chunk_size_bytes: int = CHUNK_SIZE_BYTES) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DeviceAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.block_sparse_moe = DeviceMoe(config)
+        self.block_sparse_moe = DeviceMoe(config, chunk_size_bytes=chunk_size_bytes)
 
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """The layer's weights under this module's names; the experts are regrouped straight into their storage."""
-        plain: dict[str, Weight] = {name: tensors[name] for name in (*ATTENTION_AND_NORM_NAMES, GATE, CORRECTION_BIAS)}
-        return {**plain, **grouped_expert_weights(tensors, self.block_sparse_moe.experts)}
+        names = (*ATTENTION_AND_NORM_NAMES, GATE, CORRECTION_BIAS)
+        experts = self.block_sparse_moe.expert_weights(tensors)
+        return {
+            **{name: tensors[name] for name in names},
+            **{f"block_sparse_moe.{name}": weight for name, weight in experts.items()},
+        }
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
@@ -142,7 +152,7 @@ class DeviceLayer(nn.Module):
         attn_delta = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
         residual = hidden_states + attn_delta
         moe_delta = self.block_sparse_moe(self.post_attention_layernorm(residual))
-        output = residual + moe_delta
+        output: torch.Tensor = residual + moe_delta
         cut_graph(output.device)
         return output
 

@@ -18,7 +18,7 @@ from neuron.runtime import cut_graph
 from neuron.weights import Deferred, Weight
 
 # Far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
-_CHUNK_BYTES = 1 << 29
+CHUNK_SIZE_BYTES = 1 << 29
 
 
 class Router(nn.Module):
@@ -47,41 +47,72 @@ class ExpertChunk(nn.Module):
     def __init__(self, num_experts: int, config: Any) -> None:
         super().__init__()
         hidden, intermediate = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, intermediate), requires_grad=False)
+        self.gate_up_proj = _weight(num_experts, 2 * intermediate, hidden)
+        self.down_proj = _weight(num_experts, hidden, intermediate)
 
-    def forward(self, states_th: torch.Tensor, affinities_tc: torch.Tensor, total_th: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, states_th: torch.Tensor, affinities_tc: torch.Tensor, total_th: torch.Tensor
+    ) -> torch.Tensor:
         """Add this chunk's weighted outputs to the float32 total [T,H]."""
         gate_cti, up_cti = torch.matmul(states_th[None], self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
         output_cth = torch.matmul(nn.functional.silu(gate_cti) * up_cti, self.down_proj.transpose(1, 2))
         # A BF16 sum accumulates in BF16 on some backends: widen first.
         return total_th + (output_cth.float() * affinities_tc.T[:, :, None]).sum(dim=0)
 
+    def weights(self, tensors: LayerTensors, experts: range) -> dict[str, Weight]:
+        """This chunk's weights by name, filled expert by expert when they are loaded."""
+        fills = {"gate_up_proj": group_gate_up, "down_proj": group_down}
+        return {
+            name: Deferred(
+                shape=tuple(self.get_parameter(name).shape),
+                fill=partial(group, tensors, experts, dtype=tensors.dtype),
+            )
+            for name, group in fills.items()
+        }
+
 
 class DeviceMoe(nn.Module):
-    """Router and experts; on a lazy device each chunk runs as a graph of its own."""
+    """Router and experts; on a lazy device each chunk runs as a graph of its own.
 
-    def __init__(self, config: Any) -> None:
+    Args:
+        config: The model's quantities.
+        chunk_size_bytes: The most that the weights of one chunk of experts may take.
+    """
+
+    def __init__(self, config: Any, *, chunk_size_bytes: int) -> None:
         super().__init__()
         self.num_experts = config.num_local_experts
         self.gate = Router(config)
         self.e_score_correction_bias = nn.Buffer(torch.empty(self.num_experts, dtype=torch.float32))
-        chunk_size = experts_per_chunk(config)
-        self.experts = nn.ModuleList(ExpertChunk(chunk_size, config) for _ in range(self.num_experts // chunk_size))
+        self.chunk_size = experts_per_chunk(config, chunk_size_bytes=chunk_size_bytes)
+        num_chunks = self.num_experts // self.chunk_size
+        self.experts = nn.ModuleList(ExpertChunk(self.chunk_size, config) for _ in range(num_chunks))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[B,S,H] to moe_delta [B,S,H]."""
         states_th = states.flatten(0, 1)
         _, weights, experts = self.gate(states_th, self.e_score_correction_bias)
-        affinities = self._affinities(weights, experts).chunk(len(self.experts), dim=-1)
         # One copy per chunk: a slice at a chunk's own offset would make a graph of its own.
-        affinities = tuple(chunk.contiguous() for chunk in affinities)
-        total = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
+        affinities = [
+            affinities_tc.contiguous()
+            for affinities_tc in self._affinities(weights, experts).split(self.chunk_size, dim=-1)
+        ]
+        total_th = torch.zeros(states_th.shape, dtype=torch.float32, device=states.device)
         for chunk, affinities_tc in zip(self.experts, affinities, strict=True):
             cut_graph(states.device)
-            total = chunk(states_th, affinities_tc, total)
+            total_th = chunk(states_th, affinities_tc, total_th)
         cut_graph(states.device)
-        return total.to(states.dtype).unflatten(0, states.shape[:2])
+        return total_th.to(states.dtype).view(states.shape)
+
+    def expert_weights(self, tensors: LayerTensors) -> dict[str, Weight]:
+        """The chunks' weights under this module's names."""
+        weights: dict[str, Weight] = {}
+        for index, chunk in enumerate(self.experts):
+            assert isinstance(chunk, ExpertChunk), "experts holds chunks only"
+            experts = range(index * self.chunk_size, (index + 1) * self.chunk_size)
+            named = chunk.weights(tensors, experts)
+            weights |= {f"experts.{index}.{name}": weight for name, weight in named.items()}
+        return weights
 
     def _affinities(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """The weight of every expert for every token, [T,E] float32; zero where it was not chosen."""
@@ -90,21 +121,14 @@ class DeviceMoe(nn.Module):
         return torch.where(chosen, weights[:, :, None], 0.0).sum(dim=1)
 
 
-def experts_per_chunk(config: Any) -> int:
-    """The largest divisor of the number of experts whose weights stay within a chunk's bytes."""
-    expert_bytes = 3 * config.hidden_size * config.intermediate_size * torch.get_default_dtype().itemsize
-    most = max(1, _CHUNK_BYTES // expert_bytes)
-    return max(size for size in range(1, config.num_local_experts + 1) if config.num_local_experts % size == 0 and size <= most)
+def experts_per_chunk(config: Any, *, chunk_size_bytes: int) -> int:
+    """The largest divisor of the number of experts whose weights, in torch's default dtype, fit into a chunk."""
+    expert_size_bytes = 3 * config.hidden_size * config.intermediate_size * torch.get_default_dtype().itemsize
+    most = max(1, chunk_size_bytes // expert_size_bytes)
+    num_experts = config.num_local_experts
+    return max(size for size in range(1, min(most, num_experts) + 1) if num_experts % size == 0)
 
 
-def grouped_expert_weights(tensors: LayerTensors, chunks: nn.ModuleList) -> dict[str, Weight]:
-    """The chunks' weights under `block_sparse_moe.experts.<chunk>`, filled expert by expert when they are loaded."""
-    weights: dict[str, Weight] = {}
-    first = 0
-    for index, chunk in enumerate(chunks):
-        experts = range(first, first + chunk.down_proj.shape[0])
-        prefix = f"block_sparse_moe.experts.{index}."
-        weights[prefix + "gate_up_proj"] = Deferred(fill=partial(group_gate_up, tensors, experts, dtype=tensors.dtype))
-        weights[prefix + "down_proj"] = Deferred(fill=partial(group_down, tensors, experts, dtype=tensors.dtype))
-        first = experts.stop
-    return weights
+def _weight(*shape: int) -> nn.Parameter:
+    """A parameter that is left for loading to fill."""
+    return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -6,29 +6,36 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import inspect
+import copy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.errors import TargetError
+from minimax_tools.checkpoint.names import expected_layer_shapes
+from minimax_tools.errors import Mm2Error, TargetError, UsageError
 from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.spec import ModelSpec
 from neuron.layer import DeviceLayer
-from neuron.weights import Weight, WeightLoader
+from neuron.sources import TargetSource, import_file, import_module
+from neuron.weights import Deferred, Weight, WeightLoader
 
 _OWN = {"builtin": DeviceLayer, "reference": ReferenceLayer}
-_NOTATION = "builtin, reference, PATH.py:NAME or package.module:NAME"
+# What the graph hard-wires; a config that transformers wrote may leave these keys out.
+_FIXED_VALUES = {
+    "hidden_act": "silu",
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +45,20 @@ class Target:
     Args:
         name: How the user named it.
         factory: Called as `factory(config, layer_idx)`; returns a module.
-        source_digest: sha256 of the source file it comes from.
+        source_digest: sha256 of the source it comes from.
     """
 
     name: str
     factory: Callable[[Any, int], nn.Module]
     source_digest: str
+
+    def __post_init__(self) -> None:
+        if self.build_dtype is not None and not isinstance(self.build_dtype, torch.dtype):
+            raise TargetError(
+                f"target {self.name}: build_dtype is no dtype",
+                expected="a torch.dtype, such as torch.float32",
+                found=repr(self.build_dtype),
+            )
 
     @property
     def is_reused(self) -> bool:
@@ -53,11 +68,16 @@ class Target:
     @property
     def build_dtype(self) -> torch.dtype | None:
         """The default dtype that the port wants to be built under; None for the run's."""
-        dtype = getattr(self.factory, "build_dtype", None)
-        return dtype if isinstance(dtype, torch.dtype) else None
+        dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
+        return dtype
 
     def build(self, spec: ModelSpec, layer: int, *, dtype: torch.dtype) -> nn.Module:
-        """The module for one layer, on the CPU, its weights not loaded.
+        """The module for one layer, its weights not loaded.
+
+        Args:
+            spec: The model.
+            layer: The layer.
+            dtype: The run's dtype.
 
         Raises:
             TargetError: The port raised, or did not return a module.
@@ -76,29 +96,37 @@ class Target:
             torch.set_default_dtype(default)
         if not isinstance(module, nn.Module):
             raise TargetError(
-                f"target {self.name} returned no module", expected="torch.nn.Module", found=type(module).__name__
+                f"target {self.name} returned no module for layer {layer}",
+                expected="torch.nn.Module",
+                found=type(module).__name__,
+                next_step="NAME(config, layer_idx) must return the layer.",
             )
         return module.eval()
 
-    def load(
-        self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, loader: WeightLoader
-    ) -> None:
+    def load(self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, loader: WeightLoader) -> None:
         """Load a layer's weights into `module` and move it to the loader's device.
 
         Raises:
+            CheckpointError: A tensor cannot be read.
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
         what = f"target {self.name}, layer {tensors.layer}"
-        loader.load(module, self._convert(module, tensors, spec, what=what), what=what)
+        converted = self._convert(module, tensors, spec, what=what)
+        weights = _deferred(converted, spec) if isinstance(converted, LayerTensors) else converted
+        loader.load(module, weights, what=what)
 
     def _convert(
         self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, what: str
     ) -> Mapping[str, Weight]:
-        convert = getattr(module, "convert_state_dict", None) or getattr(self.factory, "convert_state_dict", None)
+        owners = (module, self.factory)
+        convert = next((owner.convert_state_dict for owner in owners if hasattr(owner, "convert_state_dict")), None)
         if convert is None:
             return tensors
         try:
             converted = convert(tensors, target_config(spec), tensors.layer)
+        except Mm2Error:
+            # Tensors are read when the port asks for them: a damaged shard is not the port's fault.
+            raise
         except Exception as error:  # the port's own code: anything can come
             raise TargetError(
                 f"{what}: convert_state_dict failed",
@@ -107,7 +135,10 @@ class Target:
             ) from error
         if not isinstance(converted, Mapping):
             raise TargetError(
-                f"{what}: convert_state_dict returned no state dict", expected="a mapping", found=type(converted).__name__
+                f"{what}: convert_state_dict returned no state dict",
+                expected="a mapping of names to tensors",
+                found=type(converted).__name__,
+                next_step="Return what load_state_dict would take.",
             )
         return converted
 
@@ -116,29 +147,29 @@ def find_target(name: str) -> Target:
     """Find a target by the notation above.
 
     Raises:
+        UsageError: The name is not of that notation.
         TargetError: The file, the module or the name in it does not exist or cannot be imported.
     """
     if name in _OWN:
         own = _OWN[name]
-        return Target(name=name, factory=own, source_digest=_digest_of(sys.modules[own.__module__]))
+        source = TargetSource(place=name, module=sys.modules[own.__module__])
+        return Target(name=name, factory=own, source_digest=source.digest())
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise TargetError(f"--target {name!r} is unknown", expected=_NOTATION)
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        public = [key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__]
-        raise TargetError(
-            f"{place} has no {attribute!r} to call", found=f"the classes {', '.join(public) or '(none)'}"
+        raise UsageError(
+            f"--target {name!r} is unknown",
+            expected=f"{', '.join(_OWN)}, PATH.py:NAME or package.module:NAME",
+            next_step="Name what to call after a colon, as in port.py:DecoderLayer.",
         )
-    return Target(name=name, factory=factory, source_digest=_digest_of(module))
+    source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+    factory = source.find(attribute)
+    return Target(name=name, factory=factory, source_digest=source.digest())
 
 
 def target_config(spec: ModelSpec) -> SimpleNamespace:
-    """config.json as writable attributes, under the hub's and transformers' names both."""
-    config = SimpleNamespace(**dict(spec.raw))
-    for name, value in spec.quantities().items():
-        setattr(config, name, value)
+    """config.json as writable attributes of its own, under the hub's and transformers' names both."""
+    values = {**_FIXED_VALUES, **copy.deepcopy(dict(spec.raw)), **spec.quantities()}
+    config = SimpleNamespace(**values)
     config.num_experts = spec.num_local_experts
     config.moe_intermediate_size = spec.intermediate_size
     config.partial_rotary_factor = spec.rotary_dim / spec.head_dim
@@ -150,39 +181,10 @@ def target_config(spec: ModelSpec) -> SimpleNamespace:
     return config
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise TargetError(f"target file {path} does not exist", next_step=f"Give --target as {_NOTATION}.")
-    specification = importlib.util.spec_from_file_location(f"mm2_target_{path.stem}", path)
-    assert specification is not None and specification.loader is not None, f"no loader for {path}"
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    # As for a script: what lies beside the file can be imported from it.
-    if str(path.resolve().parent) not in sys.path:
-        sys.path.insert(0, str(path.resolve().parent))
-    return _imported(str(path), lambda: _execute(specification.loader, module))
-
-
-def _execute(loader: Any, module: ModuleType) -> ModuleType:
-    loader.exec_module(module)
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    return _imported(name, lambda: importlib.import_module(name))
-
-
-def _imported(what: str, load: Callable[[], ModuleType]) -> ModuleType:
-    try:
-        return load()
-    except Exception as error:  # the port's own code: anything can come
-        raise TargetError(
-            f"target {what} cannot be imported",
-            found=f"{type(error).__name__}: {error}",
-            next_step=f"Give --target as {_NOTATION}; see --debug for the traceback.",
-        ) from error
-
-
-def _digest_of(module: ModuleType) -> str:
-    source = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+def _deferred(tensors: LayerTensors, spec: ModelSpec) -> dict[str, Weight]:
+    """Weights under the hub's names, each read straight into its place; what a port added, as it is."""
+    shapes = expected_layer_shapes(spec)
+    return {
+        name: Deferred(shape=shapes[name], fill=partial(tensors.read_into, name)) if name in shapes else tensors[name]
+        for name in tensors
+    }

@@ -1,4 +1,4 @@
-"""Loading: a layer's weights into a module, strictly, in place where it can be, one tensor at a time."""
+"""Loading: a layer's weights into a module, strictly, one tensor at a time, through host buffers that are kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import Mm2Error, TargetError
 
 _NUM_NAMES_SHOWN = 8
 
@@ -18,9 +18,11 @@ class Deferred:
     """A weight that is written straight into its storage when it is loaded.
 
     Args:
-        fill: Writes the weight into the contiguous CPU tensor it is given, of the place's shape and dtype.
+        shape: Its shape.
+        fill: Writes the weight into the contiguous CPU tensor it is given, of that shape and the place's dtype.
     """
 
+    shape: tuple[int, ...]
     fill: Callable[[torch.Tensor], None]
 
 
@@ -28,7 +30,12 @@ Weight = torch.Tensor | Deferred
 
 
 class WeightLoader:
-    """Loads weights onto one device, through host buffers that are kept and reused."""
+    """Loads weights onto one device, through host buffers that are kept and filled again for the next layer.
+
+    Args:
+        device: Where the weights go.
+        wait: Waits until everything sent to the device has arrived.
+    """
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None]) -> None:
         self._device = device
@@ -46,48 +53,57 @@ class WeightLoader:
             what: The module in words, for errors.
 
         Raises:
-            TargetError: Names are missing or unexpected, or a shape differs; all are listed.
+            TargetError: Names are missing or unexpected, or shapes differ, all listed; or a weight cannot be cast.
         """
         places = dict(module.state_dict(keep_vars=True))
-        _refuse_other_names(places, weights, what=what)
-        faults = [
-            f"{name}: expected {tuple(place.shape)}, found {tuple(weight.shape)}"
-            for name, place in places.items()
-            if isinstance(weight := weights[name], torch.Tensor) and weight.shape != place.shape
-        ]
-        if faults:
-            raise TargetError(
-                f"{what}: weights have other shapes than the module",
-                found=_listed(faults),
-                next_step="Return the module's own shapes from convert_state_dict.",
-            )
+        _refuse_misfits(places, weights, what=what)
         for name in list(places):
-            self._load_one(module, name, places.pop(name), weights[name])
+            try:
+                self._load_one(module, name, places.pop(name), weights[name])
+            except Mm2Error:
+                raise
+            except Exception as error:  # what a port's conversion put there: anything can come
+                raise TargetError(
+                    f"{what}: the weight {name} cannot be loaded",
+                    found=f"{type(error).__name__}: {error}",
+                    next_step="Check what convert_state_dict returns for it; see --debug for the traceback.",
+                ) from error
         module.to(self._device)
 
     def _load_one(self, module: nn.Module, name: str, place: torch.Tensor, weight: Weight) -> None:
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and not place.is_meta:
             _fill(place.data, weight)
             return
-        host = self._buffer(place)
+        host = self._host_storage(place)
         _fill(host, weight)
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        held = owner._parameters if leaf in owner._parameters else owner._buffers
-        is_parameter = isinstance(place, nn.Parameter)
+        is_parameter = leaf in owner._parameters
         # The old tensor is freed before the new one comes: the device holds one layer, not two.
-        held[leaf] = None
+        _put(owner, leaf, None)
         del place
         moved = host.to(self._device)
         # The host buffer is filled again for the next weight: the copy must have ended.
         self._wait()
-        held[leaf] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
+        _put(owner, leaf, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
 
-    def _buffer(self, place: torch.Tensor) -> torch.Tensor:
+    def _host_storage(self, place: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            # It becomes the weight itself.
+            return torch.empty(place.shape, dtype=place.dtype)
         key = (place.shape, place.dtype)
         if key not in self._buffers:
             self._buffers[key] = torch.empty(place.shape, dtype=place.dtype)
         return self._buffers[key]
+
+
+def _put(owner: nn.Module, leaf: str, tensor: torch.Tensor | None) -> None:
+    """Set a parameter or buffer in its slot, where plain assignment would check or cast."""
+    if leaf in owner._parameters:
+        assert tensor is None or isinstance(tensor, nn.Parameter), f"{leaf} is a parameter"
+        owner._parameters[leaf] = tensor
+    else:
+        owner._buffers[leaf] = tensor
 
 
 def _fill(storage: torch.Tensor, weight: Weight) -> None:
@@ -97,17 +113,31 @@ def _fill(storage: torch.Tensor, weight: Weight) -> None:
         storage.copy_(weight)
 
 
-def _refuse_other_names(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight], *, what: str) -> None:
-    missing = [name for name in places if name not in weights]
-    unexpected = [name for name in weights if name not in places]
-    if missing or unexpected:
-        parts = [f"{len(missing)} missing: {_listed(missing)}"] if missing else []
-        parts += [f"{len(unexpected)} unexpected: {_listed(unexpected)}"] if unexpected else []
+def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight], *, what: str) -> None:
+    """Compare names and shapes, and name all that do not fit at once."""
+    shapes = {name: _shape_of(weight) for name, weight in weights.items()}
+    lists = {
+        "missing": [name for name in places if name not in shapes],
+        "unexpected": [name for name in shapes if name not in places],
+        "no tensor": [name for name, shape in shapes.items() if shape is None and name in places],
+        "of another shape": [
+            f"{name} (expected {list(place.shape)}, found {list(shape)})"
+            for name, place in places.items()
+            if (shape := shapes.get(name)) is not None and shape != tuple(place.shape)
+        ],
+    }
+    faults = [f"{len(names)} {fault}: {_listed(names)}" for fault, names in lists.items() if names]
+    if faults:
         raise TargetError(
-            f"{what}: the weights do not fit the module's names",
-            found="; ".join(parts),
-            next_step="Give the target a convert_state_dict(tensors, config, layer_idx) that returns the module's names.",
+            f"{what}: the weights do not fit the module",
+            found="; ".join(faults),
+            next_step="Give the target a convert_state_dict(tensors, config, layer_idx) that returns the module's "
+            "own names and shapes.",
         )
+
+
+def _shape_of(weight: object) -> tuple[int, ...] | None:
+    return tuple(weight.shape) if isinstance(weight, (torch.Tensor, Deferred)) else None
 
 
 def _listed(names: list[str]) -> str:

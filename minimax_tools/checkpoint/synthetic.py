@@ -1,6 +1,7 @@
 """Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with numbers by seed.
 
-A shard is written front to back, one tensor in memory at a time, into a temporary folder that is renamed at the end.
+A shard is written front to back, one tensor in memory at a time, into a temporary folder that is renamed
+at the end.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def synthesize(
         output: A folder that does not exist yet or is empty.
         model: The quantities.
         dtype: float8_e4m3fn, bfloat16 or float32. Router gate and correction bias are float32 always.
-        shard_size_bytes: Most data a shard holds, except that a tensor is never split; None asks for four shards
-            or more, of the hub's size at most.
+        shard_size_bytes: Most data a shard holds, except that a tensor is never split; None asks for four
+            shards or more, of the hub's size at most.
         seed: Seed of every number.
 
     Raises:
@@ -97,7 +98,9 @@ def synthesize(
             _log.info("%s: %d tensors", file_name, len(shard))
         weight_map = {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard}
         _write_json(folder / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
-    return SyntheticCheckpoint(folder=output, num_tensors=len(plan), num_shards=len(shards), size_bytes=size_bytes)
+    return SyntheticCheckpoint(
+        folder=output, num_tensors=len(plan), num_shards=len(shards), size_bytes=size_bytes
+    )
 
 
 def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedTensor, ...]:
@@ -107,7 +110,9 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedT
         UsageError: A width does not fit FP8's blocks, or `dtype` is none of the three.
     """
     if dtype not in (FP8, torch.bfloat16, torch.float32):
-        raise UsageError(f"no checkpoint is written in {dtype}", expected="float8_e4m3fn, bfloat16 or float32")
+        raise UsageError(
+            f"no checkpoint is written in {dtype}", expected="float8_e4m3fn, bfloat16 or float32"
+        )
     spec = model.spec()
     if dtype == FP8:
         _refuse_ragged_blocks(spec)
@@ -128,7 +133,9 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedT
             kept = torch.float32 if kind in names.FLOAT32_NAMES else dtype if is_linear else plain_dtype
             plan.append(PlannedTensor(name=name, shape=shape, dtype=kept))
             if kept == FP8:
-                scales = PlannedTensor(name=names.scale_name(name), shape=scale_shape(shape), dtype=torch.float32)
+                scales = PlannedTensor(
+                    name=names.scale_name(name), shape=scale_shape(shape), dtype=torch.float32
+                )
                 plan.append(scales)
     return tuple(sorted(plan, key=lambda tensor: tensor.name))
 
@@ -140,7 +147,9 @@ def _refuse_ragged_blocks(spec: ModelSpec) -> None:
         "num_attention_heads × head_dim": spec.query_width,
         "num_key_value_heads × head_dim": spec.key_value_width,
     }
-    ragged = [f"{name} is {width}" for name, width in widths.items() if width > BLOCK_SIZE and width % BLOCK_SIZE]
+    ragged = [
+        f"{name} is {width}" for name, width in widths.items() if width > BLOCK_SIZE and width % BLOCK_SIZE
+    ]
     if ragged:
         raise UsageError(
             "these widths do not fit FP8's blocks",
@@ -159,7 +168,9 @@ def _split(plan: tuple[PlannedTensor, ...], shard_size_bytes: int) -> dict[str, 
             filled_bytes = 0
         shards[-1].append(tensor)
         filled_bytes += tensor.size_bytes
-    return {f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards)}
+    return {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards)
+    }
 
 
 @contextmanager
@@ -174,7 +185,7 @@ def _new_folder(output: Path, *, size_bytes: int) -> Iterator[Path]:
         yield partial
         partial.replace(output)
     except OSError as error:
-        raise _no_room(output, size_bytes, reason=f", {error.strerror}") from error
+        raise _no_room(output, size_bytes, reason=f", {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -182,7 +193,9 @@ def _new_folder(output: Path, *, size_bytes: int) -> Iterator[Path]:
 def _refuse_occupied(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(
-            f"{output} exists", expected="a new or empty folder", next_step="Name another --output, or remove it."
+            f"{output} exists",
+            expected="a new or empty folder",
+            next_step="Name another --output, or remove it.",
         )
 
 
@@ -210,7 +223,7 @@ def _write_shard(path: Path, shard: list[PlannedTensor], weights: SyntheticWeigh
         for tensor in shard:
             start = file.tell()
             for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
-                file.write(memoryview(part.contiguous().view(torch.uint8).numpy()))
+                file.write(part.contiguous().view(torch.uint8).numpy().data)
             written = file.tell() - start
             assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes of {tensor.size_bytes}"
 
@@ -221,7 +234,9 @@ def _header(shard: list[PlannedTensor]) -> bytes:
     for tensor in shard:
         offsets = [position, position + tensor.size_bytes]
         header[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
         }
         position += tensor.size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()

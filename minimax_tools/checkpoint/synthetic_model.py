@@ -45,8 +45,30 @@ class SyntheticModel:
         for name in ("hidden_size", "head_dim", "intermediate_size"):
             if getattr(self, name) % _ALIGNMENT:
                 raise UsageError(
-                    f"{name} is {getattr(self, name)}", expected=f"a multiple of {_ALIGNMENT}: tensors lie aligned"
+                    f"{name} is {getattr(self, name)}",
+                    expected=f"a multiple of {_ALIGNMENT}: tensors lie aligned",
                 )
+
+    @classmethod
+    def toy(cls) -> SyntheticModel:
+        """Four layers of 32 small experts: 15 MB in FP8."""
+        return cls()
+
+    @classmethod
+    def m2(cls) -> SyntheticModel:
+        """MiniMax-M2's true dimensions: 230 GB in FP8."""
+        return cls(
+            num_hidden_layers=62,
+            hidden_size=3072,
+            num_attention_heads=48,
+            num_key_value_heads=8,
+            head_dim=128,
+            rotary_dim=64,
+            num_local_experts=256,
+            num_experts_per_tok=8,
+            intermediate_size=1536,
+            vocab_size=200064,
+        )
 
     def spec(self) -> ModelSpec:
         """The model as its config.json describes it."""
@@ -55,7 +77,11 @@ class SyntheticModel:
     def config(self, *, dtype: torch.dtype, token_ids: TokenIds) -> dict[str, Any]:
         """The content of config.json for linear layers stored in `dtype`."""
         plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-        config = {**self._config(), **asdict(token_ids), "torch_dtype": str(plain_dtype).removeprefix("torch.")}
+        config = {
+            **self._config(),
+            **asdict(token_ids),
+            "torch_dtype": str(plain_dtype).removeprefix("torch."),
+        }
         if dtype == torch.float8_e4m3fn:
             config["quantization_config"] = {
                 "activation_scheme": "dynamic",
@@ -95,30 +121,5 @@ class SyntheticModel:
 
 
 PRESETS: Mapping[str, SyntheticModel] = MappingProxyType(
-    {
-        "toy": SyntheticModel(),  # 15 MB in FP8
-        "m2": SyntheticModel(  # 230 GB in FP8
-            num_hidden_layers=62,
-            hidden_size=3072,
-            num_attention_heads=48,
-            num_key_value_heads=8,
-            head_dim=128,
-            rotary_dim=64,
-            num_local_experts=256,
-            num_experts_per_tok=8,
-            intermediate_size=1536,
-            vocab_size=200064,
-        ),
-    }
+    {"toy": SyntheticModel.toy(), "m2": SyntheticModel.m2()}
 )
-
-
-def preset(name: str) -> SyntheticModel:
-    """The quantities called `toy` or `m2`, the latter MiniMax-M2's own.
-
-    Raises:
-        UsageError: Nothing is called so.
-    """
-    if name not in PRESETS:
-        raise UsageError(f"no preset is called {name!r}", expected="one of " + ", ".join(PRESETS))
-    return PRESETS[name]

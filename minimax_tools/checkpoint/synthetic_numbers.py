@@ -1,7 +1,7 @@
 """Random numbers that are the same on every host, and FP8 matrices made of them without a rounding pass.
 
-Everything starts from integers (PCG64) named by a seed and a text. A matrix is `code × scale_inv`: codes are random
-bytes sent through a table of 256 FP8 values, scales carry the spread between blocks of 128×128.
+Everything starts from integers (PCG64) named by a seed and a text. A matrix is `code × scale_inv`: codes are
+random bytes sent through a table of 256 FP8 values, scales carry the spread between blocks of 128 × 128.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FP8_MAX = 448.0
 
 
 def _unit_levels() -> torch.Tensor:
-    # Quantiles of the logistic distribution: the largest of 256 lies at 3.4 standard deviations, a normal one's at 2.9.
+    # Quantiles of the logistic distribution: the largest of 256 lies at 3.4 standard deviations, not at 2.9.
     quantiles = torch.tensor([math.log((2 * i + 1) / (511 - 2 * i)) for i in range(256)], dtype=torch.float64)
     return quantiles / quantiles.square().mean().sqrt()
 
@@ -38,7 +38,7 @@ class RandomStream:
     def draw_bytes(self, count: int) -> bytearray:
         """`count` uniform bytes."""
         words = self._bits.random_raw(-(-count // 8)).astype("<u8", copy=False)
-        return bytearray(memoryview(words.view(np.uint8))[:count])
+        return bytearray(words.view(np.uint8).data[:count])
 
     def draw_normal(self, *shape: int) -> torch.Tensor:
         """Float64 numbers of mean 0 and variance 1, within ±4.9: normal for every purpose here."""
@@ -74,11 +74,18 @@ class MatrixRecipe:
         return (block_gain * peak_gain[:, None] * (self.std * _LEVEL_MAX / _FP8_MAX)).float()
 
     def codes(self, stream: RandomStream) -> torch.Tensor:
-        """The matrix's FP8 codes as uint8, [rows, columns]; ±448 is the largest level of a block's largest row."""
-        share = self.row_gain / _block_peaks(self.row_gain).repeat_interleave(BLOCK_SIZE)[: len(self.row_gain)]
+        """The matrix's FP8 codes as uint8, [rows, columns]; a block's largest row reaches ±448."""
+        share = (
+            self.row_gain / _block_peaks(self.row_gain).repeat_interleave(BLOCK_SIZE)[: len(self.row_gain)]
+        )
         codes = bytearray()
         for value, num_rows in zip(*torch.unique_consecutive(share, return_counts=True), strict=True):
-            table = (LEVELS * (float(value) * _FP8_MAX / _LEVEL_MAX)).float().to(torch.float8_e4m3fn).view(torch.uint8)
+            table = (
+                (LEVELS * (float(value) * _FP8_MAX / _LEVEL_MAX))
+                .float()
+                .to(torch.float8_e4m3fn)
+                .view(torch.uint8)
+            )
             codes += stream.draw_bytes(int(num_rows) * self.num_columns).translate(bytes(table.tolist()))
         return torch.frombuffer(codes, dtype=torch.uint8).view(-1, self.num_columns)
 

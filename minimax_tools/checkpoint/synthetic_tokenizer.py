@@ -1,4 +1,4 @@
-"""The tokenizer of a synthetic checkpoint: byte-level BPE trained on a page of text, with MiniMax-M2's special tokens."""
+"""A synthetic checkpoint's tokenizer: byte-level BPE of a page of text, MiniMax-M2's special tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minimax_tools.errors import UsageError
 
-BOS_TOKEN = "]~!b["
-EOS_TOKEN = "[e~["
+_BOS_TOKEN = "]~!b["
+_EOS_TOKEN = "[e~["
 _ROLE_TOKEN = "]~b]"
 _UNKNOWN_TOKEN = "]!d~["
-_SPECIAL_TOKENS = (_ROLE_TOKEN, EOS_TOKEN, _UNKNOWN_TOKEN, BOS_TOKEN)
+_SPECIAL_TOKENS = (_ROLE_TOKEN, _EOS_TOKEN, _UNKNOWN_TOKEN, _BOS_TOKEN)
 _TEXT_TOKENS = ("<think>", "</think>")
 _NUM_BYTES = 256
 MIN_VOCAB_SIZE = _NUM_BYTES + len(_SPECIAL_TOKENS) + len(_TEXT_TOKENS)
@@ -31,7 +31,8 @@ _CHAT_TEMPLATE = """\
 {%- endif %}
 {{- '[e~[\\n' }}
 {%- for message in turns %}
-    {{- ']~b]' ~ ('ai' if message.role == 'assistant' else message.role) ~ '\\n' ~ message.content ~ '[e~[\\n' }}
+    {%- set role = 'ai' if message.role == 'assistant' else message.role %}
+    {{- ']~b]' ~ role ~ '\\n' ~ message.content ~ '[e~[\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- ']~b]ai\\n<think>\\n' }}
@@ -39,15 +40,17 @@ _CHAT_TEMPLATE = """\
 """
 
 _TEXT = """\
-The residual stream carries what every layer has written so far, and each layer reads it, computes, and adds its part.
-A port of a model to another device is right when every layer gives what the reference gives, up to the rounding that
-its number format costs; it is wrong when one layer, one component, one row differs by more. Where does it differ first?
-Which tokens take other experts, and was the choice so close that rounding alone could have turned it?
+The residual stream carries what every layer has written so far, and each layer reads it, computes, and adds
+its part. A port of a model to another device is right when every layer gives what the reference gives, up
+to the rounding that its number format costs; it is wrong when one layer, one component, one row differs by
+more. Where does it differ first? Which tokens take other experts, and was the choice so close that rounding
+alone could have turned it?
 
-You are a helpful assistant. Write a short story about a lighthouse. What is the capital of France? The capital of France
-is Paris. Explain in simple words how a mixture of experts works: a router gives each token a score for every expert, the
-best eight are taken, and their answers are added, each with its own weight. Count from one to ten: one, two, three, four,
-five, six, seven, eight, nine, ten. 0 1 2 3 4 5 6 7 8 9 10 11 12 100 1000 2024 2025.
+You are a helpful assistant. Write a short story about a lighthouse. What is the capital of France? The
+capital of France is Paris. Explain in simple words how a mixture of experts works: a router gives each
+token a score for every expert, the best eight are taken, and their answers are added, each with its own
+weight. Count from one to ten: one, two, three, four, five, six, seven, eight, nine, ten. 0 1 2 3 4 5 6 7 8
+9 10 11 12 100 1000 2024 2025.
 
 def fibonacci(n: int) -> int:
     \"\"\"Return the n-th number of the sequence.\"\"\"
@@ -62,14 +65,16 @@ import torch
 class Attention(torch.nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
-        self.q_proj = torch.nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
+        width = config.num_attention_heads * config.head_dim
+        self.q_proj = torch.nn.Linear(config.hidden_size, width, bias=False)
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         return self.q_proj(hidden_states)
 
-The quick brown fox jumps over the lazy dog, and the dog, who has seen this before, does not even open its eyes. There
-was once a king who wanted to know the truth about everything in his country; so he sent for the people who measured
-things, and asked them what they had found, and how sure they were. "We have compared every part with the one before,"
-they said, "and this is where the first difference lies." That was the answer he had been waiting for.
+The quick brown fox jumps over the lazy dog, and the dog, who has seen this before, does not even open its
+eyes. There was once a king who wanted to know the truth about everything in his country; so he sent for the
+people who measured things, and asked them what they had found, and how sure they were. "We have compared
+every part with the one before," they said, "and this is where the first difference lies." That was the
+answer he had been waiting for.
 """
 
 
@@ -97,16 +102,15 @@ def write_tokenizer(folder: Path, *, vocab_size: int) -> TokenIds:
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS_TOKEN,
-        "eos_token": EOS_TOKEN,
+        "bos_token": _BOS_TOKEN,
+        "eos_token": _EOS_TOKEN,
         "unk_token": _UNKNOWN_TOKEN,
         "clean_up_tokenization_spaces": False,
         "chat_template": _CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return TokenIds(
-        bos_token_id=tokenizer.token_to_id(BOS_TOKEN), eos_token_id=tokenizer.token_to_id(EOS_TOKEN)
-    )
+    ids = tokenizer.get_vocab()
+    return TokenIds(bos_token_id=ids[_BOS_TOKEN], eos_token_id=ids[_EOS_TOKEN])
 
 
 def _train(vocab_size: int) -> tokenizers.Tokenizer:
@@ -114,7 +118,9 @@ def _train(vocab_size: int) -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=vocab_size,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     tokenizer.train_from_iterator([_TEXT], trainer)
     # After the text's own tokens, as in the hub's vocabulary.

@@ -1,13 +1,13 @@
-"""The weights of a synthetic MiniMax-M2: which distribution each tensor has, so that the whole behaves like a trained one.
+"""The weights of a synthetic MiniMax-M2: each tensor's distribution, so that the whole behaves as if trained.
 
 The residual stream is measured in units of its median channel at a layer:
 
-    stream    two or four massive channels, 20 to 45 times the rest, of fixed sign; everything grows by one rate a layer
-    norms     undo the massive channels' share: what a linear layer sees has unit mean square, massive channels about 2
+    stream    two or three massive channels of fixed sign, 20 to 40 times the rest; all grows by one rate
+    norms     undo the massive channels' share: a linear layer sees unit mean square, these channels at 2
     q, k      heads of different width and RMSNorm weights spread per head: logits far from flat
-    o_proj    sized to its share of the stream; the rows of massive channels repeat v_proj's columns for these channels,
-              so that they grow with the rest
-    router    logits of standard deviation 1.5 to 1.7; biases of 8 to 9.5 that lift the experts whose scores are low
+    o_proj    sized to its share of the stream; the rows of massive channels repeat v_proj's columns for these
+              channels, so that they grow with the rest
+    router    logits of standard deviation 1.5 to 1.7; biases of 8 to 9.5 that lift the experts of low scores
     experts   gate wider than up; w2 sized to its share of the stream
 """
 
@@ -27,11 +27,14 @@ from minimax_tools.spec import ModelSpec
 _ATTENTION_SHARE = 0.15  # ‖attn_delta‖ / ‖input‖
 _MOE_SHARE = 0.11  # ‖moe_delta‖ / ‖input‖
 _EMBEDDING_RMS = 0.1
-_NARROW_MASSIVE = (25.0, -22.0)
+_NARROW_MASSIVE = (23.0, -21.0)
 _WIDE_MASSIVE = (38.0, -30.0, 22.0)
 _WIDE_HIDDEN_SIZE = 2048
 _MASSIVE_AFTER_NORM = 2.0  # on average, where an ordinary channel is 1
 _MASSIVE_SPREAD = 0.05  # between tokens
+_MASSIVE_LEAD = (
+    1.15  # over the stream's growth: deltas line up with the stream, which outgrows its design a little
+)
 _NORM_SPREAD = 0.25
 _TOKEN_SPREAD = 0.15
 _BLOCK_SPREAD = 0.25
@@ -42,7 +45,7 @@ _QK_NORM_SPREAD = 0.15
 _CONTEXT_RMS = 0.75  # of attn_context for values of variance 1: softmax averages the rest away
 _GATE_STD = 1.5
 _UP_STD = 1.0
-_ACTIVATION_RMS = 1.15  # of silu(gate) × up
+_ACTIVATION_RMS = 1.1  # of silu(gate) × up
 _EXPERT_SPREAD = 0.15
 _ROUTER_LOGIT_STD = 1.5
 _BIAS_LIMITS = (8.0, 9.5)
@@ -66,7 +69,9 @@ class Stream:
         """The stream of a model `hidden_size` wide, its massive channels drawn by `seed`."""
         magnitudes = _WIDE_MASSIVE if hidden_size >= _WIDE_HIDDEN_SIZE else _NARROW_MASSIVE
         order = RandomStream(seed=seed, name="massive channels").draw_order(hidden_size)
-        return cls(channels=tuple(order[: len(magnitudes)].tolist()), magnitudes=magnitudes, hidden_size=hidden_size)
+        return cls(
+            channels=tuple(order[: len(magnitudes)].tolist()), magnitudes=magnitudes, hidden_size=hidden_size
+        )
 
     @property
     def massive(self) -> tuple[tuple[int, float], ...]:
@@ -85,7 +90,7 @@ class Stream:
 
     @property
     def growth(self) -> float:
-        """By which share the median channel grows in a layer, from deltas that are orthogonal to the stream."""
+        """Share by which the median channel grows in a layer, for deltas orthogonal to the stream."""
         return math.sqrt(1 + self.rms**2 * (_ATTENTION_SHARE**2 + _MOE_SHARE**2)) - 1
 
     def median_channel(self, layer: int) -> float:
@@ -138,7 +143,9 @@ class SyntheticWeights:
             values = dequantise(codes.view(torch.float8_e4m3fn), scales, dtype=torch.float32)
             values *= random.draw_gain(num_rows, 1, spread=_TOKEN_SPREAD).float()
             for channel, magnitude in self._stream.massive if is_embedding else ():
-                values[:, channel] = std * magnitude * random.draw_gain(num_rows, spread=_MASSIVE_SPREAD).float()
+                values[:, channel] = (
+                    std * magnitude * random.draw_gain(num_rows, spread=_MASSIVE_SPREAD).float()
+                )
             yield values.to(dtype)
 
     def _norm(self, name: str, *, width: int) -> torch.Tensor:
@@ -148,7 +155,9 @@ class SyntheticWeights:
             dims = random.draw_gain(width // head_dim, head_dim, spread=_QK_NORM_SPREAD)
             return (_QK_NORM_MEAN * heads * dims).flatten()
         weight = self._stream.rms * random.draw_gain(width, spread=_NORM_SPREAD)
-        weight[list(self._stream.channels)] = self._stream.rms * _MASSIVE_AFTER_NORM / self._stream.mean_magnitude
+        weight[list(self._stream.channels)] = (
+            self._stream.rms * _MASSIVE_AFTER_NORM / self._stream.mean_magnitude
+        )
         return weight
 
     def _gate(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor:
@@ -190,7 +199,9 @@ class SyntheticWeights:
             is_query = name.endswith(names.Q_PROJ)
             num_heads = self._spec.num_attention_heads if is_query else self._spec.num_key_value_heads
             return self._projection_recipe(random.draw_gain(num_heads, spread=_HEAD_SPREAD))
-        return self._expert_recipe(name.split(".")[-2], layer, gain=math.exp(_EXPERT_SPREAD * float(random.draw_normal(1))))
+        return self._expert_recipe(
+            name.split(".")[-2], layer, gain=math.exp(_EXPERT_SPREAD * float(random.draw_normal(1)))
+        )
 
     def _projection_recipe(self, head_gain: torch.Tensor) -> MatrixRecipe:
         return MatrixRecipe(
@@ -202,12 +213,21 @@ class SyntheticWeights:
 
     def _output_recipe(self, layer: int) -> MatrixRecipe:
         spec, stream = self._spec, self._stream
-        std = _ATTENTION_SHARE * stream.rms * stream.median_channel(layer) / _CONTEXT_RMS / math.sqrt(spec.query_width)
+        std = (
+            _ATTENTION_SHARE
+            * stream.rms
+            * stream.median_channel(layer)
+            / _CONTEXT_RMS
+            / math.sqrt(spec.query_width)
+        )
         # What a row that equals v_proj's column for a massive channel adds to that channel at a gain of 1.
         added = spec.query_width * std * _MASSIVE_AFTER_NORM / math.sqrt(spec.hidden_size)
         row_gain = _ones(spec.hidden_size)
-        row_gain[list(stream.channels)] = 1.15 * stream.growth * stream.mean_magnitude * stream.median_channel(layer) / added
-        return MatrixRecipe(std=std, row_gain=row_gain, num_columns=spec.query_width, block_spread=_BLOCK_SPREAD)
+        wanted = _MASSIVE_LEAD * stream.growth * stream.mean_magnitude * stream.median_channel(layer)
+        row_gain[list(stream.channels)] = wanted / added
+        return MatrixRecipe(
+            std=std, row_gain=row_gain, num_columns=spec.query_width, block_spread=_BLOCK_SPREAD
+        )
 
     def _expert_recipe(self, matrix: str, layer: int, *, gain: float) -> MatrixRecipe:
         hidden_size, width = self._spec.hidden_size, self._spec.intermediate_size

@@ -1,1 +1,7 @@
-"""The reference layer."""
+"""The reference: what a MiniMax-M2 computes, to be trusted and read.
+
+- `layer`: mm2's own decoder layer in plain PyTorch, every site exposed
+- `modules`: transformers' own modules, and where the sites show in them
+- `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor
+- `head`: final norm and lm_head in float32, a slab at a time
+"""

@@ -47,7 +47,9 @@ class ReferenceAttention(nn.Module):
         self.k_norm = ReferenceNorm(key_width, config.rms_norm_eps)
         self.q_rope, self.k_rope = nn.Identity(), nn.Identity()
 
-    def forward(self, states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
         """[B,S,H] to attn_delta [B,S,H]."""
         q_bnsd = self.q_rope(self.rotate(self.heads(self.q_norm(self.q_proj(states))), position_ids))
         k_bksd = self.k_rope(self.rotate(self.heads(self.k_norm(self.k_proj(states))), position_ids))
@@ -124,7 +126,9 @@ class ReferenceRouter(nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, logits: torch.Tensor, correction_bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, logits: torch.Tensor, correction_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [T,E] to experts [T,k] and weights [T,k] float32 that sum to one."""
         scores = logits.sigmoid()
         experts = (scores + correction_bias).topk(self.config.num_experts_per_tok, dim=-1).indices
@@ -189,5 +193,7 @@ class ReferenceLayer(nn.Module):
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """[B,S,H], mask [B,S] of 0/1 and positions [B,S] to the layer's output [B,S,H]."""
-        residual = hidden_states + self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        residual = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), attention_mask, position_ids
+        )
         return residual + self.block_sparse_moe(self.post_attention_layernorm(residual))

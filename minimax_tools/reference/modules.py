@@ -5,23 +5,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minimax_tools.capture.recorder import Recorder, copy_to_host
 from minimax_tools.capture.taps import Tap
-from minimax_tools.errors import MissingExtraError, UsageError
+from minimax_tools.errors import MissingExtraError
 from minimax_tools.sites import Site
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2Config
 
-# Relative to a decoder layer; q_rope and k_rope come through the recording attention function.
+# Relative to a decoder layer; q_rope and k_rope show in no module, only to the attention function.
 LAYER_TAPS: Mapping[Site, Tap] = MappingProxyType(
     {
         Site.INPUT: Tap(path="input_layernorm", point="input"),
@@ -42,9 +44,8 @@ LAYER_TAPS: Mapping[Site, Tap] = MappingProxyType(
         Site.OUTPUT: Tap(path=""),
     }
 )
-# Attribute of an attention module that receives its post-RoPE queries [B,N,S,D] and keys [B,K,S,D].
-RECORD_ROPE = "mm2_record_rope"
-_RECORDING_PREFIX = "mm2_recording_"
+# Receives post-RoPE queries [B,N,S,D] and keys [B,K,S,D].
+RecordRope = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def require_golden_extra(needed_for: str) -> None:
@@ -69,36 +70,56 @@ def read_config(folder: Path, *, num_hidden_layers: int) -> MiniMaxM2Config:
     return config
 
 
-def recording_attention(implementation: str) -> str:
-    """Register an attention function that records q_rope and k_rope and then calls `implementation`.
+@contextlib.contextmanager
+def recording_layer(
+    layer: torch.nn.Module, *, sites: Iterable[Site], attn_implementation: str
+) -> Iterator[dict[Site, torch.Tensor]]:
+    """Record a decoder layer's sites while the block lasts; a site appears in the mapping when it is computed.
 
-    Returns:
-        The name to give transformers as `attn_implementation`.
+    The tensors are copied to the CPU as the hooks fire, in the shapes that transformers gives them.
 
-    Raises:
-        UsageError: transformers has no such implementation.
+    Args:
+        layer: transformers' decoder layer.
+        sites: The sites to record.
+        attn_implementation: The attention implementation that the layer runs with.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    wanted = frozenset(sites)
+    taps = {site: tap for site, tap in LAYER_TAPS.items() if site in wanted}
+    recorder = Recorder(layer, taps, keep=copy_to_host)
+
+    def record_rope(query: torch.Tensor, key: torch.Tensor) -> None:
+        for site, tensor in ((Site.Q_ROPE, query), (Site.K_ROPE, key)):
+            if site in wanted:
+                recorder.record(site, tensor)
+
+    with recorder, _recording_attention(layer.get_submodule("self_attn"), record_rope, attn_implementation):
+        yield recorder.tensors
+
+
+@contextlib.contextmanager
+def _recording_attention(
+    module: torch.nn.Module, record: RecordRope, attn_implementation: str
+) -> Iterator[None]:
+    """Show `record` the queries and keys of one attention module, as attention is about to use them."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.models.minimax_m2 import modeling_minimax_m2
+    from transformers.models.minimax_m2.modeling_minimax_m2 import eager_attention_forward
 
-    known = {"eager": modeling_minimax_m2.eager_attention_forward, **dict(ALL_ATTENTION_FUNCTIONS.items())}
-    if implementation not in known or implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-        choices = sorted(name for name in known if name in ALL_MASK_ATTENTION_FUNCTIONS and "mm2" not in name)
-        raise UsageError(f"--attn-implementation {implementation!r} is unknown", expected=", ".join(choices))
-    name = _RECORDING_PREFIX + implementation
-    ALL_ATTENTION_FUNCTIONS.register(name, _recording(known[implementation]))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
-    return name
+    # `eager` has no entry: it is the modeling file's own function, until an entry takes its place.
+    before = ALL_ATTENTION_FUNCTIONS.get(attn_implementation)
+    attend = before or eager_attention_forward
 
-
-def _recording(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    def record_and_attend(
+        caller: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        record = getattr(module, RECORD_ROPE, None)
-        if record is not None:
+        if caller is module:
             record(query, key)
-        return attend(module, query, key, value, *args, **kwargs)
+        return attend(caller, query, key, *args, **kwargs)
 
-    return attention
+    ALL_ATTENTION_FUNCTIONS[attn_implementation] = record_and_attend
+    try:
+        yield
+    finally:
+        if before is None:
+            del ALL_ATTENTION_FUNCTIONS[attn_implementation]
+        else:
+            ALL_ATTENTION_FUNCTIONS[attn_implementation] = before

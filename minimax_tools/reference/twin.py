@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
-from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import expert_weight
 from minimax_tools.inputs import Inputs
-from minimax_tools.reference.modules import LAYER_TAPS, RECORD_ROPE, recording_attention
+from minimax_tools.reference.modules import LAYER_TAPS, recording_layer
 from minimax_tools.sites import Site
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2Config
 
+_ATTN_IMPLEMENTATION = "sdpa"
 _EXPERTS_IMPLEMENTATION = "mm2_upcast"
 _TENSORS = "mm2_tensors"
 
@@ -39,7 +39,10 @@ class Float32Twin:
     def __init__(
         self, config: MiniMaxM2Config, tensors: LayerTensors, *, layer: int, device: torch.device
     ) -> None:
-        from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2DecoderLayer, MiniMaxM2RotaryEmbedding
+        from transformers.models.minimax_m2.modeling_minimax_m2 import (
+            MiniMaxM2DecoderLayer,
+            MiniMaxM2RotaryEmbedding,
+        )
 
         self._config = _twin_config(config)
         self._device = device
@@ -67,21 +70,15 @@ class Float32Twin:
             sites: Sites to return. `router_experts` is the twin's own choice; `router_weights` are the
                 weights of the choice that was replayed, in its order.
         """
-        taps = {site: tap for site, tap in LAYER_TAPS.items() if site in sites}
-        recorder = Recorder(self._layer, taps, keep=copy_to_host)
-        own_choice = Recorder(self._layer, {Site.ROUTER_EXPERTS: Tap(path="mlp.gate", index=2)}, keep=copy_to_host)
-
-        def record_rope(query: torch.Tensor, key: torch.Tensor) -> None:
-            for site, tensor in ((Site.Q_ROPE, query), (Site.K_ROPE, key)):
-                if site in sites:
-                    recorder.record(site, tensor)
-
-        setattr(self._layer.self_attn, RECORD_ROPE, record_rope)
+        own_choice = Recorder(
+            self._layer, {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}, keep=copy_to_host
+        )
+        recording = recording_layer(self._layer, sites=sites, attn_implementation=_ATTN_IMPLEMENTATION)
         # The twin's own choice is seen before the replay replaces it: hooks fire in the order they were made.
-        with torch.no_grad(), own_choice, _Replay(self._layer, router_experts), recorder:
+        with torch.no_grad(), own_choice, _Replay(self._layer, router_experts), recording as tensors:
             self._forward(hidden_states.to(self._device, torch.float32), inputs)
-        recorded = {**recorder.tensors, **{s: t for s, t in own_choice.tensors.items() if s in sites}}
-        return {site: shape_to_batch(site, recorded[site], inputs) for site in sites if site in recorded}
+        recorded = {**tensors, **own_choice.tensors}
+        return {site: shape_to_batch(site, recorded[site], inputs) for site in sites}
 
     def _forward(self, hidden_states: torch.Tensor, inputs: Inputs) -> None:
         from transformers.masking_utils import create_causal_mask
@@ -115,7 +112,9 @@ class _Replay:
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
-    def _replace(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    def _replace(
+        self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
         if self._experts is None:
             return None
         logits, _weights, own = output
@@ -129,7 +128,7 @@ def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:
 
     ALL_EXPERTS_FUNCTIONS.register(_EXPERTS_IMPLEMENTATION, _upcast_experts)
     twin = type(config).from_dict(config.to_dict())
-    twin._attn_implementation = recording_attention("sdpa")
+    twin._attn_implementation = _ATTN_IMPLEMENTATION
     twin._experts_implementation = _EXPERTS_IMPLEMENTATION
     return twin
 
@@ -144,7 +143,10 @@ def _small_weights(tensors: LayerTensors, device: torch.device) -> dict[str, tor
 
 
 def _upcast_experts(
-    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """transformers' eager experts, each expert's weights upcast while it computes and then dropped."""
     tensors: Mapping[str, torch.Tensor] = getattr(module, _TENSORS)
@@ -152,7 +154,8 @@ def _upcast_experts(
     for expert in top_k_index.unique().tolist():
         token, position = torch.where(top_k_index == expert)
         gate, up, down = (
-            tensors[expert_weight(expert, name)].to(hidden_states.device, torch.float32) for name in ("w1", "w3", "w2")
+            tensors[expert_weight(expert, name)].to(hidden_states.device, torch.float32)
+            for name in ("w1", "w3", "w2")
         )
         states = hidden_states[token]
         activated = torch.nn.functional.silu(states @ gate.T) * (states @ up.T)

@@ -1,0 +1,153 @@
+"""Backend: what computes, chosen by what works rather than by what is installed.
+
+Order of `auto`: the native Neuron backend, XLA on Neuron, the CPU. XLA on the CPU runs only when asked for,
+and is never called Neuron.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from enum import Enum
+
+import torch
+
+from minimax_tools.errors import BackendError, MissingExtraError
+
+_PJRT_DEVICE = "PJRT_DEVICE"
+
+
+class Backend(str, Enum):
+    """What computes."""
+
+    NEURON = "neuron"  # torch-neuronx >= 2.13, native
+    NEURON_XLA = "neuron-xla"  # torch-neuronx <= 2.9 over torch_xla
+    XLA_CPU = "xla-cpu"  # torch_xla on PJRT CPU
+    CPU = "cpu"  # plain torch
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether operations are recorded into graphs and run at a sync."""
+        return self in (Backend.NEURON_XLA, Backend.XLA_CPU)
+
+    @property
+    def is_neuron(self) -> bool:
+        """Whether a NeuronCore computes."""
+        return self in (Backend.NEURON, Backend.NEURON_XLA)
+
+    @property
+    def description(self) -> str:
+        """The device in words."""
+        return _DESCRIPTIONS[self]
+
+
+_DESCRIPTIONS = {
+    Backend.NEURON: "Neuron, native",
+    Backend.NEURON_XLA: "Neuron over torch_xla",
+    Backend.XLA_CPU: "CPU over torch_xla (PJRT)",
+    Backend.CPU: "cpu",
+}
+
+
+def choose_backend(name: str) -> Backend:
+    """The backend of that name, proved to be here; for `auto` the best one that is.
+
+    Raises:
+        BackendError: The backend is not available here.
+        MissingExtraError: torch_xla is not installed.
+    """
+    if name == "auto":
+        return _detect()
+    backend = Backend(name)
+    if backend is Backend.NEURON and not _has_native_neuron():
+        raise BackendError(
+            "the backend neuron is not available here",
+            expected="torch-neuronx 2.13 or newer on Trn2 or Trn3",
+            found=f"torch {torch.__version__} without it",
+            next_step="Use --backend neuron-xla on Trn1 and Inf2, or --backend cpu.",
+        )
+    if backend is Backend.NEURON_XLA and not _has_xla_on_neuron():
+        raise BackendError(
+            "the backend neuron-xla is not available here",
+            expected="torch_xla with libneuronxla on a Trn1, Inf2 or Trn2 instance",
+            found=_why_no_xla_on_neuron(),
+            next_step="Run on such an instance in the Neuron SDK's virtual environment, or use --backend xla-cpu.",
+        )
+    if backend is Backend.XLA_CPU and importlib.util.find_spec("torch_xla") is None:
+        raise MissingExtraError("torch_xla", extra="xla", needed_for="--backend xla-cpu")
+    return backend
+
+
+def open_device(backend: Backend) -> torch.device:
+    """The torch device of a backend that `choose_backend` gave.
+
+    Raises:
+        BackendError: The device does not open, or torch_xla drives another one already.
+    """
+    if backend is Backend.CPU:
+        return torch.device("cpu")
+    if backend is Backend.NEURON:
+        return torch.device("neuron")
+    if backend is Backend.XLA_CPU:
+        # Before torch_xla is imported: its import would choose for itself.
+        os.environ[_PJRT_DEVICE] = "CPU"
+    return _open_xla_device(backend, expected="NEURON" if backend.is_neuron else "CPU")
+
+
+def _open_xla_device(backend: Backend, *, expected: str) -> torch.device:
+    try:
+        import torch_xla
+        from torch_xla.core import xla_model
+
+        device = torch.device(torch_xla.device())
+        found = xla_model.xla_device_hw(device)
+    except Exception as error:  # a foreign runtime: anything can come
+        raise BackendError(
+            f"the backend {backend} does not start",
+            found=f"{type(error).__name__}: {error}",
+            next_step="See --debug for the traceback.",
+        ) from error
+    if found != expected:
+        raise BackendError(
+            f"torch_xla drives another device than {backend}",
+            expected=expected,
+            found=found,
+            next_step=f"Start mm2-test in a process of its own, with {_PJRT_DEVICE} unset.",
+        )
+    return device
+
+
+def _detect() -> Backend:
+    if _has_native_neuron():
+        return Backend.NEURON
+    if _has_xla_on_neuron():
+        return Backend.NEURON_XLA
+    return Backend.CPU
+
+
+def _has_native_neuron() -> bool:
+    if torch._C._get_privateuse1_backend_name() != "neuron":
+        return False
+    return bool(torch.neuron.is_available())  # type: ignore[attr-defined]  # the native backend adds this module
+
+
+def _has_xla_on_neuron() -> bool:
+    return _why_no_xla_on_neuron() is None
+
+
+def _why_no_xla_on_neuron() -> str | None:
+    """By capability, not by name: what PyPI has under these names are empty placeholders that raise."""
+    # torch_xla's import sets this variable, so it is asked for first.
+    if os.environ.get(_PJRT_DEVICE, "NEURON") != "NEURON":
+        return f"{_PJRT_DEVICE}={os.environ[_PJRT_DEVICE]}"
+    for package in ("torch_xla", "libneuronxla"):
+        if importlib.util.find_spec(package) is None:
+            return f"no {package}"
+    try:
+        import torch_xla
+    except Exception as error:  # a placeholder raises what it likes
+        return f"{type(error).__name__}: {error}"
+    return None if getattr(torch_xla, "_found_libneuronxla", False) else "a libneuronxla that torch_xla cannot use"

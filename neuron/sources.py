@@ -1,0 +1,121 @@
+"""TargetSource: the Python file or module that a port comes from, imported, and digested as it was executed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from minimax_tools.errors import TargetError
+
+_FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSource:
+    """An imported module that holds a port.
+
+    Args:
+        place: How the user named it.
+        module: The module.
+    """
+
+    place: str
+    module: ModuleType
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """What the module calls `name`.
+
+        Raises:
+            TargetError: It has no such name, or nothing that can be called.
+        """
+        found = getattr(self.module, name, None)
+        if callable(found):
+            return found
+        own = [
+            key
+            for key, value in vars(self.module).items()
+            if inspect.isclass(value) and value.__module__ == self.module.__name__
+        ]
+        raise TargetError(
+            f"{self.place} has no {name!r} to call",
+            found=f"the classes {', '.join(own)}" if own else "no class",
+            next_step=f"Give --target {self.place}:NAME with a NAME that it has.",
+        )
+
+    def digest(self) -> str:
+        """sha256 over the module's file and every loaded module beneath its folder; empty where it has no file."""
+        file = getattr(self.module, "__file__", None)
+        if file is None:
+            return ""
+        folder = Path(file).resolve().parent
+        files = {Path(file).resolve(), *_loaded_files_beneath(folder)}
+        digest = hashlib.sha256()
+        for path in sorted(files):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+            digest.update(content)
+        return digest.hexdigest()
+
+
+def import_file(path: Path) -> TargetSource:
+    """Execute a Python file as a module of its own; like a script, it can import what lies beside it.
+
+    Raises:
+        TargetError: The file does not exist, or raised.
+    """
+    if not path.is_file():
+        raise TargetError(
+            f"target file {path} does not exist", next_step="Give --target PATH.py:NAME with its path."
+        )
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = ModuleType(f"mm2_target_{path.stem}")
+    module.__file__ = str(path.resolve())
+    sys.modules[module.__name__] = module
+
+    def execute() -> ModuleType:
+        # Compiled here, not through Python's cache, which takes an edit within a second for no edit.
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+        return module
+
+    return _imported(str(path), execute)
+
+
+def import_module(name: str) -> TargetSource:
+    """Import a module by its dotted name.
+
+    Raises:
+        TargetError: It cannot be found, or raised.
+    """
+    return _imported(name, lambda: importlib.import_module(name))
+
+
+def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
+    try:
+        return TargetSource(place=place, module=load())
+    except (Exception, SystemExit) as error:  # the port's own code: anything can come
+        raise TargetError(
+            f"target {place} cannot be imported",
+            found=f"{type(error).__name__}: {error}",
+            next_step="See --debug for the traceback; a module must be installed or on PYTHONPATH.",
+        ) from error
+
+
+def _loaded_files_beneath(folder: Path) -> set[Path]:
+    """Source files of loaded modules in that folder, without the packages installed there."""
+    found = set()
+    for module in tuple(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py"):
+            path = Path(file).resolve()
+            if path.is_relative_to(folder) and not _FOREIGN_FOLDERS & set(path.relative_to(folder).parts):
+                found.add(path)
+    return {path for path in found if path.is_file()}

@@ -1,0 +1,163 @@
+"""The main job, start to end on this machine: a golden, a port that is right, and one that is not.
+
+Runs the installed commands as a user would: writes a toy checkpoint, captures its golden with the noise floor,
+judges mm2's own device layer on XLA, then an example port in which gate and up are swapped in layer 5.
+Ends with 0 if the first passed and the second was found out, in that layer and component.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent
+FAULTY_LAYER, FAULTY_SITE = 5, "moe_delta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """The demo's folders and its device."""
+
+    folder: Path
+    backend: str
+
+    @property
+    def model(self) -> Path:
+        """The toy checkpoint."""
+        return self.folder / "model"
+
+    @property
+    def captures(self) -> Path:
+        """Where the captures lie."""
+        return self.folder / "captures"
+
+    @property
+    def golden(self) -> Path:
+        """The golden capture."""
+        return self.captures / "gpu_reference" / "full_model"
+
+    def device_run(self, name: str) -> Path:
+        """A device capture."""
+        return self.captures / "neuron" / name
+
+
+def main() -> int:
+    """Run the demo and say how it went."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("mm2-demo"), help="made anew (default: %(default)s)")
+    parser.add_argument("--backend", default=_default_backend(), help="device of the runs (default: %(default)s)")
+    arguments = parser.parse_args()
+    demo = Demo(folder=arguments.output_dir, backend=arguments.backend)
+    began = time.monotonic()
+    if demo.folder.exists():
+        shutil.rmtree(demo.folder)
+
+    _say("1. A toy checkpoint in the hub's layout: 8 layers, 32 experts, FP8 blocks")
+    _run("mm2-split", "synthesize", "--output", demo.model, "--num-hidden-layers", 8, "--seed", 0)
+
+    _say("2. Its golden: transformers' own model, every layer, with what BF16 alone costs (the noise floor)")
+    _run(
+        *("mm2-gpu", "extract-all", "--model", demo.model, "--seq-len", "96,61"),
+        *("--captures", demo.captures, "--quiet"),
+    )
+
+    _say(f"3. mm2's own device layer on {demo.backend}, every layer on the golden's inputs: it should pass")
+    passed = _sweep(demo, target="builtin", name="builtin") == 0
+
+    _say("4. An example port with a real bug, gate and up swapped in layer 5: it should fail")
+    failed = _sweep(demo, target=f"{SCRIPTS / 'examples' / 'swapped_port.py'}:DecoderLayer", name="swapped") == 1
+
+    found = _tell_what_others_would_say(demo)
+    _say("Where to go from here")
+    print(f"captures: {demo.golden} (golden), {demo.device_run('builtin')}, {demo.device_run('swapped')}")
+    print("next, on your own port:")
+    print("  mm2-gpu extract-all --model YOUR_CHECKPOINT --max-memory 40GB     # on a GPU box")
+    print("  mm2-test sweep --model YOUR_CHECKPOINT --golden GOLDEN --target your_port.py:DecoderLayer   # on trn")
+    print(f"  mm2-test component --layer {FAULTY_LAYER} --component experts …    # the blamed part alone")
+    print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
+    if passed and failed and found:
+        return 0
+    print("The demo did not go as it should: see above.", file=sys.stderr)
+    return 1
+
+
+def _sweep(demo: Demo, *, target: str, name: str) -> int:
+    return _run(
+        *("mm2-test", "sweep", "--model", demo.model, "--golden", demo.golden, "--target", target),
+        *("--backend", demo.backend, "--output-dir", demo.device_run(name), "--quiet"),
+        allowed=(0, 1),
+    )
+
+
+def _tell_what_others_would_say(demo: Demo) -> bool:
+    """Print the blame beside the classic limits' view of the same captures; whether the blame is right."""
+    _say("5. What comparing outputs by the usual limits says of the same captures")
+    noise = _comparison(demo, "swapped", "noise")
+    faulty_classic = _outputs(_comparison(demo, "swapped", "classic"))
+    clean_classic = _outputs(_comparison(demo, "builtin", "classic"))
+    cosine = faulty_classic[FAULTY_LAYER]["metrics"]["cosine_similarity"]
+    false_alarms = sum(site["status"] == "fail" for site in clean_classic.values())
+    lowest_clean = min(site["metrics"]["cosine_similarity"] for site in clean_classic.values())
+    print(f"cosine of layer {FAULTY_LAYER}'s output: {cosine:.4f} — above the limit of 0.99, so the bug passes")
+    print(f"  (the lowest of the port that is right: {lowest_clean:.6f})")
+    print(f"all five limits: they fail {false_alarms} of the {len(clean_classic)} layers of the port that is right")
+    print(f"mm2: {noise['verdict']}, to blame: {_blamed(noise)}")
+    return cosine > 0.99 and _blamed(noise) == f"layer {FAULTY_LAYER}: {FAULTY_SITE}"
+
+
+def _comparison(demo: Demo, name: str, criteria: str) -> dict[str, Any]:
+    result = subprocess.run(
+        [
+            *(_command("mm2-compare"), "--gpu-path", str(demo.golden), "--neuron-path", str(demo.device_run(name))),
+            *("--criteria", criteria, "--json", "--quiet"),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
+
+
+def _outputs(record: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {site["layer"]: site for site in record["sites"] if site["site"] == "output"}
+
+
+def _blamed(record: dict[str, Any]) -> str:
+    return "; ".join(f"layer {blame['layer']}: {', '.join(blame['sites'])}" for blame in record["blame"]) or "nobody"
+
+
+def _default_backend() -> str:
+    return "xla-cpu" if sys.platform == "linux" and platform.machine() == "x86_64" else "cpu"
+
+
+def _say(text: str) -> None:
+    print(f"\n━━ {text}", flush=True)
+
+
+def _run(*arguments: object, allowed: tuple[int, ...] = (0,)) -> int:
+    """Show a command, run it, and return its exit code."""
+    name, *rest = (str(argument) for argument in arguments)
+    print("$ " + " ".join((name, *rest)), flush=True)
+    code = subprocess.run([_command(name), *rest], check=False).returncode
+    if code not in allowed:
+        sys.exit(f"{name} ended with {code}")
+    return code
+
+
+def _command(name: str) -> str:
+    """The command installed beside this Python, or the one on the path."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

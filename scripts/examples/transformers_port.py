@@ -1,0 +1,106 @@
+"""transformers' own decoder layer as a target, in each of its implementations.
+
+A port that is right by definition, rounding in other places than the golden: what it differs by is noise.
+scripts/calibrate_limits.py measures the limits of the verdict on it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import MiniMaxM2Config
+from transformers.masking_utils import create_causal_mask
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2DecoderLayer, MiniMaxM2RotaryEmbedding
+
+
+class _Layer(nn.Module):
+    """The layer, its mask and its rotary embedding."""
+
+    attn_implementation = "sdpa"
+    experts_implementation = "grouped_mm"
+    reuse = True
+    sites = {
+        "input_norm": "layer.input_layernorm",
+        "q_proj": "layer.self_attn.q_proj",
+        "k_proj": "layer.self_attn.k_proj",
+        "v_proj": "layer.self_attn.v_proj",
+        "q_norm": "layer.self_attn.q_norm",
+        "k_norm": "layer.self_attn.k_norm",
+        "attn_context": "layer.self_attn.o_proj:input",
+        "attn_delta": "layer.self_attn.o_proj",
+        "attn_residual": "layer.post_attention_layernorm:input",
+        "post_norm": "layer.post_attention_layernorm",
+        "router_logits": "layer.mlp.gate:output[0]",
+        "router_weights": "layer.mlp.gate:output[1]",
+        "router_experts": "layer.mlp.gate:output[2]",
+        "moe_delta": "layer.mlp",
+    }
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        names = {name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__}
+        self.config = MiniMaxM2Config(**names, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
+        self.config._attn_implementation = self.attn_implementation
+        self.config._experts_implementation = self.experts_implementation
+        self.layer = MiniMaxM2DecoderLayer(self.config, layer_idx)
+        moe = self.layer.mlp
+        moe.gate.weight = nn.Parameter(moe.gate.weight.float())
+        moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.float())
+        self.rotary = MiniMaxM2RotaryEmbedding(self.config)
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """transformers' names: `mlp` for `block_sparse_moe`, the experts stacked."""
+        state = {
+            "layer." + name.replace("block_sparse_moe.", "mlp."): tensors[name]
+            for name in tensors
+            if ".experts." not in name
+        }
+        experts = [f"block_sparse_moe.experts.{expert}." for expert in range(config.num_local_experts)]
+        state["layer.mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat((tensors[name + "w1.weight"], tensors[name + "w3.weight"])) for name in experts]
+        )
+        state["layer.mlp.experts.down_proj"] = torch.stack([tensors[name + "w2.weight"] for name in experts])
+        return state
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        """[B,S,H] to [B,S,H]."""
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
+        rotation = self.rotary(hidden_states, position_ids=position_ids)
+        return self.layer(
+            hidden_states, attention_mask=mask, position_ids=position_ids, position_embeddings=rotation
+        )
+
+
+class EagerAttention(_Layer):
+    """Scores rounded to BF16 before the softmax."""
+
+    attn_implementation = "eager"
+
+
+class EagerExperts(_Layer):
+    """Expert outputs added up in BF16."""
+
+    experts_implementation = "eager"
+
+
+class Eager(_Layer):
+    """Both of them."""
+
+    attn_implementation = "eager"
+    experts_implementation = "eager"
+
+
+class BatchedExperts(_Layer):
+    """Weights gathered per token and expert."""
+
+    experts_implementation = "batched_mm"
+
+
+class Same(_Layer):
+    """The golden's default choices."""

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from minimax_tools.checkpoint.synthetic import plan_tensors
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.cli import mm2_split
+from minimax_tools.spec import ModelSpec
+
+SMALL = ("--num-hidden-layers", "1", "--num-local-experts", "4")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(mm2_split, [str(argument) for argument in arguments])
+
+
+def test_synthesize_writes_the_toy_into_several_shards(tmp_path: Path) -> None:
+    result = run("synthesize", "--output", tmp_path / "toy")
+    assert result.exit_code == 0, result.output
+    shards = sorted((tmp_path / "toy").glob("model-*.safetensors"))
+    assert len(shards) >= 3
+    assert f"in {len(shards)} shards" in result.stdout
+    assert sum(shard.stat().st_size for shard in shards) < 30_000_000
+    assert ModelSpec.from_folder(tmp_path / "toy") == SyntheticModel().spec()
+
+
+def test_synthesize_prints_json_on_stdout_and_progress_on_stderr(tmp_path: Path) -> None:
+    result = run("synthesize", "--output", tmp_path / "toy", *SMALL, "--json")
+    made = json.loads(result.stdout)
+    assert made["folder"] == str(tmp_path / "toy")
+    assert made["num_shards"] == len(list((tmp_path / "toy").glob("*.safetensors")))
+    assert "model-00000-of-0000" in result.stderr
+
+
+def test_quiet_synthesize_prints_no_progress(tmp_path: Path) -> None:
+    assert run("synthesize", "--output", tmp_path / "toy", *SMALL, "--quiet").stderr == ""
+
+
+def test_every_quantity_given_replaces_the_presets(tmp_path: Path) -> None:
+    quantities = {
+        "num_hidden_layers": 3,
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 128,
+        "rotary_dim": 48,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 256,
+        "vocab_size": 300,
+    }
+    options = [text for name, value in quantities.items() for text in (f"--{name.replace('_', '-')}", value)]
+    result = run("synthesize", "--output", tmp_path / "model", *options)
+    assert result.exit_code == 0, result.output
+    assert ModelSpec.from_folder(tmp_path / "model") == SyntheticModel(**quantities).spec()
+
+
+def test_m2_preset_can_be_cut_to_any_depth_and_width(tmp_path: Path) -> None:
+    options = ("--num-hidden-layers", "1", "--num-local-experts", "8", "--vocab-size", "400")
+    result = run(
+        "synthesize", "--output", tmp_path / "m2", "--preset", "m2", *options, "--shard-size", "50MB"
+    )
+    assert result.exit_code == 0, result.output
+    spec = ModelSpec.from_folder(tmp_path / "m2")
+    assert (spec.hidden_size, spec.query_width, spec.num_local_experts) == (3072, 6144, 8)
+    assert max(shard.stat().st_size for shard in (tmp_path / "m2").glob("*.safetensors")) < 50_100_000
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dtype_names_how_linear_layers_are_stored(dtype: str, tmp_path: Path) -> None:
+    result = run("synthesize", "--output", tmp_path / "toy", *SMALL, "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "toy" / "config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in config
+    assert config["torch_dtype"] == dtype
+
+
+def test_seed_decides_the_numbers(tmp_path: Path) -> None:
+    contents = []
+    for name, seed in (("first", 3), ("second", 3), ("third", 4)):
+        assert run("synthesize", "--output", tmp_path / name, *SMALL, "--seed", seed).exit_code == 0
+        contents.append(next(iter(sorted((tmp_path / name).glob("*.safetensors")))).read_bytes())
+    assert contents[0] == contents[1] != contents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("300KB", 300_000), ("0.5MB", 500_000), ("1MiB", 2**20), ("1GB", 10**9)]
+)
+def test_shard_size_is_read_with_its_unit(text: str, size_bytes: int, tmp_path: Path) -> None:
+    assert run("synthesize", "--output", tmp_path / "toy", *SMALL, "--shard-size", text).exit_code == 0
+    model = SyntheticModel(num_hidden_layers=1, num_local_experts=4)
+    largest = max(shard.stat().st_size for shard in (tmp_path / "toy").glob("*.safetensors"))
+    total = sum(tensor.size_bytes for tensor in plan_tensors(model, dtype=torch.float8_e4m3fn))
+    assert min(size_bytes, total) / 2 < largest < size_bytes + 20_000
+
+
+@pytest.mark.parametrize("text", ["much", "0GB", "-1MB", "5TB", ""])
+def test_a_shard_size_that_is_none_is_a_usage_error(text: str, tmp_path: Path) -> None:
+    result = run("synthesize", "--output", tmp_path / "toy", "--shard-size", text)
+    assert result.exit_code == 2
+    assert "expected a size, for example 500MB, 2GB or 64MiB" in result.stderr
+    assert not (tmp_path / "toy").exists()
+
+
+def test_wrong_quantities_are_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    result = run("synthesize", "--output", tmp_path / "toy", "--hidden-size", "200")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: these widths do not fit FP8's blocks: expected multiples of 128")
+    assert "Traceback" not in result.output
+
+
+def test_occupied_output_is_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("synthesize", "--output", tmp_path)
+    assert result.exit_code == 2
+    assert f"{tmp_path} exists" in result.stderr
+
+
+def test_full_disk_is_exit_code_3_and_names_the_bytes(tmp_path: Path) -> None:
+    result = run("synthesize", "--output", tmp_path / "huge", "--vocab-size", 10**13)
+    assert result.exit_code == 3
+    assert f"{tmp_path / 'huge'} cannot be written: expected " in result.stderr
+    assert "bytes free" in result.stderr
+
+
+def test_help_starts_with_a_verb_and_ends_with_an_example() -> None:
+    text = " ".join(run("synthesize", "--help").stdout.split())
+    assert "Write a checkpoint in the hub's layout" in text
+    assert "Example: mm2-split synthesize --output toy" in text
+
+
+def test_the_command_runs_as_a_program(tmp_path: Path) -> None:
+    program = "from minimax_tools.cli import main; main()"
+    arguments = ["synthesize", "--output", str(tmp_path / "toy"), *SMALL]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path / "toy"))
