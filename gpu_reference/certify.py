@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from gpu_reference.offload import weight_of
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE, Q_PROJ
+from minimax_tools.checkpoint.names import (
+    ATTENTION_AND_NORM_NAMES,
+    CORRECTION_BIAS,
+    EXPERT_DOWN,
+    EXPERT_GATE,
+    EXPERT_UP,
+    GATE,
+    expert_weight,
+)
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import GoldenRefusedError
 from minimax_tools.spec import ModelSpec
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 _UPGRADE = "Install transformers 5.23 or newer: pip install 'mm2[golden]'."
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def certify(model: PreTrainedModel, *, spec: ModelSpec, reader: CheckpointReader) -> tuple[str, ...]:
-    """Prove the rotary width, the float32 router and the dequantised weights of `model`.
+def certify(
+    model: torch.nn.Module, *, spec: ModelSpec, reader: CheckpointReader, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Prove the rotary width, the float32 router and the dequantised weights of `model`, offloaded ones too.
+
+    Args:
+        model: transformers' model.
+        spec: What config.json says.
+        reader: The checkpoint it was loaded from.
+        dtype: What its weights were loaded in.
 
     Returns:
         The names of what was proved, as they are recorded in the manifest.
@@ -30,18 +47,50 @@ def certify(model: PreTrainedModel, *, spec: ModelSpec, reader: CheckpointReader
     prove_no_fp8(model)
     prove_rotary_width(model, spec)
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
-        tensors = LayerTensors.open(reader, spec, index, torch.float32)
+        tensors = LayerTensors.open(reader, spec, index, dtype)
         prove_float32_router(layer, tensors, index)
-        prove_weights(layer, LayerTensors.open(reader, spec, index, model.dtype), index)
+        prove_weights(layer, tensors, index)
     return ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
 
 
+def refuse_ragged_blocks(spec: ModelSpec) -> None:
+    """Refuse an FP8 checkpoint whose blocks transformers would get wrong; no weight is read.
+
+    It derives a block's size from the shapes of weight and scales: that comes out right for whole blocks.
+
+    Raises:
+        GoldenRefusedError: A width is over 128 and no multiple of it.
+    """
+    if "quantization_config" not in spec.raw:
+        return
+    widths = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads × head_dim": spec.query_width,
+        "num_key_value_heads × head_dim": spec.key_value_width,
+    }
+    ragged = [
+        f"{name} is {width}" for name, width in widths.items() if width > BLOCK_SIZE and width % BLOCK_SIZE
+    ]
+    if ragged:
+        raise GoldenRefusedError(
+            "transformers would dequantise this FP8 checkpoint with wrong blocks",
+            expected=f"widths that are multiples of {BLOCK_SIZE}, or less",
+            found="; ".join(ragged),
+            next_step="Make the golden from a BF16 copy of the model.",
+        )
+
+
 def prove_no_fp8(model: torch.nn.Module) -> None:
-    """Refuse a model that would compute in FP8."""
-    for name, parameter in model.named_parameters():
-        if parameter.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    """Refuse a model that would compute in FP8.
+
+    Raises:
+        GoldenRefusedError: A weight is FP8, or has the scales of one.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype in _FP8_DTYPES or name.endswith("_scale_inv"):
             raise GoldenRefusedError(
-                f"{name} is held in {parameter.dtype}",
+                f"{name} is held in {tensor.dtype}",
                 expected="weights dequantised when loaded",
                 found="FP8 matmuls with activation quantisation",
                 next_step="Load with FineGrainedFP8Config(dequantize=True), as mm2-gpu does.",
@@ -49,9 +98,13 @@ def prove_no_fp8(model: torch.nn.Module) -> None:
 
 
 def prove_rotary_width(model: torch.nn.Module, spec: ModelSpec) -> None:
-    """Refuse a model that rotates another width, or with other frequencies, than config.json says."""
-    rotary = model.get_submodule("model.rotary_emb")
-    found = torch.as_tensor(rotary.inv_freq).to("cpu", torch.float32)
+    """Refuse a model that rotates another width, or with other frequencies, than config.json says.
+
+    Raises:
+        GoldenRefusedError: It does.
+    """
+    rotary: Any = model.get_submodule("model.rotary_emb")
+    found = rotary.inv_freq.to("cpu", torch.float32)
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
     expected = 1.0 / spec.rope_theta**exponents
     if found.shape != expected.shape:
@@ -61,53 +114,69 @@ def prove_rotary_width(model: torch.nn.Module, spec: ModelSpec) -> None:
             found=f"{2 * found.numel()} of head_dim {spec.head_dim}",
             next_step=_UPGRADE,
         )
-    if not torch.allclose(found, expected, rtol=1e-5, atol=0.0):
+    if not torch.allclose(found, expected, rtol=1e-5, atol=0.0) or float(rotary.attention_scaling) != 1.0:
         raise GoldenRefusedError(
             "the golden rotates with the wrong frequencies",
-            expected=f"theta {spec.rope_theta:g}",
-            found=f"lowest frequency {float(found[-1]):.3e} instead of {float(expected[-1]):.3e}",
+            expected=f"theta {spec.rope_theta:g}, lowest frequency {float(expected[-1]):.3e}, scaling 1",
+            found=f"lowest frequency {float(found[-1]):.3e}, scaling {float(rotary.attention_scaling):g}",
             next_step=_UPGRADE,
         )
 
 
 def prove_float32_router(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> None:
-    """Refuse a layer whose gate or correction bias is not the checkpoint's float32 value, bit for bit."""
+    """Refuse a layer whose gate or correction bias is not the checkpoint's float32 value, bit for bit.
+
+    Raises:
+        GoldenRefusedError: One is not.
+    """
     moe = layer.get_submodule("mlp")
-    loaded = {GATE: moe.get_submodule("gate").weight, CORRECTION_BIAS: moe.e_score_correction_bias}
+    loaded = {
+        GATE: weight_of(moe.get_submodule("gate"), "weight"),
+        CORRECTION_BIAS: weight_of(moe, "e_score_correction_bias"),
+    }
     for name, value in loaded.items():
-        if isinstance(value, torch.Tensor) and not value.is_meta:
-            if value.dtype != torch.float32:
-                raise GoldenRefusedError(
-                    f"layer {index}: {name} was rounded",
-                    expected="float32, as stored",
-                    found=str(value.dtype),
-                    next_step="Rounding it changes the experts of many tokens; load it in float32.",
-                )
-            if not torch.equal(value.cpu(), tensors[name]):
-                raise GoldenRefusedError(
-                    f"layer {index}: {name} differs from the checkpoint",
-                    found=f"largest difference {float((value.cpu() - tensors[name]).abs().max()):.3e}",
-                    next_step="Load it in float32 without rounding.",
-                )
+        if value.dtype != torch.float32:
+            raise GoldenRefusedError(
+                f"layer {index}: {name} was rounded",
+                expected="float32, as stored",
+                found=str(value.dtype),
+                next_step="Rounding it changes the experts of many tokens; load it in float32.",
+            )
+        if not torch.equal(value.cpu(), tensors[name]):
+            raise GoldenRefusedError(
+                f"layer {index}: {name} differs from the checkpoint",
+                found=f"largest difference {float((value.cpu() - tensors[name]).abs().max()):.3e}",
+                next_step="Load it in float32 without rounding.",
+            )
 
 
 def prove_weights(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> None:
     """Refuse a layer whose weights are not the checkpoint's, dequantised in float32 and rounded once.
 
-    q_proj is compared whole; of the experts the first and the last. Offloaded weights are not looked at.
+    Attention and norms are compared whole; of the experts, which share their shapes, the first and the last.
+
+    Raises:
+        GoldenRefusedError: One is not.
     """
-    experts = layer.get_submodule("mlp.experts")
-    last = int(experts.num_experts) - 1
-    pairs = {Q_PROJ: layer.get_submodule("self_attn.q_proj").weight}
-    if not experts.gate_up_proj.is_meta:
-        for expert in (0, last):
-            gate, up = experts.gate_up_proj[expert].chunk(2)
-            prefix = f"block_sparse_moe.experts.{expert}."
-            pairs[prefix + "w1.weight"], pairs[prefix + "w3.weight"] = gate, up
-            pairs[prefix + "w2.weight"] = experts.down_proj[expert]
-    for name, value in pairs.items():
-        if isinstance(value, torch.Tensor) and not value.is_meta and not torch.equal(value.cpu(), tensors[name]):
+    for name, value in _weights(layer):
+        if not torch.equal(value.cpu(), tensors[name]):
             raise GoldenRefusedError(
                 f"layer {index}: {name} differs from the checkpoint's dequantised weight",
-                next_step="FP8 dimensions over 128 must be multiples of 128, or transformers derives wrong blocks.",
+                expected=str(tensors.given_dtype(name)),
+                found=f"{value.dtype}, other values",
+                next_step="Make the golden from a BF16 copy of the model, and report this.",
             )
+
+
+def _weights(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names, as the hub spells them, and values of the weights to compare."""
+    for name in ATTENTION_AND_NORM_NAMES:
+        path, _, weight = name.rpartition(".")
+        yield name, weight_of(layer.get_submodule(path), weight)
+    experts = layer.get_submodule("mlp.experts")
+    gate_up, down = weight_of(experts, "gate_up_proj"), weight_of(experts, "down_proj")
+    for expert in (0, len(down) - 1):
+        gate, up = gate_up[expert].chunk(2)
+        yield expert_weight(expert, EXPERT_GATE), gate
+        yield expert_weight(expert, EXPERT_UP), up
+        yield expert_weight(expert, EXPERT_DOWN), down[expert]

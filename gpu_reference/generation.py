@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minimax_tools.errors import UsageError
+from gpu_reference.placement import watched_memory
+from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.inputs import Inputs
-from minimax_tools.prompts import decode_tokens
+from minimax_tools.tokenizer import decode_rows, has_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import MiniMaxM2ForCausalLM
 
 GENERATION_NAME = "generation.json"
 
@@ -25,10 +27,13 @@ class Sampling:
     Args:
         max_new_tokens: How many tokens to generate, at most.
         do_sample: Draw instead of taking the most likely token.
-        temperature: Divisor of the logits, with `do_sample`.
+        temperature: Divisor of the logits, with `do_sample`; None for 1.
         top_k: Draw among so many tokens, with `do_sample`; None for all.
-        top_p: Draw among the tokens that hold this share of the probability, with `do_sample`.
+        top_p: Draw among the tokens that hold this share of the probability, with `do_sample`; None for all.
         seed: Seed of the draws.
+
+    Raises:
+        UsageError: An option that only sampling heeds is given without it.
     """
 
     max_new_tokens: int
@@ -43,36 +48,71 @@ class Sampling:
         unused = [name for name, value in given.items() if value is not None]
         if unused and not self.do_sample:
             raise UsageError(
-                f"{', '.join(unused)} has no effect on greedy generation", next_step="Add --do-sample, or leave it out."
+                f"{', '.join(unused)} has no effect on greedy generation",
+                next_step="Add --do-sample, or leave it out.",
             )
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of transformers' `generate`."""
+        """The keyword arguments of transformers' `generate`; nothing is left to the checkpoint's own."""
         if not self.do_sample:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         return {
             "do_sample": True,
-            "temperature": self.temperature or 1.0,
-            "top_k": self.top_k or 0,
-            "top_p": self.top_p or 1.0,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_k": 0 if self.top_k is None else self.top_k,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
         }
 
 
-def generate(model: PreTrainedModel, inputs: Inputs, sampling: Sampling, *, folder: Path) -> dict[str, Any]:
+def generate(
+    model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path
+) -> dict[str, Any]:
     """Continue every row of `inputs` and return ids and text, as they are stored in `generation.json`.
 
-    Rows run one by one, without padding, so that a row's tokens do not depend on its neighbours.
+    Rows run one by one, without padding and each from the seed, so that none depends on its neighbours.
+
+    Raises:
+        BackendError: A GPU ran out of memory.
     """
-    torch.manual_seed(sampling.seed)
-    rows = [_continue_row(model, row, sampling) for row in _real_rows(inputs)]
-    texts = _texts(folder, rows)
+    prompts = _real_rows(inputs)
+    rows = [_continue_row(model, prompt, sampling) for prompt in prompts]
+    texts = decode_rows(folder, rows) if has_tokenizer(folder) else [None] * len(rows)
     return {
         "sampling": asdict(sampling),
         "rows": [
             {"prompt_ids": prompt, "generated_ids": new, "text": text}
-            for prompt, new, text in zip(_real_rows(inputs), rows, texts, strict=True)
+            for prompt, new, text in zip(prompts, rows, texts, strict=True)
         ],
     }
+
+
+def read_generation(directory: Path) -> dict[str, Any] | None:
+    """What `generate` gave when the capture in `directory` was made; None where it was not asked for.
+
+    Raises:
+        CaptureError: The file is damaged.
+    """
+    path = directory / GENERATION_NAME
+    try:
+        generation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CaptureError(
+            f"{path} is damaged", found=str(error), next_step="Run the capture again."
+        ) from error
+    return generation
+
+
+def render_generation(generation: dict[str, Any] | None) -> str:
+    """The rows as text; empty where there was no generation."""
+    rows = enumerate(generation["rows"] if generation else ())
+    return "".join(
+        f"\nRow {index} continues with {len(row['generated_ids'])} tokens\n"
+        f"  ids   {' '.join(str(token) for token in row['generated_ids'])}\n"
+        f"  text  {row['text'] if row['text'] is not None else 'unknown: the checkpoint has no tokenizer'}\n"
+        for index, row in rows
+    )
 
 
 def _real_rows(inputs: Inputs) -> list[list[int]]:
@@ -81,11 +121,14 @@ def _real_rows(inputs: Inputs) -> list[list[int]]:
     ]
 
 
-def _continue_row(model: PreTrainedModel, row: list[int], sampling: Sampling) -> list[int]:
-    device = model.get_submodule("model.embed_tokens").weight.device
+def _continue_row(model: MiniMaxM2ForCausalLM, row: list[int], sampling: Sampling) -> list[int]:
+    device = model.get_submodule("model.embed_tokens").get_parameter("weight").device
+    # transformers types `generate` for a mixin that its models do not match.
+    generator: Any = model
     input_ids = torch.tensor([row], device="cpu" if device.type == "meta" else device)
-    with torch.no_grad():
-        output = model.generate(  # type: ignore[operator]  # transformers types `generate` as a Tensor | Module
+    torch.manual_seed(sampling.seed)
+    with torch.no_grad(), watched_memory():
+        output = generator.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=sampling.max_new_tokens,
@@ -94,10 +137,3 @@ def _continue_row(model: PreTrainedModel, row: list[int], sampling: Sampling) ->
         )
     new: list[int] = output[0, len(row) :].tolist()
     return new
-
-
-def _texts(folder: Path, rows: list[list[int]]) -> list[str | None]:
-    """The rows' text; None where the checkpoint has no tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
-        return [None] * len(rows)
-    return list(decode_tokens(folder, rows))

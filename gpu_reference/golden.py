@@ -1,48 +1,36 @@
-"""The golden capture: hooks over transformers' model, the noise floor beside it, written layer by layer."""
+"""The golden capture: transformers' model run once, written layer by layer with the noise floor beside it."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_reference.certify import certify
+from gpu_reference.certify import certify, refuse_ragged_blocks
 from gpu_reference.model import GoldenModelRequest, load_golden_model
+from gpu_reference.noise_floor import FLOOR_SITES, NoiseFloor
+from gpu_reference.placement import describe_devices, watched_memory
+from gpu_reference.recording import recording_layers, recording_model
 from minimax_tools.capture.manifest import Description, dtype_name
-from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.capture.taps import Tap
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import CORRECTION_BIAS
+from minimax_tools.checkpoint.layer_tensors import verify_layer
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.floor import floor_statistics
 from minimax_tools.inputs import Inputs
 from minimax_tools.provenance import Provenance
-from minimax_tools.reference.head import Float32Head
-from minimax_tools.reference.modules import LAYER_TAPS, RECORD_ROPE
-from minimax_tools.reference.twin import Float32Twin
 from minimax_tools.run import Run
 from minimax_tools.sites import ModelSite, Site
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import MiniMaxM2ForCausalLM
 
 logger = logging.getLogger(__name__)
-
-_MODEL_TAPS: Mapping[ModelSite, str] = {
-    ModelSite.EMBEDDING: "model.embed_tokens",
-    ModelSite.FINAL_NORM: "model.norm",
-    ModelSite.LOGITS: "lm_head",
-}
-# What the twin and the floor statistics need of the reference, captured or not.
-_FLOOR_SITES = (Site.INPUT, Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +56,11 @@ class Golden:
     """A loaded golden model, proved and ready to run; made by `open_golden`."""
 
     def __init__(
-        self, request: GoldenRequest, model: PreTrainedModel, reader: CheckpointReader, proved: tuple[str, ...]
+        self,
+        request: GoldenRequest,
+        model: MiniMaxM2ForCausalLM,
+        reader: CheckpointReader,
+        proved: tuple[str, ...],
     ) -> None:
         self._request = request
         self._reader = reader
@@ -78,9 +70,7 @@ class Golden:
     def describe(self) -> Description:
         """What a capture of this golden is."""
         request = self._request
-        dtype = dtype_name(request.model.dtype)
-        fingerprint = ModelFingerprint.of(self._reader, request.model.spec, request.run.span)
-        device = self.model.get_submodule("model.embed_tokens").weight.device
+        backend, devices = describe_devices(self.model)
         options: dict[str, Any] = {
             "attn_implementation": request.model.attn_implementation,
             "experts_implementation": request.model.experts_implementation,
@@ -91,11 +81,15 @@ class Golden:
             side=GOLDEN_SIDE,
             run=request.run,
             provenance=Provenance(
-                model=fingerprint,
+                model=ModelFingerprint.of(self._reader, request.model.spec, request.run.span),
                 model_source=request.model_source,
-                backend=device.type,
-                device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                dtypes={"weights": dtype, "router_gate": "float32", "correction_bias": "float32"},
+                backend=backend,
+                device=devices,
+                dtypes={
+                    "weights": dtype_name(request.model.dtype),
+                    "router_gate": "float32",
+                    "correction_bias": "float32",
+                },
                 target="transformers",
                 options=options,
             ),
@@ -113,6 +107,7 @@ class Golden:
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.
+            BackendError: A GPU ran out of memory.
         """
         with open_capture(directory, self.describe(), inputs=self._request.inputs) as writer:
             self._run_into(writer)
@@ -120,157 +115,122 @@ class Golden:
                 writer.write_json(name, value)
             writer.finish()
 
-    def run(self) -> dict[int, dict[Site, torch.Tensor]]:
-        """Run the inputs once and return every site of every layer of the span on the CPU."""
-        captured: dict[int, dict[Site, torch.Tensor]] = {}
-        with contextlib.ExitStack() as stack:
-            for layer in self._request.run.span:
-                captured[layer] = stack.enter_context(self._recording(layer))
-            self.forward()
-        return {layer: self._kept(layer, self._shaped(tensors)) for layer, tensors in captured.items()}
+    def run(self) -> dict[int, Mapping[Site, torch.Tensor]]:
+        """Run the inputs once and return every site of every layer of the span on the CPU.
 
-    def forward(self) -> None:
-        """One forward pass over the inputs, on the embedding's device."""
+        Raises:
+            BackendError: A GPU ran out of memory.
+        """
+        layers: dict[int, Mapping[Site, torch.Tensor]] = {}
+
+        def keep(layer: int, captured: Mapping[Site, torch.Tensor], _: torch.device) -> None:
+            layers[layer] = self._kept(layer, captured)
+
+        run = self._request.run
+        with recording_layers(
+            self.model, tuple(run.span), sites=frozenset(run.sites), inputs=self._request.inputs, sink=keep
+        ):
+            self.forward()
+        return layers
+
+    def forward(self) -> torch.Tensor:
+        """Run the inputs once, on the embedding's device, and return the logits [B,S,vocab].
+
+        Of a run that does not keep them, the logits of the last position alone are computed.
+
+        Raises:
+            BackendError: A GPU ran out of memory.
+        """
         inputs = self._request.inputs
-        device = self.model.get_submodule("model.embed_tokens").weight.device
+        device = self.model.get_submodule("model.embed_tokens").get_parameter("weight").device
+        # An offloaded embedding has no device of its own; accelerate moves the inputs to where it runs.
         device = torch.device("cpu") if device.type == "meta" else device
-        with torch.no_grad():
-            self.model(
+        with torch.no_grad(), watched_memory():
+            output = self.model(
                 input_ids=inputs.input_ids.to(device),
                 attention_mask=inputs.attention_mask.to(device),
                 position_ids=inputs.position_ids.to(device),
                 use_cache=False,
+                logits_to_keep=0 if ModelSite.LOGITS in self._request.run.model_sites else 1,
             )
+        logits: torch.Tensor = output.logits
+        return logits
 
     def _run_into(self, writer: CaptureWriter) -> None:
-        pending = [layer for layer in self._request.run.span if layer not in writer.complete_layers]
-        model_tensors: dict[ModelSite, torch.Tensor] = {}
-        with contextlib.ExitStack() as stack:
-            for layer in pending:
-                tensors = stack.enter_context(self._recording(layer))
-                stack.enter_context(self._when_done(layer, tensors, writer))
-            stack.enter_context(self._recording_model(model_tensors))
-            self.forward()
-        if self._request.run.model_sites:
-            writer.write_model(model_tensors, twin=self._model_twin(writer))
+        run, inputs = self._request.run, self._request.inputs
+        pending = tuple(layer for layer in run.span if layer not in writer.complete_layers)
+        if not pending and (writer.has_model_sites or not run.model_sites):
+            return
+        floor = self._noise_floor()
 
-    def _decoder_layer(self, layer: int) -> torch.nn.Module:
-        return self.model.get_submodule(f"model.layers.{layer}")
-
-    @contextlib.contextmanager
-    def _recording(self, layer: int) -> Iterator[dict[Site, torch.Tensor]]:
-        """Hooks on one layer; the tensors appear in the mapping as the layer runs."""
-        module, wanted = self._decoder_layer(layer), {*self._request.run.sites, *_FLOOR_SITES}
-        taps = {site: tap for site, tap in LAYER_TAPS.items() if site in wanted}
-        recorder = Recorder(module, taps, keep=copy_to_host)
-
-        def record_rope(query: torch.Tensor, key: torch.Tensor) -> None:
-            for site, tensor in ((Site.Q_ROPE, query), (Site.K_ROPE, key)):
-                if site in wanted:
-                    recorder.record(site, tensor)
-
-        attention = module.get_submodule("self_attn")
-        setattr(attention, RECORD_ROPE, record_rope)
-        try:
-            with recorder:
-                yield recorder.tensors
-        finally:
-            delattr(attention, RECORD_ROPE)
-
-    @contextlib.contextmanager
-    def _when_done(self, layer: int, tensors: dict[Site, torch.Tensor], writer: CaptureWriter) -> Iterator[None]:
-        """Write the layer, its floor beside it, as soon as it has run."""
-
-        def write(*_: object) -> None:
-            captured = self._shaped(tensors)
-            twin = self._twin(layer, captured)
+        def write(layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
+            twin = floor.run_layer(layer, captured, sites=run.computed_sites, device=device) if floor else {}
             writer.write_layer(
                 layer,
                 self._kept(layer, captured),
-                twin=twin if self._request.noise_floor == "full" else None,
-                floor=self._floor(layer, captured, twin) if twin else None,
+                twin=twin if self._keeps_twins else None,
+                floor=floor.measure_layer(layer, captured, twin) if floor else None,
             )
-            tensors.clear()
-            logger.info("Layer %d of %s captured.", layer, self._request.run.span)
+            logger.info("Layer %d of %s captured.", layer, run.span)
 
-        handle = self._decoder_layer(layer).register_forward_hook(write)
-        try:
-            yield
-        finally:
-            handle.remove()
+        wanted = frozenset(run.sites) | (FLOOR_SITES if floor else frozenset())
+        with (
+            recording_layers(self.model, pending, sites=wanted, inputs=inputs, sink=write),
+            recording_model(self.model, run.model_sites) as model_tensors,
+        ):
+            self.forward()
+        if run.model_sites:
+            self._write_model(writer, model_tensors, floor)
 
-    @contextlib.contextmanager
-    def _recording_model(self, tensors: dict[ModelSite, torch.Tensor]) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for site in self._request.run.model_sites:
-                recorder = Recorder(
-                    self.model.get_submodule(_MODEL_TAPS[site]), {Site.OUTPUT: Tap(path="")}, keep=copy_to_host
-                )
-                stack.enter_context(recorder)
-                stack.callback(lambda site=site, recorder=recorder: tensors.update({site: recorder.tensors[Site.OUTPUT]}))
-            yield
+    def _write_model(
+        self, writer: CaptureWriter, captured: Mapping[ModelSite, torch.Tensor], floor: NoiseFloor | None
+    ) -> None:
+        twin = floor.run_head(writer.read_layer_output(self._request.run.span.last)) if floor else {}
+        writer.write_model(
+            captured,
+            twin=twin if self._keeps_twins else None,
+            floor=floor.measure_head(captured, twin) if floor else None,
+        )
 
-    def _shaped(self, tensors: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
-        return {site: shape_to_batch(site, tensor, self._request.inputs) for site, tensor in tensors.items()}
+    @property
+    def _keeps_twins(self) -> bool:
+        return self._request.noise_floor == "full"
+
+    def _noise_floor(self) -> NoiseFloor | None:
+        if self._request.noise_floor == "off":
+            return None
+        model = self._request.model
+        return NoiseFloor(
+            config=self.model.config,
+            reader=self._reader,
+            spec=model.spec,
+            dtype=model.dtype,
+            inputs=self._request.inputs,
+        )
 
     def _kept(self, layer: int, captured: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
         """The sites to store: a layer's input only where it is not the output of the layer before."""
         run = self._request.run
         repeats = layer > run.span.start and Site.OUTPUT in run.sites
-        return {
-            site: captured[site]
-            for site in run.sites
-            if site in captured and not (site is Site.INPUT and repeats)
-        }
-
-    def _tensors(self, layer: int) -> LayerTensors:
-        return LayerTensors.open(self._reader, self._request.model.spec, layer, self._request.model.dtype)
-
-    def _twin(self, layer: int, captured: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
-        """The float32 twin of one layer's sites; empty where no floor is kept."""
-        if self._request.noise_floor == "off":
-            return {}
-        norm = self._decoder_layer(layer).get_submodule("input_layernorm").weight
-        twin = Float32Twin(
-            self.model.config,
-            self._tensors(layer),
-            layer=layer,
-            device=torch.device("cpu") if norm.is_meta else norm.device,
-        )
-        sites = tuple(
-            site for site in Site if site in (*self._request.run.computed_sites, Site.ROUTER_LOGITS)
-        )
-        return twin.run(
-            captured[Site.INPUT], self._request.inputs, router_experts=captured[Site.ROUTER_EXPERTS], sites=sites
-        )
-
-    def _floor(
-        self, layer: int, captured: Mapping[Site, torch.Tensor], twin: Mapping[Site, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        spec = self._request.model.spec
-        return floor_statistics(
-            captured,
-            twin,
-            attention_mask=self._request.inputs.attention_mask,
-            correction_bias=self._tensors(layer)[CORRECTION_BIAS],
-            num_experts_per_tok=spec.num_experts_per_tok,
-        )
-
-    def _model_twin(self, writer: CaptureWriter) -> dict[ModelSite, torch.Tensor] | None:
-        if self._request.noise_floor == "off":
-            return None
-        head = Float32Head(self._reader, self._request.model.spec, dtype=self._request.model.dtype)
-        return head.run(writer.read_layer_output(self._request.run.span.last))
+        return {site: captured[site] for site in run.sites if not (site is Site.INPUT and repeats)}
 
 
-@contextlib.contextmanager
+@contextmanager
 def open_golden(request: GoldenRequest) -> Iterator[Golden]:
     """Load and prove the golden model.
 
     Raises:
         GoldenRefusedError: The model fell into one of the known traps.
+        CheckpointError: The checkpoint lacks tensors, or transformers could not load it.
+        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
+        BackendError: A GPU's memory is too small.
     """
-    with CheckpointReader(request.model.folder) as reader:
-        model = load_golden_model(request.model)
-        proved = certify(model, spec=request.model.spec, reader=reader)
-        yield Golden(request, model, reader, proved)
+    model = request.model
+    with CheckpointReader(model.folder) as reader:
+        # What the headers tell is told before hundreds of gigabytes are loaded.
+        refuse_ragged_blocks(model.spec)
+        for layer in range(model.num_hidden_layers):
+            verify_layer(reader.index, model.spec, layer)
+        loaded = load_golden_model(model, reader)
+        proved = certify(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
+        yield Golden(request, loaded, reader, proved)

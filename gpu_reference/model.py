@@ -53,7 +53,7 @@ class GoldenModelRequest:
 
 
 def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> MiniMaxM2ForCausalLM:
-    """Load transformers' MiniMax-M2: FP8 dequantised, router gate and correction bias as the checkpoint has them.
+    """Load transformers' model, FP8 dequantised, router gate and correction bias as the checkpoint has them.
 
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
@@ -82,7 +82,7 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
 
 
 def restore_router(model: torch.nn.Module, reader: CheckpointReader) -> None:
-    """Put the checkpoint's float32 router gates and correction biases back, which loading in BF16 has rounded."""
+    """Put the checkpoint's float32 router gates and correction biases back, rounded by loading in BF16."""
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
         moe = layer.get_submodule("mlp")
         gate, bias = (
@@ -99,7 +99,8 @@ def _loading_errors_translated(request: GoldenModelRequest) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         if "offload_folder" in str(error):
             raise UsageError(
-                "the model does not fit the devices and limits given", next_step="Give --offload-folder DIR too."
+                "the model does not fit the devices and limits given",
+                next_step="Give --offload-folder DIR too.",
             ) from error
         raise CheckpointError(
             f"transformers cannot load {request.folder}", found=f"{type(error).__name__}: {error}"
@@ -110,9 +111,7 @@ def _golden_class() -> Any:
     try:
         from transformers import MiniMaxM2ForCausalLM
     except ImportError:
-        raise MissingExtraError(
-            "transformers>=5.23", extra="golden", needed_for="a golden capture"
-        ) from None
+        raise MissingExtraError("transformers>=5.23", extra="golden", needed_for="a golden capture") from None
     return MiniMaxM2ForCausalLM
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def weight_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """The weight that `module` computes with; one that is offloaded is fetched, in the dtype it will run in."""
+    """The weight that `module` computes with; one that is offloaded is fetched, in the dtype it runs in."""
     weight: torch.Tensor = getattr(module, name)
     if not weight.is_meta:
         return weight.detach()

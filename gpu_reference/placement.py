@@ -63,8 +63,9 @@ class Placement:
 def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: Path | None) -> Placement:
     """Read `--device-map`, `--max-memory` and `--offload-folder`.
 
-    One size for `--max-memory` is that of each GPU, and what is free of the CPU's memory comes after them; without
-    a GPU it is the CPU's. Without a GPU every strategy means the CPU, unless limits ask for accelerate's split.
+    One size for `--max-memory` is that of each GPU, what is free of the CPU's memory coming after them;
+    without a GPU it is the CPU's. Without a GPU every strategy means the CPU, unless limits ask for a split
+    with the disk.
 
     Raises:
         UsageError: A value cannot be read, or has no effect.

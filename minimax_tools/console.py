@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 import click
 
-from minimax_tools.errors import Mm2Error
+from minimax_tools.errors import CannotRunError, Mm2Error
 
 _DEBUG = "minimax_tools.debug"
 _JSON = "minimax_tools.json"
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 
 
-_HANDLED = (Mm2Error, OSError, RuntimeError, ValueError, TypeError, LookupError, KeyboardInterrupt)
-
-
-class CommandFailure(click.ClickException):
-    """An error on its way out: one message on stderr, the exit code of the error's class."""
-
-    def __init__(self, message: str, *, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 class Mm2Command(click.Command):
-    """A command that turns mm2's errors into messages and exit codes.
+    """A command whose errors become one message on stderr and the exit code of their class.
 
-    Without `--debug` no traceback is shown; with it the exception passes through.
+    No error leaves with exit code 1, which says that a port differs. `--debug` shows the traceback too.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; errors become a `CommandFailure`."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
-        except _HANDLED as error:
-            raise _reported(ctx, error) from error
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            _fail(ctx, error)
 
 
 class Mm2Group(click.Group):
@@ -60,13 +51,13 @@ def remember_json(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 def show_progress(ctx: click.Context, _: click.Parameter, quiet: bool) -> bool:
     """Click callback of `--quiet`: send the libraries' log messages to stderr, warnings only if quiet."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler = _StderrHandler()
     level = logging.DEBUG if ctx.meta.get(_DEBUG) else logging.WARNING if quiet else logging.INFO
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.handlers[:] = [handler]
         logger.setLevel(level)
+        # Libraries that set up the root logger would print every line again.
         logger.propagate = False
     return quiet
 
@@ -76,26 +67,32 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _reported(ctx: click.Context, error: BaseException) -> BaseException:
-    """The failure to raise for `error`, said on stdout too where JSON was asked for; the error itself to debug."""
-    if ctx.meta.get(_DEBUG) or isinstance(error, (click.exceptions.Exit, click.Abort)):
-        return error
-    failure = _as_failure(error)
+class _StderrHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(self.format(record), err=True)
+
+
+def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
+    if ctx.meta.get(_DEBUG):
+        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+    message, exit_code = _describe(error)
     if ctx.meta.get(_JSON):
-        print_json(_as_json(failure))
-    return failure
+        print_json({**_no_verdict(exit_code), "error": message, "exit_code": exit_code})
+    click.echo(f"Error: {message}", err=True)
+    ctx.exit(exit_code)
 
 
-def _as_failure(error: BaseException) -> CommandFailure:
+def _describe(error: BaseException) -> tuple[str, int]:
     if isinstance(error, Mm2Error):
-        return CommandFailure(str(error), exit_code=error.exit_code)
+        return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return CommandFailure("interrupted", exit_code=3)
-    return CommandFailure(
-        f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.", exit_code=3
-    )
+        return "interrupted", CannotRunError.exit_code
+    message = f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback."
+    return message, CannotRunError.exit_code
 
 
-def _as_json(failure: CommandFailure) -> dict[str, Any]:
-    verdict = {"verdict": "incomparable", "compared": 0, "of": 0, "blame": []} if failure.exit_code == 3 else {}
-    return {**verdict, "error": failure.message, "exit_code": failure.exit_code}
+def _no_verdict(exit_code: int) -> dict[str, Any]:
+    """What a comparison that could not run prints in place of its verdict."""
+    if exit_code != CannotRunError.exit_code:
+        return {}
+    return {"verdict": "incomparable", "compared": 0, "of": 0, "blame": []}

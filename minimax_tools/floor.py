@@ -1,9 +1,9 @@
 """Floor statistics: what BF16 alone cost the golden at each site, token by token.
 
 Names in a layer's floor file (float32 [B,S], zero on padding): `<site>.error` ‖bf16 − float32‖ over a token's
-channels, `<site>.error_ordinary` the same without the massive channels, `router_margin` the distance
-between the k-th and the (k+1)-th biased score in float32, `router_noise` the error of BF16 on the scores
-that compete there.
+channels, `<site>.error_ordinary` and `<site>.error_massive` the same over its ordinary and its massive channels,
+`router_margin` the distance between the k-th and the (k+1)-th biased score in float32, `router_noise` the error
+of BF16 on the scores that compete there.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def error_name(site: Site) -> str:
 def ordinary_error_name(site: Site) -> str:
     """Name of a site's error norms without the massive channels."""
     return f"{site}.error_ordinary"
+
+
+def massive_error_name(site: Site) -> str:
+    """Name of a site's error norms over the massive channels alone."""
+    return f"{site}.error_massive"
 
 
 def token_rows(tensor: torch.Tensor, site: Site) -> torch.Tensor:
@@ -67,24 +72,40 @@ def floor_statistics(
     statistics: dict[str, torch.Tensor] = {}
     for site, exact in twin.items():
         if site in reference and site not in _WITHOUT_ERROR:
-            rows, exact_rows = token_rows(reference[site], site), token_rows(exact, site)
-            error = rows.to(torch.float32) - exact_rows.to(torch.float32)
-            ordinary = ~massive_channels(rows[real])
-            statistics[error_name(site)] = error.norm(dim=-1) * real
-            statistics[ordinary_error_name(site)] = error[..., ordinary].norm(dim=-1) * real
+            statistics |= _error_norms(site, reference[site], exact, real)
     if Site.ROUTER_LOGITS in twin and Site.ROUTER_LOGITS in reference:
         scores = twin[Site.ROUTER_LOGITS].sigmoid() + correction_bias
         noisy = reference[Site.ROUTER_LOGITS].to(torch.float32).sigmoid() + correction_bias
-        statistics[ROUTER_MARGIN], statistics[ROUTER_NOISE] = _routing(scores, noisy, num_experts_per_tok)
+        margin, noise = _routing(scores, noisy, num_experts_per_tok)
+        statistics[ROUTER_MARGIN], statistics[ROUTER_NOISE] = _on_real(margin, real), _on_real(noise, real)
     return statistics
+
+
+def _error_norms(
+    site: Site, reference: torch.Tensor, twin: torch.Tensor, real: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    rows = token_rows(reference, site)
+    error = rows.to(torch.float32) - token_rows(twin, site).to(torch.float32)
+    massive = massive_channels(rows[real])
+    parts = {
+        error_name(site): error,
+        ordinary_error_name(site): error[..., ~massive],
+        massive_error_name(site): error[..., massive],
+    }
+    return {name: _on_real(part.norm(dim=-1), real) for name, part in parts.items()}
+
+
+def _on_real(statistic: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """A statistic [B,S] with zeros on padding, whatever stood there: NaN too."""
+    return torch.where(real, statistic, 0.0)
 
 
 def _routing(scores: torch.Tensor, noisy: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Margin [B,S] and noise [B,S] of biased scores [B,S,E] against their BF16 counterpart."""
     num_experts = scores.shape[-1]
-    ordered, order = scores.sort(dim=-1, descending=True)
     if k >= num_experts:
         return torch.full(scores.shape[:2], torch.inf), torch.zeros(scores.shape[:2])
+    ordered, order = scores.sort(dim=-1, descending=True)
     near = order[..., max(k - _COMPETITORS, 0) : k + _COMPETITORS]
     error = (noisy - scores).gather(-1, near).abs()
     return ordered[..., k - 1] - ordered[..., k], error.amax(dim=-1)

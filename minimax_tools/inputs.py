@@ -27,7 +27,7 @@ class Inputs:
     source: str
 
     def __post_init__(self) -> None:
-        shapes = {tuple(tensor.shape) for tensor in (self.input_ids, self.attention_mask, self.position_ids)}
+        shapes = {tuple(tensor.shape) for tensor in self.tensors().values()}
         if len(shapes) != 1 or len(next(iter(shapes))) != 2:
             raise ValueError(f"inputs need one [B,S] shape, got {sorted(shapes)}")
 
@@ -54,7 +54,7 @@ class Inputs:
     def digest(self) -> str:
         """sha256 over ids, mask and positions: equal for equal inputs only."""
         digest = hashlib.sha256()
-        for tensor in (self.input_ids, self.attention_mask, self.position_ids):
+        for tensor in self.tensors().values():
             digest.update(str(tuple(tensor.shape)).encode())
             digest.update(tensor.to(torch.int64).contiguous().numpy().tobytes())
         return digest.hexdigest()
@@ -69,7 +69,9 @@ class Inputs:
 
     def __str__(self) -> str:
         lengths = ", ".join(str(length) for length in self.lengths)
-        return f"{self.batch_size} rows ({lengths} tokens, padded to {self.sequence_length}) from {self.source}"
+        return (
+            f"{self.batch_size} rows ({lengths} tokens, padded to {self.sequence_length}) from {self.source}"
+        )
 
 
 def pad_rows(
@@ -77,11 +79,20 @@ def pad_rows(
 ) -> Inputs:
     """Pad `rows` on one side to the longest row, or to the smallest bucket that holds it.
 
+    Args:
+        rows: Token ids of each row.
+        padding_side: `left` or `right`.
+        buckets: Lengths to choose from; empty for the longest row's.
+        pad_token_id: The id that padding gets.
+        source: Where the rows came from, in a few words.
+
     Raises:
         UsageError: No row, an empty row, or a row longer than every bucket.
     """
-    if not rows or not all(rows):
-        raise UsageError("a run needs at least one token in every row", found=f"{len(rows)} rows")
+    if not rows:
+        raise UsageError("a run needs at least one row of tokens")
+    if not all(rows):
+        raise UsageError(f"row {rows.index([])} has no token")
     longest = max(len(row) for row in rows)
     fitting = [bucket for bucket in buckets if bucket >= longest]
     if buckets and not fitting:
@@ -104,7 +115,7 @@ def pad_rows(
 
 
 def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Rows of uniform random ids, one per length, the whole repeated `batch_size` times with new ids."""
+    """Rows of uniform random ids: one for each length, and all that `batch_size` times, with new ids."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(0, vocab_size, (length,), generator=generator).tolist()

@@ -1,14 +1,16 @@
 """The options that mean the same in every command, declared once.
 
-    model_option     --model                                     (env MM2_MODEL)
-    captures_option  --captures                                  (env MM2_CAPTURES)
-    store_options    --captures, --output-dir
-    run_options      --sites, --dtype, --seed
-    input_options    --prompt, --prompts-file, --chat, --input-ids, --seq-len, --batch-size, --padding-side, --pad-to,
-                     --max-length
-    span_options     --start-layer, --end-layer, --layers
-    layer_option     --layer
-    output_options   --json, --quiet, --debug
+| decorator | options |
+|---|---|
+| `model_option` | --model (env MM2_MODEL) |
+| `captures_option` | --captures (env MM2_CAPTURES) |
+| `store_options` | --captures, --output-dir |
+| `run_options` | --sites, --dtype, --seed |
+| `input_options` | --prompt, --prompts-file, --chat, --input-ids, --seq-len, --batch-size, |
+| | --padding-side, --pad-to, --max-length |
+| `span_options` | --start-layer, --end-layer, --layers |
+| `layer_option` | --layer |
+| `output_options` | --json, --quiet, --debug |
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ def parse_lengths(_: click.Context, parameter: click.Parameter, value: str | Non
 
 
 model_option = click.option(
-    "--model", envvar="MM2_MODEL", required=True, metavar="FOLDER|HUB_ID", help="Checkpoint: a folder or a hub id."
+    "--model",
+    envvar="MM2_MODEL",
+    required=True,
+    metavar="FOLDER|HUB_ID",
+    help="Checkpoint: a folder or a hub id [env: MM2_MODEL].",
 )
 captures_option = click.option(
     "--captures",
@@ -67,7 +73,7 @@ captures_option = click.option(
     envvar="MM2_CAPTURES",
     default=DEFAULT_CAPTURES,
     show_default=True,
-    help="Folder that holds all captures.",
+    help="Folder that holds all captures [env: MM2_CAPTURES].",
 )
 store_options = _stack(
     captures_option,
@@ -103,14 +109,32 @@ input_options = _stack(
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         help="Prompts: one a line, or a JSON list of strings.",
     ),
-    click.option("--chat", is_flag=True, help="Apply the tokenizer's chat template; the default is raw text."),
-    click.option("--input-ids", multiple=True, metavar="1,2,3|FILE", help="Token ids of a row, or a JSON file of rows."),
     click.option(
-        "--seq-len", "seq_lens", callback=parse_lengths, metavar="96,61", help="Random ids: one row per length."
+        "--chat", is_flag=True, help="Apply the tokenizer's chat template; the default is raw text."
     ),
-    click.option("--batch-size", type=click.IntRange(min=1), default=1, help="Repeat the random rows so many times."),
-    click.option("--padding-side", type=click.Choice(["left", "right"]), default="right", show_default=True),
-    click.option("--pad-to", callback=parse_lengths, metavar="128,512", help="Pad to the smallest bucket that fits."),
+    click.option(
+        "--input-ids", multiple=True, metavar="1,2,3|FILE", help="Token ids of a row, or a JSON file of rows."
+    ),
+    click.option(
+        "--seq-len",
+        "seq_lens",
+        callback=parse_lengths,
+        metavar="96,61",
+        help="Random ids: one row per length.",
+    ),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), default=1, help="Repeat the random rows so many times."
+    ),
+    click.option(
+        "--padding-side",
+        type=click.Choice(["left", "right"]),
+        default="right",
+        show_default=True,
+        help="Where shorter rows are padded.",
+    ),
+    click.option(
+        "--pad-to", callback=parse_lengths, metavar="128,512", help="Pad to the smallest bucket that fits."
+    ),
     click.option("--max-length", type=click.IntRange(min=1), help="Truncate every row to so many tokens."),
 )
 layer_option = click.option("--layer", type=click.IntRange(min=0), required=True, help="The layer, from 0.")
@@ -121,10 +145,19 @@ span_options = _stack(
 )
 output_options = _stack(
     click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, callback=remember_debug, help="Show tracebacks."
+        "--debug",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=remember_debug,
+        help="Show tracebacks.",
     ),
-    click.option("--json", "as_json", is_flag=True, is_eager=True, callback=remember_json, help="Print JSON."),
-    click.option("--quiet", is_flag=True, expose_value=False, callback=show_progress, help="Print no progress."),
+    click.option(
+        "--json", "as_json", is_flag=True, is_eager=True, callback=remember_json, help="Print JSON."
+    ),
+    click.option(
+        "--quiet", is_flag=True, expose_value=False, callback=show_progress, help="Print no progress."
+    ),
 )
 
 
@@ -135,13 +168,17 @@ def read_span(start_layer: int | None, end_layer: int | None, layers: str | None
         UsageError: Both notations were used, or only one end was given.
     """
     if layers is not None and (start_layer is not None or end_layer is not None):
-        raise UsageError("--layers and --start-layer/--end-layer were both given", next_step="Use one of them.")
+        raise UsageError(
+            "--layers and --start-layer/--end-layer were both given", next_step="Use one of them."
+        )
     if layers is not None:
         return Span.parse(layers)
     if start_layer is None and end_layer is None:
         return None
     if start_layer is None or end_layer is None:
-        raise UsageError("--start-layer and --end-layer come together", next_step="Give both, or --layers A:B.")
+        raise UsageError(
+            "--start-layer and --end-layer come together", next_step="Give both, or --layers A:B."
+        )
     return Span.inclusive(start_layer, end_layer)
 
 

@@ -1,30 +1,27 @@
-"""Prompts: what a user asked to run, turned into token rows without transformers.
-
-The tokenizer is the checkpoint's own tokenizer.json; the chat template is rendered with jinja2 as
-transformers renders it (sandboxed, blocks trimmed).
-"""
+"""Prompts: what a user asked to run, turned into token rows."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.sandbox
-import tokenizers
-
-from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.errors import UsageError
 from minimax_tools.inputs import Inputs, pad_rows, random_rows
 from minimax_tools.spec import ModelSpec
+from minimax_tools.tokenizer import encode_texts
 
 _DEFAULT_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRequest:
-    """The input options of a command, as they were given; nothing is read before `build_inputs`."""
+    """The input options of a command, as they were given; nothing is read before `build_inputs`.
+
+    Raises:
+        UsageError: They contradict each other, or one has no effect.
+    """
 
     prompts: tuple[str, ...] = ()
     prompts_file: Path | None = None
@@ -38,52 +35,54 @@ class InputRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sources = [bool(self.prompts or self.prompts_file), bool(self.input_ids), bool(self.seq_lens)]
-        if sum(sources) > 1:
+        if sum((self.has_text, bool(self.input_ids), bool(self.seq_lens))) > 1:
             raise UsageError(
                 "the inputs come from several sources",
                 expected="one of --prompt/--prompts-file, --input-ids, --seq-len",
             )
-        if self.batch_size > 1 and (sources[0] or sources[1]):
-            raise UsageError("--batch-size repeats random rows only", next_step="Repeat --prompt or --input-ids.")
+        if self.batch_size > 1 and (self.has_text or self.input_ids):
+            raise UsageError(
+                "--batch-size repeats random rows only", next_step="Repeat --prompt or --input-ids."
+            )
+        if self.chat and not self.has_text:
+            raise UsageError(
+                "--chat has no effect without text", next_step="Give --prompt or --prompts-file."
+            )
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the rows are made of text."""
+        return bool(self.prompts) or self.prompts_file is not None
 
 
 def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inputs:
     """The batch that `request` describes, for the checkpoint in `folder`.
 
     Raises:
-        UsageError: An id outside the vocabulary, an empty row, an unreadable file.
+        UsageError: An id outside the vocabulary, a row empty or too long for the model, an unreadable file.
         CheckpointError: Text was given and the checkpoint has no tokenizer.
     """
     rows, source = _rows(request, folder=folder, spec=spec)
     if request.max_length is not None:
         rows = [row[: request.max_length] for row in rows]
     _refuse_foreign_ids(rows, spec.vocab_size)
+    _refuse_long_rows(rows, spec.max_position_embeddings)
     return pad_rows(
         rows,
         padding_side=request.padding_side,
         buckets=request.pad_to,
-        pad_token_id=int(spec.raw.get("pad_token_id") or 0),
+        pad_token_id=_pad_token_id(spec),
         source=source,
     )
-
-
-def decode_tokens(folder: Path, rows: list[list[int]]) -> list[str]:
-    """The text of token rows, special tokens kept.
-
-    Raises:
-        CheckpointError: The checkpoint has no tokenizer.
-    """
-    tokenizer = _load_tokenizer(folder)
-    return [str(tokenizer.decode(row, skip_special_tokens=False)) for row in rows]
 
 
 def _rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> tuple[list[list[int]], str]:
     if request.input_ids:
         return [row for text in request.input_ids for row in _parse_ids(text)], "--input-ids"
-    if request.prompts or request.prompts_file:
+    if request.has_text:
         texts = [*request.prompts, *_read_prompts(request.prompts_file)]
-        return _tokenize(texts, folder=folder, chat=request.chat), "chat prompts" if request.chat else "prompts"
+        source = "chat prompts" if request.chat else "prompts"
+        return encode_texts(folder, texts, chat=request.chat), source
     lengths = request.seq_lens or (_DEFAULT_LENGTH,)
     rows = random_rows(lengths, batch_size=request.batch_size, vocab_size=spec.vocab_size, seed=request.seed)
     return rows, f"random ids of seed {request.seed}"
@@ -92,10 +91,9 @@ def _rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> tuple[list
 def _parse_ids(text: str) -> list[list[int]]:
     try:
         if Path(text).suffix == ".json":
-            loaded = json.loads(Path(text).read_text(encoding="utf-8"))
-            return [[int(value) for value in row] for row in (loaded if isinstance(loaded[0], list) else [loaded])]
+            return _ids_of(json.loads(Path(text).read_text(encoding="utf-8")))
         return [[int(part) for part in text.split(",")]]
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"--input-ids {text!r} cannot be read",
             expected="ids like 1,2,3 or a .json file with a list of rows",
@@ -103,70 +101,41 @@ def _parse_ids(text: str) -> list[list[int]]:
         ) from error
 
 
+def _ids_of(loaded: Any) -> list[list[int]]:
+    rows = loaded if isinstance(loaded, list) and loaded and isinstance(loaded[0], list) else [loaded]
+    # A bool is an int to Python, a float would be cut.
+    if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows):
+        raise ValueError("JSON that is neither a row of ids nor a list of rows")
+    return rows
+
+
 def _read_prompts(path: Path | None) -> list[str]:
     if path is None:
         return []
-    text = path.read_text(encoding="utf-8")
-    if path.suffix != ".json":
-        return [line for line in text.splitlines() if line.strip()]
     try:
-        loaded = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON", found=str(error)) from error
-    if not isinstance(loaded, list) or not all(isinstance(entry, str) for entry in loaded):
-        raise UsageError(f"{path} holds no prompts", expected="a JSON list of strings")
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text) if path.suffix == ".json" else _lines(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--prompts-file {path} cannot be read",
+            expected="UTF-8 text, a prompt a line, or a .json file with a list of strings",
+            found=str(error),
+        ) from error
+    if not isinstance(loaded, list) or not loaded or not all(isinstance(entry, str) for entry in loaded):
+        raise UsageError(
+            f"--prompts-file {path} holds no prompts", expected="a prompt a line, or a JSON list of strings"
+        )
     return loaded
 
 
-def _tokenize(texts: list[str], *, folder: Path, chat: bool) -> list[list[int]]:
-    tokenizer = _load_tokenizer(folder)
-    if chat:
-        texts = [_render_chat(folder, text) for text in texts]
-    return [list(tokenizer.encode(text, add_special_tokens=not chat).ids) for text in texts]
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
 
 
-def _load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json", next_step="Give --input-ids or --seq-len instead of text, or add the file."
-        )
-    return tokenizers.Tokenizer.from_file(str(path))
-
-
-def _render_chat(folder: Path, prompt: str) -> str:
-    config = _tokenizer_config(folder)
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _raise_template_error
-    template = environment.from_string(_chat_template(folder, config))
-    special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    messages = [{"role": "user", "content": prompt}]
-    try:
-        return template.render(messages=messages, add_generation_prompt=True, **special)
-    except jinja2.TemplateError as error:
-        raise CheckpointError(f"the chat template of {folder} cannot be rendered", found=str(error)) from error
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return config
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> str:
-    path = folder / "chat_template.jinja"
-    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if not isinstance(template, str):
-        raise CheckpointError(f"{folder} has no chat template", next_step="Leave --chat out to run the raw text.")
-    return template
-
-
-def _token_text(token: str | dict[str, Any] | None) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else token or ""
-
-
-def _raise_template_error(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _pad_token_id(spec: ModelSpec) -> int:
+    """The model's own where it names one; any id will do, padding is masked."""
+    found = spec.raw.get("pad_token_id")
+    return found if isinstance(found, int) and 0 <= found < spec.vocab_size else 0
 
 
 def _refuse_foreign_ids(rows: list[list[int]], vocab_size: int) -> None:
@@ -176,3 +145,13 @@ def _refuse_foreign_ids(rows: list[list[int]], vocab_size: int) -> None:
                 raise UsageError(
                     f"row {row_index} holds the id {token}", expected=f"ids from 0 to {vocab_size - 1}"
                 )
+
+
+def _refuse_long_rows(rows: list[list[int]], max_length: int) -> None:
+    for row_index, row in enumerate(rows):
+        if len(row) > max_length:
+            raise UsageError(
+                f"row {row_index} has {len(row)} tokens",
+                expected=f"at most {max_length}, the model's max_position_embeddings",
+                next_step="Truncate it with --max-length.",
+            )

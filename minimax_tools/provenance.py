@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -26,12 +24,17 @@ _PACKAGES = (
 )
 # Variables that change numbers on one of the backends.
 _NUMERIC_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_NUM_THREADS",
     "NEURON_CC_FLAGS",
     "NEURON_CUSTOM_SILU",
     "NEURON_FUSE_SOFTMAX",
     "NEURON_RT_STOCHASTIC_ROUNDING_EN",
     "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
     "PJRT_DEVICE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "XLA_DISABLE_FUNCTIONALIZATION",
     "XLA_DOWNCAST_BF16",
     "XLA_FLAGS",
@@ -102,8 +105,3 @@ def library_versions() -> dict[str, str]:
 def numeric_environment() -> dict[str, str]:
     """The variables that change numbers, where they are set."""
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
-
-
-def digest_file(path: Path) -> str:
-    """sha256 of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import UsageError
@@ -60,16 +61,18 @@ _ATTENTION = (
 )
 _ROUTER = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
 
-BOUNDARIES: Mapping[Component, Boundary] = {
-    Component.ATTENTION: Boundary(fed=(Site.INPUT_NORM,), computed=_ATTENTION),
-    Component.ROUTER: Boundary(fed=(Site.POST_NORM,), computed=_ROUTER),
-    Component.EXPERTS: Boundary(
-        fed=(Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS), computed=(Site.MOE_DELTA,)
-    ),
-    Component.MOE: Boundary(fed=(Site.POST_NORM,), computed=(*_ROUTER, Site.MOE_DELTA)),
-    Component.INPUT_NORM: Boundary(fed=(Site.INPUT,), computed=(Site.INPUT_NORM,)),
-    Component.POST_NORM: Boundary(fed=(Site.ATTN_RESIDUAL,), computed=(Site.POST_NORM,)),
-}
+BOUNDARIES: Mapping[Component, Boundary] = MappingProxyType(
+    {
+        Component.ATTENTION: Boundary(fed=(Site.INPUT_NORM,), computed=_ATTENTION),
+        Component.ROUTER: Boundary(fed=(Site.POST_NORM,), computed=_ROUTER),
+        Component.EXPERTS: Boundary(
+            fed=(Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS), computed=(Site.MOE_DELTA,)
+        ),
+        Component.MOE: Boundary(fed=(Site.POST_NORM,), computed=(*_ROUTER, Site.MOE_DELTA)),
+        Component.INPUT_NORM: Boundary(fed=(Site.INPUT,), computed=(Site.INPUT_NORM,)),
+        Component.POST_NORM: Boundary(fed=(Site.ATTN_RESIDUAL,), computed=(Site.POST_NORM,)),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +154,12 @@ def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:
 
 def single_layer_run(layer: int, *, sites_level: str) -> Run:
     """One layer on the golden's input, or on what the layers before it make of the tokens."""
-    return Run(name=f"single_layer_{layer}", span=Span.single(layer), mode=Mode.ISOLATED, sites=SITE_LEVELS[sites_level])
+    return Run(
+        name=f"single_layer_{layer}",
+        span=Span.single(layer),
+        mode=Mode.ISOLATED,
+        sites=SITE_LEVELS[sites_level],
+    )
 
 
 def multi_layer_run(span: Span, *, sites_level: str) -> Run:

@@ -56,15 +56,26 @@ class ModelSpec:
     raw: Mapping[str, Any] = field(repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        faults = [f"{name} is {getattr(self, name)}" for name in _POSITIVE_FIELDS if getattr(self, name) < 1]
-        if self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads:
-            faults.append(f"{self.num_attention_heads} heads do not divide by {self.num_key_value_heads} kv heads")
+        faults = [
+            f"{name} is {getattr(self, name)!r}"
+            for name in _POSITIVE_FIELDS
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1
+        ]
+        faults = faults or self._contradictions()
+        if faults:
+            raise CheckpointError("config.json describes no MiniMax-M2", found="; ".join(faults))
+
+    def _contradictions(self) -> list[str]:
+        faults = []
+        if self.num_attention_heads % self.num_key_value_heads:
+            faults.append(
+                f"{self.num_attention_heads} heads do not divide by {self.num_key_value_heads} kv heads"
+            )
         if self.rotary_dim > self.head_dim or self.rotary_dim % 2:
             faults.append(f"rotary_dim {self.rotary_dim} is odd or wider than head_dim {self.head_dim}")
         if self.num_experts_per_tok > self.num_local_experts:
             faults.append(f"{self.num_experts_per_tok} experts per token of {self.num_local_experts}")
-        if faults:
-            raise CheckpointError("config.json describes no MiniMax-M2", found="; ".join(faults))
+        return faults
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
@@ -81,12 +92,14 @@ class ModelSpec:
                 f"no checkpoint at {folder}",
                 expected="a folder with config.json and safetensors shards",
                 found="no config.json" if folder.is_dir() else "no such folder",
-                next_step="Give --model a folder or a hub id, or make one: mm2-split synthesize --output DIR.",
+                next_step="Give --model a folder or a hub id, or make a small one: mm2-split synthesize.",
             ) from None
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
             ) from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{path} holds no object", next_step="Fetch the file again.")
         return cls.from_config(config)
 
     @classmethod
@@ -106,7 +119,7 @@ class ModelSpec:
                 num_key_value_heads=config["num_key_value_heads"],
                 head_dim=head_dim,
                 rotary_dim=_rotary_dim(config, head_dim),
-                rope_theta=float(_rope_theta(config)),
+                rope_theta=_rope_theta(config),
                 rms_norm_eps=float(config["rms_norm_eps"]),
                 num_local_experts=config["num_local_experts"],
                 num_experts_per_tok=config["num_experts_per_tok"],
@@ -117,7 +130,13 @@ class ModelSpec:
                 raw=MappingProxyType(dict(config)),
             )
         except KeyError as error:
-            raise CheckpointError(f"config.json has no {error.args[0]!r}", next_step="Fetch the file again.") from error
+            raise CheckpointError(
+                f"config.json has no {error.args[0]!r}", next_step="Fetch the file again."
+            ) from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                "config.json cannot be understood", found=str(error), next_step="Fetch the file again."
+            ) from error
 
     @property
     def query_width(self) -> int:
@@ -147,7 +166,9 @@ def _refuse_other_models(config: Mapping[str, Any]) -> None:
     for name, value in _FIXED_VALUES.items():
         if config.get(name, value) != value:
             raise CheckpointError(
-                f"config.json sets {name}", expected=repr(value), found=repr(config[name]),
+                f"config.json sets {name}",
+                expected=repr(value),
+                found=repr(config[name]),
                 next_step="mm2 knows the MiniMax-M2 graph only.",
             )
 

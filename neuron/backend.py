@@ -74,7 +74,7 @@ def choose_backend(name: str) -> Backend:
             "the backend neuron-xla is not available here",
             expected="torch_xla with libneuronxla on a Trn1, Inf2 or Trn2 instance",
             found=_why_no_xla_on_neuron(),
-            next_step="Run on such an instance in the Neuron SDK's virtual environment, or use --backend xla-cpu.",
+            next_step="Run there, in the Neuron SDK's virtual environment, or use --backend xla-cpu.",
         )
     if backend is Backend.XLA_CPU and importlib.util.find_spec("torch_xla") is None:
         raise MissingExtraError("torch_xla", extra="xla", needed_for="--backend xla-cpu")
@@ -150,4 +150,8 @@ def _why_no_xla_on_neuron() -> str | None:
         import torch_xla
     except Exception as error:  # a placeholder raises what it likes
         return f"{type(error).__name__}: {error}"
-    return None if getattr(torch_xla, "_found_libneuronxla", False) else "a libneuronxla that torch_xla cannot use"
+    return (
+        None
+        if getattr(torch_xla, "_found_libneuronxla", False)
+        else "a libneuronxla that torch_xla cannot use"
+    )

@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from compare.comparer import compare_captures
-from compare.judge import Criteria
-from compare.options import criteria_options, read_criteria
+from compare.options import read_criteria
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.console import Mm2Group, print_json
+from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.inputs import Inputs
 from minimax_tools.options import (
-    input_options,
     layer_option,
-    model_option,
     output_options,
     read_input_request,
     read_span,
-    run_options,
     span_options,
-    store_options,
 )
-from minimax_tools.prompts import build_inputs
-from minimax_tools.results import Comparison, Verdict
-from minimax_tools.run import Component, Run, component_run, full_run, multi_layer_run, single_layer_run, sweep_run
+from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.results import Comparison
+from minimax_tools.run import (
+    Component,
+    Run,
+    component_run,
+    full_run,
+    multi_layer_run,
+    single_layer_run,
+    sweep_run,
+)
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
+from neuron.options import device_options
 from neuron.runner import CompileReport, DeviceRequest, DeviceRun
-from neuron.runtime import Backend, open_runtime
+from neuron.runtime import open_runtime
 from neuron.targets import find_target
 from reports.captures import capture_record, render_capture
 from reports.data import comparison_record
 from reports.terminal import render_comparison
 
 Options = dict[str, Any]
-_COMPONENTS = click.Choice([str(component) for component in Component])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,49 +62,18 @@ class _Outcome:
 
 @click.group(cls=Mm2Group)
 def main() -> None:
-    """Run layers of a MiniMax-M2 port on a device, from a golden's inputs, and judge them.
+    r"""Run layers of a MiniMax-M2 port on a device, from a golden's inputs, and judge them.
 
     \b
-    Example: mm2-test sweep --model DIR --golden mm2-captures/gpu_reference/full_model --target port.py:DecoderLayer
+    Example: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer
     """
-
-
-def _device_options(command: Callable[..., None]) -> Callable[..., None]:
-    decorators = [
-        model_option,
-        click.option("--golden", type=click.Path(path_type=Path), help="Golden capture: its inputs are used, and it judges."),
-        click.option(
-            "--target",
-            default="builtin",
-            show_default=True,
-            metavar="builtin|reference|PATH.py:NAME|package.module:NAME",
-            help="The implementation to run.",
-        ),
-        click.option(
-            "--backend",
-            type=click.Choice(["auto", *(str(backend) for backend in Backend)]),
-            default="auto",
-            show_default=True,
-            help="The device.",
-        ),
-        click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
-        click.option("--skip-compile", is_flag=True, help="Load the saved run instead of running."),
-        criteria_options,
-        input_options,
-        run_options,
-        store_options,
-        output_options,
-    ]
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
 
 
 @main.command("single-layer")
 @layer_option
-@_device_options
+@device_options
 def single_layer(layer: int, **options: Any) -> None:
-    """Run one layer.
+    r"""Run one layer.
 
     \b
     Example: mm2-test single-layer --model DIR --layer 0 --golden mm2-captures/gpu_reference/full_model
@@ -108,9 +83,9 @@ def single_layer(layer: int, **options: Any) -> None:
 
 @main.command("multi-layer")
 @span_options
-@_device_options
+@device_options
 def multi_layer(start_layer: int | None, end_layer: int | None, layers: str | None, **options: Any) -> None:
-    """Run a range of layers, each fed the output of the one before.
+    r"""Run a range of layers, each fed the output of the one before.
 
     \b
     Example: mm2-test multi-layer --model DIR --start-layer 0 --end-layer 5
@@ -121,21 +96,21 @@ def multi_layer(start_layer: int | None, end_layer: int | None, layers: str | No
 
 @main.command("sweep")
 @span_options
-@_device_options
+@device_options
 def sweep(start_layer: int | None, end_layer: int | None, layers: str | None, **options: Any) -> None:
-    """Run every layer of a range by itself, on the golden's own inputs: the usual way to find a fault.
+    r"""Run every layer of a range by itself, on the golden's own inputs: the usual way to find a fault.
 
     \b
-    Example: mm2-test sweep --model DIR --golden mm2-captures/gpu_reference/full_model --target port.py:DecoderLayer
+    Example: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer
     """
     given = read_span(start_layer, end_layer, layers)
     _run_device(options, lambda spec: sweep_run(_span(given, spec), sites_level=options["sites_level"]))
 
 
 @main.command("full")
-@_device_options
+@device_options
 def full(**options: Any) -> None:
-    """Run the whole model, from the tokens to the logits.
+    r"""Run the whole model, from the tokens to the logits.
 
     \b
     Example: mm2-test full --model DIR --prompt "The capital of France is"
@@ -145,13 +120,18 @@ def full(**options: Any) -> None:
 
 @main.command("component")
 @layer_option
-@click.option("--component", type=_COMPONENTS, required=True, help="The part of the layer to run.")
-@_device_options
+@click.option(
+    "--component",
+    type=click.Choice([str(component) for component in Component]),
+    required=True,
+    help="The part of the layer to run.",
+)
+@device_options
 def component(layer: int, component: str, **options: Any) -> None:
-    """Run one component of a layer, fed the golden's values at its border.
+    r"""Run one component of a layer, fed the golden's values at its border.
 
     \b
-    Example: mm2-test component --layer 7 --component moe --model DIR --golden mm2-captures/gpu_reference/full_model
+    Example: mm2-test component --layer 7 --component moe --model DIR --golden GOLDEN
     """
     _run_device(options, lambda _: component_run(layer, Component(component)))
 
@@ -160,7 +140,7 @@ def component(layer: int, component: str, **options: Any) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @output_options
 def show(directory: Path, as_json: bool) -> None:
-    """Print what a saved run holds: layers, sites, shapes and statistics.
+    r"""Print what a saved run holds: layers, sites, shapes and statistics.
 
     \b
     Example: mm2-test show mm2-captures/neuron/single_layer_0
@@ -181,29 +161,33 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     run.span.within(spec.num_hidden_layers)
     directory = options["output_dir"] or capture_directory(options["captures"], DEVICE_SIDE, run.name)
     golden = Capture.open(options["golden"]) if options["golden"] else None
-    compiles = None if options["skip_compile"] else _execute(options, folder, spec, run, golden, directory)
+    compiles = None
+    if options["skip_compile"]:
+        _refuse_other_run(Capture.open(directory), run, options)
+    else:
+        compiles = _execute(options, folder, spec, run, golden, directory)
     capture = Capture.open(directory)
     comparison = None
     if golden is not None:
-        comparison = compare_captures(golden, capture, criteria=read_criteria(options), layer_pattern="layer_*")
-    _print_outcome(_Outcome(capture=capture, compiles=compiles, comparison=comparison), as_json=options["as_json"])
-    if comparison is not None and comparison.verdict is not Verdict.PASS:
+        criteria = read_criteria(options)
+        comparison = compare_captures(golden, capture, criteria=criteria, layer_pattern="layer_*")
+    outcome = _Outcome(capture=capture, compiles=compiles, comparison=comparison)
+    _print_outcome(outcome, as_json=options["as_json"])
+    if comparison is not None:
         raise SystemExit(comparison.verdict.exit_code)
 
 
 def _execute(
     options: Options, folder: Path, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
 ) -> CompileReport:
-    target = find_target(options["target"])
-    inputs = golden.read_inputs() if golden else build_inputs(read_input_request(options), folder=folder, spec=spec)
     request = DeviceRequest(
         folder=folder,
         spec=spec,
         model_source=options["model"],
         run=run,
-        inputs=inputs,
+        inputs=_read_inputs(options, folder, spec, golden),
         dtype=options["dtype"],
-        target=target,
+        target=find_target(options["target"]),
         golden=golden,
         random_input=options["random_input"],
         seed=options["seed"],
@@ -212,9 +196,43 @@ def _execute(
         return DeviceRun(request, runtime=runtime, reader=reader).capture(directory)
 
 
+def _read_inputs(options: Options, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
+    request = read_input_request(options)
+    if golden is None:
+        return build_inputs(request, folder=folder, spec=spec)
+    if request != InputRequest(seed=request.seed):
+        raise UsageError(
+            "the golden's own inputs are run: options that choose others cannot be given beside --golden",
+            next_step="Leave out --prompt, --input-ids, --seq-len and so on, or capture a golden with them.",
+        )
+    return golden.read_inputs()
+
+
+def _refuse_other_run(saved: Capture, run: Run, options: Options) -> None:
+    """Refuse to show a saved run as the one asked for where it is another."""
+    description = saved.description
+    found = description.run
+    if (found.span, found.mode, found.component) != (run.span, run.mode, run.component):
+        raise CaptureError(
+            f"{saved.directory} holds another run than --skip-compile asks for",
+            expected=str(run),
+            found=str(found),
+            next_step="Name its directory with --output-dir, or leave out --skip-compile.",
+        )
+    is_chosen = click.get_current_context().get_parameter_source("target") is not ParameterSource.DEFAULT
+    if is_chosen and description.provenance.target != options["target"]:
+        raise CaptureError(
+            f"{saved.directory} holds a run of another target",
+            expected=options["target"],
+            found=description.provenance.target,
+            next_step="Leave out --target to show it, or --skip-compile to run the target.",
+        )
+
+
 def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
     if as_json:
         record = capture_record(outcome.capture)
+        record["graphs"] = asdict(outcome.compiles) if outcome.compiles else None
         print_json({**record, **(comparison_record(outcome.comparison) if outcome.comparison else {})})
         return
     click.echo(render_capture(outcome.capture))
@@ -225,10 +243,14 @@ def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
 
 
 def _print_compiles(report: CompileReport) -> None:
-    if report.first_layer:
-        click.echo(f"graphs compiled: {report.first_layer} for the first layer, {report.later_layers} after it")
+    if report.first_layer or report.later_layers:
+        click.echo(
+            f"graphs compiled: {report.first_layer} for the first layer, {report.later_layers} after it"
+        )
     if report.later_layers:
-        click.echo("warning: a graph depends on the layer (a Python number, a shape, or a slice that differs)", err=True)
+        click.echo(
+            "warning: a graph depends on the layer: a number, a shape or a slice that differs", err=True
+        )
     for operation in report.fallbacks:
         click.echo(f"warning: {operation} ran on the CPU instead of the device", err=True)
 

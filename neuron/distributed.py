@@ -1,4 +1,4 @@
-"""Distributed state: a process group for the port, and Neuron's model-parallel groups; set up once, torn down.
+"""Distributed state: a process group for the port, and Neuron's model-parallel groups, set up and torn down.
 
 Ports ask torch.distributed for their rank even when they run alone, so a group of one is always there.
 """

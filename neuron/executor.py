@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.recorder import Recorder, copy_on_device, shape_to_batch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -21,16 +21,14 @@ from neuron.runtime import Runtime
 from neuron.targets import Target
 from neuron.weights import WeightLoader
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRun:
-    """What one run of one layer gave.
+    """What one run of one layer gave, on the CPU.
 
     Args:
-        output: The layer's output [B,S,H], still on the device.
-        tensors: The sites asked for and exposed, on the CPU.
+        output: The layer's output [B,S,H].
+        tensors: The sites asked for and exposed.
         not_exposed: The sites asked for that the port does not expose.
         router_dtypes: Dtype of the router gate and of the correction bias as loaded, where they can be told.
     """
@@ -70,8 +68,6 @@ class LayerExecutor:
         self._inputs = inputs
         self._dtype = dtype
         self._loader = WeightLoader(runtime.device, wait=runtime.synchronise)
-        self._attention_mask = inputs.attention_mask.to(runtime.device)
-        self._position_ids = inputs.position_ids.to(runtime.device)
         self._resident: nn.Module | None = None
 
     def run(
@@ -86,45 +82,37 @@ class LayerExecutor:
 
         Args:
             layer: Its number.
-            hidden_states: [B,S,H] on the CPU or the device.
+            hidden_states: [B,S,H] on the CPU; they are not changed.
             sites: What to record.
             feeds: Tensors to feed at some sites instead of what the port computes there.
 
         Raises:
+            CheckpointError: The layer's tensors cannot be read.
             TargetError: The port could not be built, loaded or run, or cannot be fed at a site.
         """
         what = f"target {self._target.name}, layer {layer}"
         module = self._loaded(layer)
         exposure = find_exposure(module, what=what)
         feeds = dict(feeds or {})
-        _refuse_unfeedable(exposure, feeds, what=what)
+        _refuse_unfeedable(feeds, exposure, what=what)
         taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in feeds}
         recorder = Recorder(module, taps, keep=copy_on_device, feeds=feeds)
         with torch.no_grad(), recorder:
-            output = self._forward(module, hidden_states.to(self._runtime.device, self._dtype), what=what)
+            output = self._forward(module, hidden_states, what=what)
         self._runtime.synchronise()
-        recorded = {
-            site: shape_to_batch(site, tensor.to("cpu"), self._inputs)
-            for site, tensor in recorder.tensors.items()
-            if site in sites
-        }
-        accepted = {
-            site: tensor
-            for site, tensor in recorded.items()
-            if exposure.accepts(site, tensor, self._inputs, self._spec)
-        }
+        _refuse_unfed(feeds, recorder, what=what)
+        tensors = self._accepted(recorder, exposure, sites)
         return LayerRun(
-            output=output,
-            tensors={site: accepted[site] for site in sites if site in accepted},
-            not_exposed=tuple(site for site in sites if site not in accepted),
+            output=output.to("cpu"),
+            tensors=tensors,
+            not_exposed=tuple(site for site in sites if site not in tensors),
             router_dtypes=_router_dtypes(module),
         )
 
     def _loaded(self, layer: int) -> nn.Module:
         """The module with the layer's weights; the old one is gone before a new one is built."""
         tensors = LayerTensors.open(self._reader, self._spec, layer, self._dtype)
-        module = self._resident
-        self._resident = None
+        module, self._resident = self._resident, None
         if module is None or not self._target.is_reused:
             del module
             module = self._target.build(self._spec, layer, dtype=self._dtype)
@@ -133,8 +121,14 @@ class LayerExecutor:
         return module
 
     def _forward(self, module: nn.Module, hidden_states: torch.Tensor, *, what: str) -> torch.Tensor:
+        """The port's output [B,S,H] on the device."""
+        device = self._runtime.device
+        # Copies: a port may work in place. From the host for every layer: no graph may depend on the layer.
+        states = hidden_states.to(self._dtype).to(device, copy=True)
+        attention_mask = self._inputs.attention_mask.to(device, copy=True)
+        position_ids = self._inputs.position_ids.to(device, copy=True)
         try:
-            output = module(hidden_states, self._attention_mask, self._position_ids)
+            output = module(states, attention_mask, position_ids)
         except Exception as error:  # the port's own code: anything can come
             raise TargetError(
                 f"{what} failed while it ran",
@@ -142,21 +136,43 @@ class LayerExecutor:
                 next_step="It is called as module(hidden_states, attention_mask, position_ids); "
                 "see --debug for the traceback.",
             ) from error
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if not isinstance(first, torch.Tensor):
-            raise TargetError(f"{what} returned no tensor", expected="[B,S,H] or a tuple that begins with it")
-        if first.shape != hidden_states.shape:
-            if first.numel() != hidden_states.numel():
-                raise TargetError(
-                    f"{what} returned another shape",
-                    expected=str(tuple(hidden_states.shape)),
-                    found=str(tuple(first.shape)),
-                )
-            first = first.reshape(hidden_states.shape)
-        return first
+        return _first_tensor(output, tuple(hidden_states.shape), what=what)
+
+    def _accepted(
+        self, recorder: Recorder, exposure: Exposure, sites: tuple[Site, ...]
+    ) -> dict[Site, torch.Tensor]:
+        """The recorded tensors that may stand for their sites, on the CPU, in execution order."""
+        accepted = {}
+        for site in sites:
+            if site in recorder.tensors:
+                tensor = shape_to_batch(site, recorder.tensors[site].to("cpu"), self._inputs)
+                if exposure.accepts(site, tensor, self._inputs, self._spec):
+                    accepted[site] = tensor
+        return accepted
 
 
-def _refuse_unfeedable(exposure: Exposure, feeds: Mapping[Site, torch.Tensor], *, what: str) -> None:
+def _first_tensor(output: object, shape: tuple[int, ...], *, what: str) -> torch.Tensor:
+    """The output, or the first of several, as [B,S,H] where it is [B·S,H]."""
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    if not isinstance(first, torch.Tensor):
+        raise TargetError(
+            f"{what} returned no tensor",
+            expected="the layer's output, or a tuple that begins with it",
+            found=type(first).__name__,
+            next_step="Return hidden states [B,S,H] first.",
+        )
+    flat = (shape[0] * shape[1], shape[2])
+    if tuple(first.shape) not in (shape, flat):
+        raise TargetError(
+            f"{what} returned another shape",
+            expected=f"{list(shape)} or {list(flat)}",
+            found=str(list(first.shape)),
+            next_step="Return hidden states [B,S,H] first.",
+        )
+    return first.reshape(shape)
+
+
+def _refuse_unfeedable(feeds: Mapping[Site, torch.Tensor], exposure: Exposure, *, what: str) -> None:
     missing = [str(site) for site in feeds if site not in exposure.taps]
     if missing:
         raise TargetError(
@@ -165,12 +181,23 @@ def _refuse_unfeedable(exposure: Exposure, feeds: Mapping[Site, torch.Tensor], *
         )
 
 
+def _refuse_unfed(feeds: Mapping[Site, torch.Tensor], recorder: Recorder, *, what: str) -> None:
+    """A submodule that the port does not call, or calls for something else, takes no feed."""
+    missed = [str(site) for site in feeds if site not in recorder.tensors]
+    if missed:
+        raise TargetError(
+            f"{what} was not fed at {', '.join(missed)}: no tensor passed there while it ran",
+            next_step="Point the port's `sites` at submodules that it calls, or run the whole layer: "
+            "mm2-test single-layer.",
+        )
+
+
 def _router_dtypes(module: nn.Module) -> dict[str, str]:
     """Dtypes of what looks like the router's gate and correction bias, by their usual names."""
     found: dict[str, str] = {}
     for name, tensor in module.state_dict().items():
-        if name.endswith("e_score_correction_bias"):
-            found["correction_bias"] = str(tensor.dtype).removeprefix("torch.")
-        elif name.endswith(("gate.weight", "linear_router.weight")):
-            found["router_gate"] = str(tensor.dtype).removeprefix("torch.")
+        if name.endswith("correction_bias"):
+            found["correction_bias"] = dtype_name(tensor.dtype)
+        elif name.endswith(("gate.weight", "router.weight", "linear_router.weight")):
+            found["router_gate"] = dtype_name(tensor.dtype)
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minimax_tools.capture.taps import Tap, verify_taps
-from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.inputs import Inputs
 from minimax_tools.sites import Site, parse_site
 from minimax_tools.spec import ModelSpec
@@ -17,7 +17,10 @@ from minimax_tools.spec import ModelSpec
 _ATTENTION = ("self_attn", "attention", "attn")
 _MOE = ("block_sparse_moe", "mlp", "moe", "feed_forward")
 _INPUT_NORM = ("input_layernorm", "input_norm", "attention_norm")
+_GATE = ("gate", "router", "router.linear_router")
 _POST_NORM = ("post_attention_layernorm", "post_attention_norm", "post_norm", "ffn_norm")
+
+_SITES_STEP = "Correct the port's `sites`, or leave it out: then submodules with the usual names are found."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +51,7 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
     declared = getattr(module, "sites", None)
     if declared is None:
         return Exposure(taps={**_found_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
-    if not isinstance(declared, Mapping):
-        raise TargetError(f"{what}: sites is no mapping", expected="site name to 'submodule.path'")
-    try:
-        taps = {parse_site(name): Tap.parse(text) for name, text in declared.items()}
-    except UsageError as error:
-        raise TargetError(f"{what}: sites names an unknown site", found=str(error)) from error
+    taps = _declared(declared, what=what)
     verify_taps(module, taps)
     return Exposure(taps={**taps, **always}, declared=frozenset((*taps, Site.OUTPUT)))
 
@@ -79,6 +77,29 @@ def site_shape(site: Site, inputs: Inputs, spec: ModelSpec) -> tuple[int, ...]:
     return (batch, sequence, widths.get(site, spec.hidden_size))
 
 
+def _declared(declared: object, *, what: str) -> dict[Site, Tap]:
+    if not isinstance(declared, Mapping) or not all(
+        isinstance(text, str) for entry in declared.items() for text in entry
+    ):
+        raise TargetError(
+            f"{what}: sites is no mapping of names",
+            expected="site names to paths like 'self_attn.q_proj'",
+            found=repr(declared)[:80],
+            next_step=_SITES_STEP,
+        )
+    taps = {}
+    for name, text in declared.items():
+        try:
+            taps[parse_site(name)] = Tap.parse(text)
+        except Mm2Error as error:
+            raise TargetError(
+                f"{what}: sites[{name!r}] = {text!r} cannot be used: {error.what}",
+                expected=error.expected,
+                next_step=_SITES_STEP,
+            ) from error
+    return taps
+
+
 def _found_by_name(module: nn.Module) -> dict[Site, Tap]:
     present = {name for name, _ in module.named_modules()}
     attention, moe = _first(present, _ATTENTION), _first(present, _MOE)
@@ -95,7 +116,9 @@ def _found_by_name(module: nn.Module) -> dict[Site, Tap]:
         candidates[Site.ATTN_RESIDUAL] = Tap(path=post_norm, point="input")
         candidates[Site.POST_NORM] = Tap(path=post_norm)
     if moe:
-        candidates[Site.ROUTER_LOGITS] = Tap(path=f"{moe}.gate")
+        gate = _first(present, tuple(f"{moe}.{name}" for name in _GATE))
+        if gate:
+            candidates[Site.ROUTER_LOGITS] = Tap(path=gate)
         candidates[Site.MOE_DELTA] = Tap(path=moe)
     return {site: tap for site, tap in candidates.items() if tap.path in present}
 

@@ -137,7 +137,7 @@ class DeviceLayer(nn.Module):
         self.block_sparse_moe = DeviceMoe(config, chunk_size_bytes=chunk_size_bytes)
 
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
-        """The layer's weights under this module's names; the experts are regrouped straight into their storage."""
+        """The layer's weights under this module's names; experts are regrouped right into their storage."""
         names = (*ATTENTION_AND_NORM_NAMES, GATE, CORRECTION_BIAS)
         experts = self.block_sparse_moe.expert_weights(tensors)
         return {

@@ -1,7 +1,8 @@
 """The device layer's mixture of experts: a float32 router, and experts grouped in chunks of equal shape.
 
 Every expert sees every token and unchosen ones count zero: no shape depends on the routing, so one graph
-serves all chunks of all layers. T tokens, H hidden, I intermediate, E experts, C experts per chunk, k per token.
+serves all chunks of all layers.
+T tokens, H hidden, I intermediate, E experts, C experts per chunk, k experts per token.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Router(nn.Module):
 
 
 class ExpertChunk(nn.Module):
-    """Some of the experts, their weights grouped: gate_up_proj [C,2·I,H] with gate rows first, down_proj [C,H,I]."""
+    """Some of the experts, grouped: gate_up_proj [C,2·I,H] with the gate rows first, down_proj [C,H,I]."""
 
     def __init__(self, num_experts: int, config: Any) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ class DeviceMoe(nn.Module):
 
 
 def experts_per_chunk(config: Any, *, chunk_size_bytes: int) -> int:
-    """The largest divisor of the number of experts whose weights, in torch's default dtype, fit into a chunk."""
+    """The largest divisor of the number of experts that fit into a chunk, in torch's default dtype."""
     expert_size_bytes = 3 * config.hidden_size * config.intermediate_size * torch.get_default_dtype().itemsize
     most = max(1, chunk_size_bytes // expert_size_bytes)
     num_experts = config.num_local_experts

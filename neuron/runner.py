@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,18 +16,21 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import IncomparableError, UsageError
+from minimax_tools.errors import UsageError
 from minimax_tools.inputs import Inputs
 from minimax_tools.provenance import Provenance
 from minimax_tools.run import Mode, Run
 from minimax_tools.sites import ModelSite, Site
 from minimax_tools.spec import ModelSpec
-from neuron.executor import LayerExecutor
+from neuron.executor import LayerExecutor, LayerRun
+from neuron.golden_feed import GoldenFeed
 from neuron.head import embed_tokens, run_head
-from neuron.runtime import CompileCounts, Runtime
+from neuron.runtime import Runtime
 from neuron.targets import Target
 
 logger = logging.getLogger(__name__)
+
+_GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +63,24 @@ class DeviceRequest:
 
     def __post_init__(self) -> None:
         if self.random_input and self.golden is not None:
-            raise UsageError("--random-input and --golden were both given", next_step="Use one of them.")
+            raise UsageError(
+                "--random-input and --golden were both given: no golden can judge what random numbers give",
+                next_step="Use one of them.",
+            )
+        if self.random_input and self.run.model_sites:
+            raise UsageError(
+                "--random-input leaves no embedding for a whole-model run to capture",
+                next_step="Use --seq-len for random tokens, or mm2-test multi-layer --random-input.",
+            )
         if self.golden is None and self.run.mode is Mode.ISOLATED and len(self.run.span) > 1:
-            raise UsageError("a sweep feeds every layer the golden's own input", next_step="Give --golden DIR.")
+            raise UsageError("a sweep feeds every layer the golden's own input", next_step=_GIVE_GOLDEN)
         if self.golden is None and self.run.component is not None:
-            raise UsageError("a component is fed the golden's values", next_step="Give --golden DIR.")
+            raise UsageError("a component is fed the golden's values at its border", next_step=_GIVE_GOLDEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
-    """How many graphs the first layer compiled, how many the others, and what fell back to the CPU."""
+    """Graphs that the first layer to run compiled, those of the later ones, and what fell back to the CPU."""
 
     first_layer: int
     later_layers: int
@@ -82,6 +94,9 @@ class DeviceRun:
         request: What to run.
         runtime: The device.
         reader: The checkpoint.
+
+    Raises:
+        IncomparableError: The golden is of another model or dtype, or lacks what the run is fed.
     """
 
     def __init__(self, request: DeviceRequest, *, runtime: Runtime, reader: CheckpointReader) -> None:
@@ -96,19 +111,22 @@ class DeviceRun:
             inputs=request.inputs,
             dtype=request.dtype,
         )
-        self._counts: list[CompileCounts] = []
-        self._source, self._first_input = self._find_source()
+        self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
+        self._feed = GoldenFeed(golden=request.golden, run=request.run) if request.golden else None
+        if self._feed is not None:
+            self._feed.verify(model=self._model, dtype=request.dtype)
+        # Compile counts before the first layer that ran, and after each.
+        self._counts = [runtime.count_compiles()]
 
     def capture(self, directory: Path) -> CompileReport:
         """Run and write the capture; a killed run resumes after its last whole layer.
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.
+            CheckpointError: A layer's tensors cannot be read.
             TargetError: The port could not be built, loaded or run.
         """
-        with open_capture(
-            directory, self._describe(), inputs=self._request.inputs, hidden_states=self._stored_input()
-        ) as writer:
+        with open_capture(directory, self._describe(), inputs=self._request.inputs) as writer:
             if self._request.run.mode is Mode.ISOLATED:
                 self._run_isolated(writer)
             else:
@@ -117,30 +135,27 @@ class DeviceRun:
         return self._compile_report()
 
     def _run_isolated(self, writer: CaptureWriter) -> None:
-        run = self._request.run
-        for layer in run.span:
-            if layer not in writer.complete_layers:
-                hidden_states = self._isolated_input(layer)
-                feeds = {site: self._golden_tensor(layer, site) for site in run.fed_sites if site is not Site.INPUT}
-                self._run_layer(writer, layer, hidden_states, keep_input=True, feeds=feeds)
+        for layer in self._pending(writer):
+            if self._feed is None or layer == self._request.run.span.start:
+                hidden_states = self._start(writer)
+            else:
+                hidden_states = self._feed.read(layer, Site.INPUT)
+            feeds = self._feed.border(layer) if self._feed else {}
+            self._run_layer(writer, layer, hidden_states, feeds=feeds)
 
     def _run_chained(self, writer: CaptureWriter) -> None:
         run = self._request.run
-        hidden_states = self._first_input
-        for layer in run.span:
-            if layer in writer.complete_layers:
-                hidden_states = writer.read_layer_output(layer)
-            else:
-                hidden_states = self._run_layer(writer, layer, hidden_states, keep_input=layer == run.span.start)
+        for layer in self._pending(writer):
+            is_first = layer == run.span.start
+            hidden_states = self._start(writer) if is_first else writer.read_layer_output(layer - 1)
+            # The other layers' input is the output that is stored already.
+            self._run_layer(writer, layer, hidden_states, keep_input=is_first)
         if run.model_sites:
-            tensors = run_head(
-                hidden_states,
-                reader=self._reader,
-                spec=self._request.spec,
-                runtime=self._runtime,
-                dtype=self._request.dtype,
-            )
-            writer.write_model({ModelSite.EMBEDDING: self._first_input, **tensors})
+            writer.write_model(self._run_head(writer.read_layer_output(run.span.last)))
+
+    def _pending(self, writer: CaptureWriter) -> tuple[int, ...]:
+        """The layers still to run; in a chained run they follow each other, after those that are stored."""
+        return tuple(layer for layer in self._request.run.span if layer not in writer.complete_layers)
 
     def _run_layer(
         self,
@@ -148,80 +163,93 @@ class DeviceRun:
         layer: int,
         hidden_states: torch.Tensor,
         *,
-        keep_input: bool,
+        keep_input: bool = True,
         feeds: Mapping[Site, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Run one layer, store its sites, and return its output on the device."""
-        sites = tuple(site for site in self._request.run.sites if site is not Site.INPUT or keep_input)
-        result = self._executor.run(layer, hidden_states, sites=sites, feeds=feeds)
-        writer.write_layer(
-            layer, result.tensors, not_exposed=result.not_exposed, observed_dtypes=result.router_dtypes
-        )
-        self._counts.append(self._runtime.count_compiles())
-        logger.info("Layer %d: %d sites captured on %s.", layer, len(result.tensors), self._runtime.backend)
-        return result.output
+    ) -> None:
+        """Run one layer and store its sites."""
+        result = self._execute(layer, hidden_states, feeds=feeds)
+        kept = {
+            site: tensor for site, tensor in result.tensors.items() if keep_input or site is not Site.INPUT
+        }
+        writer.write_layer(layer, kept, not_exposed=result.not_exposed, observed_dtypes=result.router_dtypes)
+        logger.info("Layer %d: %d sites captured on %s.", layer, len(kept), self._runtime.backend)
 
-    def _find_source(self) -> tuple[str, torch.Tensor]:
-        """Where the first layer's input comes from, in words, and the input [B,S,H] itself."""
+    def _execute(
+        self, layer: int, hidden_states: torch.Tensor, *, feeds: Mapping[Site, torch.Tensor] | None = None
+    ) -> LayerRun:
+        """Run one layer, every site of the run recorded, needed or not: so all layers share their graphs."""
+        result = self._executor.run(layer, hidden_states, sites=self._request.run.sites, feeds=feeds)
+        self._counts.append(self._runtime.count_compiles())
+        return result
+
+    def _run_head(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
+        """The sites outside the layers, from the last layer's output."""
+        request = self._request
+        tensors = run_head(
+            hidden_states, reader=self._reader, spec=request.spec, runtime=self._runtime, dtype=request.dtype
+        )
+        return {
+            ModelSite.EMBEDDING: embed_tokens(self._reader, request.inputs, dtype=request.dtype),
+            **tensors,
+        }
+
+    def _start(self, writer: CaptureWriter) -> torch.Tensor:
+        """The first layer's input [B,S,H] on the CPU, stored where it is no embedding of the tokens."""
+        hidden_states = self._first_input()
+        if self._request.random_input or self._request.run.span.start > 0:
+            writer.write_inputs(self._request.inputs, hidden_states)
+        return hidden_states
+
+    def _first_input(self) -> torch.Tensor:
         request, first = self._request, self._request.run.span.start
-        if request.golden is not None and not (first == 0 and request.run.model_sites):
-            return f"golden {request.golden.description.run.name}", self._golden_tensor(first, Site.INPUT)
+        if self._feed is not None and self._feed.needed():
+            return self._feed.read(first, Site.INPUT)
         if request.random_input:
             shape = (request.inputs.batch_size, request.inputs.sequence_length, request.spec.hidden_size)
             generator = torch.Generator().manual_seed(request.seed)
-            return f"random numbers of seed {request.seed}", torch.randn(shape, generator=generator).to(request.dtype)
+            return torch.randn(shape, generator=generator).to(request.dtype)
         hidden_states = embed_tokens(self._reader, request.inputs, dtype=request.dtype)
-        if first == 0:
-            return f"tokens: {request.inputs.source}", hidden_states
         for layer in range(first):
-            hidden_states = self._executor.run(layer, hidden_states, sites=()).output
+            hidden_states = self._execute(layer, hidden_states).output
             logger.info("Layer %d run to make the input of layer %d.", layer, first)
-        return f"tokens through layers 0 to {first - 1}: {request.inputs.source}", hidden_states.to("cpu")
+        return hidden_states
 
-    def _isolated_input(self, layer: int) -> torch.Tensor:
-        return self._first_input if layer == self._request.run.span.start else self._golden_tensor(layer, Site.INPUT)
-
-    def _golden_tensor(self, layer: int, site: Site) -> torch.Tensor:
-        golden = self._request.golden
-        assert golden is not None, "only runs with a golden ask for its tensors"
-        if golden.entry(layer, site) is None:
-            raise IncomparableError(
-                f"the golden {golden.directory} holds no {site} of layer {layer}",
-                found=f"layers {_listed(golden.layers)}, captured with {len(golden.description.run.sites)} sites",
-                next_step="Capture it with mm2-gpu extract-all --sites all, or choose a layer it has.",
+    def _source(self) -> str:
+        """Where the first layer's input comes from, in words."""
+        request, first = self._request, self._request.run.span.start
+        if self._feed is not None:
+            return (
+                self._feed.description if self._feed.needed() else f"tokens of the {self._feed.description}"
             )
-        return golden.read(layer, site)
-
-    def _stored_input(self) -> torch.Tensor | None:
-        """The first layer's input where it is not made of the tokens alone."""
-        return self._first_input if self._request.run.span.start > 0 or self._request.random_input else None
+        if request.random_input:
+            return f"random numbers of seed {request.seed}"
+        through = f" through layers 0 to {first - 1}" if first > 0 else ""
+        return f"tokens{through}: {request.inputs.source}"
 
     def _describe(self) -> Description:
         request = self._request
+        options: dict[str, Any] = {"golden_inputs": self._feed.digest()} if self._feed else {}
         return Description(
             side=DEVICE_SIDE,
             run=request.run,
             provenance=Provenance(
-                model=ModelFingerprint.of(self._reader, request.spec, request.run.span),
+                model=self._model,
                 model_source=request.model_source,
                 backend=str(self._runtime.backend),
-                device=self._runtime.description,
+                device=self._runtime.backend.description,
                 dtypes={"weights": dtype_name(request.dtype)},
                 target=request.target.name,
                 target_digest=request.target.source_digest,
+                options=options,
             ),
             inputs_digest=request.inputs.digest(),
-            input_source=self._source,
+            input_source=self._source(),
         )
 
     def _compile_report(self) -> CompileReport:
-        if not self._counts:
-            return CompileReport(first_layer=0, later_layers=0, fallbacks=())
-        first, last = self._counts[0], self._counts[-1]
+        start, first, last = self._counts[0], self._counts[min(1, len(self._counts) - 1)], self._counts[-1]
         return CompileReport(
-            first_layer=first.compiles, later_layers=last.compiles - first.compiles, fallbacks=last.fallbacks
+            first_layer=first.since(start).compiles,
+            later_layers=last.since(first).compiles,
+            fallbacks=tuple(sorted(last.since(start).fallbacks)),
         )
-
-
-def _listed(layers: tuple[int, ...]) -> str:
-    return f"{layers[0]} to {layers[-1]}" if layers else "none"

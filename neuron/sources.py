@@ -1,4 +1,4 @@
-"""TargetSource: the Python file or module that a port comes from, imported, and digested as it was executed."""
+"""TargetSource: the Python file or module that a port comes from, imported and digested."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TargetSource:
         Raises:
             TargetError: It has no such name, or nothing that can be called.
         """
-        found = getattr(self.module, name, None)
+        found: object = getattr(self.module, name, None)
         if callable(found):
             return found
         own = [
@@ -50,7 +50,7 @@ class TargetSource:
         )
 
     def digest(self) -> str:
-        """sha256 over the module's file and every loaded module beneath its folder; empty where it has no file."""
+        """sha256 over the module's file and every loaded module beneath its folder; empty without a file."""
         file = getattr(self.module, "__file__", None)
         if file is None:
             return ""
@@ -110,12 +110,18 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
 
 
 def _loaded_files_beneath(folder: Path) -> set[Path]:
-    """Source files of loaded modules in that folder, without the packages installed there."""
-    found = set()
-    for module in tuple(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py"):
-            path = Path(file).resolve()
-            if path.is_relative_to(folder) and not _FOREIGN_FOLDERS & set(path.relative_to(folder).parts):
-                found.add(path)
-    return {path for path in found if path.is_file()}
+    """Source files of loaded modules in that folder, without the libraries installed there."""
+    files = [
+        Path(file).resolve()
+        for name, module in tuple(sys.modules.items())
+        if name.partition(".")[0] not in sys.stdlib_module_names
+        and isinstance(file := getattr(module, "__file__", None), str)
+    ]
+    return {
+        file
+        for file in files
+        if file.suffix == ".py"
+        and file.is_relative_to(folder)
+        and not _FOREIGN_FOLDERS & set(file.relative_to(folder).parts)
+        and file.is_file()
+    }

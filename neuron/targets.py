@@ -36,6 +36,7 @@ _FIXED_VALUES = {
     "use_qk_norm": True,
     "use_routing_bias": True,
 }
+_CONVERT = "convert_state_dict"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,9 @@ class Target:
             )
         return module.eval()
 
-    def load(self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, loader: WeightLoader) -> None:
+    def load(
+        self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, loader: WeightLoader
+    ) -> None:
         """Load a layer's weights into `module` and move it to the loader's device.
 
         Raises:
@@ -118,8 +121,7 @@ class Target:
     def _convert(
         self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, what: str
     ) -> Mapping[str, Weight]:
-        owners = (module, self.factory)
-        convert = next((owner.convert_state_dict for owner in owners if hasattr(owner, "convert_state_dict")), None)
+        convert: Any = getattr(module, _CONVERT, None) or getattr(self.factory, _CONVERT, None)
         if convert is None:
             return tensors
         try:
@@ -185,6 +187,8 @@ def _deferred(tensors: LayerTensors, spec: ModelSpec) -> dict[str, Weight]:
     """Weights under the hub's names, each read straight into its place; what a port added, as it is."""
     shapes = expected_layer_shapes(spec)
     return {
-        name: Deferred(shape=shapes[name], fill=partial(tensors.read_into, name)) if name in shapes else tensors[name]
+        name: Deferred(shape=shapes[name], fill=partial(tensors.read_into, name))
+        if name in shapes
+        else tensors[name]
         for name in tensors
     }

@@ -1,4 +1,4 @@
-"""Loading: a layer's weights into a module, strictly, one tensor at a time, through host buffers that are kept."""
+"""Loading: a layer's weights into a module, strictly, one at a time, through host buffers that are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Deferred:
 
     Args:
         shape: Its shape.
-        fill: Writes the weight into the contiguous CPU tensor it is given, of that shape and the place's dtype.
+        fill: Writes it into the contiguous CPU tensor it is given, of that shape and the place's dtype.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class WeightLoader:
             what: The module in words, for errors.
 
         Raises:
-            TargetError: Names are missing or unexpected, or shapes differ, all listed; or a weight cannot be cast.
+            TargetError: Names are missing or unexpected, or shapes differ, all listed; or one cannot be cast.
         """
         places = dict(module.state_dict(keep_vars=True))
         _refuse_misfits(places, weights, what=what)
@@ -131,8 +131,8 @@ def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, We
         raise TargetError(
             f"{what}: the weights do not fit the module",
             found="; ".join(faults),
-            next_step="Give the target a convert_state_dict(tensors, config, layer_idx) that returns the module's "
-            "own names and shapes.",
+            next_step="Give the target a convert_state_dict(tensors, config, layer_idx) that returns the "
+            "module's own names and shapes.",
         )
 
 

@@ -40,7 +40,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A synthetic FP8 checkpoint: 4 layers, hidden 256, 32 experts, several shards, a tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint") / "toy"
     synthesize(
-        folder, model=SyntheticModel.toy(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=0
+        folder, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=0
     )
     return folder
 

@@ -247,10 +247,9 @@ class TestInstallation:
 def test_wheel_holds_every_file_of_the_five_packages_and_no_other(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    files = (path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file())
-    assert packed == {
-        path.relative_to(REPOSITORY).as_posix() for path in files if "__pycache__" not in path.parts
-    }
+    source = wheel.parent / "source"
+    files = (path for package in PACKAGES for path in (source / package).rglob("*") if path.is_file())
+    assert packed == {path.relative_to(source).as_posix() for path in files}
 
 
 def test_wheel_declares_the_four_commands(wheel: Path) -> None:

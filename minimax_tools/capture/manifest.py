@@ -5,6 +5,7 @@ It holds no date and no path of the machine beyond the model's source, so equal 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,13 +14,14 @@ from typing import Any
 
 import torch
 
-from minimax_tools.errors import CaptureError
-from minimax_tools.metrics import TensorStatistics
+from minimax_tools.errors import CaptureError, Mm2Error
+from minimax_tools.metrics import TensorStatistics, measure_tensor
 from minimax_tools.provenance import Provenance
 from minimax_tools.run import Run
 from minimax_tools.sites import Site, parse_site
 
 MANIFEST_NAME = "manifest.json"
+INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 1
 
 
@@ -34,6 +36,19 @@ class Entry:
     dtype: str
     sha256: str
     statistics: TensorStatistics
+
+    @classmethod
+    def of(cls, layer: int | None, site: str, *, file: str, tensor: torch.Tensor) -> Entry:
+        """The entry of a CPU tensor that is stored in `file`."""
+        return cls(
+            layer=layer,
+            site=site,
+            file=file,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            sha256=digest_tensor(tensor),
+            statistics=measure_tensor(tensor),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +83,8 @@ class Description:
         }
 
     def differences(self, other: Description) -> list[str]:
-        """Names of the parts in which `other` is another capture; empty where it may be resumed."""
-        mine, theirs = self.as_json(), other.as_json()
-        parts = {**mine, **mine.pop("provenance")}, {**theirs, **theirs.pop("provenance")}
-        return [name for name, value in parts[0].items() if _normal(value) != _normal(parts[1].get(name))]
+        """Where `other` is another capture, such as `options.attn_implementation`; none if it may resume."""
+        return _differences(self.as_json(), other.as_json())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +130,9 @@ class Manifest:
             "schema_version": SCHEMA_VERSION,
             **self.description.as_json(),
             "entries": [asdict(entry) for entry in self.entries],
-            "not_exposed": {str(layer): [str(site) for site in sites] for layer, sites in self.not_exposed.items()},
+            "not_exposed": {
+                str(layer): [str(site) for site in sites] for layer, sites in self.not_exposed.items()
+            },
             "observed_dtypes": dict(self.observed_dtypes),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
@@ -143,26 +158,50 @@ class Manifest:
                 expected=MANIFEST_NAME,
                 next_step="Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (device run).",
             ) from None
-        except ValueError as error:
-            raise CaptureError(f"{path} is damaged", found=str(error), next_step="Run the capture again.") from error
-        if record.get("schema_version") != SCHEMA_VERSION:
+        except (OSError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
+        if not _is_own(record):
+            raise _damaged(path, "JSON that is no manifest of mm2's")
+        if record["schema_version"] != SCHEMA_VERSION:
             raise CaptureError(
                 f"{path} has another schema",
                 expected=f"version {SCHEMA_VERSION}",
-                found=str(record.get("schema_version")),
+                found=str(record["schema_version"]),
                 next_step="Read it with the mm2 that wrote it, or run the capture again.",
             )
         try:
             return _from_record(record)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CaptureError(
-                f"{path} is damaged", found=f"{type(error).__name__}: {error}", next_step="Run the capture again."
-            ) from error
+        except (AttributeError, KeyError, TypeError, ValueError, Mm2Error) as error:
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+    @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Whether a directory holds a manifest of mm2's, whole or damaged, rather than others' files."""
+        try:
+            return _is_own(json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return False
+        except ValueError:
+            return (directory / INPUTS_NAME).exists()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """sha256 over the tensor's bytes in row-major order."""
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().data).hexdigest()
+
+
+def _is_own(record: Any) -> bool:
+    return isinstance(record, dict) and {"schema_version", "side", "entries"} <= record.keys()
+
+
+def _damaged(path: Path, found: str) -> CaptureError:
+    return CaptureError(f"{path} is damaged", found=found, next_step="Run the capture again.")
 
 
 def _from_record(record: Mapping[str, Any]) -> Manifest:
@@ -178,7 +217,8 @@ def _from_record(record: Mapping[str, Any]) -> Manifest:
         description=description,
         entries=tuple(_entry(entry) for entry in record["entries"]),
         not_exposed={
-            int(layer): tuple(parse_site(name) for name in names) for layer, names in record["not_exposed"].items()
+            int(layer): tuple(parse_site(name) for name in names)
+            for layer, names in record["not_exposed"].items()
         },
         observed_dtypes=record["observed_dtypes"],
         complete_layers=tuple(record["complete_layers"]),
@@ -200,5 +240,19 @@ def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=key))
 
 
-def _normal(value: Any) -> str:
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Dotted names of the values that differ, without the outermost `provenance.`."""
+    names = []
+    for name in sorted({*mine, *theirs}):
+        my_value, their_value = mine.get(name), theirs.get(name)
+        if isinstance(my_value, Mapping) and isinstance(their_value, Mapping):
+            prefix = "" if name == "provenance" else f"{name}."
+            names += [prefix + inner for inner in _differences(my_value, their_value)]
+        elif _as_written(my_value) != _as_written(their_value):
+            names.append(name)
+    return names
+
+
+def _as_written(value: Any) -> str:
+    # A tuple and the list that JSON makes of it are the same.
     return json.dumps(value, sort_keys=True)

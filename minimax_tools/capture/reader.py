@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.manifest import Description, Entry, Manifest
+from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest, dtype_name
 from minimax_tools.errors import CaptureError
 from minimax_tools.inputs import Inputs
+from minimax_tools.run import Mode
 from minimax_tools.sites import ModelSite, Site
 
 
@@ -65,7 +66,7 @@ class Capture:
     def entry(self, layer: int, site: Site) -> Entry | None:
         """The entry that holds a site; a layer's input may be the output of the layer before."""
         found = self._entries.get((layer, str(site)))
-        if found is None and site is Site.INPUT:
+        if found is None and site is Site.INPUT and self.description.run.mode is Mode.CHAINED:
             return self._entries.get((layer - 1, str(Site.OUTPUT)))
         return found
 
@@ -81,7 +82,7 @@ class Capture:
                 f"{self.directory} holds no {site} of layer {layer}",
                 next_step="Capture it with --sites all, or compare fewer layers.",
             )
-        return self._read_entry(entry)
+        return self.read_entry(entry)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
         """The tensor of a site outside the layers.
@@ -91,8 +92,10 @@ class Capture:
         """
         entry = self._entries.get((None, str(site)))
         if entry is None:
-            raise CaptureError(f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it.")
-        return self._read_entry(entry)
+            raise CaptureError(
+                f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it."
+            )
+        return self.read_entry(entry)
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
         """The float32 twin of a site; None where the floor was not kept whole."""
@@ -112,27 +115,53 @@ class Capture:
             return None
         return self._read_optional(f"layer_{layer}.floor.safetensors", name)
 
+    def read_model_floor(self, name: str) -> torch.Tensor | None:
+        """One of the floor statistics of the model's sites; None where the floor was not measured."""
+        if not self.has_floor:
+            return None
+        return self._read_optional("model.floor.safetensors", name)
+
     def read_inputs(self) -> Inputs:
-        """The token rows of the run."""
-        path = "inputs.safetensors"
+        """The token rows of the run.
+
+        Raises:
+            CaptureError: The file is missing or damaged.
+        """
         return Inputs(
-            input_ids=self._read(path, "input_ids"),
-            attention_mask=self._read(path, "attention_mask"),
-            position_ids=self._read(path, "position_ids"),
-            source=f"the golden {self.directory}",
+            input_ids=self._read(INPUTS_NAME, "input_ids"),
+            attention_mask=self._read(INPUTS_NAME, "attention_mask"),
+            position_ids=self._read(INPUTS_NAME, "position_ids"),
+            source=self.description.input_source,
         )
 
     def read_attention_mask(self) -> torch.Tensor:
-        """int64 [B,S], 1 on real rows."""
-        return self._read("inputs.safetensors", "attention_mask")
+        """int64 [B,S], 1 on real rows.
 
-    def _read_entry(self, entry: Entry) -> torch.Tensor:
+        Raises:
+            CaptureError: The file is missing or damaged.
+        """
+        return self._read(INPUTS_NAME, "attention_mask")
+
+    def read_hidden_states(self) -> torch.Tensor | None:
+        """The hidden states [B,S,H] that the first layer was fed; None where they were made of the tokens.
+
+        Raises:
+            CaptureError: The file is missing or damaged.
+        """
+        return self._read_optional(INPUTS_NAME, "hidden_states")
+
+    def read_entry(self, entry: Entry) -> torch.Tensor:
+        """The tensor of an entry of the manifest.
+
+        Raises:
+            CaptureError: Its file is missing or damaged, or holds another tensor than the manifest says.
+        """
         tensor = self._read(entry.file, entry.site)
-        if tuple(tensor.shape) != entry.shape:
+        if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (entry.shape, entry.dtype):
             raise CaptureError(
                 f"{self.directory / entry.file} does not match its manifest at {entry.site}",
-                expected=str(entry.shape),
-                found=str(tuple(tensor.shape)),
+                expected=f"{entry.dtype} {list(entry.shape)}",
+                found=f"{dtype_name(tensor.dtype)} {list(tensor.shape)}",
                 next_step="Run the capture again.",
             )
         return tensor

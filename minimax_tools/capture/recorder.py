@@ -108,6 +108,10 @@ def shape_to_batch(site: Site, tensor: torch.Tensor, inputs: Inputs) -> torch.Te
     batch, sequence = inputs.batch_size, inputs.sequence_length
     if site.has_heads_dim:
         return tensor
-    if tensor.ndim >= 1 and tensor.shape[0] == batch * sequence and tuple(tensor.shape[:2]) != (batch, sequence):
+    if (
+        tensor.ndim >= 1
+        and tensor.shape[0] == batch * sequence
+        and tuple(tensor.shape[:2]) != (batch, sequence)
+    ):
         return tensor.reshape(batch, sequence, *tensor.shape[1:])
     return tensor

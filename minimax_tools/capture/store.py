@@ -10,7 +10,10 @@ from minimax_tools.errors import CaptureError
 GOLDEN_SIDE = "gpu_reference"
 DEVICE_SIDE = "neuron"
 
-_COMMANDS = {GOLDEN_SIDE: "mm2-gpu extract-all --model DIR", DEVICE_SIDE: "mm2-test sweep --model DIR --golden DIR"}
+_COMMANDS = {
+    GOLDEN_SIDE: "mm2-gpu extract-all --model DIR",
+    DEVICE_SIDE: "mm2-test sweep --model DIR --golden DIR",
+}
 
 
 def capture_directory(captures: Path, side: str, run_name: str) -> Path:

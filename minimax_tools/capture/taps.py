@@ -1,4 +1,4 @@
-"""Tap: where in a module tree a site shows, written `"submodule.path"`, `"path:input"` or `"path:output[1]"`."""
+"""Tap: where in a module tree a site shows, written `"path"`, `"path:input"` or `"path:output[1]"`."""
 
 from __future__ import annotations
 

@@ -179,16 +179,21 @@ class SyntheticWeights:
         return self._recipe(name).scales(self._random(names.scale_name(name)))
 
     def _codes(self, name: str) -> torch.Tensor:
-        codes = self._recipe(name).codes(self._random(name))
-        if not name.endswith(names.O_PROJ):
-            return codes
-        # attn_context has a constant part, v_proj's columns for the massive channels: these rows add it up.
-        values = self._codes(name.replace(names.O_PROJ, names.V_PROJ))
-        values = values.view(-1, self._spec.head_dim, self._spec.hidden_size)
-        values = values.repeat_interleave(self._spec.num_attention_heads // self._spec.num_key_value_heads, 0)
-        for channel in self._stream.channels:
-            codes[channel] = values[:, :, channel].flatten()
+        recipe = self._recipe(name)
+        codes = recipe.codes(self._random(name))
+        if name.endswith(names.O_PROJ):
+            codes[list(self._stream.channels)] = self._massive_rows(name, recipe)
         return codes
+
+    def _massive_rows(self, name: str, recipe: MatrixRecipe) -> torch.Tensor:
+        # attn_context has a constant part, v_proj's columns for the massive channels: these rows add it up.
+        values = self._codes(name.replace(names.O_PROJ, names.V_PROJ))[:, list(self._stream.channels)]
+        heads: torch.Tensor = values.T.unflatten(1, (-1, self._spec.head_dim))
+        num_repeats = self._spec.num_attention_heads // self._spec.num_key_value_heads
+        rows = heads.repeat_interleave(num_repeats, 1).flatten(1).contiguous().view(torch.float8_e4m3fn)
+        # The ordinary rows have a gain of 1; a block's scale belongs to the larger of the two.
+        share = recipe.row_gain[list(self._stream.channels)].clamp(max=1).float()
+        return (rows.float() * share[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _recipe(self, name: str) -> MatrixRecipe:
         layer = names.layer_of(name) or 0

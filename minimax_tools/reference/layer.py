@@ -1,7 +1,7 @@
 """ReferenceLayer: MiniMax-M2's decoder layer in plain PyTorch, written to be read; every site is exposed.
 
 Its parameters bear the hub's names, so a checkpoint's layer loads as it is.
-Shapes: B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k per token.
+Shapes: B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k of them
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class ReferenceNorm(nn.Module):
         """[..., width] to [..., width]."""
         exact = states.float()
         normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(states.dtype)
+        weighed: torch.Tensor = self.weight * normed.to(states.dtype)
+        return weighed
 
 
 class ReferenceAttention(nn.Module):
@@ -60,7 +61,8 @@ class ReferenceAttention(nn.Module):
 
     def heads(self, flat: torch.Tensor) -> torch.Tensor:
         """[B,S,heads·D] to [B,heads,S,D]."""
-        return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        heads: torch.Tensor = flat.unflatten(-1, (-1, self.config.head_dim))
+        return heads.transpose(1, 2)
 
     def rotate(self, heads: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Rotate dims 0 to rotary_dim of every head [B,heads,S,D], pairing dim i with i + rotary_dim/2."""
@@ -155,7 +157,7 @@ class ReferenceMoe(nn.Module):
             # Every token through every expert: no shape depends on the routing, as lazy devices want it.
             affinity = torch.where(experts == number, weights, 0.0).sum(-1, keepdim=True)
             total = total + expert(states_th).float() * affinity
-        return total.to(states.dtype).unflatten(0, states.shape[:2])
+        return total.to(states.dtype).view(states.shape)
 
 
 class ReferenceLayer(nn.Module):
@@ -193,7 +195,7 @@ class ReferenceLayer(nn.Module):
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         """[B,S,H], mask [B,S] of 0/1 and positions [B,S] to the layer's output [B,S,H]."""
-        residual = hidden_states + self.self_attn(
-            self.input_layernorm(hidden_states), attention_mask, position_ids
-        )
-        return residual + self.block_sparse_moe(self.post_attention_layernorm(residual))
+        normed = self.input_layernorm(hidden_states)
+        residual = hidden_states + self.self_attn(normed, attention_mask, position_ids)
+        output: torch.Tensor = residual + self.block_sparse_moe(self.post_attention_layernorm(residual))
+        return output

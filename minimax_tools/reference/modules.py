@@ -57,7 +57,7 @@ def require_golden_extra(needed_for: str) -> None:
     for package in ("transformers", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra="golden", needed_for=needed_for)
-    # Goldens run on torch's own devices; without this, accelerate would start torch_xla where it is installed.
+    # Goldens run on torch's own devices; accelerate would start torch_xla where it is installed.
     os.environ.setdefault("USE_TORCH_XLA", "0")
 
 
@@ -74,7 +74,7 @@ def read_config(folder: Path, *, num_hidden_layers: int) -> MiniMaxM2Config:
 def recording_layer(
     layer: torch.nn.Module, *, sites: Iterable[Site], attn_implementation: str
 ) -> Iterator[dict[Site, torch.Tensor]]:
-    """Record a decoder layer's sites while the block lasts; a site appears in the mapping when it is computed.
+    """Record a decoder layer's sites while the block lasts; a site appears when it is computed.
 
     The tensors are copied to the CPU as the hooks fire, in the shapes that transformers gives them.
 

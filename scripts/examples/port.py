@@ -52,14 +52,9 @@ class Attention(nn.Module):
         """[B,S,H] to [B,S,H]."""
         q, k, v = self.qkv_proj(states).split((self.query_width, self.key_width, self.key_width), dim=-1)
         q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
-        q, k = self.normalise(q, k)
-        q = self.q_rope(self.rotate(self.heads(q), position_ids))
-        k = self.k_rope(self.rotate(self.heads(k), position_ids))
+        q = self.q_rope(self.rotate(self.heads(self.q_norm(q)), position_ids))
+        k = self.k_rope(self.rotate(self.heads(self.k_norm(k)), position_ids))
         return self.o_proj(self.attend(q, k, self.heads(v), attention_mask))
-
-    def normalise(self, q, k):
-        """One norm over all heads of q, one over all heads of k."""
-        return self.q_norm(q), self.k_norm(k)
 
     def heads(self, flat):
         """[B,S,heads·D] to [B,heads,S,D]."""

@@ -29,11 +29,13 @@ class Planted(port.DecoderLayer):
         self.post_attention_layernorm = self.norm(config.hidden_size, config.rms_norm_eps)
 
 
-def _over_slices(norm, states, num_slices):
-    """A norm whose statistics cover one rank's slice only."""
-    sliced = states.float().unflatten(-1, (num_slices, -1))
-    sliced = sliced * torch.rsqrt(sliced.pow(2).mean(-1, keepdim=True) + norm.eps)
-    return norm.weight * sliced.flatten(-2).to(states.dtype)
+class SlicedNorm(port.Norm):
+    """A norm whose statistics cover one rank's half only."""
+
+    def forward(self, states):
+        sliced = states.float().unflatten(-1, (2, -1))
+        sliced = sliced * torch.rsqrt(sliced.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * sliced.flatten(-2).to(states.dtype)
 
 
 class NormPerHeadWeights(Planted):
@@ -51,8 +53,10 @@ class NormPerRank(Planted):
     """QN6: the variance of half the heads, without the sum over ranks."""
 
     class attention(port.Attention):  # noqa: N801 - the name of the part it replaces
-        def normalise(self, q, k):
-            return _over_slices(self.q_norm, q, 2), _over_slices(self.k_norm, k, 2)
+        def __init__(self, config):
+            super().__init__(config)
+            self.q_norm = SlicedNorm(self.query_width, config.rms_norm_eps)
+            self.k_norm = SlicedNorm(self.key_width, config.rms_norm_eps)
 
 
 class KeyNormDivisor(Planted):
@@ -62,15 +66,6 @@ class KeyNormDivisor(Planted):
         state = super().convert_state_dict(tensors, config, layer_idx)
         state["self_attn.k_norm.weight"] = state["self_attn.k_norm.weight"] * 8**-0.5
         return state
-
-
-class NoQueryKeyNorm(Planted):
-    """QN7: a fused kernel that skips both norms."""
-
-    class attention(port.Attention):  # noqa: N801
-        def normalise(self, q, k):
-            self.q_norm(q), self.k_norm(k)
-            return q, k
 
 
 class FullRotary(Planted):
@@ -129,9 +124,6 @@ class AttentionScale(Planted):
     """Scores scaled by another width than head_dim."""
 
     class attention(port.Attention):  # noqa: N801
-        def normalise(self, q, k):
-            return super().normalise(q, k)
-
         def attend(self, q, k, v, attention_mask):
             return super().attend(q * 0.9, k, v, attention_mask)
 

@@ -1,0 +1,107 @@
+"""NoiseFloor: what BF16 alone costs the golden, measured from the float32 twin of each of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import CORRECTION_BIAS
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.floor import floor_statistics
+from minimax_tools.inputs import Inputs
+from minimax_tools.reference.head import Float32Head
+from minimax_tools.reference.twin import Float32Twin
+from minimax_tools.sites import ModelSite, Site
+from minimax_tools.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2Config
+
+# What the twin and the statistics need of the golden, captured or not.
+FLOOR_SITES = frozenset((Site.INPUT, Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NoiseFloor:
+    """Measures the floor of one layer after the other.
+
+    Args:
+        config: transformers' config of the golden.
+        reader: The checkpoint.
+        spec: Its quantities.
+        dtype: Dtype of the golden's weights and activations.
+        inputs: The token rows.
+    """
+
+    config: MiniMaxM2Config
+    reader: CheckpointReader
+    spec: ModelSpec
+    dtype: torch.dtype
+    inputs: Inputs
+
+    def run_layer(
+        self,
+        layer: int,
+        captured: Mapping[Site, torch.Tensor],
+        *,
+        sites: tuple[Site, ...],
+        device: torch.device,
+    ) -> dict[Site, torch.Tensor]:
+        """The float32 twin of `sites` and of the router's logits, computed from the layer's own input.
+
+        Args:
+            layer: The layer's number.
+            captured: `FLOOR_SITES` of the golden.
+            sites: Sites to compute.
+            device: Where to compute.
+        """
+        twin = Float32Twin(self.config, self._tensors(layer), layer=layer, device=device)
+        return twin.run(
+            captured[Site.INPUT],
+            self.inputs,
+            router_experts=captured[Site.ROUTER_EXPERTS],
+            sites=tuple(site for site in Site if site in (*sites, Site.ROUTER_LOGITS)),
+        )
+
+    def measure_layer(
+        self, layer: int, captured: Mapping[Site, torch.Tensor], twin: Mapping[Site, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The statistics of a layer's floor by name, float32 [B,S] (see `minimax_tools.floor`)."""
+        return self._measure(captured, twin, self._tensors(layer)[CORRECTION_BIAS])
+
+    def run_head(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
+        """The float32 twin of final norm and logits, of the last layer's output [B,S,H]."""
+        return Float32Head(self.reader, self.spec, dtype=self.dtype).run(hidden_states)
+
+    def measure_head(
+        self, captured: Mapping[ModelSite, torch.Tensor], twin: Mapping[ModelSite, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The statistics of final norm and logits by name, as `measure_layer` gives those of a layer."""
+        statistics = {}
+        for site, exact in twin.items():
+            # Rows of channels like a layer's output, and measured as such.
+            measured = self._measure({Site.OUTPUT: captured[site]}, {Site.OUTPUT: exact}, torch.empty(0))
+            for name, statistic in measured.items():
+                statistics[f"{site}{name.removeprefix(Site.OUTPUT)}"] = statistic
+        return statistics
+
+    def _measure(
+        self,
+        captured: Mapping[Site, torch.Tensor],
+        twin: Mapping[Site, torch.Tensor],
+        correction_bias: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        return floor_statistics(
+            captured,
+            twin,
+            attention_mask=self.inputs.attention_mask,
+            correction_bias=correction_bias,
+            num_experts_per_tok=self.spec.num_experts_per_tok,
+        )
+
+    def _tensors(self, layer: int) -> LayerTensors:
+        return LayerTensors.open(self.reader, self.spec, layer, self.dtype)

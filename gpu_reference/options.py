@@ -1,0 +1,95 @@
+"""The options of `mm2-gpu` alone; those it shares with other commands are in `minimax_tools.options`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from gpu_reference.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
+from minimax_tools.options import input_options, model_option, output_options, run_options, store_options
+
+_placement_options = (
+    click.option(
+        "--device-map",
+        default="auto",
+        show_default=True,
+        metavar="auto|balanced|balanced_low_0|sequential|cuda:N|cpu|JSON",
+        help="Where to put the model; JSON, or a .json file, maps modules to devices.",
+    ),
+    click.option(
+        "--max-memory",
+        metavar="40GB|0:40GB,1:60GB,cpu:100GB",
+        help="Memory for weights: of each GPU, or device by device.",
+    ),
+    click.option(
+        "--offload-folder",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Where weights go that fit in no memory.",
+    ),
+)
+_computation_options = (
+    click.option(
+        "--attn-implementation",
+        type=click.Choice(ATTN_IMPLEMENTATIONS),
+        default="sdpa",
+        show_default=True,
+        help="How transformers computes attention.",
+    ),
+    click.option(
+        "--experts-implementation",
+        type=click.Choice(EXPERTS_IMPLEMENTATIONS),
+        default="grouped_mm",
+        show_default=True,
+        help="How transformers computes the experts.",
+    ),
+    click.option(
+        "--noise-floor",
+        type=click.Choice(["full", "stats", "off"]),
+        default="full",
+        show_default=True,
+        help="Keep each layer's float32 twin, its distances only, or nothing; a float32 run has none.",
+    ),
+    click.option("--no-save", is_flag=True, help="Print statistics, write nothing."),
+)
+_sampling_options = (
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        default=32,
+        show_default=True,
+        help="Tokens to generate for each row, at most.",
+    ),
+    click.option("--do-sample", is_flag=True, help="Draw instead of taking the most likely token."),
+    click.option("--temperature", type=click.FloatRange(min=0, min_open=True), help="Divisor of the logits."),
+    click.option("--top-k", type=click.IntRange(min=1), help="Draw among so many tokens."),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(min=0, max=1, min_open=True),
+        help="Draw among the tokens that hold this share of the probability.",
+    ),
+)
+
+
+def golden_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What every golden capture takes."""
+    decorators = (
+        model_option,
+        input_options,
+        run_options,
+        store_options,
+        *_placement_options,
+        *_computation_options,
+        output_options,
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What `full` takes for its generation."""
+    for decorate in reversed(_sampling_options):
+        command = decorate(command)
+    return command

@@ -1,0 +1,97 @@
+"""Resumption: whether a capture that a killed run left behind can be gone on with, and its removal if not."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from minimax_tools.capture.lock import LOCK_NAME
+from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Entry, Manifest, digest_tensor
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.replacement import is_temporary
+from minimax_tools.errors import CaptureError
+
+logger = logging.getLogger(__name__)
+
+
+def find_resumable(
+    directory: Path, description: Description, *, hidden_states: torch.Tensor | None
+) -> Manifest | None:
+    """The manifest to go on from; None where the directory must be begun anew, and the log says why.
+
+    Args:
+        directory: The capture directory.
+        description: The capture that is to be written.
+        hidden_states: The first layer's input, where that is not made of the tokens.
+    """
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    try:
+        manifest = Manifest.read(directory)
+    except CaptureError as error:
+        logger.warning("Starting anew in %s: %s", directory, error)
+        return None
+    reason = _obstacle(directory, manifest, description, hidden_states)
+    if reason is not None:
+        logger.info("Starting anew in %s: %s.", directory, reason)
+        return None
+    if manifest.complete_layers:
+        logger.info("Resuming %s after layer %d.", directory, max(manifest.complete_layers))
+    return manifest
+
+
+def clear_capture(directory: Path) -> None:
+    """Remove the capture that lies in `directory`, if one does.
+
+    Raises:
+        CaptureError: Something else lies there; it is left alone.
+    """
+    present = [path for path in directory.iterdir() if path.name != LOCK_NAME and not is_temporary(path)]
+    if not present:
+        return
+    if not Manifest.is_in(directory):
+        raise CaptureError(
+            f"{directory} is not empty and holds no capture",
+            found=", ".join(sorted(path.name for path in present)[:3]),
+            next_step="Choose another --output-dir.",
+        )
+    # The manifest goes last: a run that is killed here leaves a capture still.
+    for path in sorted(present, key=lambda path: path.name == MANIFEST_NAME):
+        if path.is_file() and path.suffix in (".safetensors", ".json"):
+            path.unlink()
+
+
+def _obstacle(
+    directory: Path, manifest: Manifest, description: Description, hidden_states: torch.Tensor | None
+) -> str | None:
+    """Why the capture that lies there cannot be resumed; None where it can."""
+    differing = manifest.description.differences(description)
+    if differing:
+        return f"the capture there has other {', '.join(differing)}"
+    if manifest.is_complete:
+        return "the same capture is there, complete"
+    capture = Capture(directory, manifest)
+    if manifest.complete_layers and not _has_input(capture, hidden_states):
+        return "the capture there began with other hidden states"
+    if not all(_is_intact(capture, entry) for entry in manifest.entries):
+        return "a stored tensor does not match its digest"
+    return None
+
+
+def _has_input(capture: Capture, hidden_states: torch.Tensor | None) -> bool:
+    try:
+        stored = capture.read_hidden_states()
+    except CaptureError:
+        return False
+    if stored is None or hidden_states is None:
+        return stored is hidden_states
+    return stored.dtype == hidden_states.dtype and torch.equal(stored, hidden_states.cpu())
+
+
+def _is_intact(capture: Capture, entry: Entry) -> bool:
+    try:
+        return digest_tensor(capture.read_entry(entry)) == entry.sha256
+    except CaptureError:
+        return False

@@ -1,0 +1,116 @@
+"""The chat template of a checkpoint, rendered as transformers renders it, without transformers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
+
+from minimax_tools.errors import CheckpointError
+
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def render_chat(folder: Path, prompt: str) -> str:
+    """A user's prompt as the text that the model is to continue, special tokens included.
+
+    Raises:
+        CheckpointError: The checkpoint has no chat template, or one that cannot be rendered.
+    """
+    config = _tokenizer_config(folder)
+    special = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    try:
+        return (
+            _environment()
+            .from_string(_template(folder, config))
+            .render(
+                messages=[{"role": "user", "content": prompt}],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **special,
+            )
+        )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the chat template of {folder} cannot be rendered",
+            found=f"{type(error).__name__}: {error}",
+            next_step="Leave --chat out to run the raw text.",
+        ) from error
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    # A template is somebody else's program: it runs in jinja2's sandbox.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no object", next_step="Fetch the file again.")
+    return config
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(template, list):
+        # Several templates, each with a name.
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str):
+        raise CheckpointError(
+            f"{folder} has no chat template", next_step="Leave --chat out to run the raw text."
+        )
+    return template
+
+
+def _token_text(token: str | dict[str, Any]) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own escapes for HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

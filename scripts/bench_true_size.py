@@ -1,0 +1,155 @@
+"""One layer of the true dimensions through the whole path: golden, device run on XLA, verdict; and with a mistake.
+
+Writes a one-layer FP8 checkpoint (6.1 GB: the layer, embedding and lm_head), captures its golden with the noise floor, runs
+mm2's device layer on `xla-cpu`, judges it, and does the same with gate and up swapped. Every command is a process of
+its own; its anonymous memory (what cannot be dropped, unlike cached file pages) and its resident memory are sampled.
+Memory is given in layers of 7.34 GB, the weights of one layer in BF16: the least that must be held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+LAYER_BYTES = 7_339_011_072
+MEMORY_LIMIT_BYTES = 24 << 30
+SWAPPED = Path(__file__).parent / "examples" / "swapped_device_layer.py"
+_SAMPLE_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A command that ran: its exit code, time and peaks of memory."""
+
+    name: str
+    exit_code: int
+    wall_s: float
+    cpu_s: float
+    peak_anonymous_bytes: int
+    peak_resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One line of the result."""
+
+    figure: str
+    value: float
+    goal: str
+    holds: bool
+
+
+def main() -> int:
+    """Run, print, and end with 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scratch", type=Path, help="folder with 10 GB free (default: the system's)")
+    parser.add_argument("--seq-len", default="40,24", help="row lengths (default: %(default)s)")
+    parser.add_argument("--backend", default="xla-cpu", help="device of the runs (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        runs = run_all(Path(scratch), seq_len=arguments.seq_len, backend=arguments.backend)
+    figures = [figure for run in runs for figure in figures_of(run)]
+    if arguments.json:
+        rows = [{name: getattr(figure, name) for name in figure.__slots__} for figure in figures]
+        print(json.dumps({"benchmark": "true_size", "machine": machine(), "figures": rows}, indent=1))
+    else:
+        print(machine())
+        for figure in figures:
+            print(f"{figure.figure:45} {figure.value:8.2f}  goal {figure.goal:12} {'holds' if figure.holds else 'MISSED'}")
+    return 0 if all(figure.holds for figure in figures) else 1
+
+
+def run_all(scratch: Path, *, seq_len: str, backend: str) -> list[Measured]:
+    """Every command of the path, in order."""
+    model, golden = scratch / "model", scratch / "golden"
+    clean, faulty = scratch / "clean", scratch / "faulty"
+    device = ["mm2-test", "single-layer", "--layer", "0", "--model", model, "--golden", golden, "--backend", backend]
+    compare = ["mm2-compare", "--gpu-path", golden]
+    return [
+        measure("synthesize", 0, ["mm2-split", "synthesize", "--preset", "m2", "--num-hidden-layers", "1", "--output", model]),
+        measure("golden", 0, ["mm2-gpu", "single-layer", "--layer", "0", "--model", model, "--seq-len", seq_len, "--output-dir", golden]),
+        measure("device", 0, [*device, "--output-dir", clean]),
+        measure("compare", 0, [*compare, "--neuron-path", clean]),
+        measure("device_swapped", 1, [*device, "--target", f"{SWAPPED}:SwappedDeviceLayer", "--output-dir", faulty]),
+        measure("compare_swapped", 1, [*compare, "--neuron-path", faulty]),
+    ]
+
+
+def measure(name: str, expected_code: int, command: list[object]) -> Measured:
+    """Run a command and sample its memory; stop the benchmark if it ends otherwise than expected."""
+    words = [str(word) for word in command]
+    beside = Path(sys.executable).parent / words[0]
+    began = time.monotonic()
+    process = psutil.Popen([str(beside) if beside.exists() else words[0], *words[1:]], stdout=subprocess.DEVNULL)
+    peaks = {"RssAnon": 0, "VmRSS": 0}
+    sampler = threading.Thread(target=_sample, args=(process.pid, peaks))
+    sampler.start()
+    _, status, usage = os.wait4(process.pid, 0)
+    sampler.join()
+    code = os.waitstatus_to_exitcode(status)
+    measured = Measured(
+        name=name,
+        exit_code=code,
+        wall_s=time.monotonic() - began,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        peak_anonymous_bytes=peaks["RssAnon"],
+        peak_resident_bytes=usage.ru_maxrss * 1024,
+    )
+    print(f"{measured}", file=sys.stderr)
+    if code != expected_code:
+        sys.exit(f"{name} ended with {code}, expected {expected_code}: {' '.join(words)}")
+    return measured
+
+
+def figures_of(run: Measured) -> list[Figure]:
+    """A run's figures: time, and memory in layers and against the machine's."""
+    limit = MEMORY_LIMIT_BYTES / LAYER_BYTES
+    anonymous, resident = run.peak_anonymous_bytes / LAYER_BYTES, run.peak_resident_bytes / LAYER_BYTES
+    return [
+        Figure(figure=f"{run.name}_wall_s", value=round(run.wall_s, 1), goal="-", holds=True),
+        Figure(figure=f"{run.name}_cpu_s", value=round(run.cpu_s, 1), goal="-", holds=True),
+        Figure(
+            figure=f"{run.name}_peak_anonymous_over_layer",
+            value=round(anonymous, 3),
+            goal=f"<= {limit:.2f}",
+            holds=anonymous <= limit,
+        ),
+        Figure(figure=f"{run.name}_peak_resident_over_layer", value=round(resident, 3), goal="-", holds=True),
+    ]
+
+
+def machine() -> str:
+    """The machine in words."""
+    memory = psutil.virtual_memory().total / 1e9
+    return f"{os.cpu_count()} cores, {memory:.0f} GB, {platform.platform()}, Python {platform.python_version()}"
+
+
+def _sample(pid: int, peaks: dict[str, int]) -> None:
+    status = Path(f"/proc/{pid}/status")
+    while True:
+        try:
+            lines = status.read_text().splitlines()
+        except OSError:
+            return
+        found = {name: value for name, _, value in (line.partition(":") for line in lines)}
+        if found.get("State", "").strip().startswith("Z"):
+            return
+        for name in peaks:
+            peaks[name] = max(peaks[name], 1024 * int(found.get(name, "0 kB").split()[0]))
+        time.sleep(_SAMPLE_INTERVAL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

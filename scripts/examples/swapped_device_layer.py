@@ -1,0 +1,31 @@
+"""mm2's own device layer with gate and up swapped: a mistake that fits in memory at the true size.
+
+Shows how a port streams its weights too: a `Deferred` weight is written straight into its storage.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from neuron.layer import DeviceLayer
+from neuron.weights import Deferred
+
+
+class SwappedDeviceLayer(DeviceLayer):
+    """The builtin target, wrong in the order of the grouped rows."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """Up rows before gate rows."""
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        for name, weight in state.items():
+            if name.endswith("gate_up_proj"):
+                state[name] = Deferred(shape=weight.shape, fill=partial(_fill_swapped, weight))
+        return state
+
+
+def _fill_swapped(weight, storage):
+    weight.fill(storage)
+    gate, up = storage.chunk(2, dim=1)
+    kept = gate.clone()
+    gate.copy_(up)
+    up.copy_(kept)

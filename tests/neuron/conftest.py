@@ -1,0 +1,139 @@
+"""Ports written for one test, checkpoints of the toy in other dtypes, and commands in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from neuron.cli import main as mm2_test
+
+Result = click.testing.Result
+Run = Callable[..., Result]
+Process = Callable[..., "subprocess.CompletedProcess[str]"]
+WritePort = Callable[..., str]
+
+REPOSITORY = Path(__file__).parents[2]
+
+_PORT_IMPORTS = """
+import os
+import torch
+from torch import nn
+from minimax_tools.reference.layer import ReferenceAttention, ReferenceLayer, ReferenceMoe, ReferenceRouter
+"""
+
+# Runs several commands in one process: torch_xla takes seconds to import, and counts graphs per process.
+_SERVE = """
+import json, sys
+import click.testing
+from neuron.cli import main
+results = []
+for arguments in json.loads(sys.stdin.read()):
+    result = click.testing.CliRunner().invoke(main, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    results.append({"exit_code": result.exit_code, "stdout": result.stdout, "stderr": result.stderr})
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture
+def run(command: Callable[..., Result], tmp_path: Path) -> Run:
+    """Runs `mm2-test` in this process; captures go below the test's folder unless it says otherwise."""
+
+    def run_here(*arguments: object) -> Result:
+        return command(mm2_test, *arguments, "--captures", tmp_path / "captures")
+
+    return run_here
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Process:
+    """Runs `mm2-test` in a process of its own, in the test's folder."""
+
+    def run_there(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "neuron.cli", *map(str, arguments)]
+        return _run_process(command, folder=tmp_path, environment=environment)
+
+    return run_there
+
+
+@pytest.fixture
+def write_port(tmp_path: Path) -> WritePort:
+    """Writes a port's file and gives its `--target`; the source defines `Port`, or what `name` says."""
+
+    def write(source: str, *, name: str = "Port", file: str = "port.py") -> str:
+        path = tmp_path / file
+        path.write_text(_PORT_IMPORTS + source)
+        return f"{path}:{name}"
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def needs_xla() -> None:
+    """Skips where torch_xla is not installed."""
+    if importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed: pip install 'mm2[xla]' (Linux on x86-64)")
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Sequence[object]]], list[dict[str, Any]]]:
+    """Runs several `mm2-test` commands in one new process; for each its exit code, stdout and stderr."""
+
+    def serve_all(commands: Sequence[Sequence[object]]) -> list[dict[str, Any]]:
+        texts = [[str(argument) for argument in arguments] for arguments in commands]
+        folder = tmp_path_factory.mktemp("serve")
+        done = _run_process([sys.executable, "-c", _SERVE], folder=folder, standard_input=json.dumps(texts))
+        assert done.returncode == 0, done.stderr
+        results: list[dict[str, Any]] = json.loads(done.stdout)
+        return results
+
+    return serve_all
+
+
+@pytest.fixture(scope="session")
+def copies(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    """The toy model in FP8, BF16 and float32."""
+    folders = {torch.float8_e4m3fn: toy}
+    for dtype in (torch.bfloat16, torch.float32):
+        folders[dtype] = tmp_path_factory.mktemp("copies") / str(dtype)
+        synthesize(folders[dtype], model=SyntheticModel(), dtype=dtype, shard_size_bytes=None, seed=0)
+    return folders
+
+
+@pytest.fixture(scope="session")
+def float32_golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's golden in float32, which has no BF16 noise and so no floor."""
+    directory = tmp_path_factory.mktemp("golden") / "float32"
+    arguments = ["extract-all", "--model", toy, "--seq-len", "48,33", "--dtype", "float32", "--output-dir", directory]
+    result = click.testing.CliRunner().invoke(mm2_gpu, [*map(str, arguments), "--noise-floor", "off", "--quiet"])
+    assert result.exit_code == 0, result.output
+    return directory
+
+
+def _run_process(
+    command: list[str], *, folder: Path, environment: dict[str, str] | None = None, standard_input: str = ""
+) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "WORLD_SIZE")}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**inherited, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **(environment or {})},
+        input=standard_input,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

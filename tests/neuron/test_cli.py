@@ -1,0 +1,242 @@
+"""Every preset from the command line: on the CPU, on XLA, right and wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+PRESETS: dict[str, tuple[object, ...]] = {
+    "single_layer_2": ("single-layer", "--layer", 2),
+    "layers_1_to_3": ("multi-layer", "--start-layer", 1, "--end-layer", 3),
+    "layers_0_to_1": ("multi-layer", "--layers", "0:2"),
+    "sweep_0_to_3": ("sweep",),
+    "full_model": ("full",),
+    "component_1_attention": ("component", "--layer", 1, "--component", "attention"),
+    "component_1_router": ("component", "--layer", 1, "--component", "router"),
+    "component_1_experts": ("component", "--layer", 1, "--component", "experts"),
+    "component_1_moe": ("component", "--layer", 1, "--component", "moe"),
+    "component_1_input_norm": ("component", "--layer", 1, "--component", "input_norm"),
+    "component_1_post_norm": ("component", "--layer", 1, "--component", "post_norm"),
+}
+XLA_PRESETS = ("sweep_0_to_3", "full_model", "layers_1_to_3", "single_layer_2", "component_1_experts")
+
+# Scaled after o_proj: nothing before it is wrong, all after it is.
+WRONG_ATTENTION = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+        self.self_attn.register_forward_hook(self.spoil)
+
+    def spoil(self, module, args, output):
+        return output * 1.5 if self.layer_idx == 1 else output
+"""
+
+
+@pytest.fixture(scope="module")
+def on_xla(
+    needs_xla: None, serve: Any, toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """The main presets on XLA, one after the other in one process."""
+    captures = tmp_path_factory.mktemp("captures")
+    common = ["--model", toy, "--golden", golden, "--backend", "xla-cpu", "--captures", captures, "--json"]
+    results = serve([[*PRESETS[name], *common] for name in XLA_PRESETS])
+    return {name: {**result, **json.loads(result["stdout"])} for name, result in zip(XLA_PRESETS, results, strict=True)}
+
+
+@pytest.mark.parametrize("target", ["builtin", "reference"])
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_clean_target_passes_every_preset(run: Any, toy: Path, golden: Path, tmp_path: Path, name: str, target: str) -> None:
+    result = run(*PRESETS[name], "--model", toy, "--golden", golden, "--target", target, "--json")
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
+    assert record["compared"] == record["of"] > 0
+    assert record["directory"] == str(tmp_path / "captures" / "neuron" / name)
+
+
+@pytest.mark.parametrize("name", XLA_PRESETS)
+def test_builtin_passes_on_xla(on_xla: dict[str, dict[str, Any]], name: str) -> None:
+    record = on_xla[name]
+    assert (record["exit_code"], record["verdict"]) == (0, "pass")
+    assert record["compared"] == record["of"] > 0
+    assert record["description"]["provenance"]["backend"] == "xla-cpu"
+
+
+def test_xla_on_the_cpu_is_never_called_neuron(on_xla: dict[str, dict[str, Any]]) -> None:
+    for record in on_xla.values():
+        provenance = record["description"]["provenance"]
+        assert "neuron" not in f"{provenance['backend']} {provenance['device']}".lower()
+
+
+@pytest.mark.parametrize(
+    ("preset", "exit_code"),
+    [
+        ("sweep_0_to_3", 1),
+        ("full_model", 1),
+        ("layers_1_to_3", 1),
+        ("component_1_attention", 1),
+        ("single_layer_2", 0),
+        ("component_1_moe", 0),
+        ("component_1_post_norm", 0),
+        ("component_1_input_norm", 0),
+    ],
+)
+def test_wrong_attention_of_layer_1_fails_what_runs_it(
+    run: Any, write_port: Any, toy: Path, golden: Path, preset: str, exit_code: int
+) -> None:
+    target = write_port(WRONG_ATTENTION)
+    result = run(*PRESETS[preset], "--model", toy, "--golden", golden, "--target", target, "--json")
+    record = json.loads(result.stdout)
+    assert result.exit_code == exit_code
+    assert record["verdict"] == ("fail" if exit_code else "pass")
+    if exit_code:
+        assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, ["attn_delta"])]
+
+
+def test_statistics_are_those_of_the_stored_tensors(run: Any, toy: Path) -> None:
+    record = json.loads(run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 9, "--json").stdout)
+    stored = load_file(Path(record["directory"]) / "layer_0.safetensors")
+    (layer,) = record["layers"]
+    assert {site["site"] for site in layer["sites"]} == set(stored)
+    for site in layer["sites"]:
+        tensor = stored[site["site"]]
+        assert site["shape"] == list(tensor.shape)
+        assert f"torch.{site['dtype']}" == str(tensor.dtype)
+        assert (site["num_nan"], site["num_inf"]) == (0, 0)
+        assert site["mean"] == pytest.approx(float(tensor.double().mean()), abs=1e-12)
+        assert (site["min"], site["max"]) == (float(tensor.min()), float(tensor.max()))
+
+
+def test_text_names_the_directory_the_statistics_and_the_verdict(run: Any, toy: Path, golden: Path, tmp_path: Path) -> None:
+    result = run("single-layer", "--layer", 0, "--model", toy, "--golden", golden)
+    assert str(tmp_path / "captures/neuron/single_layer_0") in result.stdout.replace("\n", "")
+    for word in ("mean", "std", "min", "max", "NaN", "Inf", "moe_delta", "2x48x256", "bfloat16", "PASS"):
+        assert word in result.stdout
+    assert "Layer 0: 18 sites captured on cpu." in result.stderr
+
+
+def test_nan_is_counted(run: Any, write_port: Any, toy: Path) -> None:
+    source = """
+class Port(ReferenceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        output = super().forward(hidden_states, attention_mask, position_ids)
+        output[0, 3, :5] = float("nan")
+        output[0, 4, 0] = float("inf")
+        return output
+"""
+    target = write_port(source)
+    result = run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 9, "--target", target, "--json")
+    sites = {site["site"]: site for site in json.loads(result.stdout)["layers"][0]["sites"]}
+    assert (sites["output"]["num_nan"], sites["output"]["num_inf"]) == (5, 1)
+    assert (sites["moe_delta"]["num_nan"], sites["moe_delta"]["num_inf"]) == (0, 0)
+
+
+def test_standard_output_is_json_alone(process: Any, toy: Path) -> None:
+    done = process("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["complete"] is True
+
+
+def test_backend_is_the_cpu_where_nothing_else_is(run: Any, toy: Path) -> None:
+    record = json.loads(run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json").stdout)
+    assert record["description"]["provenance"]["backend"] == "cpu"
+
+
+@pytest.mark.parametrize("level", ["layer", "component"])
+def test_fewer_sites_are_kept_and_judged(run: Any, toy: Path, golden: Path, level: str) -> None:
+    result = run("sweep", "--model", toy, "--golden", golden, "--sites", level, "--json")
+    record = json.loads(result.stdout)
+    sites = [site["site"] for site in record["layers"][2]["sites"]]
+    assert result.exit_code == 0
+    assert len(sites) == {"layer": 2, "component": 9}[level]
+    assert record["of"] == 4 * (len(sites) - 1)
+
+
+class TestSavedRun:
+    def test_show_prints_what_the_run_printed(self, run: Any, command: Any, toy: Path) -> None:
+        from neuron.cli import main
+
+        record = json.loads(run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json").stdout)
+        shown = json.loads(command(main, "show", record["directory"], "--json").stdout)
+        assert shown == {name: value for name, value in record.items() if name != "graphs"}
+
+    def test_skip_compile_judges_the_saved_run_without_running(
+        self, run: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path
+    ) -> None:
+        target = write_port(WRONG_ATTENTION)
+        arguments = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--json")
+        first = run(*arguments, "--target", target)
+        (tmp_path / "port.py").write_text("raise RuntimeError('it runs')")
+        loaded = run(*arguments, "--skip-compile")
+        again = run(*arguments, "--skip-compile", "--target", target)
+        assert [result.exit_code for result in (first, loaded, again)] == [1, 1, 1]
+        assert json.loads(loaded.stdout)["sites"] == json.loads(first.stdout)["sites"]
+        assert json.loads(loaded.stdout)["graphs"] is None
+
+    def test_skip_compile_does_not_pass_another_targets_run_off(self, run: Any, toy: Path) -> None:
+        run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5)
+        result = run("single-layer", "--layer", 0, "--model", toy, "--target", "reference", "--skip-compile")
+        assert result.exit_code == 3
+        assert "a run of another target: expected reference, found builtin" in result.stderr
+
+    def test_skip_compile_does_not_pass_another_run_off(self, run: Any, toy: Path, tmp_path: Path) -> None:
+        directory = tmp_path / "saved"
+        run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--output-dir", directory)
+        result = run("single-layer", "--layer", 1, "--model", toy, "--output-dir", directory, "--skip-compile")
+        assert result.exit_code == 3
+        assert "another run than --skip-compile asks for" in result.stderr
+
+    def test_skip_compile_without_a_saved_run_says_so(self, run: Any, toy: Path) -> None:
+        result = run("single-layer", "--layer", 0, "--model", toy, "--skip-compile")
+        assert result.exit_code == 3
+        assert "no capture at" in result.stderr
+
+
+class TestWhereInputsComeFrom:
+    def test_golden_gives_the_first_input_of_a_chained_run(self, run: Any, toy: Path, golden: Path) -> None:
+        record = json.loads(run(*PRESETS["layers_1_to_3"], "--model", toy, "--golden", golden, "--json").stdout)
+        directory = Path(record["directory"])
+        expected = load_file(golden / "layer_0.safetensors")["output"]
+        assert record["description"]["input_source"] == "golden full_model"
+        assert torch.equal(load_file(directory / "layer_1.safetensors")["input"], expected)
+        assert torch.equal(load_file(directory / "inputs.safetensors")["hidden_states"], expected)
+        assert "input" not in load_file(directory / "layer_2.safetensors")
+
+    def test_layers_before_make_the_input_without_a_golden(self, run: Any, toy: Path, tmp_path: Path) -> None:
+        tokens = ("--model", toy, "--seq-len", 12, "--json")
+        alone = json.loads(run("single-layer", "--layer", 2, *tokens).stdout)
+        chained = json.loads(run("multi-layer", "--layers", "0:3", *tokens).stdout)
+        assert alone["description"]["input_source"] == "tokens through layers 0 to 1: random ids of seed 0"
+        mine = load_file(Path(alone["directory"]) / "layer_2.safetensors")
+        theirs = load_file(Path(chained["directory"]) / "layer_2.safetensors")
+        assert torch.equal(mine["output"], theirs["output"])
+
+    def test_random_input_is_recorded(self, run: Any, toy: Path) -> None:
+        arguments = ("single-layer", "--layer", 2, "--model", toy, "--random-input", "--seq-len", 12, "--json")
+        records = [json.loads(run(*arguments, "--seed", seed).stdout) for seed in (7, 7, 8)]
+        assert records[0]["description"]["input_source"] == "random numbers of seed 7"
+        assert records[0] == records[1]
+        assert records[0]["layers"] != records[2]["layers"]
+
+    def test_run_on_random_input_cannot_be_judged(self, run: Any, command: Any, toy: Path, golden: Path) -> None:
+        from compare.cli import main as mm2_compare
+
+        arguments = ("single-layer", "--layer", 2, "--model", toy, "--random-input", "--seq-len", "48,33", "--json")
+        directory = json.loads(run(*arguments).stdout)["directory"]
+        judged = command(mm2_compare, "--gpu-path", golden, "--neuron-path", directory)
+        skipped = run(*PRESETS["single_layer_2"], "--model", toy, "--golden", golden, "--skip-compile")
+        assert (judged.exit_code, skipped.exit_code) == (3, 3)
+        assert "random numbers of seed 0" in judged.stderr
+        assert "random numbers of seed 0" in skipped.stderr
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_prompts_are_padded_on_the_side_asked_for(self, run: Any, toy: Path, side: str) -> None:
+        arguments = ("single-layer", "--layer", 0, "--model", toy, "--input-ids", "1,2,3", "--input-ids", "4")
+        record = json.loads(run(*arguments, "--padding-side", side, "--pad-to", 5, "--json").stdout)
+        mask = load_file(Path(record["directory"]) / "inputs.safetensors")["attention_mask"].tolist()
+        assert mask == {"right": [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], "left": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]}[side]

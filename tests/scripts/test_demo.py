@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "scripts" / "demo.py"
+
+
+@pytest.mark.slow
+def test_demo_passes_the_right_port_and_blames_the_wrong_one(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    result = subprocess.run(
+        [sys.executable, DEMO, "--output-dir", folder, "--backend", "cpu"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "FAIL: layer 5, moe_delta" in result.stdout
+    assert "mm2: fail, to blame: layer 5: moe_delta" in result.stdout
+    assert (folder / "captures" / "gpu_reference" / "full_model" / "manifest.json").exists()
