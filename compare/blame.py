@@ -1,16 +1,29 @@
 """Blame: a site is to blame when it fails and everything it is computed from passes.
 
-Unexposed sites are looked through: the nearest exposed ones stand for them, and the blame then names the
-whole set that may hold the fault.
+Sites that were not compared are looked through: the nearest ones that were stand for them, and the blame then
+names the whole set that may hold the fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from minimax_tools.results import Blame, SiteResult, SiteStatus
 from minimax_tools.sites import SITE_INPUTS, Site
+
+# These show any fault of the site they are computed from: they are plain products of it alone, while a norm
+# hides a wrong scale, attention a shift, a residual add what is small beside the stream.
+_SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
+    {
+        Site.INPUT_NORM: (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ),
+        Site.Q_NORM: (Site.Q_ROPE,),
+        Site.K_NORM: (Site.K_ROPE,),
+        Site.ATTN_CONTEXT: (Site.ATTN_DELTA,),
+        Site.POST_NORM: (Site.ROUTER_LOGITS,),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +31,7 @@ class _Ancestry:
     """What a site is computed from.
 
     Args:
-        known: Nearest sites upstream that were compared or fed.
+        known: Nearest sites upstream that were compared, fed, or are shown right by others.
         hidden: Sites between them and the site that nobody could see.
     """
 
@@ -34,16 +47,23 @@ def blame_layer(
     Args:
         results: Results of the declared sites.
         layer: The layer.
-        fed: Sites whose values were given to the run: they are right by construction.
-        is_chained: Whether the layer was fed the output of another, so that blame is only an onset.
+        fed: Sites whose values are known to have been given to the layer: they are right by construction.
+        is_chained: Whether the layer was handed an error of other layers, so that blame is only an onset.
     """
-    blames = []
+    return tuple(
+        _blame(layer, site, results, ancestry, is_chained=is_chained)
+        for site, ancestry in _first_failures(results, fed)
+    )
+
+
+def _first_failures(
+    results: Mapping[Site, SiteResult], fed: tuple[Site, ...]
+) -> Iterator[tuple[Site, _Ancestry]]:
     for site, result in results.items():
         if result.status is SiteStatus.FAIL:
             ancestry = _ancestry(site, results, fed)
-            if not any(_failed(results, upstream) for upstream in ancestry.known):
-                blames.append(_blame(layer, site, result, ancestry, is_chained=is_chained))
-    return tuple(blames)
+            if not any(_has_status(results, upstream, SiteStatus.FAIL) for upstream in ancestry.known):
+                yield site, ancestry
 
 
 def _ancestry(site: Site, results: Mapping[Site, SiteResult], fed: tuple[Site, ...]) -> _Ancestry:
@@ -52,7 +72,8 @@ def _ancestry(site: Site, results: Mapping[Site, SiteResult], fed: tuple[Site, .
     waiting = list(SITE_INPUTS[site])
     while waiting:
         upstream = waiting.pop()
-        if upstream in fed or upstream is Site.INPUT or _compared(results, upstream):
+        is_compared = upstream in results and results[upstream].status.is_compared
+        if upstream in fed or is_compared or _is_shown_right(results, upstream):
             known.add(upstream)
         elif upstream not in hidden:
             hidden.add(upstream)
@@ -60,20 +81,32 @@ def _ancestry(site: Site, results: Mapping[Site, SiteResult], fed: tuple[Site, .
     return _Ancestry(known=frozenset(known), hidden=frozenset(hidden))
 
 
-def _compared(results: Mapping[Site, SiteResult], site: Site) -> bool:
-    return site in results and results[site].status.is_compared
+def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
+    """Whether a site that was not compared must be right, because what shows its faults passes."""
+    return any(_has_status(results, witness, SiteStatus.PASS) for witness in _SHOWN_BY.get(site, ()))
 
 
-def _failed(results: Mapping[Site, SiteResult], site: Site) -> bool:
-    return site in results and results[site].status is SiteStatus.FAIL
+def _has_status(results: Mapping[Site, SiteResult], site: Site, status: SiteStatus) -> bool:
+    return site in results and results[site].status is status
 
 
-def _blame(layer: int, site: Site, result: SiteResult, ancestry: _Ancestry, *, is_chained: bool) -> Blame:
-    suspects = sorted({*ancestry.hidden, site}, key=lambda suspect: suspect.order)
-    passing = ", ".join(str(upstream) for upstream in sorted(ancestry.known, key=lambda known: known.order))
-    reason = f"{site}: {result.reason}; {passing or 'its input'} is right"
-    if ancestry.hidden:
-        reason += "; the port does not expose what lies between"
+def _blame(
+    layer: int, site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry, *, is_chained: bool
+) -> Blame:
+    suspects = _in_order({*ancestry.hidden, site})
+    reason = f"{site}: {results[site].reason}"
+    if ancestry.known:
+        names = [str(known) for known in _in_order(ancestry.known)]
+        reason += f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} right"
+    if Site.INPUT in ancestry.hidden:
+        reason += "; nothing tells what the layer was fed"
+    if ancestry.hidden - {Site.INPUT}:
+        reason += "; what lies between was not compared"
     if is_chained:
-        reason += f"; a chained run shows only where errors begin: run mm2-test single-layer --layer {layer} on the golden"
+        command = f"mm2-test single-layer --layer {layer}"
+        reason += f"; a chained run shows only where errors begin: run {command} on the golden"
     return Blame(layer=layer, sites=tuple(str(suspect) for suspect in suspects), reason=reason)
+
+
+def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:
+    return sorted(sites, key=lambda site: site.order)

@@ -19,8 +19,12 @@ from reports.terminal import render_comparison
 
 
 @click.command(cls=Mm2Command)
-@click.option("--gpu-path", type=click.Path(path_type=Path), help="Golden capture; the newest under --captures.")
-@click.option("--neuron-path", type=click.Path(path_type=Path), help="Device run; the newest under --captures.")
+@click.option(
+    "--gpu-path", type=click.Path(path_type=Path), help="Golden capture; the newest under --captures."
+)
+@click.option(
+    "--neuron-path", type=click.Path(path_type=Path), help="Device run; the newest under --captures."
+)
 @click.option("--layer", metavar="layer_0", help="Compare this layer only.")
 @click.option("--layer-pattern", metavar="'layer_*'", help="Compare the layers that match; all by default.")
 @captures_option

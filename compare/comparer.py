@@ -1,24 +1,45 @@
-"""The comparison of a device run with its golden: every layer-site pair of the run's span, a verdict, the blame."""
+"""The comparison of a device run with its golden: every layer-site pair of the run, a verdict, the blame."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from dataclasses import dataclass
 
-import torch
-
+from compare.batch import Batch
 from compare.blame import blame_layer
-from compare.criteria import judge_classic, judge_noise, judge_without_floor
-from compare.judge import Criteria, LayerJudge, judge_layer
-from compare.noise import Rows, noise_ratio, relative_error
-from compare.pairing import is_chained, refuse_foreign, refuse_other_input, select_layers
+from compare.feed import read_feed
+from compare.judge import Criteria
+from compare.layer_judge import LayerJudge
+from compare.model_judge import ModelJudge
+from compare.notes import feed_notes, floor_notes, nonfinite_notes, router_notes, unfinished_notes
+from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
+from compare.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.floor import massive_channels, token_rows
-from minimax_tools.metrics import compare_tensors
 from minimax_tools.results import Blame, Comparison, SiteResult, SiteStatus, Verdict
 from minimax_tools.sites import ModelSite, Site
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What was found in one layer, or outside the layers.
+
+    Args:
+        results: Its sites.
+        blame: Whom they blame.
+        layer: The layer; None outside them.
+        is_stopped: Whether the run stopped before it.
+        is_handed_on: Whether other layers' errors were handed to it: it blames only where they do not.
+        is_fed_unknown: Whether nothing tells what it was fed.
+    """
+
+    results: tuple[SiteResult, ...]
+    blame: tuple[Blame, ...] = ()
+    layer: int | None = None
+    is_stopped: bool = False
+    is_handed_on: bool = False
+    is_fed_unknown: bool = False
 
 
 def compare_captures(
@@ -30,7 +51,8 @@ def compare_captures(
         reference: The golden.
         target: The device run.
         criteria: How to judge.
-        layer_pattern: Which of the target's layers, as `layer_7` or `layer_*`.
+        layer_pattern: Which of the run's layers, as `layer_7` or `layer_*`; what lies outside the layers is
+            judged where all of them are chosen.
 
     Raises:
         IncomparableError: The captures must not be judged against each other.
@@ -39,46 +61,72 @@ def compare_captures(
     """
     notes = refuse_foreign(reference, target)
     layers = select_layers(reference, target, layer_pattern)
-    sites: list[SiteResult] = []
-    blame: list[Blame] = []
-    for layer in layers:
-        results = _compare_layer(reference, target, layer=layer, criteria=criteria)
-        sites.extend(results.values())
-        chained = _is_handed_on(target, layer)
-        # Past the first onset a chained run says nothing about who is to blame.
-        if not (chained and blame):
-            blame.extend(blame_layer(results, layer=layer, fed=_fed_sites(target), is_chained=chained))
-        logger.info("Layer %d compared.", layer)
-    model_results = _compare_model(reference, target, criteria=criteria, last_layer=layers[-1])
-    sites.extend(model_results)
-    if not blame:
-        blame.extend(_blame_model(model_results))
+    sides = Sides(reference=reference, target=target, batch=Batch.of(reference, target), criteria=criteria)
+    parts = [_compare_layer(sides, layer) for layer in layers]
+    model = _declared_model_sites(target) if layers == declared_layers(target) else ()
+    embedding = _compare_model(sides, tuple(site for site in model if site is ModelSite.EMBEDDING))
+    head = _compare_model(sides, tuple(site for site in model if site is not ModelSite.EMBEDDING))
+    sites = tuple(result for part in (*parts, embedding, head) for result in part.results)
+    blame = _gather_blame([embedding, *parts, head])
     return Comparison(
         reference=str(reference.directory),
         target=str(target.directory),
         criteria=criteria.name,
-        verdict=_verdict(sites),
-        sites=tuple(sites),
-        blame=tuple(blame),
-        notes=(*notes, *_floor_notes(reference), *_router_notes(reference, target)),
+        verdict=_conclude(sites, is_stopped=any(part.is_stopped for part in (*parts, head))),
+        sites=sites,
+        blame=blame,
+        notes=(
+            *notes,
+            *unfinished_notes(sides),
+            *feed_notes(part.layer for part in parts if part.is_fed_unknown),
+            *nonfinite_notes(sites, blame),
+            *floor_notes(reference),
+            *router_notes(reference, target),
+        ),
     )
 
 
-def _compare_layer(
-    reference: CaptureSource, target: CaptureSource, *, layer: int, criteria: Criteria
-) -> Mapping[Site, SiteResult]:
-    handed_on = _is_handed_on(target, layer)
-    if not handed_on:
-        refuse_other_input(reference, target, layer)
-    incoming = _incoming(reference, target, layer) if handed_on else 0.0
-    judge = LayerJudge(reference, target, layer=layer, criteria=criteria, incoming=incoming)
-    return judge_layer(judge, _declared_sites(target, layer))
+def _compare_layer(sides: Sides, layer: int) -> _Part:
+    sites = _declared_sites(sides.target, layer)
+    if layer not in sides.target.layers:
+        return _absent(sides.target, layer, tuple(str(site) for site in sites))
+    feed = read_feed(sides, layer)
+    results = LayerJudge(sides, layer=layer, feed=feed).judge_all(sites)
+    logger.info("Layer %d compared.", layer)
+    return _Part(
+        layer=layer,
+        results=tuple(results.values()),
+        blame=blame_layer(results, layer=layer, fed=feed.known, is_chained=feed.is_handed_on),
+        is_handed_on=feed.is_handed_on,
+        is_fed_unknown=not feed.is_recorded,
+    )
 
 
-def _is_handed_on(target: CaptureSource, layer: int) -> bool:
-    """Whether the layer was fed the output of another layer of the target rather than the golden's input."""
-    description = target.known_description
-    return description is not None and is_chained(target) and layer > description.run.span.start
+def _compare_model(sides: Sides, sites: tuple[ModelSite, ...]) -> _Part:
+    """Sites outside the layers; the first that fails is to blame."""
+    if not sides.target.model_sites():
+        return _absent(sides.target, None, tuple(str(site) for site in sites))
+    judge = ModelJudge(sides, last_layer=max(declared_layers(sides.target)))
+    results = tuple(judge.judge(site) for site in sites)
+    failing = [result for result in results if result.status is SiteStatus.FAIL]
+    return _Part(
+        results=results,
+        blame=tuple(
+            Blame(layer=None, sites=(result.site,), reason=f"{result.site}: {result.reason}")
+            for result in failing[:1]
+        ),
+        is_handed_on=ModelSite.EMBEDDING not in sites,
+    )
+
+
+def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> _Part:
+    """Sites that the run declares and does not hold: a fault only of a run that says it is complete."""
+    if is_finished(target):
+        status, reason = SiteStatus.FAIL, "missing: the run declared it and did not store it"
+    else:
+        status, reason = SiteStatus.NOT_EXPOSED, "not run: the device run stopped before it"
+    results = tuple(SiteResult(layer=layer, site=site, status=status, reason=reason) for site in sites)
+    return _Part(layer=layer, results=results, is_stopped=bool(sites) and not is_finished(target))
 
 
 def _declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
@@ -88,126 +136,24 @@ def _declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
     return tuple(site for site in target.sites(layer) if site is not Site.INPUT)
 
 
-def _fed_sites(target: CaptureSource) -> tuple[Site, ...]:
+def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:
     description = target.known_description
-    return description.run.fed_sites if description is not None else (Site.INPUT,)
+    return description.run.model_sites if description is not None else target.model_sites()
 
 
-def _incoming(reference: CaptureSource, target: CaptureSource, layer: int) -> float:
-    """Relative error of a layer's input: the larger of all channels' and the ordinary channels'."""
-    if Site.INPUT not in reference.sites(layer) or Site.INPUT not in target.sites(layer):
-        return 0.0
-    mask = reference.read_attention_mask()
-    mine, theirs = (token_rows(source.read(layer, Site.INPUT), Site.INPUT) for source in (reference, target))
-    if mine.shape != theirs.shape:
-        return 0.0
-    if mask is not None:
-        mine, theirs = mine[mask.bool()], theirs[mask.bool()]
-    ordinary = ~massive_channels(mine.flatten(0, -2))
-    whole = relative_error(mine.flatten(0, -2), theirs.flatten(0, -2))
-    return max(whole, relative_error(mine[..., ordinary].flatten(0, -2), theirs[..., ordinary].flatten(0, -2)))
+def _gather_blame(parts: list[_Part]) -> tuple[Blame, ...]:
+    """Whom the parts blame, in the order of the data flow; past the first fault, only those fed afresh."""
+    blame: list[Blame] = []
+    for part in parts:
+        if not (part.is_handed_on and blame):
+            blame.extend(part.blame)
+    return tuple(blame)
 
 
-def _compare_model(
-    reference: CaptureSource, target: CaptureSource, *, criteria: Criteria, last_layer: int
-) -> list[SiteResult]:
-    """The sites outside the layers that the run declared."""
-    description = target.known_description
-    declared = description.run.model_sites if description is not None else target.model_sites()
-    return [
-        _judge_model_site(reference, target, site, criteria=criteria, last_layer=last_layer)
-        for site in declared
-        if site in target.model_sites()
-    ]
-
-
-def _judge_model_site(
-    reference: CaptureSource, target: CaptureSource, site: ModelSite, *, criteria: Criteria, last_layer: int
-) -> SiteResult:
-    if site not in reference.model_sites():
-        reason = "the golden was captured without it"
-        return SiteResult(layer=None, site=str(site), status=SiteStatus.NOT_CAPTURED, reason=reason)
-    mine, theirs = reference.read_model(site), target.read_model(site)
-    if mine.shape != theirs.shape:
-        reason = f"shape: expected {tuple(mine.shape)}, found {tuple(theirs.shape)}"
-        return SiteResult(layer=None, site=str(site), status=SiteStatus.FAIL, reason=reason)
-    rows = _model_rows(reference, target, site, mine, theirs, last_layer=last_layer)
-    metrics = compare_tensors(rows.reference, rows.target, rtol=criteria.rtol, atol=criteria.atol)
-    failures = criteria.classic.failures(metrics)
-    noise = noise_ratio(rows) if rows.has_floor and not metrics.num_nonfinite_target else None
-    if metrics.num_nonfinite_target:
-        status, reason = SiteStatus.FAIL, f"{metrics.num_nonfinite_target} NaN or Inf on real rows"
-    elif criteria.name == "classic":
-        status, reason = judge_classic(failures)
-    elif noise is not None:
-        status, reason = judge_noise(noise, metrics, criteria.noise)
-    else:
-        status, reason = judge_without_floor(metrics, max(criteria.noise.relative_l2, rows.incoming))
-    return SiteResult(
-        layer=None, site=str(site), status=status, reason=reason, metrics=metrics, noise=noise, classic_failures=failures
-    )
-
-
-def _model_rows(
-    reference: CaptureSource,
-    target: CaptureSource,
-    site: ModelSite,
-    mine: torch.Tensor,
-    theirs: torch.Tensor,
-    *,
-    last_layer: int,
-) -> Rows:
-    mask = reference.read_attention_mask()
-    real = torch.ones(mine.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
-    twin = reference.read_model_twin(site)
-    handed_on = site is not ModelSite.EMBEDDING
-    return Rows(
-        reference=mine[real],
-        target=theirs[real],
-        twin=None if twin is None else twin[real],
-        error=None,
-        error_ordinary=None,
-        places=real.nonzero(),
-        incoming=_incoming(reference, target, last_layer + 1) if handed_on else 0.0,
-    )
-
-
-def _blame_model(results: list[SiteResult]) -> list[Blame]:
-    """The first failing site outside the layers, where no layer is to blame."""
-    failed = [result for result in results if result.status is SiteStatus.FAIL]
-    return [
-        Blame(layer=None, sites=(result.site,), reason=f"{result.site}: {result.reason}; every layer is right")
-        for result in failed[:1]
-    ]
-
-
-def _verdict(sites: list[SiteResult]) -> Verdict:
+def _conclude(sites: tuple[SiteResult, ...], *, is_stopped: bool) -> Verdict:
     statuses = {site.status for site in sites}
     if SiteStatus.FAIL in statuses:
         return Verdict.FAIL
-    if not any(status.is_compared for status in statuses):
+    if is_stopped or not any(status.is_compared for status in statuses):
         return Verdict.INCOMPARABLE
     return Verdict.WARN if SiteStatus.WARN in statuses else Verdict.PASS
-
-
-def _floor_notes(reference: CaptureSource) -> tuple[str, ...]:
-    description = reference.known_description
-    if description is None or description.noise_floor == "off":
-        return ("the golden kept no noise floor: it is judged by fixed relative limits, which are coarser",)
-    if description.noise_floor == "stats":
-        return ("the golden kept only the floor's statistics: ρ is an estimate",)
-    return ()
-
-
-def _router_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Router dtypes that are not the golden's: they change experts without showing in any one tensor."""
-    from minimax_tools.capture.reader import Capture
-
-    if not isinstance(reference, Capture) or not isinstance(target, Capture):
-        return ()
-    expected = reference.description.provenance.dtypes
-    return tuple(
-        f"the port holds {name} in {found}, the golden in {expected[name]}"
-        for name, found in sorted(target.manifest.observed_dtypes.items())
-        if name in expected and found != expected[name]
-    )

@@ -6,14 +6,14 @@ T judged tokens, F channels of a site.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from minimax_tools.floor import massive_channels
+from compare.incoming import Incoming
+from compare.norms import Squares, square_difference, square_rows
 from minimax_tools.results import NoiseRatio
 
-_BLOCK_ROWS = 64
 _TINY = 1e-300
 
 
@@ -24,36 +24,42 @@ class Rows:
     Args:
         reference: [T,F], the golden.
         target: [T,F], the port.
-        twin: [T,F] float32, the golden's float32 twin; None where only its distances were kept.
-        error: [T], ‖reference − twin‖ per token, where the twin was not kept.
-        error_ordinary: [T], the same without the massive channels.
+        massive: bool [F], the channels that are massive over all real tokens of the golden.
         places: [T,2], row and position of each token in the batch.
-        incoming: Relative error of the input that a chained layer was handed; 0 in isolated runs.
+        twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
+        floor: (reference − twin)² summed per token, where only that was kept.
+        incoming: Error of the input that a chained layer was handed; None in isolated runs.
     """
 
     reference: torch.Tensor
     target: torch.Tensor
-    twin: torch.Tensor | None
-    error: torch.Tensor | None
-    error_ordinary: torch.Tensor | None
+    massive: torch.Tensor
     places: torch.Tensor
-    incoming: float = 0.0
+    twin: torch.Tensor | None = None
+    floor: Squares | None = None
+    incoming: Incoming | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.reference.shape[0]
 
     @property
     def has_floor(self) -> bool:
         """Whether ρ can be computed."""
-        return self.twin is not None or self.error is not None
+        return self.twin is not None or self.floor is not None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Squares:
-    """Squared norms per token [T], float64: over all channels, and over the ordinary ones."""
-
-    whole: torch.Tensor
-    ordinary: torch.Tensor
-
-    def massive(self) -> torch.Tensor:
-        return (self.whole - self.ordinary).clamp(min=0.0)
+    def select(self, tokens: torch.Tensor) -> Rows:
+        """Some of the tokens, bool [T]; which channels are massive stays as it is."""
+        return replace(
+            self,
+            reference=self.reference[tokens],
+            target=self.target[tokens],
+            places=self.places[tokens],
+            twin=None if self.twin is None else self.twin[tokens],
+            floor=None if self.floor is None else self.floor.select(tokens),
+            incoming=None if self.incoming is None else self.incoming.select(tokens),
+        )
 
 
 def noise_ratio(rows: Rows) -> NoiseRatio:
@@ -65,73 +71,45 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     Raises:
         ValueError: The rows have no floor.
     """
-    ordinary = ~massive_channels(rows.reference)
-    floor = _floor(rows, ordinary)
-    error = _error(rows, ordinary, floor)
-    widened = _widen(floor, rows, ordinary)
+    floor = _floor(rows)
+    error = _error(rows, floor)
+    widened = _widen(floor, rows)
     per_token = _per_token(error.whole, widened.whole)
     worst = int(per_token.argmax())
-    has_massive = not bool(ordinary.all())
     row, position = rows.places[worst].tolist()
     return NoiseRatio(
         whole=_rho(error.whole, widened.whole),
         ordinary=_rho(error.ordinary, widened.ordinary),
-        massive=_rho(error.massive(), widened.massive()) if has_massive else None,
+        massive=_rho(error.massive, widened.massive) if bool(rows.massive.any()) else None,
         token_median=float(per_token.median()),
         token_p99=float(torch.quantile(per_token, 0.99)),
         token_worst=float(per_token[worst]),
         worst_token=(row, position),
         is_estimated=rows.twin is None,
-        incoming=rows.incoming,
+        incoming=rows.incoming.overall if rows.incoming else 0.0,
     )
 
 
-def relative_error(reference: torch.Tensor, target: torch.Tensor) -> float:
-    """‖target − reference‖ / ‖reference‖ over [T,F]."""
-    everything = torch.ones(reference.shape[-1], dtype=torch.bool)
-    difference = float(_squares(reference, target, everything).whole.sum())
-    norm = float(_squares(reference, None, everything).whole.sum())
-    return math.sqrt(difference / max(norm, _TINY))
-
-
-def _floor(rows: Rows, ordinary: torch.Tensor) -> _Squares:
+def _floor(rows: Rows) -> Squares:
     if rows.twin is not None:
-        return _squares(rows.reference, rows.twin, ordinary)
-    if rows.error is None or rows.error_ordinary is None:
+        return square_difference(rows.twin, rows.reference, massive=rows.massive)
+    if rows.floor is None:
         raise ValueError("these rows have no noise floor")
-    return _Squares(whole=rows.error.double().square(), ordinary=rows.error_ordinary.double().square())
+    return rows.floor
 
 
-def _error(rows: Rows, ordinary: torch.Tensor, floor: _Squares) -> _Squares:
+def _error(rows: Rows, floor: Squares) -> Squares:
     if rows.twin is not None:
-        return _squares(rows.twin, rows.target, ordinary)
-    difference = _squares(rows.reference, rows.target, ordinary)
-    return _Squares(
-        whole=(difference.whole - floor.whole).clamp(min=0.0),
-        ordinary=(difference.ordinary - floor.ordinary).clamp(min=0.0),
-    )
+        return square_difference(rows.twin, rows.target, massive=rows.massive)
+    return square_difference(rows.reference, rows.target, massive=rows.massive).plus(floor, factor=-1.0)
 
 
-def _widen(floor: _Squares, rows: Rows, ordinary: torch.Tensor) -> _Squares:
+def _widen(floor: Squares, rows: Rows) -> Squares:
     """The floor of a layer that was handed an input with an error of its own."""
-    if rows.incoming == 0.0:
+    if rows.incoming is None:
         return floor
-    norms = _squares(rows.reference, None, ordinary)
-    share = rows.incoming**2
-    return _Squares(whole=floor.whole + share * norms.whole, ordinary=floor.ordinary + share * norms.ordinary)
-
-
-def _squares(reference: torch.Tensor, target: torch.Tensor | None, ordinary: torch.Tensor) -> _Squares:
-    """Squared row norms of target − reference, or of the reference alone, a block of rows at a time."""
-    whole, kept = [], []
-    for start in range(0, reference.shape[0], _BLOCK_ROWS):
-        block = reference[start : start + _BLOCK_ROWS].double()
-        if target is not None:
-            block = target[start : start + _BLOCK_ROWS].double() - block
-        squares = block.square()
-        whole.append(squares.sum(dim=-1))
-        kept.append(squares[:, ordinary].sum(dim=-1))
-    return _Squares(whole=torch.cat(whole), ordinary=torch.cat(kept))
+    norms = square_rows(rows.reference, massive=rows.massive)
+    return floor.plus(norms, factor=rows.incoming.widest.square())
 
 
 def _rho(error: torch.Tensor, floor: torch.Tensor) -> float:
@@ -144,7 +122,6 @@ def _rho(error: torch.Tensor, floor: torch.Tensor) -> float:
 
 def _per_token(error: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """ρ per token [T]; a token whose own floor is unusually small is held against the median token's."""
-    typical = floor.median()
     if float(floor.sum()) <= _TINY:
         return torch.where(error <= _TINY, 0.0, math.inf).double()
-    return (error / torch.maximum(floor, typical).clamp(min=_TINY)).sqrt()
+    return (error / torch.maximum(floor, floor.median()).clamp(min=_TINY)).sqrt()

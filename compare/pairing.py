@@ -1,17 +1,19 @@
-"""Pairing: whether two captures may be judged against each other, and which layer-site pairs that gives."""
+"""Pairing: whether two captures may be judged against each other, and which layers that gives."""
 
 from __future__ import annotations
 
 import fnmatch
 
+import torch
+
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.run import Mode
-from minimax_tools.sites import Site
+from minimax_tools.inputs import Inputs
 
 _AGAIN = "Run the port on this golden: mm2-test … --golden DIR."
+_MAX_NAMED = 4
 
 
 def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
@@ -22,73 +24,51 @@ def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str
 
     Raises:
         IncomparableError: The captures must not be compared.
+        CaptureError: The stored inputs are missing or damaged.
     """
     mine, theirs = reference.known_description, target.known_description
     if mine is None or theirs is None:
-        return ("one side does not record its model, inputs and positions: that they agree was not checked",)
+        return ("one side does not record its model and tokens: that they agree was not checked",)
     _refuse_other_model(mine, theirs)
-    if mine.inputs_digest != theirs.inputs_digest:
-        raise IncomparableError(
-            "the captures have different inputs: ids, mask or positions differ",
-            expected=f"{mine.input_source} (golden)",
-            found=theirs.input_source,
-            next_step=_AGAIN,
-        )
-    dtypes = mine.provenance.dtypes.get("weights"), theirs.provenance.dtypes.get("weights")
-    if dtypes[0] != dtypes[1]:
-        raise IncomparableError(
-            "the captures computed in different dtypes",
-            expected=f"{dtypes[0]} (golden)",
-            found=str(dtypes[1]),
-            next_step="Run one side again with the other's --dtype.",
-        )
-    return _unfinished(reference, target)
-
-
-def refuse_other_input(reference: CaptureSource, target: CaptureSource, layer: int) -> None:
-    """Refuse a layer that was fed something else than the golden's own input.
-
-    Raises:
-        IncomparableError: The input recorded by the target is not the golden's, bit for bit.
-    """
-    if not isinstance(reference, Capture) or not isinstance(target, Capture):
-        return
-    mine, theirs = reference.entry(layer, Site.INPUT), target.entry(layer, Site.INPUT)
-    if mine is not None and theirs is not None and mine.sha256 != theirs.sha256:
-        raise IncomparableError(
-            f"the captures have different inputs: layer {layer} was fed other hidden states",
-            expected="the golden's",
-            found=target.description.input_source,
-            next_step=_AGAIN,
-        )
+    _refuse_other_inputs(reference, target, mine, theirs)
+    _refuse_other_dtype(mine, theirs)
+    return ()
 
 
 def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str) -> tuple[int, ...]:
-    """The target's layers whose name `layer_N` matches, in natural order.
+    """The layers of the target's run whose name `layer_N` matches, in natural order, run yet or not.
 
     Raises:
         UsageError: No layer matches.
         IncomparableError: The golden lacks one of them.
     """
-    selected = tuple(layer for layer in target.layers if fnmatch.fnmatchcase(f"layer_{layer}", pattern))
+    declared = declared_layers(target)
+    selected = tuple(layer for layer in declared if fnmatch.fnmatchcase(f"layer_{layer}", pattern))
     if not selected:
         raise UsageError(
-            f"no layer matches {pattern!r}", found=f"the device run holds {_names(target.layers)}"
+            f"no layer matches {pattern!r}",
+            found=f"the device run has {_names(declared)}",
+            next_step="Name one layer, such as layer_7, or several, such as 'layer_1*'.",
         )
-    missing = [layer for layer in selected if layer not in reference.layers]
+    missing = tuple(layer for layer in selected if layer not in reference.layers)
     if missing:
         raise IncomparableError(
-            f"the golden {reference.directory} holds no {_names(tuple(missing))}",
+            f"the golden {reference.directory} holds no {_names(missing)}",
             found=_names(reference.layers),
             next_step="Choose layers that both sides have (--layer, --layer-pattern), or capture more.",
         )
     return selected
 
 
-def is_chained(target: CaptureSource) -> bool:
-    """Whether the target's layers were fed each other's outputs."""
-    description = target.known_description
-    return description is not None and description.run.mode is Mode.CHAINED
+def declared_layers(source: CaptureSource) -> tuple[int, ...]:
+    """The layers of a run, ascending, whether they have run or not."""
+    description = source.known_description
+    return tuple(description.run.span) if description is not None else source.layers
+
+
+def is_finished(source: CaptureSource) -> bool:
+    """Whether a run came to its end; a layout that does not say is taken to be whole."""
+    return not isinstance(source, Capture) or source.manifest.is_complete
 
 
 def _refuse_other_model(reference: Description, target: Description) -> None:
@@ -101,14 +81,66 @@ def _refuse_other_model(reference: Description, target: Description) -> None:
         )
 
 
-def _unfinished(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    notes = []
-    for side, source in (("golden", reference), ("device run", target)):
-        if isinstance(source, Capture) and not source.manifest.is_complete:
-            notes.append(f"the {side} is not complete: run it again and it resumes")
-    return tuple(notes)
+def _refuse_other_inputs(
+    reference: CaptureSource, target: CaptureSource, mine: Description, theirs: Description
+) -> None:
+    if mine.inputs_digest == theirs.inputs_digest:
+        return
+    difference = _find_difference(_read_inputs(reference, mine), _read_inputs(target, theirs))
+    if difference is not None:
+        raise IncomparableError(
+            f"the captures have different inputs: {difference}",
+            expected=f"{mine.input_source} (golden)",
+            found=theirs.input_source,
+            next_step=_AGAIN,
+        )
+
+
+def _refuse_other_dtype(reference: Description, target: Description) -> None:
+    mine, theirs = (side.provenance.dtypes.get("weights") for side in (reference, target))
+    if mine != theirs:
+        raise IncomparableError(
+            "the captures computed in different dtypes",
+            expected=f"{mine} (golden)",
+            found=str(theirs),
+            next_step="Run one side again with the other's --dtype.",
+        )
+
+
+def _read_inputs(source: CaptureSource, description: Description) -> Inputs:
+    assert isinstance(source, Capture), "only mm2's own captures describe their inputs"
+    inputs = source.read_inputs()
+    if inputs.digest() != description.inputs_digest:
+        raise IncomparableError(
+            f"the inputs stored in {source.directory} are not those that its manifest describes",
+            next_step="Run the capture again.",
+        )
+    return inputs
+
+
+def _find_difference(reference: Inputs, target: Inputs) -> str | None:
+    """Where the real rows differ first, in words; None where only padding does."""
+    mask = reference.attention_mask
+    if mask.shape != target.attention_mask.shape:
+        shapes = [f"{inputs.batch_size}x{inputs.sequence_length}" for inputs in (reference, target)]
+        return f"{shapes[0]} tokens with padding in the golden, {shapes[1]} in the device run"
+    if not torch.equal(mask, target.attention_mask):
+        return "attention_mask differs" + _first_place(mask, target.attention_mask, torch.ones_like(mask))
+    for name in ("input_ids", "position_ids"):
+        mine, theirs = getattr(reference, name), getattr(target, name)
+        if not torch.equal(mine * mask, theirs * mask):
+            return f"{name} differ" + _first_place(mine, theirs, mask)
+    return None
+
+
+def _first_place(reference: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> str:
+    row, position = ((reference != target) & mask.bool()).nonzero()[0].tolist()
+    mine, theirs = int(reference[row, position]), int(target[row, position])
+    return f", first at row {row}, position {position}: {mine} in the golden, {theirs} in the device run"
 
 
 def _names(layers: tuple[int, ...]) -> str:
-    shown = ", ".join(f"layer_{layer}" for layer in layers[:4])
-    return shown + (f" … layer_{layers[-1]}" if len(layers) > 4 else "") if layers else "no layer"
+    if not layers:
+        return "no layer"
+    shown = ", ".join(f"layer_{layer}" for layer in layers[:_MAX_NAMED])
+    return f"{shown} … layer_{layers[-1]}" if len(layers) > _MAX_NAMED else shown

@@ -1,6 +1,6 @@
 """Routing: expert sets compared token by token, and which flips BF16 noise explains.
 
-T judged tokens, E experts, k per token.
+T judged tokens, k experts per token.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ class RouterNoise:
     Args:
         margin: [T], distance of the k-th from the (k+1)-th biased score, in float32.
         noise: [T], what BF16 cost the golden on the scores that compete there.
-        widening: Factor by which a chained layer's incoming error widens the noise; 1 in isolated runs.
+        widening: [T], factor by which a chained layer's incoming error widens the noise; None if isolated.
     """
 
     margin: torch.Tensor
     noise: torch.Tensor
-    widening: float = 1.0
+    widening: torch.Tensor | None = None
 
     def is_fragile(self) -> torch.Tensor:
         """Tokens whose experts may flip without a fault: bool [T]."""
-        typical = torch.quantile(self.noise.double(), _NOISE_QUANTILE)
-        return self.margin.double() <= _NOISE_FACTOR * typical * self.widening
+        reach = _NOISE_FACTOR * torch.quantile(self.noise.double(), _NOISE_QUANTILE)
+        return self.margin.double() <= (reach if self.widening is None else reach * self.widening)
 
 
 def flipped_tokens(reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Tokens whose expert sets differ: bool [T], of two [T,k] of expert numbers in any order."""
-    return (reference.long().sort(dim=-1).values != target.long().sort(dim=-1).values).any(dim=-1)
+    return (_in_order(reference) != _in_order(target)).any(dim=-1)
 
 
 def compare_routing(
     reference: torch.Tensor, target: torch.Tensor, router_noise: RouterNoise | None
 ) -> RoutingResult:
-    """Count flips, and those that the noise explains; without a floor none is."""
+    """Count flips of [T,k] expert numbers, and those that the noise explains; without a floor none is."""
     flipped = flipped_tokens(reference, target)
-    explained = flipped & router_noise.is_fragile() if router_noise else torch.zeros_like(flipped)
+    explained = torch.zeros_like(flipped)
+    if router_noise is not None:
+        explained = flipped & router_noise.is_fragile() & ~_repeating_tokens(target)
     unexplained = flipped & ~explained
     margins = router_noise.margin[unexplained] if router_noise else torch.empty(0)
     return RoutingResult(
@@ -57,11 +59,21 @@ def compare_routing(
     )
 
 
-def align_weights(
-    reference_experts: torch.Tensor, reference: torch.Tensor, target_experts: torch.Tensor, target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both sides' weights [T,k] in ascending order of the experts they belong to."""
-    return (
-        reference.gather(-1, reference_experts.long().argsort(dim=-1)),
-        target.gather(-1, target_experts.long().argsort(dim=-1)),
-    )
+def align_by_expert(weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Weights [T,k] in ascending order of the experts [T,k] they belong to."""
+    return weights.gather(-1, experts.long().argsort(dim=-1))
+
+
+def align_by_size(weights: torch.Tensor) -> torch.Tensor:
+    """Weights [T,k] in ascending order, where nobody tells the experts they belong to."""
+    return weights.sort(dim=-1).values
+
+
+def _repeating_tokens(experts: torch.Tensor) -> torch.Tensor:
+    """Tokens that name an expert twice, which no noise does: bool [T]."""
+    ordered = _in_order(experts)
+    return (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+
+
+def _in_order(experts: torch.Tensor) -> torch.Tensor:
+    return experts.long().sort(dim=-1).values

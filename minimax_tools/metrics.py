@@ -68,7 +68,9 @@ def measure_tensor(tensor: torch.Tensor) -> TensorStatistics:
             values = values[finite]
         side.add(values)
     if side.count == 0:
-        return TensorStatistics(mean=None, std=None, min=None, max=None, l2=None, num_nan=num_nan, num_inf=num_inf)
+        return TensorStatistics(
+            mean=None, std=None, min=None, max=None, l2=None, num_nan=num_nan, num_inf=num_inf
+        )
     return TensorStatistics(
         mean=side.mean,
         std=math.sqrt(side.spread / side.count),
@@ -212,7 +214,9 @@ class _PairSums:
         return float(bits.view(torch.float32))
 
 
-def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _blocks(
+    reference: torch.Tensor, target: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     reference_flat, target_flat = reference.reshape(-1), target.reshape(-1)
     for offset in range(0, reference_flat.numel(), _BLOCK_ELEMENTS):
         window = slice(offset, offset + _BLOCK_ELEMENTS)

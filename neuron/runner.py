@@ -126,32 +126,40 @@ class DeviceRun:
             CheckpointError: A layer's tensors cannot be read.
             TargetError: The port could not be built, loaded or run.
         """
-        with open_capture(directory, self._describe(), inputs=self._request.inputs) as writer:
-            if self._request.run.mode is Mode.ISOLATED:
-                self._run_isolated(writer)
+        request = self._request
+        first_input = self._first_input()
+        is_stored = request.random_input or request.run.span.start > 0
+        with open_capture(
+            directory,
+            self._describe(),
+            inputs=request.inputs,
+            hidden_states=first_input if is_stored else None,
+        ) as writer:
+            if request.run.mode is Mode.ISOLATED:
+                self._run_isolated(writer, first_input)
             else:
-                self._run_chained(writer)
+                self._run_chained(writer, first_input)
             writer.finish()
         return self._compile_report()
 
-    def _run_isolated(self, writer: CaptureWriter) -> None:
+    def _run_isolated(self, writer: CaptureWriter, first_input: torch.Tensor) -> None:
         for layer in self._pending(writer):
-            if self._feed is None or layer == self._request.run.span.start:
-                hidden_states = self._start(writer)
+            if self._feed is None:
+                self._run_layer(writer, layer, first_input)
             else:
                 hidden_states = self._feed.read(layer, Site.INPUT)
-            feeds = self._feed.border(layer) if self._feed else {}
-            self._run_layer(writer, layer, hidden_states, feeds=feeds)
+                self._run_layer(writer, layer, hidden_states, feeds=self._feed.border(layer))
 
-    def _run_chained(self, writer: CaptureWriter) -> None:
+    def _run_chained(self, writer: CaptureWriter, first_input: torch.Tensor) -> None:
         run = self._request.run
         for layer in self._pending(writer):
             is_first = layer == run.span.start
-            hidden_states = self._start(writer) if is_first else writer.read_layer_output(layer - 1)
+            hidden_states = first_input if is_first else writer.read_layer_output(layer - 1)
             # The other layers' input is the output that is stored already.
             self._run_layer(writer, layer, hidden_states, keep_input=is_first)
         if run.model_sites:
-            writer.write_model(self._run_head(writer.read_layer_output(run.span.last)))
+            head = self._run_head(writer.read_layer_output(run.span.last))
+            writer.write_model({ModelSite.EMBEDDING: first_input, **head})
 
     def _pending(self, writer: CaptureWriter) -> tuple[int, ...]:
         """The layers still to run; in a chained run they follow each other, after those that are stored."""
@@ -182,25 +190,18 @@ class DeviceRun:
         self._counts.append(self._runtime.count_compiles())
         return result
 
-    def _run_head(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
-        """The sites outside the layers, from the last layer's output."""
-        request = self._request
-        tensors = run_head(
-            hidden_states, reader=self._reader, spec=request.spec, runtime=self._runtime, dtype=request.dtype
+    def _run_head(self, hidden_states: torch.Tensor) -> Mapping[ModelSite, torch.Tensor]:
+        """The sites after the layers, from the last layer's output."""
+        return run_head(
+            hidden_states,
+            reader=self._reader,
+            spec=self._request.spec,
+            runtime=self._runtime,
+            dtype=self._request.dtype,
         )
-        return {
-            ModelSite.EMBEDDING: embed_tokens(self._reader, request.inputs, dtype=request.dtype),
-            **tensors,
-        }
-
-    def _start(self, writer: CaptureWriter) -> torch.Tensor:
-        """The first layer's input [B,S,H] on the CPU, stored where it is no embedding of the tokens."""
-        hidden_states = self._first_input()
-        if self._request.random_input or self._request.run.span.start > 0:
-            writer.write_inputs(self._request.inputs, hidden_states)
-        return hidden_states
 
     def _first_input(self) -> torch.Tensor:
+        """The first layer's input [B,S,H] on the CPU."""
         request, first = self._request, self._request.run.span.start
         if self._feed is not None and self._feed.needed():
             return self._feed.read(first, Site.INPUT)
@@ -218,9 +219,8 @@ class DeviceRun:
         """Where the first layer's input comes from, in words."""
         request, first = self._request, self._request.run.span.start
         if self._feed is not None:
-            return (
-                self._feed.description if self._feed.needed() else f"tokens of the {self._feed.description}"
-            )
+            golden = self._feed.description
+            return golden if self._feed.needed() else f"tokens of the {golden}"
         if request.random_input:
             return f"random numbers of seed {request.seed}"
         through = f" through layers 0 to {first - 1}" if first > 0 else ""

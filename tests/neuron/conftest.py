@@ -1,4 +1,4 @@
-"""Ports written for one test, checkpoints of the toy in other dtypes, and commands in processes of their own."""
+"""Ports written for one test, the toy in other dtypes, and commands in processes of their own."""
 
 from __future__ import annotations
 
@@ -71,6 +71,16 @@ def process(tmp_path: Path) -> Process:
 
 
 @pytest.fixture
+def run_python(tmp_path: Path) -> Process:
+    """Runs Python code in a process of its own."""
+
+    def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return _run_process([sys.executable, "-c", code], folder=tmp_path, environment=environment)
+
+    return run_code
+
+
+@pytest.fixture
 def write_port(tmp_path: Path) -> WritePort:
     """Writes a port's file and gives its `--target`; the source defines `Port`, or what `name` says."""
 
@@ -90,7 +100,9 @@ def needs_xla() -> None:
 
 
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Sequence[object]]], list[dict[str, Any]]]:
+def serve(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Sequence[Sequence[object]]], list[dict[str, Any]]]:
     """Runs several `mm2-test` commands in one new process; for each its exit code, stdout and stderr."""
 
     def serve_all(commands: Sequence[Sequence[object]]) -> list[dict[str, Any]]:
@@ -118,8 +130,20 @@ def copies(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dt
 def float32_golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy's golden in float32, which has no BF16 noise and so no floor."""
     directory = tmp_path_factory.mktemp("golden") / "float32"
-    arguments = ["extract-all", "--model", toy, "--seq-len", "48,33", "--dtype", "float32", "--output-dir", directory]
-    result = click.testing.CliRunner().invoke(mm2_gpu, [*map(str, arguments), "--noise-floor", "off", "--quiet"])
+    arguments = [
+        "extract-all",
+        "--model",
+        toy,
+        "--seq-len",
+        "48,33",
+        "--dtype",
+        "float32",
+        "--output-dir",
+        directory,
+    ]
+    result = click.testing.CliRunner().invoke(
+        mm2_gpu, [*map(str, arguments), "--noise-floor", "off", "--quiet"]
+    )
     assert result.exit_code == 0, result.output
     return directory
 
@@ -127,7 +151,9 @@ def float32_golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run_process(
     command: list[str], *, folder: Path, environment: dict[str, str] | None = None, standard_input: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "WORLD_SIZE")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "WORLD_SIZE")
+    }
     return subprocess.run(
         command,
         cwd=folder,

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compare.cli import main as mm2_compare
+from neuron.cli import main as mm2_test
+
 PRESETS: dict[str, tuple[object, ...]] = {
     "single_layer_2": ("single-layer", "--layer", 2),
     "layers_1_to_3": ("multi-layer", "--start-layer", 1, "--end-layer", 3),
@@ -46,12 +49,17 @@ def on_xla(
     captures = tmp_path_factory.mktemp("captures")
     common = ["--model", toy, "--golden", golden, "--backend", "xla-cpu", "--captures", captures, "--json"]
     results = serve([[*PRESETS[name], *common] for name in XLA_PRESETS])
-    return {name: {**result, **json.loads(result["stdout"])} for name, result in zip(XLA_PRESETS, results, strict=True)}
+    return {
+        name: {**result, **json.loads(result["stdout"])}
+        for name, result in zip(XLA_PRESETS, results, strict=True)
+    }
 
 
 @pytest.mark.parametrize("target", ["builtin", "reference"])
 @pytest.mark.parametrize("name", list(PRESETS))
-def test_clean_target_passes_every_preset(run: Any, toy: Path, golden: Path, tmp_path: Path, name: str, target: str) -> None:
+def test_clean_target_passes_every_preset(
+    run: Any, toy: Path, golden: Path, tmp_path: Path, name: str, target: str
+) -> None:
     result = run(*PRESETS[name], "--model", toy, "--golden", golden, "--target", target, "--json")
     record = json.loads(result.stdout)
     assert (result.exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
@@ -112,7 +120,9 @@ def test_statistics_are_those_of_the_stored_tensors(run: Any, toy: Path) -> None
         assert (site["min"], site["max"]) == (float(tensor.min()), float(tensor.max()))
 
 
-def test_text_names_the_directory_the_statistics_and_the_verdict(run: Any, toy: Path, golden: Path, tmp_path: Path) -> None:
+def test_text_names_the_directory_the_statistics_and_the_verdict(
+    run: Any, toy: Path, golden: Path, tmp_path: Path
+) -> None:
     result = run("single-layer", "--layer", 0, "--model", toy, "--golden", golden)
     assert str(tmp_path / "captures/neuron/single_layer_0") in result.stdout.replace("\n", "")
     for word in ("mean", "std", "min", "max", "NaN", "Inf", "moe_delta", "2x48x256", "bfloat16", "PASS"):
@@ -159,10 +169,10 @@ def test_fewer_sites_are_kept_and_judged(run: Any, toy: Path, golden: Path, leve
 
 class TestSavedRun:
     def test_show_prints_what_the_run_printed(self, run: Any, command: Any, toy: Path) -> None:
-        from neuron.cli import main
-
-        record = json.loads(run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json").stdout)
-        shown = json.loads(command(main, "show", record["directory"], "--json").stdout)
+        record = json.loads(
+            run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--json").stdout
+        )
+        shown = json.loads(command(mm2_test, "show", record["directory"], "--json").stdout)
         assert shown == {name: value for name, value in record.items() if name != "graphs"}
 
     def test_skip_compile_judges_the_saved_run_without_running(
@@ -187,7 +197,9 @@ class TestSavedRun:
     def test_skip_compile_does_not_pass_another_run_off(self, run: Any, toy: Path, tmp_path: Path) -> None:
         directory = tmp_path / "saved"
         run("single-layer", "--layer", 0, "--model", toy, "--seq-len", 5, "--output-dir", directory)
-        result = run("single-layer", "--layer", 1, "--model", toy, "--output-dir", directory, "--skip-compile")
+        result = run(
+            "single-layer", "--layer", 1, "--model", toy, "--output-dir", directory, "--skip-compile"
+        )
         assert result.exit_code == 3
         assert "another run than --skip-compile asks for" in result.stderr
 
@@ -199,7 +211,9 @@ class TestSavedRun:
 
 class TestWhereInputsComeFrom:
     def test_golden_gives_the_first_input_of_a_chained_run(self, run: Any, toy: Path, golden: Path) -> None:
-        record = json.loads(run(*PRESETS["layers_1_to_3"], "--model", toy, "--golden", golden, "--json").stdout)
+        record = json.loads(
+            run(*PRESETS["layers_1_to_3"], "--model", toy, "--golden", golden, "--json").stdout
+        )
         directory = Path(record["directory"])
         expected = load_file(golden / "layer_0.safetensors")["output"]
         assert record["description"]["input_source"] == "golden full_model"
@@ -217,16 +231,36 @@ class TestWhereInputsComeFrom:
         assert torch.equal(mine["output"], theirs["output"])
 
     def test_random_input_is_recorded(self, run: Any, toy: Path) -> None:
-        arguments = ("single-layer", "--layer", 2, "--model", toy, "--random-input", "--seq-len", 12, "--json")
+        arguments = (
+            "single-layer",
+            "--layer",
+            2,
+            "--model",
+            toy,
+            "--random-input",
+            "--seq-len",
+            12,
+            "--json",
+        )
         records = [json.loads(run(*arguments, "--seed", seed).stdout) for seed in (7, 7, 8)]
         assert records[0]["description"]["input_source"] == "random numbers of seed 7"
         assert records[0] == records[1]
         assert records[0]["layers"] != records[2]["layers"]
 
-    def test_run_on_random_input_cannot_be_judged(self, run: Any, command: Any, toy: Path, golden: Path) -> None:
-        from compare.cli import main as mm2_compare
-
-        arguments = ("single-layer", "--layer", 2, "--model", toy, "--random-input", "--seq-len", "48,33", "--json")
+    def test_run_on_random_input_cannot_be_judged(
+        self, run: Any, command: Any, toy: Path, golden: Path
+    ) -> None:
+        arguments = (
+            "single-layer",
+            "--layer",
+            2,
+            "--model",
+            toy,
+            "--random-input",
+            "--seq-len",
+            "48,33",
+            "--json",
+        )
         directory = json.loads(run(*arguments).stdout)["directory"]
         judged = command(mm2_compare, "--gpu-path", golden, "--neuron-path", directory)
         skipped = run(*PRESETS["single_layer_2"], "--model", toy, "--golden", golden, "--skip-compile")
@@ -239,4 +273,7 @@ class TestWhereInputsComeFrom:
         arguments = ("single-layer", "--layer", 0, "--model", toy, "--input-ids", "1,2,3", "--input-ids", "4")
         record = json.loads(run(*arguments, "--padding-side", side, "--pad-to", 5, "--json").stdout)
         mask = load_file(Path(record["directory"]) / "inputs.safetensors")["attention_mask"].tolist()
-        assert mask == {"right": [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], "left": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]}[side]
+        assert (
+            mask
+            == {"right": [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], "left": [[0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]}[side]
+        )

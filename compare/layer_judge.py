@@ -1,0 +1,152 @@
+"""LayerJudge: judges the sites of one layer, each from its real rows.
+
+T real tokens of the batch, F channels of a site, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from compare.criteria import judge_routing
+from compare.feed import Feed
+from compare.judge import find_mismatch, judge_values, relative_limit
+from compare.noise import Rows
+from compare.norms import Squares
+from compare.routing import RouterNoise, align_by_expert, align_by_size, compare_routing, flipped_tokens
+from compare.sides import Sides
+from minimax_tools.floor import (
+    ROUTER_MARGIN,
+    ROUTER_NOISE,
+    error_name,
+    massive_channels,
+    massive_error_name,
+    ordinary_error_name,
+)
+from minimax_tools.results import SiteResult, SiteStatus
+from minimax_tools.sites import Site
+
+# Past a flip these are computed with other experts: they are judged where the experts agree.
+_PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
+
+
+class LayerJudge:
+    """Judges one layer of a target against its golden.
+
+    Args:
+        sides: The captures.
+        layer: The layer; both sides hold it.
+        feed: What the target's layer was fed.
+    """
+
+    def __init__(self, sides: Sides, *, layer: int, feed: Feed) -> None:
+        self._reference = sides.reference
+        self._target = sides.target
+        self._batch = sides.batch
+        self._criteria = sides.criteria
+        self._layer = layer
+        self._incoming = feed.incoming
+        self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
+        self._router_noise = self._read_router_noise()
+
+    def judge_all(self, sites: tuple[Site, ...]) -> Mapping[Site, SiteResult]:
+        """Every declared site, in the order given."""
+        return {site: self.judge(site) for site in sites}
+
+    def judge(self, site: Site) -> SiteResult:
+        """The result of one declared site; nothing is skipped without a status that says so."""
+        result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
+        if site not in self._target.sites(self._layer):
+            if site in self._target.not_exposed(self._layer):
+                return replace(result, status=SiteStatus.NOT_EXPOSED, reason="the port does not expose it")
+            return replace(result, reason="missing: the run declared it and did not store it")
+        if site not in self._reference.sites(self._layer):
+            reason = "the golden was captured without it"
+            return replace(result, status=SiteStatus.NOT_CAPTURED, reason=reason)
+        reference, target = self._reference.read(self._layer, site), self._target.read(self._layer, site)
+        mismatch = find_mismatch(reference, target)
+        if mismatch is not None:
+            return replace(result, reason=mismatch)
+        if site is Site.ROUTER_EXPERTS:
+            return self._judge_experts(result)
+        return judge_values(
+            result,
+            self._rows(site, reference, target),
+            criteria=self._criteria,
+            relative_limit=relative_limit(self._reference, self._criteria),
+            set_aside=self._find_set_aside() if site in _PAST_A_FLIP else None,
+        )
+
+    def _judge_experts(self, result: SiteResult) -> SiteResult:
+        assert self._experts is not None, "both sides hold experts of one shape here"
+        routing = compare_routing(*self._experts, self._router_noise)
+        if self._criteria.name == "classic":
+            status, reason = SiteStatus.PASS, "the classic limits ignore routing"
+        else:
+            has_floor = self._router_noise is not None
+            status, reason = judge_routing(routing, self._criteria.noise, has_floor=has_floor)
+        return replace(result, status=status, reason=reason, routing=routing)
+
+    def _rows(self, site: Site, reference: torch.Tensor, target: torch.Tensor) -> Rows:
+        """The real rows of both sides, with the floor that the golden kept."""
+        twin = self._reference.read_twin(self._layer, site)
+        mine, theirs = self._batch.rows(reference, site), self._batch.rows(target, site)
+        exact = None if twin is None else self._batch.rows(twin, site)
+        if site is Site.ROUTER_WEIGHTS:
+            mine, theirs, exact = self._align(mine, theirs, exact)
+        return Rows(
+            reference=mine,
+            target=theirs,
+            massive=massive_channels(mine),
+            places=self._batch.places(reference, site),
+            twin=exact,
+            floor=self._stored_floor(site) if exact is None else None,
+            incoming=self._incoming,
+        )
+
+    def _align(
+        self, reference: torch.Tensor, target: torch.Tensor, twin: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Router weights [T,k] in one order on all sides, whatever order the experts were chosen in."""
+        if self._experts is None:
+            exact = None if twin is None else align_by_size(twin)
+            return align_by_size(reference), align_by_size(target), exact
+        mine, theirs = self._experts
+        exact = None if twin is None else align_by_expert(twin, mine)
+        return align_by_expert(reference, mine), align_by_expert(target, theirs), exact
+
+    def _find_set_aside(self) -> torch.Tensor | None:
+        """Tokens past a flip: where the expert sets differ, or could if the port does not show its own."""
+        if self._experts is not None:
+            return flipped_tokens(*self._experts)
+        return None if self._router_noise is None else self._router_noise.is_fragile()
+
+    def _read_router_noise(self) -> RouterNoise | None:
+        margin, noise = self._statistic(ROUTER_MARGIN), self._statistic(ROUTER_NOISE)
+        if margin is None or noise is None:
+            return None
+        return RouterNoise(margin=margin, noise=noise, widening=self._widening())
+
+    def _widening(self) -> torch.Tensor | None:
+        """How much an incoming error adds to the noise on the router's logits, per token."""
+        site = Site.ROUTER_LOGITS
+        floor = self._statistic(error_name(site))
+        if self._incoming is None or floor is None or site not in self._reference.sites(self._layer):
+            return None
+        logits = self._batch.rows(self._reference.read(self._layer, site), site)
+        own = floor.double().square().mean()
+        added = (self._incoming.widest * logits.double().norm(dim=-1)).square()
+        return ((own + added) / own).sqrt() if float(own) > 0.0 else None
+
+    def _stored_floor(self, site: Site) -> Squares | None:
+        ordinary = self._statistic(ordinary_error_name(site))
+        massive = self._statistic(massive_error_name(site))
+        if ordinary is None or massive is None:
+            return None
+        return Squares(ordinary=ordinary.double().square(), massive=massive.double().square())
+
+    def _statistic(self, name: str) -> torch.Tensor | None:
+        statistic = self._reference.read_floor(self._layer, name)
+        return None if statistic is None else self._batch.tokens(statistic)

@@ -1,0 +1,73 @@
+"""ModelJudge: judges the sites outside the layers: embedding, final norm, logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from compare.incoming import Incoming, measure_incoming
+from compare.judge import find_mismatch, judge_values, relative_limit
+from compare.noise import Rows
+from compare.sides import Sides
+from minimax_tools.floor import massive_channels
+from minimax_tools.results import SiteResult, SiteStatus
+from minimax_tools.sites import ModelSite, Site
+
+
+class ModelJudge:
+    """Judges a target's sites outside the layers.
+
+    Args:
+        sides: The captures.
+        last_layer: The layer whose output the head was fed.
+    """
+
+    def __init__(self, sides: Sides, *, last_layer: int) -> None:
+        self._sides = sides
+        self._last_layer = last_layer
+
+    def judge(self, site: ModelSite) -> SiteResult:
+        """The result of one declared site."""
+        reference, target = self._sides.reference, self._sides.target
+        result = SiteResult(layer=None, site=str(site), status=SiteStatus.FAIL)
+        if site not in target.model_sites():
+            return replace(result, reason="missing: the run declared it and did not store it")
+        if site not in reference.model_sites():
+            reason = "the golden was captured without it"
+            return replace(result, status=SiteStatus.NOT_CAPTURED, reason=reason)
+        mine, theirs = reference.read_model(site), target.read_model(site)
+        mismatch = find_mismatch(mine, theirs)
+        if mismatch is not None:
+            return replace(result, reason=mismatch)
+        return judge_values(
+            result,
+            self._rows(site, mine, theirs),
+            criteria=self._sides.criteria,
+            relative_limit=relative_limit(reference, self._sides.criteria),
+        )
+
+    def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
+        batch = self._sides.batch
+        mine = batch.rows(reference, site)
+        return Rows(
+            reference=mine,
+            target=batch.rows(target, site),
+            massive=massive_channels(mine),
+            places=batch.places(reference, site),
+            twin=self._twin(site, mine, target),
+            incoming=self._incoming() if site is not ModelSite.EMBEDDING else None,
+        )
+
+    def _twin(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+        # A lookup rounds nothing: its floor is zero, unless a side stored it in another dtype.
+        if site is ModelSite.EMBEDDING and reference.dtype == target.dtype:
+            return reference
+        twin = self._sides.reference.read_model_twin(site)
+        return None if twin is None else self._sides.batch.rows(twin, site)
+
+    def _incoming(self) -> Incoming | None:
+        """The error of what the head was fed; None where it is the golden's, or a side does not keep it."""
+        rows = self._sides.read_rows(self._last_layer, Site.OUTPUT)
+        incoming = None if rows is None else measure_incoming(*rows)
+        return None if incoming is None or incoming.overall == 0.0 else incoming

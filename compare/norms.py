@@ -1,0 +1,59 @@
+"""Squares: squared norms of token rows, the massive channels apart from the ordinary ones.
+
+T tokens, F channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_BLOCK_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Squares:
+    """Squared norms per token [T], float64, over the ordinary channels and over the massive ones."""
+
+    ordinary: torch.Tensor
+    massive: torch.Tensor
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """Over all channels, [T]."""
+        return self.ordinary + self.massive
+
+    def select(self, tokens: torch.Tensor) -> Squares:
+        """Those of some tokens, bool [T]."""
+        return Squares(ordinary=self.ordinary[tokens], massive=self.massive[tokens])
+
+    def plus(self, other: Squares, *, factor: torch.Tensor | float) -> Squares:
+        """This and `factor` (of each token, [T]) times the other; never below 0."""
+        return Squares(
+            ordinary=(self.ordinary + factor * other.ordinary).clamp(min=0.0),
+            massive=(self.massive + factor * other.massive).clamp(min=0.0),
+        )
+
+
+def square_rows(rows: torch.Tensor, *, massive: torch.Tensor) -> Squares:
+    """Squared norms of the rows [T,F]; the channels `massive`, bool [F], are massive."""
+    return _sum_squares(rows, None, massive)
+
+
+def square_difference(reference: torch.Tensor, target: torch.Tensor, *, massive: torch.Tensor) -> Squares:
+    """Squared norms of target − reference, both [T,F]; the channels `massive`, bool [F], are massive."""
+    return _sum_squares(target, reference, massive)
+
+
+def _sum_squares(rows: torch.Tensor, origin: torch.Tensor | None, massive: torch.Tensor) -> Squares:
+    """A block of rows at a time: the float64 copies never exceed one."""
+    ordinary_parts, massive_parts = [], []
+    for start in range(0, rows.shape[0], _BLOCK_ROWS):
+        block = rows[start : start + _BLOCK_ROWS].double()
+        if origin is not None:
+            block = block - origin[start : start + _BLOCK_ROWS].double()
+        squares = block.square_()
+        ordinary_parts.append(squares[:, ~massive].sum(dim=-1))
+        massive_parts.append(squares[:, massive].sum(dim=-1))
+    return Squares(ordinary=torch.cat(ordinary_parts), massive=torch.cat(massive_parts))

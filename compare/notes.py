@@ -1,0 +1,63 @@
+"""Notes: what a reader of a comparison must know beside its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from compare.pairing import is_finished
+from compare.sides import Sides
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.results import Blame, SiteResult
+
+
+def unfinished_notes(sides: Sides) -> tuple[str, ...]:
+    """Which side stopped before its end."""
+    return tuple(
+        f"the {name} is not complete: run it again and it resumes"
+        for name, source in (("golden", sides.reference), ("device run", sides.target))
+        if not is_finished(source)
+    )
+
+
+def feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
+    """Layers of which nothing tells what they were fed."""
+    names = ", ".join(str(layer) for layer in layers)
+    if not names:
+        return ()
+    return (f"nothing tells what was fed to layer {names}: that it is the golden's input was not checked",)
+
+
+def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
+    """Where NaN or Inf first stands on a real row, unless that is blamed already."""
+    for site in sites:
+        if site.metrics is not None and site.metrics.num_nonfinite_target:
+            if any(site.layer == one.layer and site.site in one.sites for one in blame):
+                return ()
+            place = site.site if site.layer is None else f"{site.site} of layer {site.layer}"
+            return (f"the first NaN or Inf on a real row is at {place}",)
+    return ()
+
+
+def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
+    """What a golden without its float32 twins costs; float32 goldens have no noise to measure."""
+    description = reference.known_description
+    if description is not None and description.provenance.dtypes.get("weights") == "float32":
+        return ()
+    if description is None or description.noise_floor == "off":
+        return ("the golden kept no noise floor: it is judged by fixed relative limits, which are coarser",)
+    if description.noise_floor == "stats":
+        return ("the golden kept only the floor's statistics: ρ is an estimate",)
+    return ()
+
+
+def router_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+    """Router dtypes that are not the golden's: they change experts without showing in any one tensor."""
+    if not isinstance(reference, Capture) or not isinstance(target, Capture):
+        return ()
+    expected = reference.description.provenance.dtypes
+    return tuple(
+        f"the port holds {name} in {found}, the golden in {expected[name]}"
+        for name, found in sorted(target.manifest.observed_dtypes.items())
+        if name in expected and found != expected[name]
+    )

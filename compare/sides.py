@@ -1,0 +1,35 @@
+"""Sides: two captures that may be compared, what they have in common, and how to judge them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from compare.batch import Batch
+from compare.judge import Criteria, find_mismatch
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.sites import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sides:
+    """The golden, the device run, their common batch, and the criteria."""
+
+    reference: CaptureSource
+    target: CaptureSource
+    batch: Batch
+    criteria: Criteria
+
+    def hold(self, layer: int, site: Site) -> bool:
+        """Whether both sides stored a site."""
+        return site in self.reference.sites(layer) and site in self.target.sites(layer)
+
+    def read_rows(self, layer: int, site: Site) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Both sides' real rows [T,F]; None where a side lacks them, or they cannot be compared."""
+        if not self.hold(layer, site):
+            return None
+        reference, target = self.reference.read(layer, site), self.target.read(layer, site)
+        if find_mismatch(reference, target) is not None:
+            return None
+        return self.batch.rows(reference, site), self.batch.rows(target, site)

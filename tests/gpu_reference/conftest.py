@@ -1,0 +1,66 @@
+"""Golden requests over the toy, and its BF16 copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_reference.golden import GoldenRequest
+from gpu_reference.model import GoldenModelRequest
+from gpu_reference.placement import Placement
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.run import Run, full_run
+from minimax_tools.spec import ModelSpec
+
+Ask = Callable[..., GoldenRequest]
+
+CPU = Placement(device_map={"": "cpu"})
+
+
+@pytest.fixture(scope="session")
+def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as `toy`, stored in BF16."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
+    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ask(toy: Path) -> Ask:
+    """Makes a golden request: the whole toy on two unequal rows, without a noise floor, unless told otherwise."""
+
+    def make(
+        *,
+        folder: Path = toy,
+        run: Run | None = None,
+        inputs: InputRequest | None = None,
+        noise_floor: str = "off",
+        dtype: torch.dtype = torch.bfloat16,
+        placement: Placement = CPU,
+        attn_implementation: str = "sdpa",
+        experts_implementation: str = "grouped_mm",
+    ) -> GoldenRequest:
+        spec = ModelSpec.from_folder(folder)
+        run = run or full_run(spec.num_hidden_layers, sites_level="all")
+        return GoldenRequest(
+            model=GoldenModelRequest(
+                folder=folder,
+                spec=spec,
+                num_hidden_layers=run.span.stop,
+                dtype=dtype,
+                placement=placement,
+                attn_implementation=attn_implementation,
+                experts_implementation=experts_implementation,
+            ),
+            model_source="toy",
+            run=run,
+            inputs=build_inputs(inputs or InputRequest(seq_lens=(24, 15)), folder=folder, spec=spec),
+            noise_floor=noise_floor,
+        )
+
+    return make

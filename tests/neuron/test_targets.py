@@ -1,0 +1,462 @@
+"""The target protocol: how a port is called, loaded, and what it may do; and how its mistakes are told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minimax_tools.errors import UsageError
+from minimax_tools.spec import ModelSpec
+from neuron.targets import find_target, target_config
+
+SHORT = ("--seq-len", "12,7", "--json")
+
+
+@pytest.fixture
+def run_layer(run: Any, toy: Path) -> Any:
+    """Runs layer 0 of the toy through a target on the CPU."""
+
+    def run_target(target: str, *arguments: object) -> Any:
+        return run("single-layer", "--layer", 0, "--model", toy, "--target", target, *SHORT, *arguments)
+
+    return run_target
+
+
+@pytest.fixture
+def tensors_of(run_layer: Any) -> Any:
+    """The tensors that a target's run of layer 0 stored."""
+
+    def read(target: str, *arguments: object) -> dict[str, torch.Tensor]:
+        result = run_layer(target, *arguments)
+        assert result.exit_code == 0, result.stderr
+        return load_file(Path(json.loads(result.stdout)["directory"]) / "layer_0.safetensors")
+
+    return read
+
+
+class TestNotation:
+    @pytest.mark.parametrize("name", ["nosuch", "port.py", ":Port", "port.py:", ""])
+    def test_other_notation_is_wrong_usage(self, name: str) -> None:
+        expected = r"unknown.*builtin, reference, PATH\.py:NAME or package\.module:NAME"
+        with pytest.raises(UsageError, match=expected):
+            find_target(name)
+
+    def test_path_with_a_colon_is_read_from_its_end(self, tmp_path: Path, write_port: Any) -> None:
+        folder = tmp_path / "a:b"
+        folder.mkdir()
+        target = write_port("class Port(ReferenceLayer): pass\n", file="a:b/port.py")
+        assert find_target(target).factory.__name__ == "Port"
+
+    def test_package_module_and_name(self, tensors_of: Any) -> None:
+        by_name = tensors_of("minimax_tools.reference.layer:ReferenceLayer")
+        own = tensors_of("reference")
+        assert all(torch.equal(by_name[site], own[site]) for site in own)
+
+    def test_file_and_name(self, tensors_of: Any, write_port: Any) -> None:
+        mine = tensors_of(write_port("class Port(ReferenceLayer): pass\n"))
+        own = tensors_of("reference")
+        assert all(torch.equal(mine[site], own[site]) for site in own)
+
+    def test_function_is_a_target_too(self, tensors_of: Any, write_port: Any) -> None:
+        source = "def build(config, layer_idx):\n    return ReferenceLayer(config, layer_idx)\n"
+        target = write_port(source, name="build")
+        assert "moe_delta" in tensors_of(target)
+
+
+class TestCalls:
+    def test_factory_gets_config_and_layer_and_forward_gets_states_mask_and_positions(
+        self, run_layer: Any, write_port: Any, toy: Path
+    ) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        assert (config.hidden_size, layer_idx) == (256, 0)
+        super().__init__(config, layer_idx)
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        assert not self.training and not torch.is_grad_enabled()
+        assert hidden_states.shape == (2, 12, 256) and hidden_states.dtype is torch.bfloat16
+        assert attention_mask.sum(1).tolist() == [12, 7] and set(attention_mask.unique().tolist()) == {0, 1}
+        assert position_ids[1, :7].tolist() == list(range(7))
+        return super().forward(hidden_states, attention_mask, position_ids)
+"""
+        assert run_layer(write_port(source)).exit_code == 0
+
+    @pytest.mark.parametrize(
+        "returned",
+        ["(output, None)", "[output, 1]", "output.flatten(0, 1)", "(output.flatten(0, 1), 'cache')"],
+    )
+    def test_output_may_come_first_of_several_and_flat(
+        self, tensors_of: Any, write_port: Any, returned: str
+    ) -> None:
+        source = f"""
+class Port(ReferenceLayer):
+    def forward(self, *arguments):
+        output = super().forward(*arguments)
+        return {returned}
+"""
+        expected = tensors_of("reference")["output"]
+        assert torch.equal(tensors_of(write_port(source))["output"], expected)
+
+    @pytest.mark.parametrize(
+        ("returned", "text"),
+        [
+            ("None", "returned no tensor"),
+            ("()", "returned no tensor"),
+            ("{'output': output}", "returned no tensor"),
+            ("output[:, :-1]", "expected [2, 12, 256] or [24, 256], found [2, 11, 256]"),
+            ("output.transpose(0, 1)", "found [12, 2, 256]"),
+        ],
+    )
+    def test_other_output_is_refused(self, run_layer: Any, write_port: Any, returned: str, text: str) -> None:
+        source = f"""
+class Port(ReferenceLayer):
+    def forward(self, *arguments):
+        output = super().forward(*arguments)
+        return {returned}
+"""
+        result = run_layer(write_port(source))
+        assert result.exit_code == 3
+        assert text in result.stderr
+
+    def test_in_place_port_gives_what_a_plain_one_gives(
+        self, run: Any, write_port: Any, toy: Path, tmp_path: Path
+    ) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        hidden_states += self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        attention_mask.zero_()
+        position_ids.add_(1000)
+        hidden_states += self.block_sparse_moe(self.post_attention_layernorm(hidden_states))
+        return hidden_states
+"""
+        targets = {"in_place": write_port(source), "plain": "reference"}
+        for name, target in targets.items():
+            result = run("full", "--model", toy, "--target", target, *SHORT, "--output-dir", tmp_path / name)
+            assert result.exit_code == 0, result.stderr
+        for file in ("layer_0", "layer_1", "layer_3", "model"):
+            mine, plain = (load_file(tmp_path / name / f"{file}.safetensors") for name in targets)
+            assert {site: torch.equal(mine[site], plain[site]) for site in plain} == dict.fromkeys(
+                plain, True
+            )
+
+
+class TestReuse:
+    COUNTING = """
+built = []
+
+class Port(ReferenceLayer):
+    reuse = {reuse}
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        built.append(layer_idx)
+
+    def forward(self, *arguments):
+        print("built:", built)
+        return super().forward(*arguments)
+"""
+
+    @pytest.mark.parametrize(("reuse", "built"), [(True, [0]), (False, [0, 1, 2, 3])])
+    def test_reused_port_is_built_once_and_another_per_layer(
+        self, process: Any, write_port: Any, toy: Path, reuse: bool, built: list[int]
+    ) -> None:
+        target = write_port(self.COUNTING.format(reuse=reuse))
+        done = process("multi-layer", "--layers", "0:4", "--model", toy, "--target", target, "--seq-len", 4)
+        assert [line for line in done.stdout.splitlines() if line.startswith("built")][
+            -1
+        ] == f"built: {built}"
+
+    def test_reused_port_holds_each_layers_own_weights(
+        self, run: Any, write_port: Any, toy: Path, golden: Path
+    ) -> None:
+        target = write_port(self.COUNTING.format(reuse=True).replace('        print("built:", built)\n', ""))
+        assert run("sweep", "--model", toy, "--golden", golden, "--target", target).exit_code == 0
+
+
+class TestDtypes:
+    def test_default_dtype_is_the_runs_while_building_only(self, tensors_of: Any, write_port: Any) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        assert torch.get_default_dtype() is torch.float32
+        super().__init__(config, layer_idx)
+"""
+        target = write_port(source)
+        assert tensors_of(target, "--dtype", "float32")["output"].dtype is torch.float32
+        assert torch.get_default_dtype() is torch.float32
+
+    def test_build_dtype_is_the_default_dtype_instead(self, tensors_of: Any, write_port: Any) -> None:
+        source = """
+class Port(ReferenceLayer):
+    build_dtype = torch.float32
+
+    def __init__(self, config, layer_idx):
+        assert torch.get_default_dtype() is torch.float32
+        super().__init__(config, layer_idx)
+        self.bfloat16()
+        moe = self.block_sparse_moe
+        moe.gate.float()
+        moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.float())
+"""
+        mine, plain = tensors_of(write_port(source)), tensors_of("reference")
+        assert all(torch.equal(mine[site], plain[site]) for site in plain)
+
+    def test_build_dtype_that_is_none_is_refused(self, run_layer: Any, write_port: Any) -> None:
+        result = run_layer(write_port("class Port(ReferenceLayer):\n    build_dtype = 'float32'\n"))
+        assert result.exit_code == 3
+        assert "build_dtype is no dtype: expected a torch.dtype" in result.stderr
+        assert "found 'float32'" in result.stderr
+
+    def test_declared_float32_stays_float32_and_nothing_is_cast_behind_the_ports_back(
+        self, tensors_of: Any, write_port: Any
+    ) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn.q_norm.weight = nn.Parameter(self.self_attn.q_norm.weight.float())
+
+    def forward(self, *arguments):
+        dtypes = {name: tensor.dtype for name, tensor in self.state_dict().items()}
+        float32 = {name for name, dtype in dtypes.items() if dtype is torch.float32}
+        assert float32 == {
+            "self_attn.q_norm.weight",
+            "block_sparse_moe.gate.weight",
+            "block_sparse_moe.e_score_correction_bias",
+        }
+        assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+        return super().forward(*arguments)
+"""
+        assert tensors_of(write_port(source))["q_norm"].dtype is torch.float32
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_router_dtypes_are_recorded_as_loaded(self, run_layer: Any, write_port: Any, dtype: str) -> None:
+        source = f"""
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        moe = self.block_sparse_moe
+        moe.gate.weight = nn.Parameter(moe.gate.weight.to(torch.{dtype}))
+        moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.to(torch.{dtype}))
+        moe.gate.forward = lambda states: states.float() @ moe.gate.weight.T.float()
+"""
+        record = json.loads(run_layer(write_port(source)).stdout)
+        assert record["observed_dtypes"] == {"router_gate": dtype, "correction_bias": dtype}
+
+    def test_golden_run_notes_a_rounded_correction_bias(
+        self, run: Any, write_port: Any, toy: Path, golden: Path
+    ) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        moe = self.block_sparse_moe
+        moe.e_score_correction_bias = nn.Buffer(moe.e_score_correction_bias.bfloat16())
+"""
+        arguments = ("single-layer", "--layer", 0, "--model", toy, "--golden", golden, "--json")
+        record = json.loads(run(*arguments, "--target", write_port(source)).stdout)
+        assert "the port holds correction_bias in bfloat16, the golden in float32" in record["notes"]
+
+
+class TestConversion:
+    RENAMED = """
+def renamed(tensors):
+    return {name.replace("block_sparse_moe.", "moe."): tensors[name] for name in tensors}
+
+class Inner(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.moe = self.block_sparse_moe
+        del self.block_sparse_moe
+    sites = None
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        normed = self.input_layernorm(hidden_states)
+        residual = hidden_states + self.self_attn(normed, attention_mask, position_ids)
+        return residual + self.moe(self.post_attention_layernorm(residual))
+"""
+
+    def test_method_of_the_module(self, tensors_of: Any, write_port: Any) -> None:
+        source = """
+class Port(Inner):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        assert isinstance(self, nn.Module) and config.num_experts == 32 and layer_idx == 0
+        return renamed(tensors)
+"""
+        mine = tensors_of(write_port(self.RENAMED + source))
+        assert torch.equal(mine["output"], tensors_of("reference")["output"])
+
+    def test_attribute_of_the_factory(self, tensors_of: Any, write_port: Any) -> None:
+        source = """
+def Port(config, layer_idx):
+    return Inner(config, layer_idx)
+
+Port.convert_state_dict = lambda tensors, config, layer_idx: renamed(tensors)
+"""
+        mine = tensors_of(write_port(self.RENAMED + source))
+        assert torch.equal(mine["output"], tensors_of("reference")["output"])
+
+    def test_tensors_come_dequantised_under_the_hubs_relative_names_with_a_float32_router(
+        self, run_layer: Any, write_port: Any
+    ) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        assert "self_attn.q_proj.weight" in tensors and "block_sparse_moe.experts.31.w2.weight" in tensors
+        assert not [name for name in tensors if "scale" in name or name.startswith("model.")]
+        dtypes = {name: tensors[name].dtype for name in tensors}
+        float32 = [name for name, dtype in dtypes.items() if dtype is torch.float32]
+        assert float32 == ["block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias"]
+        assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+        return tensors
+"""
+        result = run_layer(write_port(source))
+        assert result.exit_code == 0, result.stderr
+
+    def test_mapping_may_be_changed_and_given_back(self, tensors_of: Any, write_port: Any) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.rank = nn.Buffer(torch.zeros(1, dtype=torch.int32))
+        self.self_attn.q_norm.scale = self.self_attn.q_norm.weight
+        del self.self_attn.q_norm.weight
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        tensors["rank"] = torch.arange(1, dtype=torch.int32) + 3
+        tensors["self_attn.q_norm.scale"] = tensors.pop("self_attn.q_norm.weight")
+        return tensors
+
+    def forward(self, *arguments):
+        assert self.rank.tolist() == [3]
+        self.self_attn.q_norm.__dict__["weight"] = self.self_attn.q_norm.scale
+        return super().forward(*arguments)
+"""
+        mine = tensors_of(write_port(source))
+        assert torch.equal(mine["output"], tensors_of("reference")["output"])
+
+    @pytest.mark.parametrize("returned", ["None", "list(tensors)", "3"])
+    def test_other_returns_are_refused(self, run_layer: Any, write_port: Any, returned: str) -> None:
+        source = f"""
+class Port(ReferenceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        return {returned}
+"""
+        result = run_layer(write_port(source))
+        assert result.exit_code == 3
+        assert "convert_state_dict returned no state dict" in result.stderr
+
+    def test_damaged_tensor_is_not_called_the_ports_fault(
+        self, run: Any, write_port: Any, toy: Path, tmp_path: Path
+    ) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        for path in os.scandir(os.environ["MM2_MODEL"]):
+            if path.name.endswith(".safetensors"):
+                os.truncate(path, 100_000)
+        return {name: tensors[name] for name in tensors}
+"""
+        folder = shutil.copytree(toy, tmp_path / "toy")
+        target = write_port(source.replace('os.environ["MM2_MODEL"]', repr(str(folder))))
+        result = run("single-layer", "--layer", 3, "--model", folder, "--target", target, "--random-input")
+        assert result.exit_code == 3
+        assert "cannot be read from" in result.stderr
+        assert "convert_state_dict failed" not in result.stderr
+
+
+class TestConfig:
+    def test_keys_of_config_json_under_both_names(self, toy: Path) -> None:
+        spec = ModelSpec.from_folder(toy)
+        config = target_config(spec)
+        for name, value in spec.raw.items():
+            assert getattr(config, name) == value
+        assert config.num_experts == config.num_local_experts == 32
+        assert config.rope_parameters["rope_theta"] == config.rope_theta == 5_000_000
+        assert config.rope_parameters["partial_rotary_factor"] * config.head_dim == config.rotary_dim
+
+    def test_hubs_names_are_there_where_transformers_wrote_the_config(self, toy: Path) -> None:
+        raw = dict(ModelSpec.from_folder(toy).raw)
+        raw["rope_parameters"] = {"rope_theta": raw.pop("rope_theta"), "partial_rotary_factor": 0.5}
+        for name in ("rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias"):
+            del raw[name]
+        config = target_config(ModelSpec.from_config(raw))
+        assert (config.rotary_dim, config.rope_theta, config.scoring_func) == (32, 5_000_000, "sigmoid")
+        assert config.use_qk_norm is config.use_routing_bias is True
+
+    def test_is_writable_and_the_next_call_gets_a_fresh_one(self, toy: Path) -> None:
+        spec = ModelSpec.from_folder(toy)
+        config = target_config(spec)
+        config.hidden_size = 3
+        config.quantization_config["fmt"] = "changed"
+        assert target_config(spec).hidden_size == 256
+        assert target_config(spec).quantization_config["fmt"] == "float8_e4m3fn"
+
+
+class TestPortsOwnErrors:
+    @pytest.mark.parametrize(
+        ("source", "texts"),
+        [
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def __init__(self, config, layer_idx):\n"
+                "        config.nosuch_key\n",
+                ("cannot be built for layer 0", "AttributeError", "nosuch_key", "NAME(config, layer_idx)"),
+            ),
+            (
+                "def Port(config):\n    pass\n",
+                ("cannot be built", "TypeError", "1 positional argument"),
+            ),
+            (
+                "def Port(config, layer_idx):\n    return 3\n",
+                ("returned no module", "torch.nn.Module", "found int"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def forward(self, states, mask, positions):\n"
+                "        raise ValueError('odd mask')\n",
+                ("layer 0 failed while it ran", "ValueError: odd mask", "attention_mask, position_ids"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n    def forward(self, states):\n        return states\n",
+                ("failed while it ran", "TypeError"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def convert_state_dict(self, tensors, config, layer_idx):\n"
+                "        return tensors['no.such']\n",
+                ("convert_state_dict failed", "KeyError", "no.such"),
+            ),
+            ("import nosuchpackage\n", ("cannot be imported", "ModuleNotFoundError", "nosuchpackage")),
+            ("def Port(:\n", ("cannot be imported", "SyntaxError")),
+            ("raise SystemExit('usage: train')\n", ("cannot be imported", "SystemExit: usage: train")),
+        ],
+    )
+    def test_its_message_is_passed_on(
+        self, run_layer: Any, write_port: Any, source: str, texts: tuple[str, ...]
+    ) -> None:
+        result = run_layer(write_port(source))
+        assert result.exit_code == 3
+        assert "Traceback" not in result.stderr
+        for text in (*texts, "port.py"):
+            assert text in result.stderr
+
+    def test_debug_shows_the_ports_traceback(self, run: Any, write_port: Any, toy: Path) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def forward(self, *arguments):
+        raise ValueError('odd')
+"""
+        arguments = ("single-layer", "--layer", 0, "--model", toy, "--target", write_port(source))
+        result = run(*arguments, "--debug")
+        assert result.exit_code == 3
+        assert "Traceback" in result.stderr
+        assert "raise ValueError('odd')" in result.stderr

@@ -1,0 +1,158 @@
+"""Loading: strict names and shapes, all faults at once, casts only to the place's dtype, host buffers reused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minimax_tools.errors import CheckpointError, TargetError
+from neuron.weights import Deferred, WeightLoader
+
+# Two layers of two tensors that share one host buffer, each too large for any small-buffer path.
+LOAD_TWICE_ON_XLA = """
+import json
+import torch
+from torch import nn
+from neuron.runtime import open_runtime
+from neuron.weights import Deferred, WeightLoader
+
+SHAPE = (2048, 4096)
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
+        self.b = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
+        self.c = nn.Buffer(torch.empty(SHAPE, dtype=torch.float32))
+
+def weight(value):
+    return Deferred(shape=SHAPE, fill=lambda storage: storage.fill_(value))
+
+with open_runtime("xla-cpu") as runtime:
+    loader = WeightLoader(runtime.device, wait=runtime.synchronise)
+    layers = [Layer(), Layer()]
+    for number, layer in enumerate(layers):
+        values = {name: 10 * number + index for index, name in enumerate("abc")}
+        loader.load(layer, {name: weight(value) for name, value in values.items()}, what="a test")
+    found = [
+        {
+            "values": [tensor.cpu().float().unique().tolist() for tensor in layer.state_dict().values()],
+            "dtypes": [str(tensor.dtype) for tensor in layer.state_dict().values()],
+            "devices": sorted({tensor.device.type for tensor in layer.state_dict().values()}),
+            "parameters": [name for name, _ in layer.named_parameters()],
+        }
+        for layer in layers
+    ]
+print(json.dumps(found))
+"""
+
+
+def load(module: nn.Module, weights: dict[str, Any]) -> nn.Module:
+    WeightLoader(torch.device("cpu"), wait=lambda: None).load(module, weights, what="the port")
+    return module
+
+
+def test_every_parameter_and_persistent_buffer_is_filled_and_cast_to_its_place() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(2, 3, dtype=torch.bfloat16))
+    module.rank = nn.Buffer(torch.empty(1, dtype=torch.int32))
+    module.scratch = nn.Buffer(torch.ones(2), persistent=False)
+    values = torch.randn(2, 3)
+    load(module, {"weight": values, "rank": torch.tensor([5])})
+    assert torch.equal(module.weight, values.bfloat16())
+    assert (module.rank.tolist(), module.rank.dtype) == ([5], torch.int32)
+    assert module.scratch.tolist() == [1, 1]
+
+
+def test_module_built_without_storage_is_loaded() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+    values = torch.randn(2, 3)
+    load(module, {"weight": values})
+    assert isinstance(module.weight, nn.Parameter)
+    assert torch.equal(module.weight, values.bfloat16())
+
+
+def test_deferred_weight_is_written_into_the_place_itself() -> None:
+    module = nn.Linear(3, 2, bias=False)
+    filled = []
+
+    def fill(storage: torch.Tensor) -> None:
+        filled.append(storage.data_ptr())
+        storage.fill_(7)
+
+    load(module, {"weight": Deferred(shape=(2, 3), fill=fill)})
+    assert filled == [module.weight.data_ptr()]
+    assert module.weight.unique().tolist() == [7]
+
+
+def test_all_names_and_shapes_that_do_not_fit_are_told_at_once() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(2, 2, bias=False)})
+    weights = {
+        "a.weight": torch.empty(3, 2),
+        "b.scale": torch.empty(1),
+        "b.weight": Deferred(shape=(4, 4), fill=lambda storage: None),
+    }
+    with pytest.raises(TargetError) as caught:
+        load(module, weights)
+    text = str(caught.value)
+    assert "the port: the weights do not fit the module" in text
+    assert "1 missing: a.bias" in text
+    assert "1 unexpected: b.scale" in text
+    assert "2 of another shape: a.weight (expected [2, 3], found [3, 2]), b.weight (expected [2, 2]" in text
+    assert "convert_state_dict" in text
+
+
+def test_nothing_is_loaded_where_something_does_not_fit() -> None:
+    module = nn.Linear(3, 2)
+    before = module.weight.clone()
+    with pytest.raises(TargetError, match="1 missing: bias"):
+        load(module, {"weight": torch.zeros(2, 3)})
+    assert torch.equal(module.weight, before)
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(30))
+    with pytest.raises(TargetError, match="30 missing: 0.weight, .* and 22 more"):
+        load(module, {})
+
+
+def test_value_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(TargetError, match="1 no tensor: weight"):
+        load(nn.Linear(3, 2, bias=False), {"weight": [[1.0] * 3] * 2})
+
+
+def test_weight_that_cannot_be_written_is_named() -> None:
+    def fill(storage: torch.Tensor) -> None:
+        raise ValueError("other layout")
+
+    with pytest.raises(
+        TargetError, match=r"the weight weight cannot be loaded: found ValueError: other layout"
+    ):
+        load(nn.Linear(3, 2, bias=False), {"weight": Deferred(shape=(2, 3), fill=fill)})
+
+
+def test_unreadable_checkpoint_stays_a_checkpoint_error() -> None:
+    def fill(storage: torch.Tensor) -> None:
+        raise CheckpointError("shard 3 is damaged")
+
+    with pytest.raises(CheckpointError, match="shard 3 is damaged"):
+        load(nn.Linear(3, 2, bias=False), {"weight": Deferred(shape=(2, 3), fill=fill)})
+
+
+def test_host_buffers_are_reused_without_touching_what_was_loaded_before(
+    needs_xla: None, run_python: Any
+) -> None:
+    done: subprocess.CompletedProcess[str] = run_python(LOAD_TWICE_ON_XLA)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout)
+    assert first["values"] == [[0], [1], [2]]
+    assert second["values"] == [[10], [11], [12]]
+    assert first["devices"] == second["devices"] == ["xla"]
+    assert first["dtypes"] == ["torch.bfloat16", "torch.bfloat16", "torch.float32"]
+    assert first["parameters"] == ["a", "b"]
