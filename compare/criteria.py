@@ -13,6 +13,8 @@ from minimax_tools.results import NoiseRatio, RoutingResult, SiteStatus
 
 DEFAULT_RTOL, DEFAULT_ATOL = 1e-2, 1e-3
 
+_CORRELATIONS = ("cosine_similarity", "pearson_correlation")
+
 Judgement = tuple[SiteStatus, str]
 
 
@@ -53,18 +55,22 @@ class ClassicLimits:
 
     def failures(self, metrics: PairMetrics) -> tuple[str, ...]:
         """The limits that are broken, in words."""
+        nonfinite = metrics.num_nonfinite_reference + metrics.num_nonfinite_target
         upper = [
             f"{name} {getattr(metrics, name):.4g} > {getattr(self, name):g}"
             for name in ("max_abs_diff", "mean_abs_diff")
             if not getattr(metrics, name) <= getattr(self, name)
         ]
-        lower = [
-            f"{name} {getattr(metrics, name):.4g} < {getattr(self, name):g}"
-            for name in ("close_fraction", "cosine_similarity", "pearson_correlation")
-            if getattr(metrics, name) is not None and not getattr(metrics, name) >= getattr(self, name)
-        ]
-        nonfinite = metrics.num_nonfinite_reference + metrics.num_nonfinite_target
-        return (*([f"{nonfinite} elements are not finite"] if nonfinite else []), *upper, *lower)
+        lower = [self._shortfall(metrics, name) for name in ("close_fraction", *_CORRELATIONS)]
+        broken = (*upper, *filter(None, lower))
+        return (f"{nonfinite} elements are not finite", *broken) if nonfinite else broken
+
+    def _shortfall(self, metrics: PairMetrics, name: str) -> str | None:
+        value, limit = getattr(metrics, name), getattr(self, name)
+        if value is None:
+            # A side is zero or constant; only where the other is the same may that pass.
+            return None if metrics.relative_l2 == 0.0 else f"{name} is not defined"
+        return None if value >= limit else f"{name} {value:.4g} < {limit:g}"
 
 
 def judge_noise(noise: NoiseRatio, metrics: PairMetrics, limits: NoiseLimits) -> Judgement:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from minimax_tools.sites import Site
 
-# What can be seen of the reference layer without its `sites`: the router's choice and the rotated heads cannot.
+# What the reference layer's submodules do not show by their names alone.
 HIDDEN = {"q_rope", "k_rope", "router_experts", "router_weights"}
 
 UNDECLARED = """
@@ -22,7 +22,7 @@ class Port(ReferenceLayer):
 
 @pytest.fixture
 def run_port(run: Any, write_port: Any, toy: Path, golden: Path) -> Any:
-    """Runs layer 1 of the toy on the golden's input through a port of this source; the result and its JSON."""
+    """Runs layer 1 of the toy on the golden's input through a port; the result and its JSON."""
 
     def run_source(source: str) -> tuple[Any, dict[str, Any]]:
         arguments = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--json")

@@ -1,4 +1,4 @@
-"""Where a port comes from: its file or module, what lies beside it, and the digest that tells versions apart."""
+"""Where a port comes from: its file or module, what lies beside it, and the digest of it all."""
 
 from __future__ import annotations
 
