@@ -41,7 +41,7 @@ def main(
     as_json: bool,
     **criteria: Any,
 ) -> None:
-    """Judge a device run against a golden: where they differ, and who is to blame.
+    r"""Judge a device run against a golden: where they differ, and who is to blame.
 
     \b
     Example: mm2-compare --layer-pattern 'layer_*'

@@ -56,7 +56,8 @@ class NoiseRatio:
         token_worst: The worst token's.
         worst_token: Its row and position.
         is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
-        incoming: Error that a chained layer was handed, relative to its input; it widens the floor. 0 in isolated runs.
+        incoming: Error that a chained layer was handed, relative to its input; it widens the floor. 0 in
+            isolated runs.
     """
 
     whole: float

@@ -1,9 +1,10 @@
-"""One layer of the true dimensions through the whole path: golden, device run on XLA, verdict; and with a mistake.
+"""One layer of the true dimensions through the whole path: golden, device run on XLA, verdict; and a mistake.
 
-Writes a one-layer FP8 checkpoint (6.1 GB: the layer, embedding and lm_head), captures its golden with the noise floor, runs
-mm2's device layer on `xla-cpu`, judges it, and does the same with gate and up swapped. Every command is a process of
-its own; its anonymous memory (what cannot be dropped, unlike cached file pages) and its resident memory are sampled.
-Memory is given in layers of 7.34 GB, the weights of one layer in BF16: the least that must be held.
+Writes a one-layer FP8 checkpoint (6.1 GB: the layer, embedding and lm_head), captures its golden with the
+noise floor, runs mm2's device layer on `xla-cpu`, judges it, and does the same with gate and up swapped. Every
+command is a process of its own; its anonymous memory (what cannot be dropped, unlike cached file pages) and
+its resident memory are sampled. Memory is given in layers of 7.34 GB, the weights of one layer in BF16: the
+least that must be held.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Figure:
 
 def main() -> int:
     """Run, print, and end with 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scratch", type=Path, help="folder with 10 GB free (default: the system's)")
     parser.add_argument("--seq-len", default="40,24", help="row lengths (default: %(default)s)")
     parser.add_argument("--backend", default="xla-cpu", help="device of the runs (default: %(default)s)")
@@ -67,7 +70,8 @@ def main() -> int:
     else:
         print(machine())
         for figure in figures:
-            print(f"{figure.figure:45} {figure.value:8.2f}  goal {figure.goal:12} {'holds' if figure.holds else 'MISSED'}")
+            outcome = "holds" if figure.holds else "MISSED"
+            print(f"{figure.figure:45} {figure.value:8.2f}  goal {figure.goal:12} {outcome}")
     return 0 if all(figure.holds for figure in figures) else 1
 
 
@@ -75,14 +79,48 @@ def run_all(scratch: Path, *, seq_len: str, backend: str) -> list[Measured]:
     """Every command of the path, in order."""
     model, golden = scratch / "model", scratch / "golden"
     clean, faulty = scratch / "clean", scratch / "faulty"
-    device = ["mm2-test", "single-layer", "--layer", "0", "--model", model, "--golden", golden, "--backend", backend]
+    device = [
+        "mm2-test",
+        "single-layer",
+        "--layer",
+        "0",
+        "--model",
+        model,
+        "--golden",
+        golden,
+        "--backend",
+        backend,
+    ]
     compare = ["mm2-compare", "--gpu-path", golden]
     return [
-        measure("synthesize", 0, ["mm2-split", "synthesize", "--preset", "m2", "--num-hidden-layers", "1", "--output", model]),
-        measure("golden", 0, ["mm2-gpu", "single-layer", "--layer", "0", "--model", model, "--seq-len", seq_len, "--output-dir", golden]),
+        measure(
+            "synthesize",
+            0,
+            ["mm2-split", "synthesize", "--preset", "m2", "--num-hidden-layers", "1", "--output", model],
+        ),
+        measure(
+            "golden",
+            0,
+            [
+                "mm2-gpu",
+                "single-layer",
+                "--layer",
+                "0",
+                "--model",
+                model,
+                "--seq-len",
+                seq_len,
+                "--output-dir",
+                golden,
+            ],
+        ),
         measure("device", 0, [*device, "--output-dir", clean]),
         measure("compare", 0, [*compare, "--neuron-path", clean]),
-        measure("device_swapped", 1, [*device, "--target", f"{SWAPPED}:SwappedDeviceLayer", "--output-dir", faulty]),
+        measure(
+            "device_swapped",
+            1,
+            [*device, "--target", f"{SWAPPED}:SwappedDeviceLayer", "--output-dir", faulty],
+        ),
         measure("compare_swapped", 1, [*compare, "--neuron-path", faulty]),
     ]
 
@@ -92,7 +130,9 @@ def measure(name: str, expected_code: int, command: list[object]) -> Measured:
     words = [str(word) for word in command]
     beside = Path(sys.executable).parent / words[0]
     began = time.monotonic()
-    process = psutil.Popen([str(beside) if beside.exists() else words[0], *words[1:]], stdout=subprocess.DEVNULL)
+    process = psutil.Popen(
+        [str(beside) if beside.exists() else words[0], *words[1:]], stdout=subprocess.DEVNULL
+    )
     peaks = {"RssAnon": 0, "VmRSS": 0}
     sampler = threading.Thread(target=_sample, args=(process.pid, peaks))
     sampler.start()
@@ -133,7 +173,9 @@ def figures_of(run: Measured) -> list[Figure]:
 def machine() -> str:
     """The machine in words."""
     memory = psutil.virtual_memory().total / 1e9
-    return f"{os.cpu_count()} cores, {memory:.0f} GB, {platform.platform()}, Python {platform.python_version()}"
+    return (
+        f"{os.cpu_count()} cores, {memory:.0f} GB, {platform.platform()}, Python {platform.python_version()}"
+    )
 
 
 def _sample(pid: int, peaks: dict[str, int]) -> None:

@@ -40,8 +40,14 @@ from neuron.targets import find_target
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=6),
     "wide": SyntheticModel(
-        num_hidden_layers=3, hidden_size=768, num_attention_heads=12, num_local_experts=64, num_experts_per_tok=8,
-        head_dim=64, rotary_dim=32, intermediate_size=256,
+        num_hidden_layers=3,
+        hidden_size=768,
+        num_attention_heads=12,
+        num_local_experts=64,
+        num_experts_per_tok=8,
+        head_dim=64,
+        rotary_dim=32,
+        intermediate_size=256,
     ),
     "deep": SyntheticModel(num_hidden_layers=16, hidden_size=256, num_experts_per_tok=8),
 }
@@ -62,7 +68,9 @@ class Setting:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["toy", "wide"])
     parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
@@ -80,9 +88,15 @@ def main() -> int:
                     print(f"{setting}: {name}: {comparison.verdict}", file=sys.stderr)
                     for blame in comparison.blame:
                         print(f"   {blame}", file=sys.stderr)
-    rows = {name: summarise(sites) | {"verdicts": sorted(set(verdicts[name]))} for name, sites in figures.items()}
+    rows = {
+        name: summarise(sites) | {"verdicts": sorted(set(verdicts[name]))} for name, sites in figures.items()
+    }
     if arguments.json:
-        print(json.dumps({"benchmark": "calibrate_limits", "machine": platform.platform(), "clean": rows}, indent=1))
+        print(
+            json.dumps(
+                {"benchmark": "calibrate_limits", "machine": platform.platform(), "clean": rows}, indent=1
+            )
+        )
     else:
         for name, row in rows.items():
             print(name, row)
@@ -95,7 +109,11 @@ def compare_clean_ports(setting: Setting, backends: list[str]) -> list[tuple[str
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         synthesize(
-            folder, model=SHAPES[setting.shape], dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=setting.seed
+            folder,
+            model=SHAPES[setting.shape],
+            dtype=torch.float8_e4m3fn,
+            shard_size_bytes=None,
+            seed=setting.seed,
         )
         spec = ModelSpec.from_folder(folder)
         golden = make_golden(folder, spec, setting, Path(scratch) / "golden")
@@ -104,14 +122,20 @@ def compare_clean_ports(setting: Setting, backends: list[str]) -> list[tuple[str
                 directory = Path(scratch) / f"{name}_{mode}"
                 run_port(folder, spec, golden, target=target, backend=backend, mode=mode, directory=directory)
                 criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
-                comparison = compare_captures(golden, Capture.open(directory), criteria=criteria, layer_pattern="layer_*")
+                comparison = compare_captures(
+                    golden, Capture.open(directory), criteria=criteria, layer_pattern="layer_*"
+                )
                 results.append((f"{name} {mode} (golden {setting.golden_attention})", comparison))
     return results
 
 
 def clean_ports(backends: list[str]) -> list[tuple[str, str, str]]:
     """Name, target and backend of each clean port."""
-    ports = [(f"{target}/{backend}", target, backend) for target in ("builtin", "reference") for backend in backends]
+    ports = [
+        (f"{target}/{backend}", target, backend)
+        for target in ("builtin", "reference")
+        for backend in backends
+    ]
     alternatives = [(name, f"{EXAMPLES / 'transformers_port.py'}:{name}", "cpu") for name in TRANSFORMERS]
     return [*ports, *alternatives]
 
@@ -144,7 +168,11 @@ def run_port(
 ) -> None:
     """One run of one port over all layers."""
     layers = spec.num_hidden_layers
-    run = full_run(layers, sites_level="all") if mode == "chained" else sweep_run(Span(0, layers), sites_level="all")
+    run = (
+        full_run(layers, sites_level="all")
+        if mode == "chained"
+        else sweep_run(Span(0, layers), sites_level="all")
+    )
     request = DeviceRequest(
         folder=folder,
         spec=spec,
@@ -164,7 +192,9 @@ def summarise(sites: list[SiteResult]) -> dict[str, object]:
     noisy = [site for site in sites if site.noise is not None]
     row: dict[str, object] = {"comparisons": len(sites)}
     for figure in ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst"):
-        values = [(getattr(site.noise, figure) or 0.0, f"{site.site} of layer {site.layer}") for site in noisy]
+        values = [
+            (getattr(site.noise, figure) or 0.0, f"{site.site} of layer {site.layer}") for site in noisy
+        ]
         largest, place = max(values, default=(0.0, "nowhere"))
         row[figure] = f"{largest:.2f} ({place})"
     flips = [site.routing for site in sites if site.routing is not None]

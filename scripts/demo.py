@@ -1,7 +1,7 @@
 """The main job, start to end on this machine: a golden, a port that is right, and one that is not.
 
-Runs the installed commands as a user would: writes a toy checkpoint, captures its golden with the noise floor,
-judges mm2's own device layer on XLA, then an example port in which gate and up are swapped in layer 5.
+Runs the installed commands as a user would: writes a toy checkpoint, captures its golden with the noise
+floor, judges mm2's own device layer on XLA, then an example port in which gate and up are swapped in layer 5.
 Ends with 0 if the first passed and the second was found out, in that layer and component.
 """
 
@@ -51,9 +51,15 @@ class Demo:
 
 def main() -> int:
     """Run the demo and say how it went."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, default=Path("mm2-demo"), help="made anew (default: %(default)s)")
-    parser.add_argument("--backend", default=_default_backend(), help="device of the runs (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("mm2-demo"), help="made anew (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backend", default=_default_backend(), help="device of the runs (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     demo = Demo(folder=arguments.output_dir, backend=arguments.backend)
     began = time.monotonic()
@@ -73,14 +79,16 @@ def main() -> int:
     passed = _sweep(demo, target="builtin", name="builtin") == 0
 
     _say("4. An example port with a real bug, gate and up swapped in layer 5: it should fail")
-    failed = _sweep(demo, target=f"{SCRIPTS / 'examples' / 'swapped_port.py'}:DecoderLayer", name="swapped") == 1
+    failed = (
+        _sweep(demo, target=f"{SCRIPTS / 'examples' / 'swapped_port.py'}:DecoderLayer", name="swapped") == 1
+    )
 
     found = _tell_what_others_would_say(demo)
     _say("Where to go from here")
     print(f"captures: {demo.golden} (golden), {demo.device_run('builtin')}, {demo.device_run('swapped')}")
     print("next, on your own port:")
     print("  mm2-gpu extract-all --model YOUR_CHECKPOINT --max-memory 40GB     # on a GPU box")
-    print("  mm2-test sweep --model YOUR_CHECKPOINT --golden GOLDEN --target your_port.py:DecoderLayer   # on trn")
+    print("  mm2-test sweep --model YOUR_CHECKPOINT --golden GOLDEN --target port.py:DecoderLayer   # on trn")
     print(f"  mm2-test component --layer {FAULTY_LAYER} --component experts …    # the blamed part alone")
     print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
     if passed and failed and found:
@@ -106,9 +114,11 @@ def _tell_what_others_would_say(demo: Demo) -> bool:
     cosine = faulty_classic[FAULTY_LAYER]["metrics"]["cosine_similarity"]
     false_alarms = sum(site["status"] == "fail" for site in clean_classic.values())
     lowest_clean = min(site["metrics"]["cosine_similarity"] for site in clean_classic.values())
-    print(f"cosine of layer {FAULTY_LAYER}'s output: {cosine:.4f} — above the limit of 0.99, so the bug passes")
+    print(f"cosine of layer {FAULTY_LAYER}'s output: {cosine:.4f}, above the limit of 0.99: the bug passes")
     print(f"  (the lowest of the port that is right: {lowest_clean:.6f})")
-    print(f"all five limits: they fail {false_alarms} of the {len(clean_classic)} layers of the port that is right")
+    print(
+        f"all five limits: they fail {false_alarms} of {len(clean_classic)} layers of the port that is right"
+    )
     print(f"mm2: {noise['verdict']}, to blame: {_blamed(noise)}")
     return cosine > 0.99 and _blamed(noise) == f"layer {FAULTY_LAYER}: {FAULTY_SITE}"
 
@@ -116,7 +126,13 @@ def _tell_what_others_would_say(demo: Demo) -> bool:
 def _comparison(demo: Demo, name: str, criteria: str) -> dict[str, Any]:
     result = subprocess.run(
         [
-            *(_command("mm2-compare"), "--gpu-path", str(demo.golden), "--neuron-path", str(demo.device_run(name))),
+            *(
+                _command("mm2-compare"),
+                "--gpu-path",
+                str(demo.golden),
+                "--neuron-path",
+                str(demo.device_run(name)),
+            ),
             *("--criteria", criteria, "--json", "--quiet"),
         ],
         stdout=subprocess.PIPE,
@@ -132,7 +148,10 @@ def _outputs(record: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _blamed(record: dict[str, Any]) -> str:
-    return "; ".join(f"layer {blame['layer']}: {', '.join(blame['sites'])}" for blame in record["blame"]) or "nobody"
+    return (
+        "; ".join(f"layer {blame['layer']}: {', '.join(blame['sites'])}" for blame in record["blame"])
+        or "nobody"
+    )
 
 
 def _default_backend() -> str:

@@ -39,9 +39,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A synthetic FP8 checkpoint: 4 layers, hidden 256, 32 experts, several shards, a tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint") / "toy"
-    synthesize(
-        folder, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=0
-    )
+    synthesize(folder, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=0)
     return folder
 
 
@@ -57,7 +55,7 @@ def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command() -> Command:
-    """Runs a command in this process, as `command(main, "show", directory)`; a crash is raised, not swallowed."""
+    """Runs a command in this process, as `command(main, "show", directory)`; a crash is raised."""
 
     def run(main: click.Command, *arguments: object) -> click.testing.Result:
         result = click.testing.CliRunner().invoke(main, [str(argument) for argument in arguments])

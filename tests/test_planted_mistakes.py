@@ -1,4 +1,4 @@
-"""Mistakes that real ports had, planted in the example port: each is detected and placed, and nothing else is."""
+"""Mistakes that real ports had, planted in the example port: each is found and placed, and nothing else."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_mistake_is_blamed_on_its_site(
 ) -> None:
     exit_code, record = _judge(name, toy, golden, command, tmp_path)
     assert (exit_code, record["verdict"]) == (1, "fail")
-    assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(LAYER, [site]) for site in sites]
+    assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [
+        (LAYER, [site]) for site in sites
+    ]
 
 
 @pytest.mark.parametrize("name", NO_MISTAKES)
@@ -88,6 +90,15 @@ def _judge(
     result = command(
         mm2_test,
         *("single-layer", "--layer", LAYER, "--model", toy, "--golden", golden),
-        *("--target", f"{PORTS}:{name}", "--backend", "cpu", "--output-dir", tmp_path / "run", "--json", "--quiet"),
+        *(
+            "--target",
+            f"{PORTS}:{name}",
+            "--backend",
+            "cpu",
+            "--output-dir",
+            tmp_path / "run",
+            "--json",
+            "--quiet",
+        ),
     )
     return result.exit_code, json.loads(result.stdout)

@@ -27,7 +27,7 @@ class CaptureSource(Protocol):
         """Layers that the capture holds, ascending."""
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Sites stored for a layer, in execution order; a layer's input may be the output of the one before."""
+        """Sites stored for a layer, in execution order; an input may be the output of the layer before."""
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Sites stored outside the layers."""

@@ -76,11 +76,15 @@ class Attention(nn.Module):
 
     def repeat(self, heads):
         """[B,K,S,D] to [B,N,S,D]: neighbouring query heads share a kv head."""
-        return heads.repeat_interleave(self.config.num_attention_heads // self.config.num_key_value_heads, dim=1)
+        return heads.repeat_interleave(
+            self.config.num_attention_heads // self.config.num_key_value_heads, dim=1
+        )
 
     def attend(self, q, k, v, attention_mask):
         """Causal, padding hidden, softmax in float32; [B,S,N·D]."""
-        scores = torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
+        scores = (
+            torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
+        )
         places = torch.arange(q.shape[2], device=q.device)
         visible = (places <= places[:, None]) & attention_mask[:, None, None, :].bool()
         scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
@@ -185,13 +189,15 @@ class DecoderLayer(nn.Module):
         self.moe = Moe(config)
 
     def convert_state_dict(self, tensors, config, layer_idx):
-        """The hub's names to this module's: q, k and v fused, experts stacked with gate rows before up rows."""
+        """The hub's names to this module's: q, k and v fused, experts stacked, gate rows before up rows."""
         attention, moe = "self_attn.", "block_sparse_moe."
         experts = [f"{moe}experts.{expert}." for expert in range(config.num_local_experts)]
         return {
             "input_layernorm.weight": tensors["input_layernorm.weight"],
             "post_attention_layernorm.weight": tensors["post_attention_layernorm.weight"],
-            "self_attn.qkv_proj.weight": torch.cat([tensors[f"{attention}{name}_proj.weight"] for name in "qkv"]),
+            "self_attn.qkv_proj.weight": torch.cat(
+                [tensors[f"{attention}{name}_proj.weight"] for name in "qkv"]
+            ),
             "self_attn.o_proj.weight": tensors[f"{attention}o_proj.weight"],
             "self_attn.q_norm.weight": tensors[f"{attention}q_norm.weight"],
             "self_attn.k_norm.weight": tensors[f"{attention}k_norm.weight"],

@@ -38,7 +38,9 @@ class _Layer(nn.Module):
 
     def __init__(self, config, layer_idx):
         super().__init__()
-        names = {name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__}
+        names = {
+            name: value for name, value in vars(config).items() if name in MiniMaxM2Config.__annotations__
+        }
         self.config = MiniMaxM2Config(**names, rotary_dim=config.rotary_dim, rope_theta=config.rope_theta)
         self.config._attn_implementation = self.attn_implementation
         self.config._experts_implementation = self.experts_implementation

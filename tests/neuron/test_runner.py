@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,8 @@ def test_killed_sweep_locks_nobody_out_and_resumes(
     common = ["sweep", "--model", toy, "--golden", golden, "--target", write_port(STUMBLING)]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert process(*common, "--output-dir", whole).returncode == 0
-    with hanging([*common, "--output-dir", resumed], folder=tmp_path, layer=2) as running:
+    with hanging([*common, "--output-dir", resumed], folder=tmp_path, layer=2):
         meanwhile = process(*common, "--output-dir", resumed)
-        running.send_signal(signal.SIGKILL)
     assert meanwhile.returncode == 3
     assert f"the output directory {resumed} is in use by another run" in meanwhile.stderr
     assert "choose another --output-dir" in meanwhile.stderr
@@ -113,11 +113,11 @@ def test_killed_sweep_locks_nobody_out_and_resumes(
     assert contents(resumed) == contents(whole)
 
 
-def hanging(arguments: list[object], *, folder: Path, layer: int) -> subprocess.Popen[str]:
-    """A run in a process of its own that has reached the layer and goes no further."""
+@contextlib.contextmanager
+def hanging(arguments: list[object], *, folder: Path, layer: int) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own that has reached the layer and goes no further; killed at the end."""
     marker = folder / "hangs"
-    repository = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(
         [sys.executable, "-m", "neuron.cli", *map(str, arguments)],
         cwd=folder,
@@ -126,12 +126,16 @@ def hanging(arguments: list[object], *, folder: Path, layer: int) -> subprocess.
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    deadline = time.monotonic() + DEADLINE_S
-    while not marker.exists():
-        assert running.poll() is None, "the run ended before it reached the layer"
-        assert time.monotonic() < deadline, "the run did not reach the layer"
-        time.sleep(0.05)
-    return running
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not marker.exists():
+            assert running.poll() is None, "the run ended before it reached the layer"
+            assert time.monotonic() < deadline, "the run did not reach the layer"
+            time.sleep(0.05)
+        yield running
+    finally:
+        running.kill()
+        running.wait()
 
 
 class TestBegunAnew:

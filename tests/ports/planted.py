@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
-import port  # noqa: E402 - it lies beside no package
+import port
 
 
 class Planted(port.DecoderLayer):
@@ -113,7 +113,9 @@ class SlidingWindow(Planted):
 
     class attention(port.Attention):  # noqa: N801
         def attend(self, q, k, v, attention_mask):
-            scores = torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
+            scores = (
+                torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
+            )
             places = torch.arange(q.shape[2], device=q.device)
             seen = (places <= places[:, None]) & (places > places[:, None] - 24)
             scores = scores.masked_fill(~(seen & attention_mask[:, None, None, :].bool()), -1e30)
@@ -175,7 +177,9 @@ class NormMiscompiled(Planted):
         def forward(self, states):
             exact = states.float()
             third = exact.shape[-1] // 3
-            squares = exact.pow(2).sum(-1, keepdim=True) + exact[..., third : 2 * third].pow(2).sum(-1, keepdim=True)
+            squares = exact.pow(2).sum(-1, keepdim=True) + exact[..., third : 2 * third].pow(2).sum(
+                -1, keepdim=True
+            )
             exact = exact * torch.rsqrt(squares / exact.shape[-1] + self.eps)
             return self.weight * exact.to(states.dtype)
 
@@ -316,7 +320,7 @@ class BlackBox(nn.Module):
     """A mistaken port that shows nothing but its output."""
 
     mistake: type[Planted]
-    sites: dict[str, str] = {}  # noqa: RUF012 - what a porter writes
+    sites: dict[str, str] = {}
 
     def __init__(self, config, layer_idx):
         super().__init__()

@@ -1,0 +1,274 @@
+"""Bad input from the command line: one message that names the thing and the next step, and the exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+
+INDEX = "model.safetensors.index.json"
+LAYER_0 = ("single-layer", "--layer", 0)
+
+
+def refused(result: Any, *texts: str, exit_code: int) -> None:
+    """One message, no traceback, nothing on stdout."""
+    stderr = result.stderr
+    assert "Traceback" not in stderr
+    for text in texts:
+        assert text in stderr
+    code = result.returncode if isinstance(result, subprocess.CompletedProcess) else result.exit_code
+    assert code == exit_code
+    assert result.stdout == ""
+
+
+@pytest.fixture
+def broken(toy: Path, tmp_path: Path) -> Path:
+    """A copy of the toy, to be damaged."""
+    return shutil.copytree(toy, tmp_path / "broken")
+
+
+class TestModel:
+    def test_no_model_at_all(self, run: Any) -> None:
+        refused(run(*LAYER_0), "--model", exit_code=2)
+
+    def test_no_folder(self, run: Any, tmp_path: Path) -> None:
+        result = run(*LAYER_0, "--model", tmp_path / "nowhere")
+        refused(result, "nowhere", "mm2-split synthesize --output DIR", exit_code=3)
+
+    def test_folder_without_a_checkpoint(self, run: Any, tmp_path: Path) -> None:
+        refused(run(*LAYER_0, "--model", tmp_path), str(tmp_path), "no config.json", exit_code=3)
+
+    def test_truncated_shard(self, run: Any, broken: Path) -> None:
+        shard = sorted(broken.glob("*.safetensors"))[1]
+        os.truncate(shard, shard.stat().st_size - 10)
+        refused(run(*LAYER_0, "--model", broken), shard.name, "bytes", "etch", exit_code=3)
+
+    def test_missing_shard(self, run: Any, broken: Path) -> None:
+        shard = sorted(broken.glob("*.safetensors"))[1]
+        shard.unlink()
+        refused(run(*LAYER_0, "--model", broken), shard.name, "etch", exit_code=3)
+
+    def test_missing_tensor(self, run: Any, broken: Path) -> None:
+        name = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+        index = json.loads((broken / INDEX).read_text())
+        shard = broken / index["weight_map"].pop(name)
+        tensors = load_file(shard)
+        del tensors[name]
+        save_file(tensors, shard)
+        (broken / INDEX).write_text(json.dumps(index))
+        refused(run(*LAYER_0, "--model", broken), name, "found nothing", "etch", exit_code=3)
+
+    @pytest.mark.parametrize(
+        "arguments", [("single-layer", "--layer", 4), ("sweep", "--layers", "2:5"), ("multi-layer", "--layers", "0:9")]
+    )
+    def test_layer_out_of_range(self, run: Any, toy: Path, golden: Path, arguments: tuple[object, ...]) -> None:
+        result = run(*arguments, "--model", toy, "--golden", golden)
+        refused(result, "out of range", "layers 0 to 3", "config.json", exit_code=2)
+
+    def test_negative_layer(self, run: Any, toy: Path) -> None:
+        refused(run("single-layer", "--layer", -1, "--model", toy), "--layer", "-1", exit_code=2)
+
+
+class TestGolden:
+    def test_no_such_golden(self, run: Any, toy: Path, tmp_path: Path) -> None:
+        result = run("sweep", "--model", toy, "--golden", tmp_path / "nothing")
+        refused(result, "nothing", "mm2-gpu extract-all", exit_code=3)
+
+    def test_sweep_without_golden(self, run: Any, toy: Path) -> None:
+        refused(run("sweep", "--model", toy), "golden's own input", "--golden DIR", exit_code=2)
+
+    def test_component_without_golden(self, run: Any, toy: Path) -> None:
+        result = run("component", "--layer", 0, "--component", "moe", "--model", toy)
+        refused(result, "golden's values", "--golden DIR", exit_code=2)
+
+    def test_random_input_beside_golden(self, run: Any, toy: Path, golden: Path) -> None:
+        result = run(*LAYER_0, "--model", toy, "--golden", golden, "--random-input")
+        refused(result, "--random-input and --golden", "Use one of them", exit_code=2)
+
+    def test_random_input_for_the_whole_model(self, run: Any, toy: Path) -> None:
+        refused(run("full", "--model", toy, "--random-input"), "--random-input", "--seq-len", exit_code=2)
+
+    @pytest.mark.parametrize("option", [("--prompt", "Hello"), ("--seq-len", 5), ("--pad-to", 64)])
+    def test_own_inputs_beside_golden(self, run: Any, toy: Path, golden: Path, option: tuple[object, ...]) -> None:
+        result = run(*LAYER_0, "--model", toy, "--golden", golden, *option)
+        refused(result, "the golden's own inputs are run", "Leave out --prompt", exit_code=2)
+
+    def test_golden_in_another_dtype_is_refused_before_anything_runs(
+        self, run: Any, toy: Path, golden: Path, tmp_path: Path
+    ) -> None:
+        result = run("sweep", "--model", toy, "--golden", golden, "--dtype", "float32")
+        refused(result, "another dtype", "expected bfloat16, found float32", "--dtype bfloat16", exit_code=3)
+        assert not (tmp_path / "captures").exists()
+
+    def test_dtype_that_is_none(self, run: Any, toy: Path) -> None:
+        refused(run(*LAYER_0, "--model", toy, "--dtype", "float16"), "--dtype", "bfloat16", exit_code=2)
+
+    def test_golden_of_another_model_is_refused_before_anything_runs(
+        self, run: Any, golden: Path, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "other"
+        synthesize(other, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=1)
+        result = run("sweep", "--model", other, "--golden", golden)
+        refused(result, str(golden), "another model", "layer 0 has other norms", "--model", exit_code=3)
+        assert not (tmp_path / "captures").exists()
+
+    def test_golden_without_the_layer(self, run: Any, command: Any, toy: Path, tmp_path: Path) -> None:
+        directory = tmp_path / "golden"
+        arguments = ("single-layer", "--layer", 1, "--model", toy, "--seq-len", 6, "--output-dir", directory)
+        assert command(mm2_gpu, *arguments, "--sites", "layer", "--noise-floor", "off", "--quiet").exit_code == 0
+        common = ("--model", toy, "--golden", directory)
+        sweep = run("sweep", *common)
+        refused(sweep, f"{directory} lacks layer 0, layer 2, layer 3", "layers 1 to 1", "extract-all", exit_code=3)
+        component = run("component", "--layer", 1, "--component", "moe", *common)
+        refused(component, "lacks post_norm of layer 1", "--sites all", exit_code=3)
+        assert run("sweep", "--layers", "1:2", *common).exit_code == 0
+
+
+class TestTarget:
+    def test_unknown(self, run: Any, toy: Path) -> None:
+        result = run(*LAYER_0, "--model", toy, "--target", "nosuch")
+        refused(result, "'nosuch' is unknown", "builtin, reference, PATH.py:NAME", "port.py:DecoderLayer", exit_code=2)
+
+    def test_no_such_file(self, run: Any, toy: Path) -> None:
+        result = run(*LAYER_0, "--model", toy, "--target", "nowhere.py:Port")
+        refused(result, "nowhere.py does not exist", "--target PATH.py:NAME", exit_code=3)
+
+    def test_no_such_module(self, run: Any, toy: Path) -> None:
+        result = run(*LAYER_0, "--model", toy, "--target", "no.such:Port")
+        refused(result, "no.such cannot be imported", "PYTHONPATH", exit_code=3)
+
+    def test_no_such_name(self, run: Any, write_port: Any, toy: Path) -> None:
+        target = write_port("class Layer(ReferenceLayer): pass\n")
+        result = run(*LAYER_0, "--model", toy, "--target", target)
+        refused(result, "has no 'Port' to call", "the classes Layer", ":NAME", exit_code=3)
+
+    def test_names_and_shapes_of_weights(self, run: Any, write_port: Any, toy: Path) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn.q_norm.weight = nn.Parameter(torch.empty(64))
+        self.shared_expert = nn.Linear(256, 256)
+        del self.input_layernorm
+"""
+        result = run(*LAYER_0, "--model", toy, "--target", write_port(source))
+        refused(
+            result,
+            "Port, layer 0: the weights do not fit",
+            "2 missing: shared_expert.weight, shared_expert.bias",
+            "1 unexpected: input_layernorm.weight",
+            "1 of another shape: self_attn.q_norm.weight (expected [64], found [512])",
+            "convert_state_dict(tensors, config, layer_idx)",
+            exit_code=3,
+        )
+
+    @pytest.mark.parametrize(
+        ("component", "site"), [("attention", "input_norm"), ("moe", "post_norm"), ("experts", "router_experts")]
+    )
+    def test_black_box_cannot_run_a_component(
+        self, run: Any, write_port: Any, toy: Path, golden: Path, component: str, site: str
+    ) -> None:
+        target = write_port("class Port(ReferenceLayer):\n    sites = {}\n")
+        arguments = ("component", "--layer", 0, "--component", component, "--model", toy, "--golden", golden)
+        result = run(*arguments, "--target", target)
+        refused(result, "cannot be fed at", site, "`sites`", "mm2-test single-layer", exit_code=3)
+
+    def test_submodule_that_the_port_does_not_call_cannot_be_fed(
+        self, run: Any, write_port: Any, toy: Path, golden: Path
+    ) -> None:
+        source = """
+class Port(ReferenceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        normed = self.input_layernorm(hidden_states)
+        residual = hidden_states + self.self_attn(normed, attention_mask, position_ids)
+        fused = self.post_attention_layernorm.forward(residual)
+        return residual + self.block_sparse_moe(fused)
+"""
+        arguments = ("component", "--layer", 0, "--component", "moe", "--model", toy, "--golden", golden)
+        result = run(*arguments, "--target", write_port(source))
+        refused(result, "was not fed at post_norm", "`sites`", exit_code=3)
+
+
+class TestBackend:
+    @pytest.mark.parametrize("backend", ["neuron", "neuron-xla"])
+    @pytest.mark.skipif(any(Path("/dev").glob("neuron*")), reason="this machine has a Neuron device")
+    def test_not_here(self, run: Any, toy: Path, backend: str) -> None:
+        result = run(*LAYER_0, "--model", toy, "--backend", backend)
+        refused(result, f"the backend {backend} is not available here", "--backend", exit_code=3)
+
+    @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+    def test_xla_without_torch_xla(self, run: Any, toy: Path) -> None:
+        result = run(*LAYER_0, "--model", toy, "--backend", "xla-cpu")
+        refused(result, "torch_xla", "pip install 'mm2[xla]'", exit_code=3)
+
+    def test_unknown(self, run: Any, toy: Path) -> None:
+        result = run(*LAYER_0, "--model", toy, "--backend", "tpu")
+        refused(result, "'tpu'", "neuron-xla", exit_code=2)
+
+    @pytest.mark.parametrize("backend", ["cpu", "xla-cpu"])
+    def test_several_ranks(
+        self, run: Any, toy: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, backend: str
+    ) -> None:
+        if backend == "xla-cpu":
+            request.getfixturevalue("needs_xla")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        result = run(*LAYER_0, "--model", toy, "--backend", backend)
+        refused(result, f"2 ranks on {backend}", "WORLD_SIZE=2", "without torchrun", exit_code=3)
+        assert ("silently wrong" in result.stderr) == (backend == "xla-cpu")
+
+
+class TestOutput:
+    def test_directory_with_something_else_in_it(self, run: Any, toy: Path, tmp_path: Path) -> None:
+        directory = tmp_path / "thesis"
+        directory.mkdir()
+        (directory / "chapter.tex").write_text("years of work")
+        result = run(*LAYER_0, "--model", toy, "--output-dir", directory)
+        refused(result, "thesis is not empty and holds no capture", "another --output-dir", exit_code=3)
+        assert (directory / "chapter.tex").read_text() == "years of work"
+
+    def test_file_in_the_way(self, run: Any, toy: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        result = run(*LAYER_0, "--model", toy, "--output-dir", tmp_path / "file" / "below")
+        refused(result, str(tmp_path / "file" / "below"), "another --output-dir", exit_code=3)
+
+    def test_no_space_left(self, toy: Path, tmp_path: Path) -> None:
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        mount = f"mount -t tmpfs -o size=400k tmpfs {disk}"
+        if shutil.which("unshare") is None or _as_own_root(f"{mount}").returncode != 0:
+            pytest.skip("no small disk: unshare with a mount of its own is not allowed here")
+        import sys
+
+        command = f"{sys.executable} -m neuron.cli single-layer --layer 0 --model {toy} --output-dir {disk}/run"
+        done = _as_own_root(f"{mount} && {command}")
+        refused(done, f"no space left to write {disk}/run/layer_0.safetensors", "Free some space", exit_code=3)
+
+
+def _as_own_root(script: str) -> subprocess.CompletedProcess[str]:
+    """Runs a shell script that may mount what nobody else sees."""
+    return subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_errors_are_json_where_json_was_asked_for(run: Any, toy: Path) -> None:
+    result = run(*LAYER_0, "--model", toy, "--target", "nowhere.py:Port", "--json")
+    record = json.loads(result.stdout)
+    assert (record["exit_code"], record["verdict"], result.exit_code) == (3, "incomparable", 3)
+    assert "nowhere.py" in record["error"]
