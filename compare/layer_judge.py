@@ -145,7 +145,7 @@ class LayerJudge:
         massive = self._statistic(massive_error_name(site))
         if ordinary is None or massive is None:
             return None
-        return Squares(ordinary=ordinary.double().square(), massive=massive.double().square())
+        return Squares.of(ordinary=ordinary, massive=massive)
 
     def _statistic(self, name: str) -> torch.Tensor | None:
         statistic = self._reference.read_floor(self._layer, name)

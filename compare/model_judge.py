@@ -9,8 +9,10 @@ import torch
 from compare.incoming import Incoming, measure_incoming
 from compare.judge import find_mismatch, judge_values, relative_limit
 from compare.noise import Rows
+from compare.norms import Squares
 from compare.sides import Sides
-from minimax_tools.floor import massive_channels
+from minimax_tools.capture.reader import Capture
+from minimax_tools.floor import massive_channels, massive_error_name, ordinary_error_name
 from minimax_tools.results import SiteResult, SiteStatus
 from minimax_tools.sites import ModelSite, Site
 
@@ -50,12 +52,14 @@ class ModelJudge:
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         batch = self._sides.batch
         mine = batch.rows(reference, site)
+        twin = self._twin(site, mine, target)
         return Rows(
             reference=mine,
             target=batch.rows(target, site),
             massive=massive_channels(mine),
             places=batch.places(reference, site),
-            twin=self._twin(site, mine, target),
+            twin=twin,
+            floor=self._stored_floor(site) if twin is None else None,
             incoming=self._incoming() if site is not ModelSite.EMBEDDING else None,
         )
 
@@ -65,6 +69,16 @@ class ModelJudge:
             return reference
         twin = self._sides.reference.read_model_twin(site)
         return None if twin is None else self._sides.batch.rows(twin, site)
+
+    def _stored_floor(self, site: ModelSite) -> Squares | None:
+        source, batch = self._sides.reference, self._sides.batch
+        if not isinstance(source, Capture):
+            return None
+        ordinary = source.read_model_floor(ordinary_error_name(site))
+        massive = source.read_model_floor(massive_error_name(site))
+        if ordinary is None or massive is None:
+            return None
+        return Squares.of(ordinary=batch.tokens(ordinary), massive=batch.tokens(massive))
 
     def _incoming(self) -> Incoming | None:
         """The error of what the head was fed; None where it is the golden's, or a side does not keep it."""

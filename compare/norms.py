@@ -19,6 +19,11 @@ class Squares:
     ordinary: torch.Tensor
     massive: torch.Tensor
 
+    @classmethod
+    def of(cls, *, ordinary: torch.Tensor, massive: torch.Tensor) -> Squares:
+        """Those of norms, both [T]."""
+        return cls(ordinary=ordinary.double().square(), massive=massive.double().square())
+
     @property
     def whole(self) -> torch.Tensor:
         """Over all channels, [T]."""

@@ -24,6 +24,7 @@ from minimax_tools.errors import GoldenRefusedError
 from minimax_tools.spec import ModelSpec
 
 _UPGRADE = "Install transformers 5.23 or newer: pip install 'mm2[golden]'."
+_ROUTER_GATE = "mlp.gate.weight"
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -45,6 +46,7 @@ def certify(
         GoldenRefusedError: One of the proofs failed; the trap is named.
     """
     prove_no_fp8(model)
+    prove_dtype(model, dtype)
     prove_rotary_width(model, spec)
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
         tensors = LayerTensors.open(reader, spec, index, dtype)
@@ -94,6 +96,22 @@ def prove_no_fp8(model: torch.nn.Module) -> None:
                 expected="weights dequantised when loaded",
                 found="FP8 matmuls with activation quantisation",
                 next_step="Load with FineGrainedFP8Config(dequantize=True), as mm2-gpu does.",
+            )
+
+
+def prove_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Refuse a model that holds a weight in another dtype than was asked for, the router's gates aside.
+
+    Raises:
+        GoldenRefusedError: It does.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != dtype and not name.endswith(_ROUTER_GATE):
+            raise GoldenRefusedError(
+                f"{name} was loaded in another dtype than was asked for",
+                expected=str(dtype),
+                found=str(parameter.dtype),
+                next_step=_UPGRADE,
             )
 
 
@@ -159,11 +177,11 @@ def prove_weights(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> 
         GoldenRefusedError: One is not.
     """
     for name, value in _weights(layer):
-        if not torch.equal(value.cpu(), tensors[name]):
+        expected = tensors[name]
+        if not torch.equal(value.cpu(), expected):
             raise GoldenRefusedError(
                 f"layer {index}: {name} differs from the checkpoint's dequantised weight",
-                expected=str(tensors.given_dtype(name)),
-                found=f"{value.dtype}, other values",
+                found=f"largest difference {float((value.cpu() - expected).abs().max()):.3e}",
                 next_step="Make the golden from a BF16 copy of the model, and report this.",
             )
 

@@ -133,6 +133,8 @@ def _continue_row(model: MiniMaxM2ForCausalLM, row: list[int], sampling: Samplin
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=sampling.max_new_tokens,
             pad_token_id=0,
+            # config.json says true, but the hub ships no MTP layer; transformers would want one.
+            use_mtp=False,
             **sampling.arguments(),
         )
     new: list[int] = output[0, len(row) :].tolist()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from minimax_tools.sites import Site
+from minimax_tools.sites import ModelSite, Site
 
 # A channel is massive where its RMS over the tokens is this many times the median channel's.
 MASSIVE_RATIO = 20.0
@@ -23,17 +23,17 @@ _COMPETITORS = 4
 _WITHOUT_ERROR = (Site.ROUTER_EXPERTS,)
 
 
-def error_name(site: Site) -> str:
+def error_name(site: Site | ModelSite) -> str:
     """Name of a site's error norms, all channels."""
     return f"{site}.error"
 
 
-def ordinary_error_name(site: Site) -> str:
+def ordinary_error_name(site: Site | ModelSite) -> str:
     """Name of a site's error norms without the massive channels."""
     return f"{site}.error_ordinary"
 
 
-def massive_error_name(site: Site) -> str:
+def massive_error_name(site: Site | ModelSite) -> str:
     """Name of a site's error norms over the massive channels alone."""
     return f"{site}.error_massive"
 

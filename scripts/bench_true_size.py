@@ -1,6 +1,6 @@
 """One layer of the true dimensions through the whole path: golden, device run on XLA, verdict; and a mistake.
 
-Writes a one-layer FP8 checkpoint (6.1 GB: the layer, embedding and lm_head), captures its golden with the
+Writes a one-layer FP8 checkpoint (6.1 GB with embedding and lm_head), captures its golden with the
 noise floor, runs mm2's device layer on `xla-cpu`, judges it, and does the same with gate and up swapped. Every
 command is a process of its own; its anonymous memory (what cannot be dropped, unlike cached file pages) and
 its resident memory are sampled. Memory is given in layers of 7.34 GB, the weights of one layer in BF16: the

@@ -109,13 +109,14 @@ class SyntheticWeights:
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """The tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU.
 
-        A linear layer in another dtype than FP8 holds the dequantised FP8 values.
+        A linear layer in another dtype than FP8 holds the dequantised FP8 values, and what FP8 copies keep in
+        BF16 is rounded to it in every copy: all are one model.
         """
         kind = name.removeprefix(names.layer_prefix(names.layer_of(name) or 0))
         if kind in (names.EMBEDDING, names.LM_HEAD):
             yield from self._vocabulary_rows(name, shape=shape, dtype=dtype)
         elif name.endswith("norm.weight"):
-            yield self._norm(name, width=shape[0]).to(dtype)
+            yield self._norm(name, width=shape[0]).to(torch.bfloat16).to(dtype)
         elif kind == names.GATE:
             yield self._gate(name, shape=shape).to(dtype)
         elif kind == names.CORRECTION_BIAS:
@@ -146,7 +147,7 @@ class SyntheticWeights:
                 values[:, channel] = (
                     std * magnitude * random.draw_gain(num_rows, spread=_MASSIVE_SPREAD).float()
                 )
-            yield values.to(dtype)
+            yield values.to(torch.bfloat16).to(dtype)
 
     def _norm(self, name: str, *, width: int) -> torch.Tensor:
         random, head_dim = self._random(name), self._spec.head_dim

@@ -134,6 +134,15 @@ def test_fp8_experts_are_refused(subject: Subject) -> None:
         subject.certify()
 
 
+@pytest.mark.parametrize("path", ["model.embed_tokens", "model.layers.1.input_layernorm", "lm_head"])
+def test_weight_in_another_dtype_than_asked_for_is_refused(subject: Subject, path: str) -> None:
+    module = subject.model.get_submodule(path)
+    module.weight = parameter(module.weight.float())
+    message = rf"{path}\.weight was loaded in another dtype .*: expected torch\.bfloat16, found torch\.float32"
+    with pytest.raises(GoldenRefusedError, match=message):
+        subject.certify()
+
+
 def test_weight_with_scales_is_refused(subject: Subject) -> None:
     subject.layer(1).self_attn.q_proj.weight_scale_inv = parameter(torch.ones(4, 2))
     with pytest.raises(GoldenRefusedError, match=r"q_proj\.weight_scale_inv is held"):

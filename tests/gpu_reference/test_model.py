@@ -8,6 +8,7 @@ import torch
 
 from gpu_reference.golden import open_golden
 from gpu_reference.model import load_golden_model
+from gpu_reference.offload import weight_of
 from gpu_reference.placement import Placement
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, UsageError
@@ -28,8 +29,14 @@ def test_only_the_router_is_float32(ask: Any) -> None:
     assert exact == {f"{moe}.{name}" for moe in layers for name in ("gate.weight", "e_score_correction_bias")}
 
 
-def test_float32_golden_rounds_nothing(ask: Any) -> None:
-    with open_golden(ask(dtype=torch.float32)) as golden:
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_float32_golden_rounds_nothing(ask: Any, toy: Path, tmp_path: Path, is_offloaded: bool) -> None:
+    placement = Placement(device_map={"": "disk" if is_offloaded else "cpu"}, offload_folder=tmp_path)
+    with open_golden(ask(dtype=torch.float32, placement=placement)) as golden, CheckpointReader(toy) as reader:
+        projection = golden.model.get_submodule("model.layers.3.self_attn.q_proj")
+        exact = reader.read_weight("model.layers.3.self_attn.q_proj.weight", torch.float32)
+        assert torch.equal(weight_of(projection, "weight"), exact)
+        assert not torch.equal(exact, exact.bfloat16().float())
         assert {value.dtype for value in golden.model.state_dict().values()} == {torch.float32}
         assert golden.forward().dtype == torch.float32
 
@@ -83,7 +90,7 @@ def test_what_transformers_cannot_load_names_folder_and_reason(
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "config.json").write_text((toy / "config.json").read_text())
     request = ask(folder=tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{")
     with CheckpointReader(tmp_path) as reader:
         with pytest.raises(CheckpointError, match=f"transformers cannot load {tmp_path}: found "):
             load_golden_model(request.model, reader)

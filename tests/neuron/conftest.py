@@ -127,23 +127,12 @@ def copies(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dt
 
 
 @pytest.fixture(scope="session")
-def float32_golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def float32_golden(copies: dict[torch.dtype, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy's golden in float32, which has no BF16 noise and so no floor."""
     directory = tmp_path_factory.mktemp("golden") / "float32"
-    arguments = [
-        "extract-all",
-        "--model",
-        toy,
-        "--seq-len",
-        "48,33",
-        "--dtype",
-        "float32",
-        "--output-dir",
-        directory,
-    ]
-    result = click.testing.CliRunner().invoke(
-        mm2_gpu, [*map(str, arguments), "--noise-floor", "off", "--quiet"]
-    )
+    model = ("--model", copies[torch.float32], "--dtype", "float32", "--noise-floor", "off")
+    arguments = ("extract-all", *model, "--seq-len", "48,33", "--output-dir", directory, "--quiet")
+    result = click.testing.CliRunner().invoke(mm2_gpu, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return directory
 

@@ -71,9 +71,12 @@ class TestModel:
         refused(run(*LAYER_0, "--model", broken), name, "found nothing", "etch", exit_code=3)
 
     @pytest.mark.parametrize(
-        "arguments", [("single-layer", "--layer", 4), ("sweep", "--layers", "2:5"), ("multi-layer", "--layers", "0:9")]
+        "arguments",
+        [("single-layer", "--layer", 4), ("sweep", "--layers", "2:5"), ("multi-layer", "--layers", "0:9")],
     )
-    def test_layer_out_of_range(self, run: Any, toy: Path, golden: Path, arguments: tuple[object, ...]) -> None:
+    def test_layer_out_of_range(
+        self, run: Any, toy: Path, golden: Path, arguments: tuple[object, ...]
+    ) -> None:
         result = run(*arguments, "--model", toy, "--golden", golden)
         refused(result, "out of range", "layers 0 to 3", "config.json", exit_code=2)
 
@@ -101,7 +104,9 @@ class TestGolden:
         refused(run("full", "--model", toy, "--random-input"), "--random-input", "--seq-len", exit_code=2)
 
     @pytest.mark.parametrize("option", [("--prompt", "Hello"), ("--seq-len", 5), ("--pad-to", 64)])
-    def test_own_inputs_beside_golden(self, run: Any, toy: Path, golden: Path, option: tuple[object, ...]) -> None:
+    def test_own_inputs_beside_golden(
+        self, run: Any, toy: Path, golden: Path, option: tuple[object, ...]
+    ) -> None:
         result = run(*LAYER_0, "--model", toy, "--golden", golden, *option)
         refused(result, "the golden's own inputs are run", "Leave out --prompt", exit_code=2)
 
@@ -127,10 +132,14 @@ class TestGolden:
     def test_golden_without_the_layer(self, run: Any, command: Any, toy: Path, tmp_path: Path) -> None:
         directory = tmp_path / "golden"
         arguments = ("single-layer", "--layer", 1, "--model", toy, "--seq-len", 6, "--output-dir", directory)
-        assert command(mm2_gpu, *arguments, "--sites", "layer", "--noise-floor", "off", "--quiet").exit_code == 0
+        assert (
+            command(mm2_gpu, *arguments, "--sites", "layer", "--noise-floor", "off", "--quiet").exit_code == 0
+        )
         common = ("--model", toy, "--golden", directory)
         sweep = run("sweep", *common)
-        refused(sweep, f"{directory} lacks layer 0, layer 2, layer 3", "layers 1 to 1", "extract-all", exit_code=3)
+        refused(
+            sweep, f"{directory} lacks layer 0, layer 2, layer 3", "layers 1 to 1", "extract-all", exit_code=3
+        )
         component = run("component", "--layer", 1, "--component", "moe", *common)
         refused(component, "lacks post_norm of layer 1", "--sites all", exit_code=3)
         assert run("sweep", "--layers", "1:2", *common).exit_code == 0
@@ -139,7 +148,13 @@ class TestGolden:
 class TestTarget:
     def test_unknown(self, run: Any, toy: Path) -> None:
         result = run(*LAYER_0, "--model", toy, "--target", "nosuch")
-        refused(result, "'nosuch' is unknown", "builtin, reference, PATH.py:NAME", "port.py:DecoderLayer", exit_code=2)
+        refused(
+            result,
+            "'nosuch' is unknown",
+            "builtin, reference, PATH.py:NAME",
+            "port.py:DecoderLayer",
+            exit_code=2,
+        )
 
     def test_no_such_file(self, run: Any, toy: Path) -> None:
         result = run(*LAYER_0, "--model", toy, "--target", "nowhere.py:Port")
@@ -175,7 +190,8 @@ class Port(ReferenceLayer):
         )
 
     @pytest.mark.parametrize(
-        ("component", "site"), [("attention", "input_norm"), ("moe", "post_norm"), ("experts", "router_experts")]
+        ("component", "site"),
+        [("attention", "input_norm"), ("moe", "post_norm"), ("experts", "router_experts")],
     )
     def test_black_box_cannot_run_a_component(
         self, run: Any, write_port: Any, toy: Path, golden: Path, component: str, site: str
@@ -208,7 +224,9 @@ class TestBackend:
         result = run(*LAYER_0, "--model", toy, "--backend", backend)
         refused(result, f"the backend {backend} is not available here", "--backend", exit_code=3)
 
-    @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+    @pytest.mark.skipif(
+        importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed here"
+    )
     def test_xla_without_torch_xla(self, run: Any, toy: Path) -> None:
         result = run(*LAYER_0, "--model", toy, "--backend", "xla-cpu")
         refused(result, "torch_xla", "pip install 'mm2[xla]'", exit_code=3)
@@ -219,7 +237,12 @@ class TestBackend:
 
     @pytest.mark.parametrize("backend", ["cpu", "xla-cpu"])
     def test_several_ranks(
-        self, run: Any, toy: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, backend: str
+        self,
+        run: Any,
+        toy: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        request: pytest.FixtureRequest,
+        backend: str,
     ) -> None:
         if backend == "xla-cpu":
             request.getfixturevalue("needs_xla")
@@ -251,9 +274,13 @@ class TestOutput:
             pytest.skip("no small disk: unshare with a mount of its own is not allowed here")
         import sys
 
-        command = f"{sys.executable} -m neuron.cli single-layer --layer 0 --model {toy} --output-dir {disk}/run"
+        command = (
+            f"{sys.executable} -m neuron.cli single-layer --layer 0 --model {toy} --output-dir {disk}/run"
+        )
         done = _as_own_root(f"{mount} && {command}")
-        refused(done, f"no space left to write {disk}/run/layer_0.safetensors", "Free some space", exit_code=3)
+        refused(
+            done, f"no space left to write {disk}/run/layer_0.safetensors", "Free some space", exit_code=3
+        )
 
 
 def _as_own_root(script: str) -> subprocess.CompletedProcess[str]:

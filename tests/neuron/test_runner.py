@@ -1,4 +1,4 @@
-"""Runs that are killed, fail, or find other things than they left: resumed to the same bytes, or begun anew."""
+"""Runs that are killed, fail, or find other things than they left: resumed, or begun anew."""
 
 from __future__ import annotations
 
@@ -64,7 +64,13 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_failed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
-    run: Any, write_port: Any, fail_at: Any, toy: Path, golden: Path, tmp_path: Path, preset: tuple[object, ...]
+    run: Any,
+    write_port: Any,
+    fail_at: Any,
+    toy: Path,
+    golden: Path,
+    tmp_path: Path,
+    preset: tuple[object, ...],
 ) -> None:
     common = ("--model", toy, "--golden", golden, "--target", write_port(STUMBLING))
     assert run(*preset, *common, "--output-dir", tmp_path / "whole").exit_code == 0
@@ -84,7 +90,17 @@ def test_failed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
 def test_chained_run_from_tokens_in_mid_model_resumes(
     run: Any, write_port: Any, fail_at: Any, toy: Path, tmp_path: Path
 ) -> None:
-    common = ("multi-layer", "--layers", "1:4", "--model", toy, "--seq-len", 9, "--target", write_port(STUMBLING))
+    common = (
+        "multi-layer",
+        "--layers",
+        "1:4",
+        "--model",
+        toy,
+        "--seq-len",
+        9,
+        "--target",
+        write_port(STUMBLING),
+    )
     run(*common, "--output-dir", tmp_path / "whole")
     fail_at(3)
     run(*common, "--output-dir", tmp_path / "resumed")
