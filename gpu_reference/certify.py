@@ -21,9 +21,10 @@ from minimax_tools.checkpoint.names import (
 )
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import GoldenRefusedError
+from minimax_tools.extras import install_command
 from minimax_tools.spec import ModelSpec
 
-_UPGRADE = "Install transformers 5.23 or newer: pip install 'mm2[golden]'."
+_UPGRADE = f"Install the transformers that mm2 knows: {install_command('golden')}"
 _ROUTER_GATE = "mlp.gate.weight"
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -11,6 +11,7 @@ import torch
 
 from minimax_tools.capture.recorder import copy_to_host, shape_to_batch
 from minimax_tools.errors import GoldenRefusedError
+from minimax_tools.extras import install_command
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.modules import recording_layer
 from minimax_tools.sites import ModelSite, Site
@@ -84,7 +85,7 @@ def _handing_over(
         if missing:
             raise GoldenRefusedError(
                 f"layer {number} of transformers' model does not show {', '.join(missing)}",
-                next_step="Install the transformers that mm2 knows: pip install 'mm2[golden]'.",
+                next_step=f"Install the transformers that mm2 knows: {install_command('golden')}",
             )
         sink(
             number,

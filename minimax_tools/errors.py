@@ -16,6 +16,8 @@ A message has three parts: what and where, expected against found, the next step
 
 from __future__ import annotations
 
+from minimax_tools.extras import install_command
+
 
 class Mm2Error(Exception):
     """An error with the three parts that a reader needs.
@@ -95,5 +97,5 @@ class MissingExtraError(CannotRunError):
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
         super().__init__(
             f"{needed_for} needs the package {package!r}, which is not installed here",
-            next_step=f"Install it with: pip install 'mm2[{extra}]'",
+            next_step=f"Install it with: {install_command(extra)}",
         )

@@ -37,6 +37,12 @@ def with_value(value: float, *place: int | slice) -> Callable[[torch.Tensor], to
     return change
 
 
+def nudge(tensor: torch.Tensor) -> torch.Tensor:
+    """One element of a real row becomes its neighbour."""
+    tensor[0, 3, 5] = torch.nextafter(tensor[0, 3, 5], tensor.new_tensor(math.inf))
+    return tensor
+
+
 def site_of(comparison: Comparison, layer: int | None, site: Site | ModelSite) -> SiteResult:
     (found,) = [one for one in comparison.of_layer(layer) if one.site == site]
     return found
@@ -52,9 +58,9 @@ class TestIsolated:
         assert (comparison.verdict, comparison.blame, comparison.notes) == (Verdict.PASS, (), ())
         assert comparison.compared == comparison.of == NUM_LAYERS * NUM_SITES
         assert all(site.status is SiteStatus.PASS for site in comparison.sites)
-        assert [site.noise.whole for site in comparison.sites if site.noise] == pytest.approx(
-            [1.0] * NUM_LAYERS * (NUM_SITES - 1), rel=0.35
-        )
+        noises = [site.noise for site in comparison.sites if site.noise]
+        assert len(noises) == NUM_LAYERS * (NUM_SITES - 1)
+        assert max(noise.whole for noise in noises) == 1.0
 
     def test_faulty_site_is_blamed_and_told_by_its_scale(self, copyist: Any, judge: Judge) -> None:
         comparison = judge(copyist.device_run({(2, Site.ATTN_DELTA): scaled(0.9)}))
@@ -447,7 +453,7 @@ class TestChained:
 
     def test_onset_in_a_layer_that_was_handed_an_error_says_so(self, copyist: Any, judge: Judge) -> None:
         run = multi_layer_run(Span(0, NUM_LAYERS), sites_level="all")
-        changes = {(1, Site.OUTPUT): scaled(1.001), (2, Site.ATTN_DELTA): scaled(3.0)}
+        changes = {(1, Site.OUTPUT): nudge, (2, Site.ATTN_DELTA): scaled(3.0)}
         comparison = judge(copyist.device_run(changes, run=run))
         assert blamed(comparison) == [(2, ("attn_delta",))]
         assert "run mm2-test single-layer --layer 2 on the golden" in comparison.blame[0].reason
@@ -480,11 +486,6 @@ class TestModelSites:
 
     def test_embedding_is_a_lookup_and_must_be_equal_bit_for_bit(self, copyist: Any, judge: Judge) -> None:
         run = full_run(NUM_LAYERS, sites_level="all")
-
-        def nudge(tensor: torch.Tensor) -> torch.Tensor:
-            tensor[0, 3, 5] = torch.nextafter(tensor[0, 3, 5], tensor.new_tensor(math.inf))
-            return tensor
-
         comparison = judge(copyist.device_run({(None, ModelSite.EMBEDDING): nudge}, run=run))
         assert blamed(comparison) == [(None, ("embedding",))]
         padding = copyist.device_run(

@@ -18,6 +18,7 @@ import torch
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.extras import install_command
 from neuron.cli import main as mm2_test
 
 Result = click.testing.Result
@@ -96,19 +97,20 @@ def write_port(tmp_path: Path) -> WritePort:
 def needs_xla() -> None:
     """Skips where torch_xla is not installed."""
     if importlib.util.find_spec("torch_xla") is None:
-        pytest.skip("torch_xla is not installed: pip install 'mm2[xla]' (Linux on x86-64)")
+        pytest.skip(f"torch_xla is not installed: {install_command('xla')} (Linux on x86-64)")
 
 
 @pytest.fixture(scope="session")
 def serve(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[Sequence[Sequence[object]]], list[dict[str, Any]]]:
+) -> Callable[..., list[dict[str, Any]]]:
     """Runs several `mm2-test` commands in one new process; for each its exit code, stdout and stderr."""
 
-    def serve_all(commands: Sequence[Sequence[object]]) -> list[dict[str, Any]]:
+    def serve_all(commands: Sequence[Sequence[object]], **environment: str) -> list[dict[str, Any]]:
         texts = [[str(argument) for argument in arguments] for arguments in commands]
         folder = tmp_path_factory.mktemp("serve")
-        done = _run_process([sys.executable, "-c", _SERVE], folder=folder, standard_input=json.dumps(texts))
+        command = [sys.executable, "-c", _SERVE]
+        done = _run_process(command, folder=folder, environment=environment, standard_input=json.dumps(texts))
         assert done.returncode == 0, done.stderr
         results: list[dict[str, Any]] = json.loads(done.stdout)
         return results

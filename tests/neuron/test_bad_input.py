@@ -229,7 +229,7 @@ class TestBackend:
     )
     def test_xla_without_torch_xla(self, run: Any, toy: Path) -> None:
         result = run(*LAYER_0, "--model", toy, "--backend", "xla-cpu")
-        refused(result, "torch_xla", "pip install 'mm2[xla]'", exit_code=3)
+        refused(result, "torch_xla", "pip install 'torch==2.9.*' 'torch_xla==2.9.*'", exit_code=3)
 
     def test_unknown(self, run: Any, toy: Path) -> None:
         result = run(*LAYER_0, "--model", toy, "--backend", "tpu")

@@ -113,19 +113,21 @@ def test_chained_run_from_tokens_in_mid_model_resumes(
 
 
 def test_killed_sweep_locks_nobody_out_and_resumes(
-    process: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path
+    run: Any, write_port: Any, monkeypatch: pytest.MonkeyPatch, toy: Path, golden: Path, tmp_path: Path
 ) -> None:
+    # As in the process that is killed: the number of threads is part of what a capture records.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     common = ["sweep", "--model", toy, "--golden", golden, "--target", write_port(STUMBLING)]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    assert process(*common, "--output-dir", whole).returncode == 0
     with hanging([*common, "--output-dir", resumed], folder=tmp_path, layer=2):
-        meanwhile = process(*common, "--output-dir", resumed)
-    assert meanwhile.returncode == 3
+        meanwhile = run(*common, "--output-dir", resumed)
+    assert meanwhile.exit_code == 3
     assert f"the output directory {resumed} is in use by another run" in meanwhile.stderr
     assert "choose another --output-dir" in meanwhile.stderr
-    done = process(*common, "--output-dir", resumed)
-    assert done.returncode == 0
+    done = run(*common, "--output-dir", resumed)
+    assert done.exit_code == 0
     assert "after layer 1" in done.stderr
+    assert run(*common, "--output-dir", whole).exit_code == 0
     assert contents(resumed) == contents(whole)
 
 
