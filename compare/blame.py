@@ -94,7 +94,7 @@ def _blame(
     layer: int, site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry, *, is_chained: bool
 ) -> Blame:
     suspects = _in_order({*ancestry.hidden, site})
-    reason = f"{site}: {results[site].reason}"
+    reason = results[site].reason if len(suspects) == 1 else f"{site}: {results[site].reason}"
     if ancestry.known:
         names = [str(known) for known in _in_order(ancestry.known)]
         reason += f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} right"

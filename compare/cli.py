@@ -41,9 +41,8 @@ def main(
     as_json: bool,
     **criteria: Any,
 ) -> None:
-    r"""Judge a device run against a golden: where they differ, and who is to blame.
+    """Judge a device run against a golden: where they differ, and who is to blame.
 
-    \b
     Example: mm2-compare --layer-pattern 'layer_*'
     """
     if layer is not None and layer_pattern is not None:

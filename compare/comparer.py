@@ -111,10 +111,7 @@ def _compare_model(sides: Sides, sites: tuple[ModelSite, ...]) -> _Part:
     failing = [result for result in results if result.status is SiteStatus.FAIL]
     return _Part(
         results=results,
-        blame=tuple(
-            Blame(layer=None, sites=(result.site,), reason=f"{result.site}: {result.reason}")
-            for result in failing[:1]
-        ),
+        blame=tuple(Blame(layer=None, sites=(result.site,), reason=result.reason) for result in failing[:1]),
         is_handed_on=ModelSite.EMBEDDING not in sites,
     )
 

@@ -1,6 +1,6 @@
 """Criteria: the limits that turn figures into pass, warn and fail.
 
-`noise` judges ρ. Its limits stand where clean runs do not reach (scripts/calibrate_limits.py prints
+`noise` judges ρ. Its limits stand where clean runs do not reach (scripts/bench_clean_ports.py prints
 the clean maxima); `classic` are the five limits of the tools that mm2 replaces.
 """
 

@@ -21,13 +21,9 @@ class Sides:
     batch: Batch
     criteria: Criteria
 
-    def hold(self, layer: int, site: Site) -> bool:
-        """Whether both sides stored a site."""
-        return site in self.reference.sites(layer) and site in self.target.sites(layer)
-
     def read_rows(self, layer: int, site: Site) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Both sides' real rows [T,F]; None where a side lacks them, or they cannot be compared."""
-        if not self.hold(layer, site):
+        if site not in self.reference.sites(layer) or site not in self.target.sites(layer):
             return None
         reference, target = self.reference.read(layer, site), self.target.read(layer, site)
         if find_mismatch(reference, target) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gpu_reference.offload import weight_of
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import (
     ATTENTION_AND_NORM_NAMES,
@@ -66,15 +66,7 @@ def refuse_ragged_blocks(spec: ModelSpec) -> None:
     """
     if "quantization_config" not in spec.raw:
         return
-    widths = {
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads × head_dim": spec.query_width,
-        "num_key_value_heads × head_dim": spec.key_value_width,
-    }
-    ragged = [
-        f"{name} is {width}" for name, width in widths.items() if width > BLOCK_SIZE and width % BLOCK_SIZE
-    ]
+    ragged = find_ragged_widths(spec)
     if ragged:
         raise GoldenRefusedError(
             "transformers would dequantise this FP8 checkpoint with wrong blocks",

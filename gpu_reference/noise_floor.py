@@ -11,7 +11,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.floor import floor_statistics
+from minimax_tools.floor import error_norms, floor_statistics
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.head import Float32Head
 from minimax_tools.reference.twin import Float32Twin
@@ -71,7 +71,13 @@ class NoiseFloor:
         self, layer: int, captured: Mapping[Site, torch.Tensor], twin: Mapping[Site, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The statistics of a layer's floor by name, float32 [B,S] (see `minimax_tools.floor`)."""
-        return self._measure(captured, twin, self._tensors(layer)[CORRECTION_BIAS])
+        return floor_statistics(
+            captured,
+            twin,
+            attention_mask=self.inputs.attention_mask,
+            correction_bias=self._tensors(layer)[CORRECTION_BIAS],
+            num_experts_per_tok=self.spec.num_experts_per_tok,
+        )
 
     def run_head(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
         """The float32 twin of final norm and logits, of the last layer's output [B,S,H]."""
@@ -81,27 +87,11 @@ class NoiseFloor:
         self, captured: Mapping[ModelSite, torch.Tensor], twin: Mapping[ModelSite, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The statistics of final norm and logits by name, as `measure_layer` gives those of a layer."""
-        statistics = {}
+        real = self.inputs.attention_mask.bool()
+        statistics: dict[str, torch.Tensor] = {}
         for site, exact in twin.items():
-            # Rows of channels like a layer's output, and measured as such.
-            measured = self._measure({Site.OUTPUT: captured[site]}, {Site.OUTPUT: exact}, torch.empty(0))
-            for name, statistic in measured.items():
-                statistics[f"{site}{name.removeprefix(Site.OUTPUT)}"] = statistic
+            statistics |= error_norms(site, captured[site], exact, real=real)
         return statistics
-
-    def _measure(
-        self,
-        captured: Mapping[Site, torch.Tensor],
-        twin: Mapping[Site, torch.Tensor],
-        correction_bias: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        return floor_statistics(
-            captured,
-            twin,
-            attention_mask=self.inputs.attention_mask,
-            correction_bias=correction_bias,
-            num_experts_per_tok=self.spec.num_experts_per_tok,
-        )
 
     def _tensors(self, layer: int) -> LayerTensors:
         return LayerTensors.open(self.reader, self.spec, layer, self.dtype)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from gpu_reference.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
-from minimax_tools.options import input_options, model_option, output_options, run_options, store_options
+from minimax_tools.options import (
+    input_options,
+    model_option,
+    output_options,
+    run_options,
+    stack_options,
+    store_options,
+)
 
 _placement_options = (
     click.option(
@@ -53,7 +59,7 @@ _computation_options = (
     ),
     click.option("--no-save", is_flag=True, help="Print statistics, write nothing."),
 )
-_sampling_options = (
+sampling_options = stack_options(
     click.option(
         "--max-new-tokens",
         type=click.IntRange(min=1),
@@ -72,24 +78,12 @@ _sampling_options = (
 )
 
 
-def golden_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What every golden capture takes."""
-    decorators = (
-        model_option,
-        input_options,
-        run_options,
-        store_options,
-        *_placement_options,
-        *_computation_options,
-        output_options,
-    )
-    for decorate in reversed(decorators):
-        command = decorate(command)
-    return command
-
-
-def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What `full` takes for its generation."""
-    for decorate in reversed(_sampling_options):
-        command = decorate(command)
-    return command
+golden_options = stack_options(
+    model_option,
+    input_options,
+    run_options,
+    store_options,
+    *_placement_options,
+    *_computation_options,
+    output_options,
+)

@@ -1,9 +1,9 @@
 """Floor statistics: what BF16 alone cost the golden at each site, token by token.
 
 Names in a layer's floor file (float32 [B,S], zero on padding): `<site>.error` ‖bf16 − float32‖ over a token's
-channels, `<site>.error_ordinary` and `<site>.error_massive` the same over its ordinary and its massive channels,
-`router_margin` the distance between the k-th and the (k+1)-th biased score in float32, `router_noise` the error
-of BF16 on the scores that compete there.
+channels, `<site>.error_ordinary` and `<site>.error_massive` the same over the ordinary and over the massive
+ones, `router_margin` the distance between the k-th and the (k+1)-th biased score in float32, `router_noise`
+the error of BF16 on the scores that compete there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def massive_error_name(site: Site | ModelSite) -> str:
     return f"{site}.error_massive"
 
 
-def token_rows(tensor: torch.Tensor, site: Site) -> torch.Tensor:
+def token_rows(tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
     """A site's tensor as one row per token, [B,S,F]; heads are laid side by side."""
     if site.has_heads_dim:
         tensor = tensor.transpose(1, 2)
@@ -72,7 +72,7 @@ def floor_statistics(
     statistics: dict[str, torch.Tensor] = {}
     for site, exact in twin.items():
         if site in reference and site not in _WITHOUT_ERROR:
-            statistics |= _error_norms(site, reference[site], exact, real)
+            statistics |= error_norms(site, reference[site], exact, real=real)
     if Site.ROUTER_LOGITS in twin and Site.ROUTER_LOGITS in reference:
         scores = twin[Site.ROUTER_LOGITS].sigmoid() + correction_bias
         noisy = reference[Site.ROUTER_LOGITS].to(torch.float32).sigmoid() + correction_bias
@@ -81,9 +81,17 @@ def floor_statistics(
     return statistics
 
 
-def _error_norms(
-    site: Site, reference: torch.Tensor, twin: torch.Tensor, real: torch.Tensor
+def error_norms(
+    site: Site | ModelSite, reference: torch.Tensor, twin: torch.Tensor, *, real: torch.Tensor
 ) -> dict[str, torch.Tensor]:
+    """The error norms of one site by name, float32 [B,S].
+
+    Args:
+        site: The site.
+        reference: Its BF16 tensor.
+        twin: Its float32 tensor.
+        real: bool [B,S], false on padding.
+    """
     rows = token_rows(reference, site)
     error = rows.to(torch.float32) - token_rows(twin, site).to(torch.float32)
     massive = massive_channels(rows[real])

@@ -34,7 +34,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_CAPTURES = Path("mm2-captures")
 
 
-def _stack(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+def stack_options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, shown in the order given."""
+
     def decorate(command: Command) -> Command:
         for decorator in reversed(decorators):
             command = decorator(command)
@@ -75,7 +77,7 @@ captures_option = click.option(
     show_default=True,
     help="Folder that holds all captures [env: MM2_CAPTURES].",
 )
-store_options = _stack(
+store_options = stack_options(
     captures_option,
     click.option(
         "--output-dir",
@@ -83,7 +85,7 @@ store_options = _stack(
         help="Capture directory of this run, instead of one under --captures.",
     ),
 )
-run_options = _stack(
+run_options = stack_options(
     click.option(
         "--sites",
         "sites_level",
@@ -102,7 +104,7 @@ run_options = _stack(
     ),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random number."),
 )
-input_options = _stack(
+input_options = stack_options(
     click.option("--prompt", "prompts", multiple=True, help="A prompt; repeat for several rows."),
     click.option(
         "--prompts-file",
@@ -138,12 +140,12 @@ input_options = _stack(
     click.option("--max-length", type=click.IntRange(min=1), help="Truncate every row to so many tokens."),
 )
 layer_option = click.option("--layer", type=click.IntRange(min=0), required=True, help="The layer, from 0.")
-span_options = _stack(
+span_options = stack_options(
     click.option("--start-layer", type=click.IntRange(min=0), help="First layer."),
     click.option("--end-layer", type=click.IntRange(min=0), help="Last layer, included."),
     click.option("--layers", metavar="A:B", help="Layers A to B-1 (half-open), instead of the two above."),
 )
-output_options = _stack(
+output_options = stack_options(
     click.option(
         "--debug",
         is_flag=True,

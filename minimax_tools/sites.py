@@ -58,6 +58,11 @@ class ModelSite(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def has_heads_dim(self) -> bool:
+        """As of a `Site`: none of these has."""
+        return False
+
 
 _ORDER: Mapping[Site, int] = MappingProxyType({site: order for order, site in enumerate(Site)})
 

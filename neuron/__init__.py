@@ -1,7 +1,9 @@
-"""The port under test, run on a Trainium or its stand-in; the command `mm2-test` (`cli`).
+"""The port under test, run on a Trainium or its stand-in; the command `mm2-test` (`cli`, `options`).
 
 - `backend`: what computes; `runtime`: a backend opened with its device; `distributed`: its process group
-- `targets`: the port found, built and loaded with its `weights`; `exposure`: which sites it shows
+- `targets`: the port, found in its `sources`, built, and loaded with its `weights`
+- `exposure`: which sites it shows
 - `layer` and `moe`: mm2's own decoder layer for a device
-- `runner`: a run from its hidden states to the capture, with `executor` for layers and `head` for the rest
+- `runner`: a run from its hidden states to the capture, with `golden_feed` for what a golden gives,
+  `executor` for layers and `head` for the rest
 """

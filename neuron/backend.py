@@ -108,7 +108,7 @@ def _open_xla_device(backend: Backend, *, expected: str) -> torch.device:
         raise BackendError(
             f"the backend {backend} does not start",
             found=f"{type(error).__name__}: {error}",
-            next_step="See --debug for the traceback.",
+            next_step="See --debug for the traceback, or choose another --backend.",
         ) from error
     if found != expected:
         raise BackendError(

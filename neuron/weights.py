@@ -74,8 +74,7 @@ class WeightLoader:
         if self._device.type == "cpu" and not place.is_meta:
             _fill(place.data, weight)
             return
-        host = self._host_storage(place)
-        _fill(host, weight)
+        host = self._on_host(place, weight)
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         is_parameter = leaf in owner._parameters
@@ -83,17 +82,19 @@ class WeightLoader:
         _put(owner, leaf, None)
         del place
         moved = host.to(self._device)
-        # The host buffer is filled again for the next weight: the copy must have ended.
+        # The host buffer is filled again for the next weight: the transfer must have ended.
         self._wait()
         _put(owner, leaf, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
 
-    def _host_storage(self, place: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cpu":
-            # It becomes the weight itself.
-            return torch.empty(place.shape, dtype=place.dtype)
+    def _on_host(self, place: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """The weight on the CPU in the place's dtype; a deferred one in a buffer that others fill again."""
+        if isinstance(weight, torch.Tensor):
+            return weight.to("cpu", place.dtype)
         key = (place.shape, place.dtype)
-        if key not in self._buffers:
+        # On the CPU the buffer becomes the weight itself.
+        if key not in self._buffers or self._device.type == "cpu":
             self._buffers[key] = torch.empty(place.shape, dtype=place.dtype)
+        weight.fill(self._buffers[key])
         return self._buffers[key]
 
 

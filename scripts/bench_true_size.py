@@ -1,18 +1,16 @@
-"""One layer of the true dimensions through the whole path: golden, device run on XLA, verdict; and a mistake.
+"""One layer of the true dimensions through the whole path: golden, device run, verdict; and with a mistake.
 
-Writes a one-layer FP8 checkpoint (6.1 GB with embedding and lm_head), captures its golden with the
-noise floor, runs mm2's device layer on `xla-cpu`, judges it, and does the same with gate and up swapped. Every
-command is a process of its own; its anonymous memory (what cannot be dropped, unlike cached file pages) and
-its resident memory are sampled. Memory is given in layers of 7.34 GB, the weights of one layer in BF16: the
-least that must be held.
+Writes a one-layer FP8 checkpoint (6.1 GB with embedding and lm_head), captures its golden with the noise
+floor, runs mm2's device layer on `xla-cpu`, judges it, and does the same with gate and up swapped. Every
+command is a process of its own; its anonymous memory (what cannot be dropped, unlike cached file pages)
+and its resident memory are sampled. Memory is given in layers of 7.34 GB, the weights of one layer in
+BF16: the least that must be held.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from figures import Figure, print_figures
 
 LAYER_BYTES = 7_339_011_072
 MEMORY_LIMIT_BYTES = 24 << 30
@@ -41,16 +40,6 @@ class Measured:
     peak_resident_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One line of the result."""
-
-    figure: str
-    value: float
-    goal: str
-    holds: bool
-
-
 def main() -> int:
     """Run, print, and end with 1 if a goal is missed."""
     parser = argparse.ArgumentParser(
@@ -64,15 +53,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         runs = run_all(Path(scratch), seq_len=arguments.seq_len, backend=arguments.backend)
     figures = [figure for run in runs for figure in figures_of(run)]
-    if arguments.json:
-        rows = [{name: getattr(figure, name) for name in figure.__slots__} for figure in figures]
-        print(json.dumps({"benchmark": "true_size", "machine": machine(), "figures": rows}, indent=1))
-    else:
-        print(machine())
-        for figure in figures:
-            outcome = "holds" if figure.holds else "MISSED"
-            print(f"{figure.figure:45} {figure.value:8.2f}  goal {figure.goal:12} {outcome}")
-    return 0 if all(figure.holds for figure in figures) else 1
+    return print_figures("true_size", figures, as_json=arguments.json)
 
 
 def run_all(scratch: Path, *, seq_len: str, backend: str) -> list[Measured]:
@@ -158,24 +139,16 @@ def figures_of(run: Measured) -> list[Figure]:
     limit = MEMORY_LIMIT_BYTES / LAYER_BYTES
     anonymous, resident = run.peak_anonymous_bytes / LAYER_BYTES, run.peak_resident_bytes / LAYER_BYTES
     return [
-        Figure(figure=f"{run.name}_wall_s", value=round(run.wall_s, 1), goal="-", holds=True),
-        Figure(figure=f"{run.name}_cpu_s", value=round(run.cpu_s, 1), goal="-", holds=True),
+        Figure(figure=f"{run.name}_wall_s", value=round(run.wall_s, 1)),
+        Figure(figure=f"{run.name}_cpu_s", value=round(run.cpu_s, 1)),
         Figure(
             figure=f"{run.name}_peak_anonymous_over_layer",
             value=round(anonymous, 3),
             goal=f"<= {limit:.2f}",
             holds=anonymous <= limit,
         ),
-        Figure(figure=f"{run.name}_peak_resident_over_layer", value=round(resident, 3), goal="-", holds=True),
+        Figure(figure=f"{run.name}_peak_resident_over_layer", value=round(resident, 3)),
     ]
-
-
-def machine() -> str:
-    """The machine in words."""
-    memory = psutil.virtual_memory().total / 1e9
-    return (
-        f"{os.cpu_count()} cores, {memory:.0f} GB, {platform.platform()}, Python {platform.python_version()}"
-    )
 
 
 def _sample(pid: int, peaks: dict[str, int]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from minimax_tools.spec import ModelSpec
+
 BLOCK_SIZE = 128
 
 # So few rows at once that what lies between the passes stays in the processor's cache; divides BLOCK_SIZE.
@@ -25,6 +27,22 @@ _LARGEST_SCALE = 2.0**119
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the scales of a weight [R,C]: one per block, ragged blocks included."""
     return tuple(-(-size // BLOCK_SIZE) for size in weight_shape)
+
+
+def find_ragged_widths(spec: ModelSpec) -> list[str]:
+    """Widths of a model, in words, that are over a block and no multiple of one.
+
+    Readers that derive the block from the shapes of weight and scales get those wrong.
+    """
+    widths = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads × head_dim": spec.query_width,
+        "num_key_value_heads × head_dim": spec.key_value_width,
+    }
+    return [
+        f"{name} is {width}" for name, width in widths.items() if width > BLOCK_SIZE and width % BLOCK_SIZE
+    ]
 
 
 def dequantise(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from minimax_tools.checkpoint import names
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, scale_shape
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths, scale_shape
 from minimax_tools.checkpoint.header import DTYPES
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.checkpoint.synthetic_tokenizer import write_tokenizer
@@ -141,15 +141,7 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedT
 
 
 def _refuse_ragged_blocks(spec: ModelSpec) -> None:
-    widths = {
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads × head_dim": spec.query_width,
-        "num_key_value_heads × head_dim": spec.key_value_width,
-    }
-    ragged = [
-        f"{name} is {width}" for name, width in widths.items() if width > BLOCK_SIZE and width % BLOCK_SIZE
-    ]
+    ragged = find_ragged_widths(spec)
     if ragged:
         raise UsageError(
             "these widths do not fit FP8's blocks",

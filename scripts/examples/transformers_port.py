@@ -1,7 +1,7 @@
 """transformers' own decoder layer as a target, in each of its implementations.
 
 A port that is right by definition, rounding in other places than the golden: what it differs by is noise.
-scripts/calibrate_limits.py measures the limits of the verdict on it.
+scripts/bench_clean_ports.py measures the limits of the verdict on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captures made of the toy's golden: device runs that repeat it but for what a test changes, and other goldens."""
+"""Captures made of the toy's golden: device runs that repeat it but for what a test changes."""
 
 from __future__ import annotations
 

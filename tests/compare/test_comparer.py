@@ -181,7 +181,9 @@ class TestFailClosed:
 
 
 class TestUnfinishedRun:
-    def test_layers_that_did_not_run_count_and_keep_the_verdict_open(self, copyist: Any, judge: Judge) -> None:
+    def test_layers_that_did_not_run_count_and_keep_the_verdict_open(
+        self, copyist: Any, judge: Judge
+    ) -> None:
         comparison = judge(copyist.device_run(stop_before=2))
         assert (comparison.compared, comparison.of) == (2 * NUM_SITES, NUM_LAYERS * NUM_SITES)
         assert (comparison.verdict, comparison.blame) == (Verdict.INCOMPARABLE, ())
@@ -211,7 +213,9 @@ class TestUnfinishedRun:
 
 class TestNonfinite:
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_nan_on_a_real_row_fails_where_it_first_stands(self, bad: float, copyist: Any, judge: Judge) -> None:
+    def test_nan_on_a_real_row_fails_where_it_first_stands(
+        self, bad: float, copyist: Any, judge: Judge
+    ) -> None:
         changes = {
             (1, site): with_value(bad, 1, 20)
             for site in (Site.ATTN_CONTEXT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL, Site.POST_NORM)
@@ -261,7 +265,7 @@ class TestRouting:
         return torch.stack((order // mask.shape[1], order % mask.shape[1]), dim=-1)
 
     def flip(self, copyist: Any, layer: int, rank: int) -> dict[tuple[int, Site], Any]:
-        """One token, the `rank`-th most fragile, goes to another expert; its weights and outputs change much."""
+        """The `rank`-th most fragile token goes to another expert: its weights and outputs change much."""
         row, position = self.fragile_tokens(copyist, layer)[rank].tolist()
 
         def other_expert(experts: torch.Tensor) -> torch.Tensor:
@@ -308,7 +312,9 @@ class TestRouting:
         comparison = judge(copyist.device_run(wrong, not_exposed=hidden, name="wrong"))
         assert site_of(comparison, 1, Site.ROUTER_WEIGHTS).status is SiteStatus.FAIL
 
-    def test_flip_within_the_noise_passes_and_its_token_is_set_aside(self, copyist: Any, judge: Judge) -> None:
+    def test_flip_within_the_noise_passes_and_its_token_is_set_aside(
+        self, copyist: Any, judge: Judge
+    ) -> None:
         comparison = judge(copyist.device_run(self.flip(copyist, 1, rank=0)))
         assert comparison.verdict is Verdict.PASS
         routing = site_of(comparison, 1, Site.ROUTER_EXPERTS).routing

@@ -23,7 +23,12 @@ def places(tokens: int = TOKENS) -> torch.Tensor:
 
 
 def rows_with(
-    target: torch.Tensor, *, reference: torch.Tensor, twin: torch.Tensor, stats: bool = False, error: float = 0.0
+    target: torch.Tensor,
+    *,
+    reference: torch.Tensor,
+    twin: torch.Tensor,
+    stats: bool = False,
+    error: float = 0.0,
 ) -> Rows:
     """Rows with the floor kept whole, or as statistics; `error` is that of an input handed on."""
     massive = massive_channels(reference)

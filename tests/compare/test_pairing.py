@@ -35,21 +35,25 @@ class TestInputs:
         target = copyist.device_run(inputs=changed(inputs, name, (1, 7), 99))
         was = int(inputs.tensors()[name][1, 7])
         sentence = (
-            f"the captures have different inputs: {name} differ, first at row 1, position 7: {was} in the golden, "
-            "99 in the device run"
+            f"the captures have different inputs: {name} differ, first at row 1, position 7: "
+            f"{was} in the golden, 99 in the device run"
         )
         with pytest.raises(IncomparableError, match=sentence):
             judge(target)
 
     def test_other_mask_is_named(self, copyist: Any, judge: Judge) -> None:
         inputs = changed(copyist.source.read_inputs(), "attention_mask", (1, 33), 1)
-        with pytest.raises(IncomparableError, match="inputs: attention_mask differs, first at row 1, position 33"):
+        with pytest.raises(
+            IncomparableError, match="inputs: attention_mask differs, first at row 1, position 33"
+        ):
             judge(copyist.device_run(inputs=inputs))
 
     def test_other_batch_is_named(self, copyist: Any, judge: Judge) -> None:
         inputs = copyist.source.read_inputs()
         shorter = {name: tensor[:, :40] for name, tensor in inputs.tensors().items()}
-        with pytest.raises(IncomparableError, match="2x48 tokens with padding in the golden, 2x40 in the device"):
+        with pytest.raises(
+            IncomparableError, match="2x48 tokens with padding in the golden, 2x40 in the device"
+        ):
             judge(copyist.device_run(inputs=replace(inputs, **shorter)))
 
     @pytest.mark.parametrize("name", ["input_ids", "position_ids"])
@@ -145,7 +149,10 @@ class TestFeed:
         self, copyist: Any, judge: Judge
     ) -> None:
         run = component_run(1, Component.EXPERTS)
-        changes = {(1, Site.ROUTER_WEIGHTS): torch.Tensor.bfloat16, (1, Site.ROUTER_EXPERTS): torch.Tensor.int}
+        changes = {
+            (1, Site.ROUTER_WEIGHTS): torch.Tensor.bfloat16,
+            (1, Site.ROUTER_EXPERTS): torch.Tensor.int,
+        }
         assert judge(copyist.device_run(changes, run=run)).verdict is Verdict.PASS
 
     def test_run_that_does_not_hold_what_it_was_fed_is_refused(self, copyist: Any, judge: Judge) -> None:
@@ -180,7 +187,7 @@ class TestTwelveLayers:
         with open_capture(directory, description, inputs=inputs) as writer:
             for layer in run.span:
                 tensor = torch.full((1, 4, 8), float(layer + 1), dtype=torch.bfloat16)
-                writer.write_layer(layer, {Site.INPUT: tensor, Site.OUTPUT: tensor})
+                writer.write_layer(layer, {Site.INPUT: tensor, Site.OUTPUT: 2 * tensor})
             writer.finish()
         return directory
 

@@ -10,7 +10,9 @@ from compare.routing import RouterNoise, align_by_expert, align_by_size, compare
 EXPERTS = torch.tensor([[3, 1, 7], [0, 2, 4], [5, 6, 7], [1, 2, 3]])
 
 
-def router_noise(*margins: float, noise: float = 1e-3, widening: tuple[float, ...] | None = None) -> RouterNoise:
+def router_noise(
+    *margins: float, noise: float = 1e-3, widening: tuple[float, ...] | None = None
+) -> RouterNoise:
     return RouterNoise(
         margin=torch.tensor(margins),
         noise=torch.full((len(margins),), noise),

@@ -32,7 +32,7 @@ def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ask(toy: Path) -> Ask:
-    """Makes a golden request: the whole toy on two unequal rows, without a noise floor, unless told otherwise."""
+    """Makes a golden request: the whole toy on two unequal rows, no noise floor, unless told otherwise."""
 
     def make(
         *,

@@ -90,9 +90,7 @@ def test_both_notations_of_a_span(
     assert Capture.open(tmp_path / "capture").layers == layers
 
 
-@pytest.mark.parametrize(
-    ("level", "num_sites"), [("layer", 2), ("component", 9), ("all", 18)]
-)
+@pytest.mark.parametrize(("level", "num_sites"), [("layer", 2), ("component", 9), ("all", 18)])
 def test_levels_of_sites(toy: Path, tmp_path: Path, command: Any, level: str, num_sites: int) -> None:
     arguments = ["--model", toy, "--output-dir", tmp_path / "capture", *SHORT]
     command(main, "single-layer", "--layer", 1, *arguments, "--sites", level)
@@ -178,7 +176,10 @@ def test_wrong_usage_exits_with_2(toy: Path, tmp_path: Path, command: Any) -> No
         (["multi-layer", "--layers", "0:1", "--end-layer", 2, *common], "were both given"),
         (["full", "--top-k", 3, *common], "--top-k has no effect on greedy generation"),
         (["extract-all", "--max-memory", "many", *common], "--max-memory 'many' cannot be read"),
-        (["extract-all", "--input-ids", "1,512", *common], "row 0 holds the id 512: expected ids from 0 to 511"),
+        (
+            ["extract-all", "--input-ids", "1,512", *common],
+            "row 0 holds the id 512: expected ids from 0 to 511",
+        ),
         (["extract-all", "--seq-len", "0", *common], "expected positive lengths"),
         (["extract-all", "--prompt", "a", "--seq-len", "3", *common], "the inputs come from several sources"),
         (["extract-all"], "Missing option '--model'"),
@@ -244,7 +245,7 @@ def test_full_disk_is_an_error_that_names_file_and_free_space(
     toy: Path, small_disk: Path, command: Any
 ) -> None:
     directory = small_disk / "capture"
-    arguments = ["extract-all", "--model", toy, "--seq-len", "24", "--noise-floor", "off"]
+    arguments = ["extract-all", "--model", toy, "--seq-len", "48", "--noise-floor", "off"]
     full = command(main, *arguments, "--output-dir", directory)
     assert full.exit_code == 3
     assert f"no space left to write {directory}/layer_" in full.stderr

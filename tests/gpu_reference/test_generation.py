@@ -70,7 +70,9 @@ def test_rows_do_not_depend_on_their_neighbours(opened: Golden, toy: Path, side:
 def test_sampling_repeats_with_its_seed_and_differs_with_another(opened: Golden, toy: Path) -> None:
     inputs = batch(toy, seq_lens=(12,))
     first, again, other = (
-        new_ids(generate(opened.model, inputs, Sampling(max_new_tokens=8, do_sample=True, seed=seed), folder=toy))
+        new_ids(
+            generate(opened.model, inputs, Sampling(max_new_tokens=8, do_sample=True, seed=seed), folder=toy)
+        )
         for seed in (0, 0, 1)
     )
     assert first == again
@@ -82,14 +84,13 @@ def test_sampling_from_the_single_likeliest_token_is_greedy(
     opened: Golden, toy: Path, limits: dict[str, Any]
 ) -> None:
     inputs = batch(toy, seq_lens=(12,))
-    sampled = generate(
-        opened.model, inputs, Sampling(max_new_tokens=8, do_sample=True, **limits), folder=toy
-    )
+    sampled = generate(opened.model, inputs, Sampling(max_new_tokens=8, do_sample=True, **limits), folder=toy)
     assert new_ids(sampled) == new_ids(generate(opened.model, inputs, GREEDY, folder=toy))
 
 
 @pytest.mark.parametrize(
-    ("option", "name"), [({"temperature": 0.5}, "--temperature"), ({"top_k": 5}, "--top-k"), ({"top_p": 0.9}, "--top-p")]
+    ("option", "name"),
+    [({"temperature": 0.5}, "--temperature"), ({"top_k": 5}, "--top-k"), ({"top_p": 0.9}, "--top-p")],
 )
 def test_sampling_option_without_sampling_is_refused(option: dict[str, Any], name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} has no effect on greedy generation. Add --do-sample"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,9 +170,7 @@ def test_interrupted_capture_resumes_to_the_same_bytes(
     assert {name: (directory / name).stat().st_mtime_ns for name in stored} == stored
 
 
-def test_killed_capture_resumes_to_the_same_bytes(
-    ask: Any, toy: Path, tmp_path: Path, command: Any
-) -> None:
+def test_killed_capture_resumes_to_the_same_bytes(ask: Any, toy: Path, tmp_path: Path, command: Any) -> None:
     arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--output-dir"]
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, *arguments, str(tmp_path / "killed")],
@@ -190,6 +189,14 @@ def test_killed_capture_resumes_to_the_same_bytes(
     assert contents(tmp_path / "killed") == contents(tmp_path / "plain")
 
 
+@pytest.fixture(scope="module")
+def unfinished(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A capture that an error has ended in layer 1."""
+    directory = tmp_path_factory.mktemp("unfinished") / "full_model"
+    interrupt(ask(), directory, at=1)
+    return directory
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -197,26 +204,24 @@ def test_killed_capture_resumes_to_the_same_bytes(
         (["--experts-implementation", "eager"], "options.experts_implementation"),
         (["--seed", "1"], "input_source, inputs_digest"),
         (["--padding-side", "left"], "inputs_digest"),
-        (["--sites", "layer"], "run.last_site, run.sites"),
+        (["--sites", "layer"], "run.sites"),
         (["--noise-floor", "stats"], "noise_floor"),
     ],
 )
 def test_other_options_start_anew_and_say_why(
-    ask: Any, toy: Path, tmp_path: Path, command: Any, options: list[str], reason: str
+    unfinished: Path, toy: Path, tmp_path: Path, command: Any, options: list[str], reason: str
 ) -> None:
-    interrupt(ask(), tmp_path, at=2)
+    shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
     arguments = ["--seq-len", "24,15", "--output-dir", tmp_path, "--noise-floor", "off"]
     result = command(main, "extract-all", "--model", toy, *arguments, *options)
     assert result.exit_code == 0
     reasons = result.stderr.partition("the capture there has other ")[2].partition(".\n")[0].split(", ")
-    # The request above names its model otherwise than the command does.
+    # The unfinished one names its model otherwise than the command does.
     assert set(reason.split(", ")) <= set(reasons) <= {*reason.split(", "), "model_source"}
     assert Capture.open(tmp_path).manifest.is_complete
 
 
-def test_complete_capture_is_made_anew_and_says_so(
-    toy: Path, tmp_path: Path, command: Any
-) -> None:
+def test_complete_capture_is_made_anew_and_says_so(toy: Path, tmp_path: Path, command: Any) -> None:
     arguments = ["single-layer", "--layer", 0, "--model", toy, "--seq-len", 8, "--output-dir", tmp_path]
     command(main, *arguments)
     again = command(main, *arguments)
@@ -224,9 +229,7 @@ def test_complete_capture_is_made_anew_and_says_so(
     assert "the same capture is there, complete" in again.stderr
 
 
-def test_capture_interrupted_after_its_layers_needs_no_second_forward(
-    ask: Any, tmp_path: Path
-) -> None:
+def test_capture_interrupted_after_its_layers_needs_no_second_forward(ask: Any, tmp_path: Path) -> None:
     request = ask(run=single_layer_run(1, sites_level="layer"))
     with open_golden(request) as golden:
         # JSON knows no set: the run ends between its layers and its end.
@@ -251,16 +254,17 @@ def test_error_in_the_model_is_not_masked_by_what_it_left_undone(ask: Any, tmp_p
 def test_padding_does_not_change_a_row(ask: Any, tmp_path: Path, side: str) -> None:
     rows = ("5,6,7,8,9,10,11,12", "40,41,42")
     padded = InputRequest(input_ids=rows, padding_side=side, pad_to=(16,))
-    both = capture(ask(inputs=padded), tmp_path / "both")
+    # In float32, where no rounding can turn a router's choice.
+    both = capture(ask(inputs=padded, dtype=torch.float32), tmp_path / "both")
     real = both.read_attention_mask().bool()
     assert real.shape == (2, 16)
     for row, ids in enumerate(rows):
-        alone = capture(ask(inputs=InputRequest(input_ids=(ids,))), tmp_path / f"alone_{row}")
+        request = ask(inputs=InputRequest(input_ids=(ids,)), dtype=torch.float32)
+        alone = capture(request, tmp_path / f"alone_{row}")
         for layer in range(4):
             mine, theirs = both.read(layer, Site.OUTPUT)[row][real[row]], alone.read(layer, Site.OUTPUT)[0]
             assert mine.shape == theirs.shape
-            error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
-            assert float(error) < 0.02
+            assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
 
 
 def test_float32_golden_is_captured_in_float32(ask: Any, tmp_path: Path) -> None:

@@ -32,7 +32,10 @@ def test_only_the_router_is_float32(ask: Any) -> None:
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_float32_golden_rounds_nothing(ask: Any, toy: Path, tmp_path: Path, is_offloaded: bool) -> None:
     placement = Placement(device_map={"": "disk" if is_offloaded else "cpu"}, offload_folder=tmp_path)
-    with open_golden(ask(dtype=torch.float32, placement=placement)) as golden, CheckpointReader(toy) as reader:
+    with (
+        open_golden(ask(dtype=torch.float32, placement=placement)) as golden,
+        CheckpointReader(toy) as reader,
+    ):
         projection = golden.model.get_submodule("model.layers.3.self_attn.q_proj")
         exact = reader.read_weight("model.layers.3.self_attn.q_proj.weight", torch.float32)
         assert torch.equal(weight_of(projection, "weight"), exact)
@@ -82,9 +85,7 @@ def test_missing_shard_is_told_before_anything_is_loaded(ask: Any, toy: Path, tm
             pass
 
 
-def test_what_transformers_cannot_load_names_folder_and_reason(
-    ask: Any, toy: Path, tmp_path: Path
-) -> None:
+def test_what_transformers_cannot_load_names_folder_and_reason(ask: Any, toy: Path, tmp_path: Path) -> None:
     for path in toy.iterdir():
         if path.name != "config.json":
             (tmp_path / path.name).symlink_to(path)

@@ -13,6 +13,7 @@ from minimax_tools.floor import (
     ROUTER_NOISE,
     error_name,
     massive_channels,
+    massive_error_name,
     ordinary_error_name,
     token_rows,
 )
@@ -100,7 +101,7 @@ def test_statistics_are_the_same_whether_the_twin_is_kept_or_not(
             assert theirs is not None
             assert torch.equal(mine, theirs), name
     for site in MODEL_SITES:
-        for name in (f"{site}.error", f"{site}.error_ordinary"):
+        for name in (error_name(site), ordinary_error_name(site), massive_error_name(site)):
             mine, theirs = stats.read_model_floor(name), full_of_stats.read_model_floor(name)
             assert mine is not None
             assert theirs is not None
@@ -125,7 +126,7 @@ def test_stats_mode_stores_no_twin(stats: Capture) -> None:
 def test_model_sites_have_a_floor_too(full: Capture) -> None:
     real = full.read_attention_mask().bool()
     for site in MODEL_SITES:
-        twin, stored = full.read_model_twin(site), full.read_model_floor(f"{site}.error")
+        twin, stored = full.read_model_twin(site), full.read_model_floor(error_name(site))
         assert twin is not None
         assert stored is not None
         reference = full.read_model(site).double()
@@ -160,7 +161,9 @@ def test_floor_of_few_sites_knows_the_routers_margin(ask: Any, tmp_path: Path) -
     assert capture.read_twin(2, Site.ATTN_DELTA) is None
 
 
-def test_floor_changes_no_captured_bit(stats: Capture, full_of_stats: Capture, ask: Any, tmp_path: Path) -> None:
+def test_floor_changes_no_captured_bit(
+    stats: Capture, full_of_stats: Capture, ask: Any, tmp_path: Path
+) -> None:
     with open_golden(ask(noise_floor="off", run=full_run(4, sites_level="all"))) as golden:
         golden.capture(tmp_path / "capture", extra={})
     plain = Capture.open(tmp_path / "capture")

@@ -76,7 +76,9 @@ def test_sizes_are_read_in_their_unit(text: str, size: int) -> None:
     assert parse("sequential", text).max_memory == {"cpu": size}
 
 
-@pytest.mark.parametrize("text", ["40", "forty GB", "cpu", "cpu:", "cpu:40", "gpu:40GB", "cpu:1GB,,", "-1GB", ""])
+@pytest.mark.parametrize(
+    "text", ["40", "forty GB", "cpu", "cpu:", "cpu:40", "gpu:40GB", "cpu:1GB,,", "-1GB", ""]
+)
 def test_unreadable_limit_is_refused(text: str) -> None:
     if text == "":
         assert parse("auto", text).max_memory is None
@@ -99,7 +101,7 @@ def test_map_is_read_from_json_and_from_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["gpu", "cuda:x", "[]", "{}", "{", '"cpu"', "absent.json"])
 def test_unreadable_map_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--device-map .* cannot be read"):
+    with pytest.raises(UsageError, match=r"--device-map .* cannot be read"):
         parse(text)
 
 
@@ -132,7 +134,9 @@ def test_modules_are_named_by_device(ask: Any, tmp_path: Path) -> None:
 
 
 def test_exhausted_gpu_memory_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(BackendError, match=r"a GPU ran out of memory: found CUDA out of memory\. Lower --max-memory"):
+    with pytest.raises(
+        BackendError, match=r"a GPU ran out of memory: found CUDA out of memory\. Lower --max-memory"
+    ):
         with watched_memory():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -23,9 +23,7 @@ def ignore(layer: int, tensors: Mapping[Site, torch.Tensor], device: torch.devic
 def recorded_logits(golden: Golden, request: GoldenRequest) -> torch.Tensor:
     layers = tuple(request.run.span)
     with (
-        recording_layers(
-            golden.model, layers, sites=frozenset(Site), inputs=request.inputs, sink=ignore
-        ),
+        recording_layers(golden.model, layers, sites=frozenset(Site), inputs=request.inputs, sink=ignore),
         recording_model(golden.model, tuple(ModelSite)),
     ):
         return golden.forward()
@@ -55,7 +53,10 @@ def test_golden_is_transformers_own_model_with_a_float32_router(
 
     request = ask(attn_implementation=implementation)
     model = MiniMaxM2ForCausalLM.from_pretrained(
-        toy_bf16, dtype=torch.bfloat16, attn_implementation=implementation, experts_implementation="grouped_mm"
+        toy_bf16,
+        dtype=torch.bfloat16,
+        attn_implementation=implementation,
+        experts_implementation="grouped_mm",
     ).eval()
     with CheckpointReader(toy_bf16) as reader:
         for index, layer in enumerate(model.model.layers):
@@ -122,7 +123,9 @@ def test_layer_that_does_not_show_a_site_is_refused(ask: Any) -> None:
     with open_golden(ask()) as golden:
         # As a transformers whose MoE block has no gate of its own.
         golden.model.get_submodule("model.layers.1.mlp").forward = lambda states: states
-        with pytest.raises(GoldenRefusedError, match="layer 1 of transformers' model does not show router_logits"):
+        with pytest.raises(
+            GoldenRefusedError, match="layer 1 of transformers' model does not show router_logits"
+        ):
             golden.run()
 
 

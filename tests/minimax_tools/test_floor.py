@@ -31,9 +31,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def statistics(
     reference: dict[Site, torch.Tensor], twin: dict[Site, torch.Tensor], *, k: int = 4
 ) -> dict[str, torch.Tensor]:
-    return floor_statistics(
-        reference, twin, attention_mask=MASK, correction_bias=BIAS, num_experts_per_tok=k
-    )
+    return floor_statistics(reference, twin, attention_mask=MASK, correction_bias=BIAS, num_experts_per_tok=k)
 
 
 def biased(logits: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,9 @@ def pearson(reference: torch.Tensor, target: torch.Tensor) -> float:
 class TestCompareTensors:
     @pytest.mark.parametrize("shape", [(4, 3, 5), SEVERAL_BLOCKS])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    def test_figures_are_the_plain_formulas_in_float64(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def test_figures_are_the_plain_formulas_in_float64(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         reference, target = random_pair(shape, dtype=dtype)
         metrics = compare_tensors(reference, target, rtol=1e-2, atol=1e-3)
         r, t = reference.double().flatten(), target.double().flatten()
@@ -121,7 +123,13 @@ class TestCompareTensors:
         assert metrics.num_elements == reference.numel()
         for name in ("max_abs_diff", "median_abs_diff"):
             assert getattr(metrics, name) == getattr(expected, name)
-        for name in ("mean_abs_diff", "cosine_similarity", "pearson_correlation", "relative_l2", "norm_ratio"):
+        for name in (
+            "mean_abs_diff",
+            "cosine_similarity",
+            "pearson_correlation",
+            "relative_l2",
+            "norm_ratio",
+        ):
             assert getattr(metrics, name) == pytest.approx(getattr(expected, name), rel=1e-12)
 
     def test_nonfinite_elements_are_not_close_even_to_themselves(self) -> None:

@@ -49,24 +49,26 @@ SHAPES = {
 }
 
 
-@pytest.fixture
-def float32_on_xla(
-    needs_xla: None, serve: Any, toy: Path, float32_golden: Path, tmp_path: Path
-) -> dict[str, Any]:
-    arguments = [
-        "full",
-        "--model",
-        toy,
-        "--golden",
-        float32_golden,
-        "--dtype",
-        "float32",
-        "--backend",
-        "xla-cpu",
-    ]
-    (result,) = serve([[*arguments, "--captures", tmp_path, "--json"]])
-    record: dict[str, Any] = json.loads(result["stdout"])
-    return record
+@pytest.fixture(scope="module")
+def on_xla(
+    needs_xla: None,
+    serve: Any,
+    toy: Path,
+    golden: Path,
+    float32_golden: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, dict[str, Any]]:
+    """On XLA, the whole model in float32, and a sweep in BF16 with the experts in four chunks."""
+    folder = tmp_path_factory.mktemp("on_xla")
+    (folder / "chunked.py").write_text(CHUNKED.format(size=8 * EXPERT_BYTES_BF16, num_chunks=4))
+    common = ["--model", toy, "--backend", "xla-cpu", "--captures", folder, "--json"]
+    chunked, float32 = serve(
+        [
+            ["sweep", *common, "--golden", golden, "--target", f"{folder}/chunked.py:Port"],
+            ["full", *common, "--golden", float32_golden, "--dtype", "float32"],
+        ]
+    )
+    return {"chunked": json.loads(chunked["stdout"]), "float32": json.loads(float32["stdout"])}
 
 
 def errors(record: dict[str, Any]) -> dict[tuple[int | None, str], float]:
@@ -87,9 +89,9 @@ def test_float32_agrees_with_transformers_on_the_cpu(
     assert max(errors(record).values()) <= FLOAT32_LIMIT
 
 
-def test_float32_agrees_with_transformers_on_xla(float32_on_xla: dict[str, Any]) -> None:
-    assert float32_on_xla["verdict"] == "pass"
-    assert max(errors(float32_on_xla).values()) <= FLOAT32_LIMIT
+def test_float32_agrees_with_transformers_on_xla(on_xla: dict[str, dict[str, Any]]) -> None:
+    assert on_xla["float32"]["verdict"] == "pass"
+    assert max(errors(on_xla["float32"]).values()) <= FLOAT32_LIMIT
 
 
 def test_float32_limit_would_notice_a_bfloat16_router_input(
@@ -149,6 +151,11 @@ def test_several_chunks_give_what_one_gives(
     # The experts' outputs are added in another order, in float32: BF16 results differ by a rounding.
     assert torch.allclose(mine["moe_delta"].float(), whole["moe_delta"].float(), rtol=2**-7, atol=1e-6)
     assert all(torch.equal(mine[site], whole[site]) for site in mine if site not in ("moe_delta", "output"))
+
+
+def test_chunks_share_their_graphs_on_xla(on_xla: dict[str, dict[str, Any]]) -> None:
+    assert on_xla["chunked"]["verdict"] == "pass"
+    assert on_xla["chunked"]["graphs"] == {"first_layer": 4, "later_layers": 0, "fallbacks": []}
 
 
 def test_chunks_of_a_true_size_layer_stay_under_the_limit_of_one_tensor() -> None:

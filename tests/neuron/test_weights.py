@@ -21,7 +21,7 @@ from torch import nn
 from neuron.runtime import open_runtime
 from neuron.weights import Deferred, WeightLoader
 
-SHAPE = (2048, 4096)
+SHAPE = (1024, 2048)
 
 class Layer(nn.Module):
     def __init__(self):
@@ -29,6 +29,7 @@ class Layer(nn.Module):
         self.a = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
         self.b = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
         self.c = nn.Buffer(torch.empty(SHAPE, dtype=torch.float32))
+        self.d = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
 
 def weight(value):
     return Deferred(shape=SHAPE, fill=lambda storage: storage.fill_(value))
@@ -37,16 +38,18 @@ with open_runtime("xla-cpu") as runtime:
     loader = WeightLoader(runtime.device, wait=runtime.synchronise)
     layers = [Layer(), Layer()]
     for number, layer in enumerate(layers):
-        values = {name: 10 * number + index for index, name in enumerate("abc")}
-        loader.load(layer, {name: weight(value) for name, value in values.items()}, what="a test")
+        weights = {name: weight(10 * number + index) for index, name in enumerate("abc")}
+        weights["d"] = torch.full(SHAPE, 50.0 + number)
+        loader.load(layer, weights, what="a test")
     found = [
         {
-            "values": [[float(tensor.cpu().min()), float(tensor.cpu().max())] for tensor in layer.state_dict().values()],
-            "dtypes": [str(tensor.dtype) for tensor in layer.state_dict().values()],
-            "devices": sorted({tensor.device.type for tensor in layer.state_dict().values()}),
+            "values": [[float(tensor.cpu().min()), float(tensor.cpu().max())] for tensor in tensors],
+            "dtypes": [str(tensor.dtype) for tensor in tensors],
+            "devices": sorted({tensor.device.type for tensor in tensors}),
             "parameters": [name for name, _ in layer.named_parameters()],
         }
         for layer in layers
+        for tensors in [list(layer.state_dict().values())]
     ]
 print(json.dumps(found))
 """
@@ -151,8 +154,8 @@ def test_host_buffers_are_reused_without_touching_what_was_loaded_before(
     done: subprocess.CompletedProcess[str] = run_python(LOAD_TWICE_ON_XLA)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)
-    assert first["values"] == [[0, 0], [1, 1], [2, 2]]
-    assert second["values"] == [[10, 10], [11, 11], [12, 12]]
+    assert first["values"] == [[0, 0], [1, 1], [50, 50], [2, 2]]
+    assert second["values"] == [[10, 10], [11, 11], [51, 51], [12, 12]]
     assert first["devices"] == second["devices"] == ["xla"]
-    assert first["dtypes"] == ["torch.bfloat16", "torch.bfloat16", "torch.float32"]
-    assert first["parameters"] == ["a", "b"]
+    assert first["dtypes"] == ["torch.bfloat16", "torch.bfloat16", "torch.bfloat16", "torch.float32"]
+    assert first["parameters"] == ["a", "b", "d"]

@@ -1,15 +1,13 @@
-"""Measures how far ρ goes on clean ports: what the limits in compare/criteria.py must leave room for.
+"""How far ρ goes on ports that are right: what the limits in compare/criteria.py must leave room for.
 
-Ports that are right by construction (mm2's device layer and reference layer, transformers' own layer in each
-of its implementations) run isolated and chained on synthetic models of several seeds and shapes. Prints the
-largest figures per port, and with --json one object.
+mm2's device layer and reference layer, and transformers' own layer in each of its implementations, run
+isolated and chained on synthetic models of several seeds and shapes, against goldens of two
+implementations. Any verdict but `pass` is a false alarm, printed with its blame.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import tempfile
 from collections import defaultdict
@@ -17,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from figures import Figure, print_figures
 
 from compare.comparer import compare_captures
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL, NoiseLimits
 from compare.judge import Criteria
 from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
@@ -29,7 +28,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.results import Comparison, SiteResult
+from minimax_tools.results import Comparison, NoiseRatio, RoutingResult, Verdict
 from minimax_tools.run import full_run, sweep_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
@@ -66,6 +65,42 @@ class Setting:
     golden_experts: str
 
 
+class Tally:
+    """What many comparisons of one kind of clean port came to."""
+
+    def __init__(self) -> None:
+        self._verdicts: list[Verdict] = []
+        self._noise: list[NoiseRatio] = []
+        self._routing: list[RoutingResult] = []
+
+    def add(self, comparison: Comparison) -> None:
+        """Count one more comparison."""
+        self._verdicts.append(comparison.verdict)
+        self._noise += [site.noise for site in comparison.sites if site.noise is not None]
+        self._routing += [site.routing for site in comparison.sites if site.routing is not None]
+
+    def figures(self, name: str) -> list[Figure]:
+        """The largest figures, against the limits of the verdict."""
+        limits = NoiseLimits()
+        limit = limits.chained_fail if "chained" in name else limits.fail
+        whole = max(max(noise.whole, noise.ordinary, noise.massive or 0.0) for noise in self._noise)
+        token = max(noise.token_worst for noise in self._noise)
+        alarms = sum(verdict is not Verdict.PASS for verdict in self._verdicts)
+        unexplained = sum(routing.num_unexplained for routing in self._routing)
+        flipped = sum(routing.num_flipped for routing in self._routing)
+        tokens = sum(routing.num_tokens for routing in self._routing)
+        return [
+            Figure(figure=f"{name}: sites judged", value=len(self._noise)),
+            Figure(figure=f"{name}: largest rho", value=whole, goal=f"<= {limit:g}", holds=whole <= limit),
+            Figure(figure=f"{name}: largest rho of a token", value=token),
+            Figure(figure=f"{name}: tokens with flipped experts, %", value=100 * flipped / tokens),
+            Figure(
+                figure=f"{name}: flips not explained", value=unexplained, goal="0", holds=unexplained == 0
+            ),
+            Figure(figure=f"{name}: false alarms", value=alarms, goal="0", holds=alarms == 0),
+        ]
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -76,31 +111,16 @@ def main() -> int:
     parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    figures: dict[str, list[SiteResult]] = defaultdict(list)
-    verdicts: dict[str, list[str]] = defaultdict(list)
+    tally: dict[str, Tally] = defaultdict(Tally)
     for shape in arguments.shapes:
         for seed in range(arguments.seeds):
             for attention, experts in (("sdpa", "grouped_mm"), ("eager", "eager")):
                 setting = Setting(shape=shape, seed=seed, golden_attention=attention, golden_experts=experts)
                 for name, comparison in compare_clean_ports(setting, arguments.backends):
-                    figures[name].extend(comparison.sites)
-                    verdicts[name].append(str(comparison.verdict))
-                    print(f"{setting}: {name}: {comparison.verdict}", file=sys.stderr)
-                    for blame in comparison.blame:
-                        print(f"   {blame}", file=sys.stderr)
-    rows = {
-        name: summarise(sites) | {"verdicts": sorted(set(verdicts[name]))} for name, sites in figures.items()
-    }
-    if arguments.json:
-        print(
-            json.dumps(
-                {"benchmark": "calibrate_limits", "machine": platform.platform(), "clean": rows}, indent=1
-            )
-        )
-    else:
-        for name, row in rows.items():
-            print(name, row)
-    return 0
+                    tally[name].add(comparison)
+                    print(f"{setting}: {name}: {comparison.verdict} {comparison.blame}", file=sys.stderr)
+    figures = [figure for name in sorted(tally) for figure in tally[name].figures(name)]
+    return print_figures("clean_ports", figures, as_json=arguments.json)
 
 
 def compare_clean_ports(setting: Setting, backends: list[str]) -> list[tuple[str, Comparison]]:
@@ -117,27 +137,30 @@ def compare_clean_ports(setting: Setting, backends: list[str]) -> list[tuple[str
         )
         spec = ModelSpec.from_folder(folder)
         golden = make_golden(folder, spec, setting, Path(scratch) / "golden")
-        for name, target, backend in clean_ports(backends):
+        for kind, target, backend in clean_ports(backends):
             for mode in ("isolated", "chained"):
-                directory = Path(scratch) / f"{name}_{mode}"
+                directory = Path(scratch) / "run"
                 run_port(folder, spec, golden, target=target, backend=backend, mode=mode, directory=directory)
                 criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
                 comparison = compare_captures(
                     golden, Capture.open(directory), criteria=criteria, layer_pattern="layer_*"
                 )
-                results.append((f"{name} {mode} (golden {setting.golden_attention})", comparison))
+                results.append((f"{kind}, {mode}", comparison))
     return results
 
 
 def clean_ports(backends: list[str]) -> list[tuple[str, str, str]]:
-    """Name, target and backend of each clean port."""
-    ports = [
-        (f"{target}/{backend}", target, backend)
+    """Kind, target and backend of each clean port."""
+    own = [
+        (f"{target} on {backend}", target, backend)
         for target in ("builtin", "reference")
         for backend in backends
     ]
-    alternatives = [(name, f"{EXAMPLES / 'transformers_port.py'}:{name}", "cpu") for name in TRANSFORMERS]
-    return [*ports, *alternatives]
+    others = [
+        ("transformers, all implementations", f"{EXAMPLES / 'transformers_port.py'}:{name}", "cpu")
+        for name in TRANSFORMERS
+    ]
+    return [*own, *others]
 
 
 def make_golden(folder: Path, spec: ModelSpec, setting: Setting, directory: Path) -> Capture:
@@ -185,24 +208,6 @@ def run_port(
     )
     with open_runtime(backend) as runtime, CheckpointReader(folder) as reader:
         DeviceRun(request, runtime=runtime, reader=reader).capture(directory)
-
-
-def summarise(sites: list[SiteResult]) -> dict[str, object]:
-    """The largest figures over many sites, and where each was found."""
-    noisy = [site for site in sites if site.noise is not None]
-    row: dict[str, object] = {"comparisons": len(sites)}
-    for figure in ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst"):
-        values = [
-            (getattr(site.noise, figure) or 0.0, f"{site.site} of layer {site.layer}") for site in noisy
-        ]
-        largest, place = max(values, default=(0.0, "nowhere"))
-        row[figure] = f"{largest:.2f} ({place})"
-    flips = [site.routing for site in sites if site.routing is not None]
-    row["flipped"] = sum(routing.num_flipped for routing in flips)
-    row["unexplained"] = sum(routing.num_unexplained for routing in flips)
-    row["tokens"] = sum(routing.num_tokens for routing in flips)
-    row["failing"] = sorted({site.site for site in sites if str(site.status) == "fail"})
-    return row
 
 
 if __name__ == "__main__":

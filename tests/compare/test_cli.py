@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+from compare.cli import main as mm2_compare
+from minimax_tools.run import full_run, single_layer_run
+from minimax_tools.sites import ModelSite, Site
+from neuron.cli import main as mm2_test
+
+Command = Callable[..., click.testing.Result]
+
+NUM_LAYERS = 4
+SWAPPED_PORT = """
+from minimax_tools.reference.layer import ReferenceLayer
+
+
+class DecoderLayer(ReferenceLayer):
+    @staticmethod
+    def convert_state_dict(tensors, config, layer_idx):
+        swapped = {"w1.weight": "w3.weight", "w3.weight": "w1.weight"}
+        if layer_idx != 2:
+            return dict(tensors)
+        return {name[:-9] + swapped.get(name[-9:], name[-9:]): tensor for name, tensor in tensors.items()}
+"""
+
+
+def halved(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.float() / 2).to(tensor.dtype)
+
+
+def read_record(result: click.testing.Result) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
+
+
+@pytest.fixture
+def passing(copyist: Any) -> Path:
+    path: Path = copyist.device_run(name="passing")
+    return path
+
+
+@pytest.fixture
+def failing(copyist: Any) -> Path:
+    path: Path = copyist.device_run({(2, Site.MOE_DELTA): halved}, name="failing")
+    return path
+
+
+@pytest.fixture(scope="module")
+def swapped(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run of a port in which gate and up are swapped in layer 2."""
+    folder = tmp_path_factory.mktemp("swapped")
+    (folder / "port.py").write_text(SWAPPED_PORT, encoding="utf-8")
+    arguments = [
+        "sweep",
+        "--model",
+        toy,
+        "--golden",
+        golden,
+        "--target",
+        f"{folder / 'port.py'}:DecoderLayer",
+    ]
+    options = ["--backend", "cpu", "--output-dir", folder / "run", "--quiet"]
+    result = click.testing.CliRunner().invoke(mm2_test, [str(part) for part in (*arguments, *options)])
+    assert result.exit_code == 1, result.output
+    return folder / "run"
+
+
+class TestVerdict:
+    def test_pass_exits_with_0(self, golden: Path, passing: Path, command: Command) -> None:
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.startswith("PASS\ncompared 68 of 68 sites in 4 layers")
+
+    def test_failure_exits_with_1_and_says_where_first(
+        self, golden: Path, failing: Path, command: Command
+    ) -> None:
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", failing, "--quiet")
+        assert result.exit_code == 1
+        assert result.stdout.startswith("FAIL: layer 2, moe_delta")
+
+    def test_warning_exits_with_0(self, golden: Path, copyist: Any, command: Command) -> None:
+        target = copyist.device_run({(1, Site.POST_NORM): torch.Tensor.float})
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+        assert (result.exit_code, read_record(result)["verdict"]) == (0, "warn")
+
+    def test_wrong_usage_exits_with_2(self, golden: Path, passing: Path, command: Command) -> None:
+        sides = ("--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        both = command(mm2_compare, *sides, "--layer", "layer_1", "--layer-pattern", "layer_*")
+        assert both.exit_code == 2
+        assert "--layer and --layer-pattern were both given. Use one of them." in both.stderr
+        nothing = command(mm2_compare, *sides, "--layer", "layer_9")
+        assert nothing.exit_code == 2
+        assert "no layer matches 'layer_9'" in nothing.stderr
+        assert command(mm2_compare, *sides, "--criteria", "lenient").exit_code == 2
+
+    def test_incomparable_exits_with_3_and_says_why(
+        self, golden: Path, copyist: Any, command: Command
+    ) -> None:
+        target = copyist.device_run({(0, Site.INPUT): halved}, run=single_layer_run(0, sites_level="all"))
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--quiet")
+        assert (result.exit_code, result.stdout) == (3, "")
+        assert "the captures have different inputs: layer 0 was fed other hidden states" in result.stderr
+        assert "Traceback" not in result.stderr
+
+    def test_unfinished_run_exits_with_3(self, golden: Path, copyist: Any, command: Command) -> None:
+        target = copyist.device_run(stop_before=2)
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+        record = read_record(result)
+        assert (result.exit_code, record["verdict"]) == (3, "incomparable")
+        assert (record["compared"], record["of"]) == (34, 68)
+
+    def test_missing_capture_exits_with_3(self, golden: Path, command: Command, tmp_path: Path) -> None:
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", tmp_path / "gone")
+        assert result.exit_code == 3
+        assert "there is no capture directory" in result.stderr
+
+    def test_progress_goes_to_stderr(self, golden: Path, passing: Path, command: Command) -> None:
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", passing, "--json")
+        assert read_record(result)["verdict"] == "pass"
+        assert result.stderr.splitlines() == [f"Layer {layer} compared." for layer in range(NUM_LAYERS)]
+
+
+class TestJson:
+    def test_one_object_holds_verdict_extent_and_blame(
+        self, golden: Path, failing: Path, command: Command
+    ) -> None:
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", failing, "--json", "--quiet")
+        record = read_record(result)
+        assert (record["verdict"], record["compared"], record["of"]) == ("fail", 68, 68)
+        (blame,) = record["blame"]
+        assert set(blame) == {"layer", "sites", "reason"}
+        assert (blame["layer"], blame["sites"]) == (2, ["moe_delta"])
+        assert (record["reference"], record["target"]) == (str(golden), str(failing))
+
+    def test_pass_blames_nobody(self, golden: Path, passing: Path, command: Command) -> None:
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", passing, "--json", "--quiet")
+        assert read_record(result)["blame"] == []
+
+    def test_blame_outside_the_layers_has_no_layer(
+        self, golden: Path, copyist: Any, command: Command
+    ) -> None:
+        run = full_run(NUM_LAYERS, sites_level="layer")
+        target = copyist.device_run({(None, ModelSite.LOGITS): halved}, run=run)
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--json", "--quiet")
+        assert [(blame["layer"], blame["sites"]) for blame in read_record(result)["blame"]] == [
+            (None, ["logits"])
+        ]
+
+    def test_errors_are_json_too(self, golden: Path, passing: Path, command: Command, tmp_path: Path) -> None:
+        gone = command(mm2_compare, "--gpu-path", golden, "--neuron-path", tmp_path / "gone", "--json")
+        record = read_record(gone)
+        assert (record["verdict"], record["compared"], record["of"], record["blame"]) == (
+            "incomparable",
+            0,
+            0,
+            [],
+        )
+        assert "there is no capture directory" in record["error"]
+        assert record["exit_code"] == gone.exit_code == 3
+        sides = ("--gpu-path", golden, "--neuron-path", passing)
+        usage = command(mm2_compare, *sides, "--layer", "layer_9", "--json")
+        record = read_record(usage)
+        assert record["exit_code"] == usage.exit_code == 2
+        assert "verdict" not in record
+
+
+class TestCriteria:
+    def test_swapped_gate_and_up_is_blamed_on_the_experts(
+        self, golden: Path, swapped: Path, command: Command
+    ) -> None:
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", swapped, "--json", "--quiet")
+        assert result.exit_code == 1
+        assert [(blame["layer"], blame["sites"]) for blame in read_record(result)["blame"]] == [
+            (2, ["moe_delta"])
+        ]
+
+    def test_swapped_gate_and_up_passes_the_classic_cosine_of_its_output(
+        self, golden: Path, swapped: Path, command: Command
+    ) -> None:
+        options = ("--criteria", "classic", "--layer", "2", "--json", "--quiet")
+        record = read_record(command(mm2_compare, "--gpu-path", golden, "--neuron-path", swapped, *options))
+        sites = {site["site"]: site for site in record["sites"]}
+        assert sites["output"]["metrics"]["cosine_similarity"] > 0.99
+        assert not any("cosine" in failure for failure in sites["output"]["classic_failures"])
+        assert sites["moe_delta"]["metrics"]["cosine_similarity"] < 0.9
+        assert any("cosine" in failure for failure in sites["moe_delta"]["classic_failures"])
+
+    def test_classic_fails_what_breaks_one_of_its_limits(
+        self, golden: Path, failing: Path, command: Command
+    ) -> None:
+        options = ("--criteria", "classic", "--json", "--quiet")
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", failing, *options)
+        record = read_record(result)
+        assert (result.exit_code, record["criteria"], record["blame"][0]["layer"]) == (1, "classic", 2)
+        assert "mean_abs_diff" in record["blame"][0]["reason"]
+        assert all(site["noise"] is None for site in record["sites"])
+
+    def test_classic_sees_no_flip(self, golden: Path, copyist: Any, command: Command) -> None:
+        target = copyist.device_run(
+            {(1, Site.ROUTER_EXPERTS): lambda experts: (experts + 1) % 32}, not_exposed=(Site.ROUTER_WEIGHTS,)
+        )
+        sides = ("--gpu-path", golden, "--neuron-path", target, "--quiet")
+        assert command(mm2_compare, *sides, "--criteria", "classic").exit_code == 0
+        assert command(mm2_compare, *sides).exit_code == 1
+
+    def test_tolerances_decide_what_is_close(self, golden: Path, failing: Path, command: Command) -> None:
+        def close_fraction(*options: str) -> float:
+            result = command(
+                mm2_compare, "--gpu-path", golden, "--neuron-path", failing, "--json", "--quiet", *options
+            )
+            (site,) = [
+                site
+                for site in read_record(result)["sites"]
+                if (site["layer"], site["site"]) == (2, "moe_delta")
+            ]
+            fraction: float = site["metrics"]["close_fraction"]
+            return fraction
+
+        assert close_fraction("--rtol", "0", "--atol", "0") < close_fraction() < 0.5
+        assert close_fraction("--rtol", "0.6") == 1.0
+
+
+class TestLayers:
+    @pytest.mark.parametrize("layer", ["layer_1", "1"])
+    def test_one_layer_can_be_named_both_ways(
+        self, layer: str, golden: Path, failing: Path, command: Command
+    ) -> None:
+        sides = ("--gpu-path", golden, "--neuron-path", failing, "--json", "--quiet")
+        record = read_record(command(mm2_compare, *sides, "--layer", layer))
+        assert (record["verdict"], record["of"]) == ("pass", 17)
+        assert {site["layer"] for site in record["sites"]} == {1}
+
+    def test_pattern_chooses_several(self, golden: Path, failing: Path, command: Command) -> None:
+        sides = ("--gpu-path", golden, "--neuron-path", failing, "--json", "--quiet")
+        record = read_record(command(mm2_compare, *sides, "--layer-pattern", "layer_[0-1]"))
+        assert [site["layer"] for site in record["sites"]] == [0] * 17 + [1] * 17
+
+
+class TestReports:
+    def test_report_is_written_as_json_and_csv(
+        self, golden: Path, failing: Path, command: Command, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "reports" / "today"
+        sides = ("--gpu-path", golden, "--neuron-path", failing)
+        result = command(mm2_compare, *sides, "--report-path", folder, "--quiet")
+        assert result.exit_code == 1
+        names = {"comparison_report.json", "comparison_summary.json", "comparison.csv"}
+        assert {path.name for path in folder.iterdir()} == names
+        assert all(f"written: {folder / name}" in result.stdout for name in names)
+        report = json.loads((folder / "comparison_report.json").read_text(encoding="utf-8"))
+        printed = read_record(command(mm2_compare, *sides, "--json", "--quiet"))
+        assert report == printed
+        with (folder / "comparison.csv").open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [row["site"] for row in rows if row["status"] == "fail"] == ["moe_delta"]
+
+    def test_report_that_cannot_be_written_exits_with_3(
+        self, golden: Path, passing: Path, command: Command, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").touch()
+        sides = ("--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        result = command(mm2_compare, *sides, "--report-path", tmp_path / "file" / "reports")
+        assert result.exit_code == 3
+        assert "cannot write the report" in result.stderr
+
+
+class TestNewestCaptures:
+    @pytest.fixture
+    def captures(self, copyist: Any, tmp_path: Path) -> Path:
+        """A golden, an older device run that passes, and a newer one that does not."""
+        copyist.golden(name="captures/gpu_reference/full_model")
+        old = copyist.device_run(name="captures/neuron/sweep_0_to_3")
+        os.utime(old / "manifest.json", (1, 1))
+        copyist.device_run({(2, Site.MOE_DELTA): halved}, name="captures/neuron/single_layer_2")
+        return tmp_path / "captures"
+
+    def test_newest_of_both_sides_are_compared(
+        self, captures: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MM2_CAPTURES", str(captures))
+        result = command(mm2_compare, "--layer-pattern", "layer_*", "--json", "--quiet")
+        record = read_record(result)
+        assert (result.exit_code, record["blame"][0]["layer"]) == (1, 2)
+        assert record["reference"] == str(captures / "gpu_reference" / "full_model")
+        assert record["target"] == str(captures / "neuron" / "single_layer_2")
+
+    def test_named_capture_wins_over_the_newest(self, captures: Path, command: Command) -> None:
+        old = captures / "neuron" / "sweep_0_to_3"
+        result = command(mm2_compare, "--captures", captures, "--neuron-path", old, "--json", "--quiet")
+        record = read_record(result)
+        assert (result.exit_code, record["target"]) == (0, str(old))
+
+    def test_folder_without_captures_says_how_to_make_one(self, command: Command, tmp_path: Path) -> None:
+        result = command(mm2_compare, "--captures", tmp_path)
+        assert result.exit_code == 3
+        assert f"no capture under {tmp_path / 'gpu_reference'}" in result.stderr
+        assert "mm2-gpu extract-all" in result.stderr
+
+
+def test_help_begins_with_a_verb_and_ends_with_an_example(command: Command) -> None:
+    result = command(mm2_compare, "--help")
+    assert result.exit_code == 0
+    assert "\n  Judge a device run against a golden" in result.stdout
+    assert "\n  Example: mm2-compare --layer-pattern 'layer_*'\n" in result.stdout

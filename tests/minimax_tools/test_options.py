@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import click.testing
+import pytest
+import torch
+
+from compare.cli import main as mm2_compare
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools import options
+from minimax_tools.errors import UsageError
+from minimax_tools.options import read_input_request, read_span
+from minimax_tools.span import Span
+from neuron.cli import main as mm2_test
+
+# Run by every command of mm2-gpu and mm2-test that runs a model.
+SHARED_BY_RUNS = (
+    options.model_option,
+    options.store_options,
+    options.run_options,
+    options.input_options,
+    options.output_options,
+)
+
+
+def parameters(*decorators: Callable[..., Any]) -> dict[str, click.Parameter]:
+    def command() -> None: ...
+
+    for decorate in decorators:
+        command = decorate(command)
+    return {parameter.name or "": parameter for parameter in click.command()(command).params}
+
+
+def commands(group: click.Command) -> Iterator[click.Command]:
+    if not isinstance(group, click.Group):
+        yield group
+        return
+    for name in group.list_commands(click.Context(group)):
+        found = group.get_command(click.Context(group), name)
+        assert found is not None
+        yield found
+
+
+def described(parameter: click.Parameter) -> dict[str, Any]:
+    record = parameter.to_info_dict()
+    return {**record, "callback": parameter.callback, "is_eager": parameter.is_eager}
+
+
+def runs() -> list[click.Command]:
+    return [one for group in (mm2_gpu, mm2_test) for one in commands(group) if one.name != "show"]
+
+
+@pytest.mark.parametrize("command", runs(), ids=lambda command: str(command.name))
+def test_every_run_takes_the_shared_options_with_one_meaning(command: click.Command) -> None:
+    own = {parameter.name: parameter for parameter in command.params}
+    for name, shared in parameters(*SHARED_BY_RUNS).items():
+        assert name in own
+        assert described(own[name]) == described(shared)
+
+
+@pytest.mark.parametrize("group", [mm2_gpu, mm2_test, mm2_compare], ids=["mm2-gpu", "mm2-test", "mm2-compare"])
+def test_an_option_of_a_shared_name_is_the_shared_option(group: click.Command) -> None:
+    shared = parameters(
+        *SHARED_BY_RUNS, options.span_options, options.layer_option, options.captures_option
+    )
+    for command in commands(group):
+        for parameter in command.params:
+            # mm2-compare chooses among layers that are there, several of them.
+            if parameter.name in shared and not (group is mm2_compare and parameter.name == "layer"):
+                assert described(parameter) == described(shared[parameter.name]), command.name
+
+
+def parse(decorator: Callable[..., Any], *arguments: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+
+    @click.command()
+    @decorator
+    def command(**found: Any) -> None:
+        values.update(found)
+
+    result = click.testing.CliRunner().invoke(command, list(arguments))
+    assert result.exit_code == 0, result.output
+    return values
+
+
+def test_dtype_is_parsed_at_the_edge() -> None:
+    assert parse(options.run_options)["dtype"] == torch.bfloat16
+    assert parse(options.run_options, "--dtype", "float32")["dtype"] == torch.float32
+
+
+def test_lengths_are_parsed_at_the_edge() -> None:
+    values = parse(options.input_options, "--seq-len", "96,61", "--pad-to", "128, 512")
+    assert (values["seq_lens"], values["pad_to"]) == ((96, 61), (128, 512))
+    assert parse(options.input_options)["seq_lens"] == ()
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "0", "-4", "1.5"])
+def test_lengths_that_are_none_are_refused(text: str) -> None:
+    command = click.command()(options.input_options(lambda **_: None))
+    result = click.testing.CliRunner().invoke(command, ["--seq-len", text])
+    assert result.exit_code == 2
+    assert "expected positive lengths, for example 96,61" in result.stderr
+
+
+def test_input_options_become_one_request() -> None:
+    arguments = ["--prompt", "a", "--prompt", "b", "--chat", "--padding-side", "left", "--max-length", "9"]
+    request = read_input_request({**parse(options.input_options, *arguments), "seed": 4})
+    assert (request.prompts, request.chat, request.padding_side) == (("a", "b"), True, "left")
+    assert (request.max_length, request.batch_size, request.seed) == (9, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "layers", "span"),
+    [
+        (0, 5, None, Span(0, 6)),
+        (3, 3, None, Span(3, 4)),
+        (None, None, "0:5", Span(0, 5)),
+        (None, None, None, None),
+    ],
+)
+def test_spans_are_read_in_both_notations(
+    start: int | None, end: int | None, layers: str | None, span: Span | None
+) -> None:
+    assert read_span(start, end, layers) == span
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "layers", "message"),
+    [
+        (0, None, None, "come together"),
+        (None, 0, None, "come together"),
+        (0, 1, "0:2", "both given"),
+        (None, 1, "0:2", "both given"),
+        (4, 2, None, "are no span"),
+    ],
+)
+def test_contradicting_spans_are_refused(
+    start: int | None, end: int | None, layers: str | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_span(start, end, layers)
+
+
+def test_docstring_lists_every_option() -> None:
+    text = options.__doc__ or ""
+    everything = parameters(*SHARED_BY_RUNS, options.span_options, options.layer_option)
+    for parameter in everything.values():
+        assert parameter.opts[0] in text
+
+
+def test_captures_lie_in_the_working_directory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MM2_CAPTURES", raising=False)
+    assert parse(options.captures_option)["captures"] == Path("mm2-captures")

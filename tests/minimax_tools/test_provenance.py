@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+import platform
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.provenance import Provenance, library_versions, numeric_environment
+
+
+def provenance() -> Provenance:
+    return Provenance(
+        model=ModelFingerprint(spec_digest="0" * 64, tensors_digest="1" * 64, layers={3: "2" * 64}),
+        model_source="/models/MiniMax-M2",
+        backend="cpu",
+        device="cpu",
+        dtypes={"weights": "bfloat16"},
+        target="builtin",
+        options={"attn_implementation": "sdpa"},
+    )
+
+
+def test_provenance_survives_a_manifest() -> None:
+    assert Provenance.from_json(json.loads(json.dumps(provenance().as_json()))) == provenance()
+
+
+def test_versions_are_those_of_what_is_installed() -> None:
+    versions = library_versions()
+    assert versions["python"] == platform.python_version()
+    assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert "neuronx-cc" not in versions or versions["neuronx-cc"]
+
+
+def test_variables_that_change_numbers_are_kept_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--auto-cast none")
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    monkeypatch.delenv("XLA_USE_BF16", raising=False)
+    environment = numeric_environment()
+    assert environment["NEURON_CC_FLAGS"] == "--auto-cast none"
+    assert "XLA_USE_BF16" not in environment
+    assert "secret" not in environment.values()
+    assert provenance().environment == environment
