@@ -43,7 +43,6 @@ for name, error in {
     "differs": SystemExit(1),
     "bad": click.BadParameter("odd"),
     "leave": click.exceptions.Exit(0),
-    "abort": click.Abort(),
 }.items():
     add(name, error)
 

@@ -35,6 +35,18 @@ from torch import nn
 from minimax_tools.reference.layer import ReferenceAttention, ReferenceLayer, ReferenceMoe, ReferenceRouter
 """
 
+# The device layer with its experts in other chunks than its own choice.
+CHUNKED_PORT = """
+from neuron.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx, chunk_size_bytes={size_bytes})
+        assert len(self.block_sparse_moe.experts) == {num_chunks}
+"""
+# An expert of the toy is 3 · 256 · 128 weights of BF16.
+TOY_EXPERT_BYTES = 3 * 256 * 128 * 2
+
 # Runs several commands in one process: torch_xla takes seconds to import, and counts graphs per process.
 _SERVE = """
 import json, sys
@@ -82,6 +94,19 @@ def run_python(tmp_path: Path) -> Process:
 
 
 @pytest.fixture
+def write_chunked_port(tmp_path: Path) -> Callable[..., str]:
+    """Writes the device layer with so many of the toy's experts in a chunk, and gives its `--target`."""
+
+    def write(experts_in_chunk: int, *, num_chunks: int) -> str:
+        size_bytes = experts_in_chunk * TOY_EXPERT_BYTES
+        path = tmp_path / "chunked.py"
+        path.write_text(CHUNKED_PORT.format(size_bytes=size_bytes, num_chunks=num_chunks))
+        return f"{path}:Port"
+
+    return write
+
+
+@pytest.fixture
 def write_port(tmp_path: Path) -> WritePort:
     """Writes a port's file and gives its `--target`; the source defines `Port`, or what `name` says."""
 
@@ -116,6 +141,55 @@ def serve(
         return results
 
     return serve_all
+
+
+@pytest.fixture(scope="session")
+def on_xla(
+    needs_xla: None,
+    serve: Callable[..., list[dict[str, Any]]],
+    toy: Path,
+    golden: Path,
+    float32_golden: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, dict[str, Any]]:
+    """The JSON of runs on XLA, one after the other in one process: presets of builtin, and the two below."""
+    folder = tmp_path_factory.mktemp("on_xla")
+    (folder / "chunked.py").write_text(CHUNKED_PORT.format(size_bytes=8 * TOY_EXPERT_BYTES, num_chunks=4))
+    chunked = (
+        "--golden",
+        golden,
+        "--target",
+        f"{folder}/chunked.py:Port",
+        "--output-dir",
+        folder / "chunked",
+    )
+    float32 = ("--golden", float32_golden, "--dtype", "float32", "--output-dir", folder / "float32")
+    runs = {
+        "sweep": ("sweep", "--golden", golden),
+        "full": ("full", "--golden", golden),
+        "multi-layer": ("multi-layer", "--layers", "1:4", "--golden", golden),
+        "single-layer": ("single-layer", "--layer", 2, "--golden", golden),
+        "component": ("component", "--layer", 1, "--component", "experts", "--golden", golden),
+        "chunked": ("sweep", *chunked),
+        "float32": ("full", *float32),
+    }
+    common = ("--model", toy, "--backend", "xla-cpu", "--captures", folder, "--json")
+    results = serve([(*arguments, *common) for arguments in runs.values()])
+    return {
+        name: {"exit_code": result["exit_code"], **json.loads(result["stdout"])}
+        for name, result in zip(runs, results, strict=True)
+    }
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model smaller than the toy, in BF16, for what needs no golden: 4 layers, hidden 64, 8 experts."""
+    folder = tmp_path_factory.mktemp("small") / "small"
+    model = SyntheticModel(
+        hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, vocab_size=512
+    )
+    synthesize(folder, model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return folder
 
 
 @pytest.fixture(scope="session")

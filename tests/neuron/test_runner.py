@@ -58,7 +58,6 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     "preset",
     [
         ("sweep",),
-        ("multi-layer", "--layers", "0:4"),
         ("multi-layer", "--start-layer", 1, "--end-layer", 3),
         ("full",),
     ],

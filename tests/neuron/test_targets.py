@@ -19,11 +19,11 @@ SHORT = ("--seq-len", "12,7", "--json")
 
 
 @pytest.fixture
-def run_layer(run: Any, toy: Path) -> Any:
-    """Runs layer 0 of the toy through a target on the CPU."""
+def run_layer(run: Any, small: Path) -> Any:
+    """Runs layer 0 of the small model through a target on the CPU."""
 
     def run_target(target: str, *arguments: object) -> Any:
-        return run("single-layer", "--layer", 0, "--model", toy, "--target", target, *SHORT, *arguments)
+        return run("single-layer", "--layer", 0, "--model", small, "--target", target, *SHORT, *arguments)
 
     return run_target
 
@@ -71,17 +71,17 @@ class TestNotation:
 
 class TestCalls:
     def test_factory_gets_config_and_layer_and_forward_gets_states_mask_and_positions(
-        self, run_layer: Any, write_port: Any, toy: Path
+        self, run_layer: Any, write_port: Any
     ) -> None:
         source = """
 class Port(ReferenceLayer):
     def __init__(self, config, layer_idx):
-        assert (config.hidden_size, layer_idx) == (256, 0)
+        assert (config.hidden_size, layer_idx) == (64, 0)
         super().__init__(config, layer_idx)
 
     def forward(self, hidden_states, attention_mask, position_ids):
         assert not self.training and not torch.is_grad_enabled()
-        assert hidden_states.shape == (2, 12, 256) and hidden_states.dtype is torch.bfloat16
+        assert hidden_states.shape == (2, 12, 64) and hidden_states.dtype is torch.bfloat16
         assert attention_mask.sum(1).tolist() == [12, 7] and set(attention_mask.unique().tolist()) == {0, 1}
         assert position_ids[1, :7].tolist() == list(range(7))
         return super().forward(hidden_states, attention_mask, position_ids)
@@ -110,8 +110,8 @@ class Port(ReferenceLayer):
             ("None", "returned no tensor"),
             ("()", "returned no tensor"),
             ("{'output': output}", "returned no tensor"),
-            ("output[:, :-1]", "expected [2, 12, 256] or [24, 256], found [2, 11, 256]"),
-            ("output.transpose(0, 1)", "found [12, 2, 256]"),
+            ("output[:, :-1]", "expected [2, 12, 64] or [24, 64], found [2, 11, 64]"),
+            ("output.transpose(0, 1)", "found [12, 2, 64]"),
         ],
     )
     def test_other_output_is_refused(self, run_layer: Any, write_port: Any, returned: str, text: str) -> None:
@@ -126,7 +126,7 @@ class Port(ReferenceLayer):
         assert text in result.stderr
 
     def test_in_place_port_gives_what_a_plain_one_gives(
-        self, run: Any, write_port: Any, toy: Path, tmp_path: Path
+        self, run: Any, write_port: Any, small: Path, tmp_path: Path
     ) -> None:
         source = """
 class Port(ReferenceLayer):
@@ -139,7 +139,9 @@ class Port(ReferenceLayer):
 """
         targets = {"in_place": write_port(source), "plain": "reference"}
         for name, target in targets.items():
-            result = run("full", "--model", toy, "--target", target, *SHORT, "--output-dir", tmp_path / name)
+            result = run(
+                "full", "--model", small, "--target", target, *SHORT, "--output-dir", tmp_path / name
+            )
             assert result.exit_code == 0, result.stderr
         for file in ("layer_0", "layer_1", "layer_3", "model"):
             mine, plain = (load_file(tmp_path / name / f"{file}.safetensors") for name in targets)
@@ -288,7 +290,7 @@ class Inner(ReferenceLayer):
         source = """
 class Port(Inner):
     def convert_state_dict(self, tensors, config, layer_idx):
-        assert isinstance(self, nn.Module) and config.num_experts == 32 and layer_idx == 0
+        assert isinstance(self, nn.Module) and config.num_experts == 8 and layer_idx == 0
         return renamed(tensors)
 """
         mine = tensors_of(write_port(self.RENAMED + source))
@@ -305,12 +307,12 @@ Port.convert_state_dict = lambda tensors, config, layer_idx: renamed(tensors)
         assert torch.equal(mine["output"], tensors_of("reference")["output"])
 
     def test_tensors_come_dequantised_under_the_hubs_relative_names_with_a_float32_router(
-        self, run_layer: Any, write_port: Any
+        self, run: Any, write_port: Any, toy: Path
     ) -> None:
         source = """
 class Port(ReferenceLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
-        assert "self_attn.q_proj.weight" in tensors and "block_sparse_moe.experts.31.w2.weight" in tensors
+        assert "self_attn.q_proj.weight" in tensors and "block_sparse_moe.experts.7.w2.weight" in tensors
         assert not [name for name in tensors if "scale" in name or name.startswith("model.")]
         dtypes = {name: tensors[name].dtype for name in tensors}
         float32 = [name for name, dtype in dtypes.items() if dtype is torch.float32]
@@ -318,7 +320,8 @@ class Port(ReferenceLayer):
         assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
         return tensors
 """
-        result = run_layer(write_port(source))
+        target = write_port(source)
+        result = run("single-layer", "--layer", 0, "--model", toy, "--target", target, "--seq-len", 4)
         assert result.exit_code == 0, result.stderr
 
     def test_mapping_may_be_changed_and_given_back(self, tensors_of: Any, write_port: Any) -> None:
@@ -449,14 +452,13 @@ class TestPortsOwnErrors:
         for text in (*texts, "port.py"):
             assert text in result.stderr
 
-    def test_debug_shows_the_ports_traceback(self, run: Any, write_port: Any, toy: Path) -> None:
+    def test_debug_shows_the_ports_traceback(self, run_layer: Any, write_port: Any) -> None:
         source = """
 class Port(ReferenceLayer):
     def forward(self, *arguments):
         raise ValueError('odd')
 """
-        arguments = ("single-layer", "--layer", 0, "--model", toy, "--target", write_port(source))
-        result = run(*arguments, "--debug")
+        result = run_layer(write_port(source), "--debug")
         assert result.exit_code == 3
         assert "Traceback" in result.stderr
         assert "raise ValueError('odd')" in result.stderr

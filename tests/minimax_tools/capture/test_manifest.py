@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.capture.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    Entry,
+    Manifest,
+    digest_tensor,
+    dtype_name,
+)
+from minimax_tools.errors import CaptureError
+from minimax_tools.sites import Site
+
+
+def entry(layer: int | None, site: str) -> Entry:
+    return Entry.of(layer, site, file=f"layer_{layer}.safetensors", tensor=torch.ones(2, 3))
+
+
+def store(directory: Path, record: object) -> Path:
+    (directory / MANIFEST_NAME).write_text(record if isinstance(record, str) else json.dumps(record))
+    return directory
+
+
+@pytest.fixture
+def manifest(describe: Any) -> Manifest:
+    return (
+        Manifest(description=describe())
+        .with_layer(
+            0,
+            (entry(0, "output"), entry(0, "input")),
+            not_exposed=(Site.ROUTER_LOGITS,),
+            observed_dtypes={"router_gate": "bfloat16"},
+        )
+        .with_model((entry(None, "logits"),))
+    )
+
+
+def test_manifest_survives_its_file(manifest: Manifest, tmp_path: Path) -> None:
+    store(tmp_path, manifest.finished().as_json())
+    read = Manifest.read(tmp_path)
+    assert read == manifest.finished()
+    assert read.not_exposed == {0: (Site.ROUTER_LOGITS,)}
+    assert read.observed_dtypes == {"router_gate": "bfloat16"}
+
+
+def test_entries_stand_in_execution_order_and_the_model_last(manifest: Manifest) -> None:
+    longer = manifest.with_layer(2, (entry(2, "output"),), not_exposed=(), observed_dtypes={})
+    longer = longer.with_layer(1, (entry(1, "output"),), not_exposed=(), observed_dtypes={})
+    places = [(one.layer, one.site) for one in longer.entries]
+    assert places == [(0, "input"), (0, "output"), (1, "output"), (2, "output"), (None, "logits")]
+    assert longer.complete_layers == (0, 1, 2)
+
+
+def test_model_sites_are_replaced_not_doubled(manifest: Manifest) -> None:
+    again = manifest.with_model((entry(None, "embedding"),))
+    assert [one.site for one in again.entries if one.layer is None] == ["embedding"]
+
+
+def test_entry_describes_its_tensor() -> None:
+    found = Entry.of(3, "output", file="layer_3.safetensors", tensor=torch.tensor([[3.0, 4.0]]).bfloat16())
+    assert (found.shape, found.dtype, found.statistics.l2) == ((1, 2), "bfloat16", 5.0)
+
+
+def test_digest_is_that_of_the_bytes_in_row_major_order() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert digest_tensor(tensor) == digest_tensor(tensor.T.contiguous().T)
+    assert digest_tensor(tensor) != digest_tensor(tensor.T)
+    assert digest_tensor(tensor.bfloat16()) != digest_tensor(tensor)
+    assert digest_tensor(torch.tensor(1.0)) == digest_tensor(torch.ones(1))
+
+
+def test_equal_descriptions_do_not_differ(describe: Any, tmp_path: Path) -> None:
+    description = describe()
+    store(tmp_path, Manifest(description=description).as_json())
+    assert Manifest.read(tmp_path).description.differences(description) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"inputs_digest": "x"}, ["inputs_digest"]),
+        ({"noise_floor": "full"}, ["noise_floor"]),
+        ({"target": "other"}, ["target"]),
+        ({"options": {"attn_implementation": "eager", "proved": ["a", "b"]}}, ["options.attn_implementation"]),
+        ({"options": {}}, ["options.attn_implementation", "options.proved"]),
+        ({"environment": {"NEURON_CC_FLAGS": "-O1"}}, ["environment.NEURON_CC_FLAGS"]),
+        ({"versions": {"torch": "9"}}, ["versions.torch"]),
+    ],
+)
+def test_differences_name_the_values_that_differ(
+    describe: Any, changes: dict[str, Any], names: list[str]
+) -> None:
+    description = describe()
+    plain = replace(description.provenance, versions={"torch": "2"}, environment={})
+    description = replace(description, provenance=plain)
+    mine = {name: value for name, value in changes.items() if hasattr(description, name)}
+    others = {name: value for name, value in changes.items() if name not in mine}
+    changed = replace(description, provenance=replace(plain, **others), **mine)
+    assert description.differences(changed) == names
+    assert changed.differences(description) == names
+
+
+def test_missing_manifest_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"no capture at .*: expected manifest\.json\. Make one: mm2-gpu"):
+        Manifest.read(tmp_path)
+
+
+def test_other_schema_is_told_apart_from_damage(manifest: Manifest, tmp_path: Path) -> None:
+    store(tmp_path, {**manifest.as_json(), "schema_version": SCHEMA_VERSION + 1})
+    with pytest.raises(CaptureError, match=rf"another schema: expected version {SCHEMA_VERSION}, found"):
+        Manifest.read(tmp_path)
+
+
+DAMAGES: dict[str, Any] = {
+    "cut": lambda record: json.dumps(record)[:100],
+    "a list": lambda record: [record],
+    "of another program": lambda record: {"name": "my app", "version": 3},
+    "no run": lambda record: {name: value for name, value in record.items() if name != "run"},
+    "an unknown site": lambda record: {**record, "run": {**record["run"], "sites": ["nowhere"]}},
+    "an empty span": lambda record: {**record, "run": {**record["run"], "stop_layer": 0}},
+    "an unknown mode": lambda record: {**record, "run": {**record["run"], "mode": "sideways"}},
+    "an entry of text": lambda record: {**record, "entries": ["x"]},
+    "an entry without statistics": lambda record: {**record, "entries": [{"shape": [1], "statistics": {}}]},
+    "entries of null": lambda record: {**record, "entries": None},
+    "provenance of text": lambda record: {**record, "provenance": "x"},
+    "a fingerprint of text": lambda record: {**record, "provenance": {**record["provenance"], "model": "x"}},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_manifest_is_named(manifest: Manifest, tmp_path: Path, damage: str) -> None:
+    store(tmp_path, DAMAGES[damage](manifest.as_json()))
+    with pytest.raises(CaptureError, match=r"manifest\.json is damaged: found .*Run the capture again"):
+        Manifest.read(tmp_path)
+
+
+def test_manifest_of_another_program_is_not_taken_for_ones_own(manifest: Manifest, tmp_path: Path) -> None:
+    assert not Manifest.is_in(tmp_path)
+    assert not Manifest.is_in(store(tmp_path, {"name": "my app"}))
+    assert not Manifest.is_in(store(tmp_path, "{"))
+    assert Manifest.is_in(store(tmp_path, manifest.as_json()))
+    assert Manifest.is_in(store(tmp_path, {**manifest.as_json(), "schema_version": 99}))
+    (tmp_path / "inputs.safetensors").touch()
+    assert Manifest.is_in(store(tmp_path, "{"))
+
+
+def test_dtypes_are_named_without_their_module() -> None:
+    assert dtype_name(torch.float8_e4m3fn) == "float8_e4m3fn"

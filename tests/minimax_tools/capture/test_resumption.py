@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.writer import CaptureWriter, open_capture
+from minimax_tools.errors import CaptureError
+from minimax_tools.inputs import Inputs
+
+
+class Recipe:
+    """Writes a capture of three layers, all of it or until it is interrupted."""
+
+    def __init__(self, description: Description, inputs: Inputs, layer_of: Any) -> None:
+        self.description = description
+        self.inputs = inputs
+        self.layer_of = layer_of
+        self.written: list[int] = []
+
+    def write(
+        self,
+        directory: Path,
+        *,
+        until: int = 3,
+        description: Description | None = None,
+        hidden_states: torch.Tensor | None = None,
+    ) -> None:
+        described = description or self.description
+        self.written = []
+        with open_capture(directory, described, inputs=self.inputs, hidden_states=hidden_states) as writer:
+            self._layers(writer, until)
+            if until == 3:
+                writer.finish()
+
+    def _layers(self, writer: CaptureWriter, until: int) -> None:
+        for layer in range(until):
+            if layer not in writer.complete_layers:
+                writer.write_layer(layer, self.layer_of(layer))
+                self.written.append(layer)
+
+
+@pytest.fixture
+def recipe(describe: Any, inputs: Inputs, layer_of: Any) -> Recipe:
+    return Recipe(describe(), inputs, layer_of)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the resumption says, whatever a command has set up before."""
+    logger = logging.getLogger("minimax_tools.capture.resumption")
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(level)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("until", [0, 1, 2])
+def test_interrupted_capture_goes_on_after_its_last_whole_layer(
+    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture, until: int
+) -> None:
+    recipe.write(tmp_path / "plain")
+    recipe.write(tmp_path / "cut", until=until)
+    recipe.write(tmp_path / "cut")
+    assert recipe.written == list(range(until, 3))
+    assert contents(tmp_path / "cut") == contents(tmp_path / "plain")
+    assert (f"Resuming {tmp_path / 'cut'} after layer {until - 1}." in log.text) == (until > 0)
+    assert "Starting anew" not in log.text
+
+
+def test_what_a_killed_run_left_half_written_is_removed(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.write(tmp_path / "plain")
+    recipe.write(tmp_path / "cut", until=1)
+    for name in (".layer_1.safetensors.tmp", ".manifest.json.tmp", ".lock"):
+        (tmp_path / "cut" / name).write_bytes(b"half")
+    # A layer whose files are there but which the manifest does not list yet is written again.
+    (tmp_path / "cut/layer_1.safetensors").write_bytes(b"whole, but unlisted")
+    recipe.write(tmp_path / "cut")
+    assert recipe.written == [1, 2]
+    assert contents(tmp_path / "cut") == contents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    "left", [[], ["manifest.json"], [".manifest.json.tmp"], ["manifest.json", "inputs.safetensors"]]
+)
+def test_run_killed_before_its_first_layer_does_not_block_the_directory(
+    recipe: Recipe, tmp_path: Path, left: list[str]
+) -> None:
+    recipe.write(tmp_path / "plain")
+    recipe.write(tmp_path / "cut", until=0)
+    for path in (tmp_path / "cut").iterdir():
+        if path.name not in left:
+            path.unlink()
+    for name in left:
+        (tmp_path / "cut" / name).touch()
+    recipe.write(tmp_path / "cut")
+    assert contents(tmp_path / "cut") == contents(tmp_path / "plain")
+
+
+def test_other_description_starts_anew_and_says_why(
+    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    recipe.write(tmp_path, until=2)
+    provenance = replace(recipe.description.provenance, target="port.py:Layer", target_digest="3" * 64)
+    other = replace(recipe.description, provenance=provenance)
+    recipe.write(tmp_path, description=other)
+    assert recipe.written == [0, 1, 2]
+    assert f"Starting anew in {tmp_path}: the capture there has other target, target_digest." in log.text
+    assert Capture.open(tmp_path).description == other
+
+
+def test_other_hidden_states_start_anew(
+    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    states = torch.ones(2, 3, 4)
+    recipe.write(tmp_path, until=2, hidden_states=states)
+    recipe.write(tmp_path, until=2, hidden_states=states.clone())
+    assert recipe.written == []
+    recipe.write(tmp_path, hidden_states=states + 1)
+    assert recipe.written == [0, 1, 2]
+    assert "the capture there began with other hidden states" in log.text
+
+
+@pytest.mark.parametrize("hidden_states", [torch.ones(2, 3, 4).bfloat16(), torch.ones(2, 3, 5), None])
+def test_hidden_states_of_another_kind_start_anew(
+    recipe: Recipe, tmp_path: Path, hidden_states: torch.Tensor | None
+) -> None:
+    recipe.write(tmp_path, until=2, hidden_states=torch.ones(2, 3, 4))
+    recipe.write(tmp_path, hidden_states=hidden_states)
+    assert recipe.written == [0, 1, 2]
+
+
+def test_complete_capture_is_made_anew(
+    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    recipe.write(tmp_path)
+    recipe.write(tmp_path)
+    assert recipe.written == [0, 1, 2]
+    assert "the same capture is there, complete" in log.text
+
+
+def test_stored_layer_that_was_altered_starts_anew(
+    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    recipe.write(tmp_path, until=2)
+    path = tmp_path / "layer_0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    recipe.write(tmp_path)
+    assert recipe.written == [0, 1, 2]
+    assert "a stored tensor does not match its digest" in log.text
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_stored_layer_that_cannot_be_read_starts_anew(recipe: Recipe, tmp_path: Path, damage: str) -> None:
+    recipe.write(tmp_path, until=2)
+    path = tmp_path / "layer_1.safetensors"
+    path.unlink() if damage == "removed" else path.write_bytes(path.read_bytes()[:20])
+    recipe.write(tmp_path)
+    assert recipe.written == [0, 1, 2]
+
+
+def test_damaged_manifest_starts_anew_and_says_why(
+    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    recipe.write(tmp_path, until=2)
+    (tmp_path / "manifest.json").write_text("{")
+    recipe.write(tmp_path)
+    assert recipe.written == [0, 1, 2]
+    assert "manifest.json is damaged" in log.text
+
+
+def test_nothing_of_an_earlier_capture_is_left(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.write(tmp_path / "plain")
+    recipe.write(tmp_path / "used", until=1)
+    for name in ("layer_61.safetensors", "layer_0.fp32.safetensors", "model.safetensors", "generation.json"):
+        (tmp_path / "used" / name).write_bytes(b"old")
+    other = replace(recipe.description, noise_floor="full")
+    recipe.write(tmp_path / "used", until=0, description=other)
+    recipe.write(tmp_path / "used")
+    assert contents(tmp_path / "used") == contents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"readme.txt": "mine"},
+        {"weights.safetensors": "mine"},
+        {"manifest.json": json.dumps({"name": "my app"}), "index.html": "mine"},
+        {"manifest.json": "{", "config.json": "{}"},
+    ],
+)
+def test_directory_of_others_is_refused_and_left_alone(
+    recipe: Recipe, tmp_path: Path, files: dict[str, str]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CaptureError, match=r"is not empty and holds no capture: found .*Choose another --output-dir"):
+        recipe.write(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_notes_beside_a_capture_survive_it(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.write(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "plots.json").mkdir()
+    recipe.write(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "plots.json").is_dir()

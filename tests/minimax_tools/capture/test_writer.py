@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.writer import open_capture
+from minimax_tools.errors import CaptureError
+from minimax_tools.inputs import Inputs
+from minimax_tools.sites import ModelSite, Site
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as tensors:
+        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
+
+
+def test_directory_is_a_capture_before_its_first_layer(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+    with open_capture(tmp_path, describe(), inputs=inputs):
+        capture = Capture.open(tmp_path)
+        assert (capture.layers, capture.manifest.is_complete) == ((), False)
+    assert names(tmp_path) == ["inputs.safetensors", "manifest.json"]
+    assert stored(tmp_path / "inputs.safetensors").keys() == {"input_ids", "attention_mask", "position_ids"}
+
+
+def test_layer_is_written_with_its_floor_beside_it(
+    describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
+) -> None:
+    tensors = layer_of(0)
+    twin = {Site.OUTPUT: tensors[Site.OUTPUT].float() + 0.5}
+    floor = {"output.error": torch.ones(2, 3)}
+    with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
+        writer.write_layer(0, tensors, twin=twin, floor=floor)
+        assert writer.complete_layers == (0,)
+        assert torch.equal(writer.read_layer_output(0), tensors[Site.OUTPUT])
+    assert {"layer_0.safetensors", "layer_0.fp32.safetensors", "layer_0.floor.safetensors"} <= set(names(tmp_path))
+    assert stored(tmp_path / "layer_0.safetensors").keys() == {"input", "output"}
+    assert torch.equal(stored(tmp_path / "layer_0.fp32.safetensors")["output"], twin[Site.OUTPUT])
+    assert torch.equal(stored(tmp_path / "layer_0.floor.safetensors")["output.error"], floor["output.error"])
+
+
+def test_tensor_that_lies_transposed_is_written_in_row_major_order(
+    describe: Any, inputs: Inputs, tmp_path: Path
+) -> None:
+    tensor = torch.arange(24.0).reshape(2, 4, 3).transpose(1, 2)
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        writer.write_layer(0, {Site.OUTPUT: tensor})
+    assert torch.equal(Capture.open(tmp_path).read(0, Site.OUTPUT), tensor)
+
+
+def test_model_sites_are_written_with_their_floor(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+    logits = torch.ones(2, 3, 5)
+    with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
+        assert not writer.has_model_sites
+        writer.write_model(
+            {ModelSite.LOGITS: logits},
+            twin={ModelSite.LOGITS: logits * 2},
+            floor={"logits.error": torch.zeros(2, 3)},
+        )
+        assert writer.has_model_sites
+    capture = Capture.open(tmp_path)
+    assert torch.equal(capture.read_model(ModelSite.LOGITS), logits)
+    assert torch.equal(capture.read_model_twin(ModelSite.LOGITS), logits * 2)
+    assert torch.equal(capture.read_model_floor("logits.error"), torch.zeros(2, 3))
+
+
+def test_what_is_not_exposed_and_observed_is_kept(
+    describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
+) -> None:
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        writer.write_layer(
+            0, layer_of(0), not_exposed=(Site.Q_ROPE,), observed_dtypes={"router_gate": "bfloat16"}
+        )
+        writer.write_layer(1, layer_of(1))
+    capture = Capture.open(tmp_path)
+    assert (capture.not_exposed(0), capture.not_exposed(1)) == ((Site.Q_ROPE,), ())
+    assert capture.manifest.observed_dtypes == {"router_gate": "bfloat16"}
+
+
+def test_hidden_states_lie_with_the_inputs(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+    hidden_states = torch.randn(2, 3, 4).bfloat16()
+    with open_capture(tmp_path, describe(), inputs=inputs, hidden_states=hidden_states):
+        pass
+    assert torch.equal(Capture.open(tmp_path).read_hidden_states(), hidden_states)
+
+
+def test_layer_that_fails_to_be_written_is_not_listed(
+    describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
+) -> None:
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        writer.write_layer(0, layer_of(0))
+        # A directory where the layer's file should go: the floor is written, the layer is not.
+        (tmp_path / "layer_1.safetensors").mkdir()
+        with pytest.raises(CaptureError, match=r"cannot write .*layer_1\.safetensors"):
+            writer.write_layer(1, layer_of(1), floor={"output.error": torch.ones(2, 3)})
+        assert writer.complete_layers == (0,)
+    assert Capture.open(tmp_path).layers == (0,)
+
+
+def test_json_beside_the_tensors_is_text_of_the_whole_alphabet(
+    describe: Any, inputs: Inputs, tmp_path: Path
+) -> None:
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        writer.write_json("generation.json", {"text": "Grüße"})
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            writer.write_json("generation.json", {"nan": float("nan")})
+    assert "Grüße" in (tmp_path / "generation.json").read_text(encoding="utf-8")
+
+
+def test_finished_capture_says_so(describe: Any, inputs: Inputs, tmp_path: Path) -> None:
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        writer.finish()
+    assert json.loads((tmp_path / "manifest.json").read_text())["complete"] is True
