@@ -121,7 +121,7 @@ def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) ->
     if is_finished(target):
         status, reason = SiteStatus.FAIL, "missing: the run declared it and did not store it"
     else:
-        status, reason = SiteStatus.NOT_EXPOSED, "not run: the device run stopped before it"
+        status, reason = SiteStatus.NOT_JUDGED, "not run: the device run stopped before it"
     results = tuple(SiteResult(layer=layer, site=site, status=status, reason=reason) for site in sites)
     return _Part(layer=layer, results=results, is_stopped=bool(sites) and not is_finished(target))
 

@@ -37,7 +37,7 @@ class NoiseLimits:
     warn: float = 1.5
     fail: float = 2.0
     token_fail: float = 6.0
-    chained_fail: float = 8.0
+    chained_fail: float = 4.0
     relative_l2: float = 3e-2
     relative_l2_float32: float = 1e-5
     flipped_share: float = 0.02

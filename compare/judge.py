@@ -90,7 +90,7 @@ def judge_values(
     result = replace(result, num_set_aside=rows.num_tokens - judged.num_tokens)
     if judged.num_tokens == 0:
         reason = "no token is left on which both sides are sure to choose the same experts"
-        return replace(result, status=SiteStatus.NOT_EXPOSED, reason=reason)
+        return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
     judged_metrics = metrics if judged is rows else _measure(judged, criteria)
     if not judged.has_floor:
         incoming = judged.incoming.overall if judged.incoming else 0.0

@@ -109,11 +109,13 @@ def _error(rows: Rows, floor: Squares) -> Squares:
 def _widen(floor: Squares, rows: Rows) -> Squares:
     """The floor, widened by what no port is to blame for.
 
-    A value that the golden holds in float32 may be rounded to BF16 by a port that is right; and a chained
-    layer is handed an input with an error of its own.
+    A value that the golden holds in float32 may be rounded to BF16 by a port that is right, which then shows
+    in its bits; and a chained layer is handed an input with an error of its own.
     """
     norms = square_rows(rows.reference, massive=rows.massive)
-    if rows.reference.dtype == torch.float32:
+    if rows.reference.dtype == torch.float32 and torch.equal(
+        rows.target, rows.target.bfloat16().to(rows.target.dtype)
+    ):
         floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
     if rows.incoming is not None:
         floor = floor.plus(norms, factor=rows.incoming.widest.square())

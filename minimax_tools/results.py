@@ -33,6 +33,7 @@ class SiteStatus(str, Enum):
     FAIL = "fail"
     NOT_EXPOSED = "not exposed"  # by the port
     NOT_CAPTURED = "not captured"  # by the golden
+    NOT_JUDGED = "not judged"  # the run stopped before it, or no token was left to judge
 
     def __str__(self) -> str:
         return self.value

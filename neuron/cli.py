@@ -60,65 +60,58 @@ class _Outcome:
     comparison: Comparison | None
 
 
-@click.group(cls=Mm2Group)
+@click.group(
+    cls=Mm2Group,
+    epilog="\b\nExample: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer",
+)
 def main() -> None:
-    r"""Run layers of a MiniMax-M2 port on a device, from a golden's inputs, and judge them.
-
-    \b
-    Example: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer
-    """
+    """Run layers of a MiniMax-M2 port on a device, from a golden's inputs, and judge them."""
 
 
-@main.command("single-layer")
+@main.command(
+    "single-layer",
+    epilog="\b\nExample: mm2-test single-layer --model DIR --layer 0 --golden GOLDEN",
+)
 @layer_option
 @device_options
 def single_layer(layer: int, **options: Any) -> None:
-    r"""Run one layer.
-
-    \b
-    Example: mm2-test single-layer --model DIR --layer 0 --golden mm2-captures/gpu_reference/full_model
-    """
+    """Run one layer."""
     _run_device(options, lambda _: single_layer_run(layer, sites_level=options["sites_level"]))
 
 
-@main.command("multi-layer")
+@main.command(
+    "multi-layer", epilog="\b\nExample: mm2-test multi-layer --model DIR --start-layer 0 --end-layer 5"
+)
 @span_options
 @device_options
 def multi_layer(start_layer: int | None, end_layer: int | None, layers: str | None, **options: Any) -> None:
-    r"""Run a range of layers, each fed the output of the one before.
-
-    \b
-    Example: mm2-test multi-layer --model DIR --start-layer 0 --end-layer 5
-    """
+    """Run a range of layers, each fed the output of the one before."""
     given = read_span(start_layer, end_layer, layers)
     _run_device(options, lambda spec: multi_layer_run(_span(given, spec), sites_level=options["sites_level"]))
 
 
-@main.command("sweep")
+@main.command(
+    "sweep", epilog="\b\nExample: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer"
+)
 @span_options
 @device_options
 def sweep(start_layer: int | None, end_layer: int | None, layers: str | None, **options: Any) -> None:
-    r"""Run every layer of a range by itself, on the golden's own inputs: the usual way to find a fault.
-
-    \b
-    Example: mm2-test sweep --model DIR --golden GOLDEN --target port.py:DecoderLayer
-    """
+    """Run every layer of a range by itself, on the golden's own inputs: the usual way to find a fault."""
     given = read_span(start_layer, end_layer, layers)
     _run_device(options, lambda spec: sweep_run(_span(given, spec), sites_level=options["sites_level"]))
 
 
-@main.command("full")
+@main.command("full", epilog='\b\nExample: mm2-test full --model DIR --prompt "The capital of France is"')
 @device_options
 def full(**options: Any) -> None:
-    r"""Run the whole model, from the tokens to the logits.
-
-    \b
-    Example: mm2-test full --model DIR --prompt "The capital of France is"
-    """
+    """Run the whole model, from the tokens to the logits."""
     _run_device(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options["sites_level"]))
 
 
-@main.command("component")
+@main.command(
+    "component",
+    epilog="\b\nExample: mm2-test component --layer 7 --component moe --model DIR --golden GOLDEN",
+)
 @layer_option
 @click.option(
     "--component",
@@ -128,23 +121,15 @@ def full(**options: Any) -> None:
 )
 @device_options
 def component(layer: int, component: str, **options: Any) -> None:
-    r"""Run one component of a layer, fed the golden's values at its border.
-
-    \b
-    Example: mm2-test component --layer 7 --component moe --model DIR --golden GOLDEN
-    """
+    """Run one component of a layer, fed the golden's values at its border."""
     _run_device(options, lambda _: component_run(layer, Component(component)))
 
 
-@main.command("show")
+@main.command("show", epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")
 @click.argument("directory", type=click.Path(path_type=Path))
 @output_options
 def show(directory: Path, as_json: bool) -> None:
-    r"""Print what a saved run holds: layers, sites, shapes and statistics.
-
-    \b
-    Example: mm2-test show mm2-captures/neuron/single_layer_0
-    """
+    """Print what a saved run holds: layers, sites, shapes and statistics."""
     source = open_source(directory)
     print_json(capture_record(source)) if as_json else click.echo(render_capture(source))
 

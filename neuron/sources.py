@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,8 +55,8 @@ class TargetSource:
         file = getattr(self.module, "__file__", None)
         if file is None:
             return ""
-        folder = Path(file).resolve().parent
-        files = {Path(file).resolve(), *_loaded_files_beneath(folder)}
+        folder = Path(file).parent
+        files = {Path(file), *_loaded_files_beneath(folder)}
         digest = hashlib.sha256()
         for path in sorted(files):
             content = path.read_bytes()
@@ -111,17 +112,18 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
 
 def _loaded_files_beneath(folder: Path) -> set[Path]:
     """Source files of loaded modules in that folder, without the libraries installed there."""
+    start = f"{folder}{os.sep}"
     files = [
-        Path(file).resolve()
+        Path(file)
         for name, module in tuple(sys.modules.items())
-        if name.partition(".")[0] not in sys.stdlib_module_names
-        and isinstance(file := getattr(module, "__file__", None), str)
+        if isinstance(file := getattr(module, "__file__", None), str)
+        and file.startswith(start)
+        and name.partition(".")[0] not in sys.stdlib_module_names
     ]
     return {
         file
         for file in files
         if file.suffix == ".py"
-        and file.is_relative_to(folder)
         and not _FOREIGN_FOLDERS & set(file.relative_to(folder).parts)
         and file.is_file()
     }

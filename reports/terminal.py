@@ -26,6 +26,7 @@ _VERDICT_STYLES = {
 _UNCOMPARED_WORDS = {
     SiteStatus.NOT_EXPOSED: "Not exposed by the port",
     SiteStatus.NOT_CAPTURED: "Not captured by the golden",
+    SiteStatus.NOT_JUDGED: "Not judged",
 }
 
 

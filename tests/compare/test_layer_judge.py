@@ -262,7 +262,7 @@ class TestRouting:
             (1, Site.MOE_DELTA): scaled(0.5),
         }
         comparison = judge(copyist.device_run(changes))
-        assert site_of(comparison, 1, Site.MOE_DELTA).status is SiteStatus.NOT_EXPOSED
+        assert site_of(comparison, 1, Site.MOE_DELTA).status is SiteStatus.NOT_JUDGED
         assert blamed(comparison) == [(1, ("router_experts",))]
 
     def test_without_a_floor_flips_are_counted(self, copyist: Any, judge: Judge) -> None:

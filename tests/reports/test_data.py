@@ -111,7 +111,14 @@ class TestSummary:
 
     def test_statuses_add_up(self, unexposed: Comparison) -> None:
         statuses = summary_record(unexposed)["statuses"]
-        assert statuses == {"pass": 116, "warn": 0, "fail": 0, "not exposed": 16, "not captured": 4}
+        assert statuses == {
+            "pass": 116,
+            "warn": 0,
+            "fail": 0,
+            "not exposed": 16,
+            "not captured": 4,
+            "not judged": 0,
+        }
 
     def test_without_a_noise_floor_no_rho_is_invented(self, classic: Comparison) -> None:
         worst = summary_record(classic)["worst"]

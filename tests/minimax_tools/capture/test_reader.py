@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.writer import open_capture
+from minimax_tools.errors import CaptureError
+from minimax_tools.inputs import Inputs
+from minimax_tools.run import sweep_run
+from minimax_tools.sites import ModelSite, Site
+from minimax_tools.span import Span
+
+
+@pytest.fixture
+def capture(describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> Capture:
+    with open_capture(tmp_path, describe(), inputs=inputs) as writer:
+        for layer in range(3):
+            writer.write_layer(layer, layer_of(layer))
+        writer.finish()
+    return Capture.open(tmp_path)
+
+
+def test_tensors_come_back_as_they_were_stored(capture: Capture, layer_of: Any) -> None:
+    assert capture.layers == (0, 1, 2)
+    for layer in capture.layers:
+        read = capture.read(layer, Site.OUTPUT)
+        assert read.dtype == torch.bfloat16
+        assert torch.equal(read, layer_of(layer)[Site.OUTPUT])
+
+
+def test_input_of_a_chained_layer_is_the_output_before_it(capture: Capture) -> None:
+    assert capture.sites(2) == (Site.INPUT, Site.OUTPUT)
+    assert torch.equal(capture.read(2, Site.INPUT), capture.read(1, Site.OUTPUT))
+    assert not torch.equal(capture.read(0, Site.INPUT), capture.read(0, Site.OUTPUT))
+
+
+def test_input_of_an_isolated_layer_is_its_own_or_none(
+    describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
+) -> None:
+    run = sweep_run(Span(0, 3), sites_level="layer")
+    with open_capture(tmp_path / "sweep", describe(run=run), inputs=inputs) as writer:
+        for layer in range(3):
+            writer.write_layer(layer, layer_of(layer))
+    capture = Capture.open(tmp_path / "sweep")
+    assert capture.sites(1) == (Site.OUTPUT,)
+    with pytest.raises(CaptureError, match="holds no input of layer 1"):
+        capture.read(1, Site.INPUT)
+
+
+@pytest.mark.parametrize(("layer", "site"), [(0, Site.Q_PROJ), (3, Site.OUTPUT), (4, Site.INPUT)])
+def test_site_that_was_not_captured_is_an_error(capture: Capture, layer: int, site: Site) -> None:
+    with pytest.raises(CaptureError, match=f"holds no {site} of layer {layer}. Capture it with --sites all"):
+        capture.read(layer, site)
+
+
+def test_model_site_that_was_not_captured_is_an_error(capture: Capture) -> None:
+    assert capture.model_sites() == ()
+    with pytest.raises(CaptureError, match="holds no logits. Only whole-model runs capture it"):
+        capture.read_model(ModelSite.LOGITS)
+
+
+def test_inputs_come_back_with_their_digest_and_source(capture: Capture, inputs: Inputs) -> None:
+    read = capture.read_inputs()
+    assert read.digest() == inputs.digest()
+    assert read.source == inputs.source
+    assert torch.equal(capture.read_attention_mask(), inputs.attention_mask)
+    assert capture.read_hidden_states() is None
+
+
+def test_capture_without_a_floor_has_none(capture: Capture) -> None:
+    assert not capture.has_floor
+    assert capture.read_twin(0, Site.OUTPUT) is None
+    assert capture.read_floor(0, "router_margin") is None
+    assert capture.read_model_twin(ModelSite.LOGITS) is None
+    assert capture.read_model_floor("logits.error") is None
+
+
+def test_floor_that_is_promised_and_missing_is_an_error(
+    describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path
+) -> None:
+    with open_capture(tmp_path / "full", describe(noise_floor="full"), inputs=inputs) as writer:
+        writer.write_layer(0, layer_of(0), twin={}, floor={})
+    capture = Capture.open(tmp_path / "full")
+    assert capture.read_twin(0, Site.OUTPUT) is None
+    (tmp_path / "full/layer_0.fp32.safetensors").unlink()
+    with pytest.raises(CaptureError, match=r"layer_0\.fp32\.safetensors cannot be read"):
+        capture.read_twin(0, Site.OUTPUT)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(2, 3, 5).bfloat16(), torch.zeros(2, 3, 4)], ids=["shape", "dtype"]
+)
+def test_tensor_that_is_not_the_manifests_is_an_error(capture: Capture, tensor: torch.Tensor) -> None:
+    safetensors.torch.save_file({"output": tensor}, capture.directory / "layer_1.safetensors")
+    with pytest.raises(CaptureError, match=r"layer_1\.safetensors does not match its manifest at output: expected"):
+        capture.read(1, Site.OUTPUT)
+
+
+def test_tensor_that_its_file_lacks_is_an_error(capture: Capture) -> None:
+    safetensors.torch.save_file({"other": torch.zeros(1)}, capture.directory / "layer_1.safetensors")
+    with pytest.raises(CaptureError, match=r"layer_1\.safetensors holds no tensor 'output'"):
+        capture.read(1, Site.OUTPUT)
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut", "text"])
+def test_file_that_cannot_be_read_is_an_error(capture: Capture, damage: str) -> None:
+    path = capture.directory / "layer_1.safetensors"
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:30] if damage == "cut" else b"no tensors here, just text")
+    with pytest.raises(CaptureError, match=r"layer_1\.safetensors cannot be read: found .*Run the capture again"):
+        capture.read(1, Site.OUTPUT)
+
+
+def test_capture_can_be_carried_elsewhere(capture: Capture, tmp_path: Path) -> None:
+    moved = capture.directory.rename(tmp_path.with_name("elsewhere"))
+    assert torch.equal(Capture.open(moved).read(0, Site.OUTPUT)[0, 0], torch.tensor([0, 1, 2, 3]).bfloat16())
+    assert str(tmp_path) not in json.dumps(Capture.open(moved).manifest.as_json())

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minimax_tools.capture.recorder import Recorder, copy_on_device, copy_to_host, shape_to_batch
+from minimax_tools.capture.taps import Tap
+from minimax_tools.inputs import pad_rows
+from minimax_tools.sites import Site
+
+INPUTS = pad_rows([[1, 2, 3], [4, 5, 6]], padding_side="right", buckets=(), pad_token_id=0, source="a test")
+
+
+class Inner(nn.Module):
+    def forward(self, states: torch.Tensor, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return states * scale, states + 1
+
+
+class Outer(nn.Module):
+    """Calls its submodule by keyword, and overwrites what that returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        scaled, shifted = self.inner(states=states, scale=3.0)
+        total = scaled + shifted
+        scaled.zero_()
+        return total
+
+
+TAPS = {
+    Site.INPUT: Tap(path="inner", point="input"),
+    Site.Q_PROJ: Tap(path="inner"),
+    Site.K_PROJ: Tap(path="inner", index=1),
+    Site.OUTPUT: Tap(path=""),
+}
+
+
+@pytest.mark.parametrize("keep", [copy_to_host, copy_on_device])
+def test_sites_are_recorded_where_they_are_tapped(keep: Any) -> None:
+    module, states = Outer(), torch.tensor([1.0, 2.0])
+    with Recorder(module, TAPS, keep=keep) as recorder:
+        output = module(states)
+    assert {str(site): tensor.tolist() for site, tensor in recorder.tensors.items()} == {
+        "input": [1.0, 2.0],
+        "q_proj": [3.0, 6.0],
+        "k_proj": [2.0, 3.0],
+        "output": [5.0, 9.0],
+    }
+    assert torch.equal(output, Outer()(states))
+
+
+def test_recorded_tensors_are_copies_outside_the_graph() -> None:
+    module, states = Outer(), torch.ones(2, requires_grad=True)
+    with Recorder(module, {Site.INPUT: TAPS[Site.INPUT]}, keep=copy_to_host) as recorder:
+        module(states)
+    assert not recorder.tensors[Site.INPUT].requires_grad
+    with torch.no_grad():
+        states += 1
+    assert recorder.tensors[Site.INPUT].tolist() == [1.0, 1.0]
+
+
+def test_hooks_are_gone_after_the_block_and_after_an_error() -> None:
+    module = Outer()
+    recorder = Recorder(module, TAPS, keep=copy_to_host)
+    with pytest.raises(RuntimeError, match="planted"), recorder:
+        raise RuntimeError("planted")
+    module(torch.ones(2))
+    assert recorder.tensors == {}
+    assert not module.inner._forward_hooks
+    assert not module.inner._forward_pre_hooks
+
+
+def test_tap_of_a_missing_submodule_leaves_no_hook() -> None:
+    module = Outer()
+    taps = {Site.OUTPUT: Tap(path=""), Site.Q_PROJ: Tap(path="absent")}
+    with pytest.raises(AttributeError, match="absent"), Recorder(module, taps, keep=copy_to_host):
+        pass
+    assert not module._forward_hooks
+
+
+def test_what_is_no_tensor_is_not_recorded() -> None:
+    module = Outer()
+    taps = {Site.Q_PROJ: Tap(path="inner", index=2), Site.K_PROJ: Tap(path="inner", point="input", index=1)}
+    with Recorder(module, taps, keep=copy_to_host) as recorder:
+        module(torch.ones(2))
+    assert recorder.tensors == {}
+
+
+@pytest.mark.parametrize(
+    ("site", "expected"),
+    [
+        (Site.INPUT, [30.0 + 11.0, 60.0 + 21.0]),
+        (Site.Q_PROJ, [10.0 + 2.0, 20.0 + 3.0]),
+        (Site.K_PROJ, [3.0 + 10.0, 6.0 + 20.0]),
+    ],
+)
+def test_fed_tensor_takes_the_place_of_what_was_there(site: Site, expected: list[float]) -> None:
+    module = Outer()
+    fed = torch.tensor([[10.0, 20.0]], dtype=torch.float64)
+    with Recorder(module, TAPS, keep=copy_to_host, feeds={site: fed}) as recorder:
+        output = module(torch.tensor([1.0, 2.0]))
+    assert output.tolist() == expected
+    # In the shape and dtype of what it replaces.
+    assert torch.equal(recorder.tensors[site], torch.tensor([10.0, 20.0]))
+
+
+@pytest.mark.parametrize(
+    ("site", "shape", "expected"),
+    [
+        (Site.MOE_DELTA, (6, 4), (2, 3, 4)),
+        (Site.ROUTER_EXPERTS, (6, 2), (2, 3, 2)),
+        (Site.OUTPUT, (2, 3, 4), (2, 3, 4)),
+        (Site.OUTPUT, (5, 4), (5, 4)),
+        (Site.Q_ROPE, (6, 4, 3, 2), (6, 4, 3, 2)),
+    ],
+)
+def test_flat_rows_become_a_batch_and_nothing_else_changes(
+    site: Site, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    shaped = shape_to_batch(site, tensor, INPUTS)
+    assert tuple(shaped.shape) == expected
+    assert torch.equal(shaped.flatten(), tensor.flatten())

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, capture_directory, newest_capture
+from minimax_tools.errors import CaptureError
+
+
+def make(captures: Path, side: str, run: str, *, time_ns: int) -> Path:
+    directory = capture_directory(captures, side, run)
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").touch()
+    os.utime(directory / "manifest.json", ns=(time_ns, time_ns))
+    return directory
+
+
+def test_captures_lie_by_side_and_run(tmp_path: Path) -> None:
+    assert capture_directory(tmp_path, GOLDEN_SIDE, "full_model") == tmp_path / "gpu_reference/full_model"
+    assert capture_directory(tmp_path, DEVICE_SIDE, "single_layer_7") == tmp_path / "neuron/single_layer_7"
+
+
+def test_newest_capture_of_a_side_is_found_by_its_manifest(tmp_path: Path) -> None:
+    make(tmp_path, DEVICE_SIDE, "single_layer_0", time_ns=2)
+    newest = make(tmp_path, DEVICE_SIDE, "sweep_0_to_3", time_ns=3)
+    make(tmp_path, GOLDEN_SIDE, "full_model", time_ns=9)
+    (tmp_path / "neuron/unfinished").mkdir()
+    assert newest_capture(tmp_path, DEVICE_SIDE) == newest
+
+
+@pytest.mark.parametrize(
+    ("side", "make_one"), [(GOLDEN_SIDE, "mm2-gpu extract-all"), (DEVICE_SIDE, "mm2-test sweep")]
+)
+def test_side_without_a_capture_says_how_to_make_one(tmp_path: Path, side: str, make_one: str) -> None:
+    with pytest.raises(CaptureError, match=f"no capture under .*{side}. Make one first: {make_one}"):
+        newest_capture(tmp_path, side)

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from minimax_tools.capture.taps import Tap, verify_taps
+from minimax_tools.errors import TargetError
+from minimax_tools.sites import Site
+
+
+@pytest.mark.parametrize(
+    ("text", "tap"),
+    [
+        ("self_attn.q_proj", Tap(path="self_attn.q_proj")),
+        ("", Tap(path="")),
+        ("mlp:input", Tap(path="mlp", point="input")),
+        ("experts.3:output", Tap(path="experts.3")),
+        ("mlp.gate:output[2]", Tap(path="mlp.gate", index=2)),
+        ("norm:input[1]", Tap(path="norm", point="input", index=1)),
+    ],
+)
+def test_notation_is_read(text: str, tap: Tap) -> None:
+    assert Tap.parse(text) == tap
+
+
+@pytest.mark.parametrize("text", ["a b", "mlp:", "mlp:out", "mlp[0]", "mlp:output[x]", "mlp:output[-1]", "a:b:c"])
+def test_unreadable_notation_is_refused(text: str) -> None:
+    with pytest.raises(TargetError, match=r"cannot be read: expected 'submodule.path', 'submodule.path:input'"):
+        Tap.parse(text)
+
+
+@pytest.mark.parametrize(("index", "value"), [(0, 1.0), (1, 2.0)])
+def test_element_is_picked_and_put_back(index: int, value: float) -> None:
+    tap, output = Tap(path="", index=index), (torch.tensor(1.0), torch.tensor(2.0), "kept")
+    picked = tap.pick(output)
+    assert picked is not None
+    assert float(picked) == value
+    put = tap.put(output, torch.tensor(9.0))
+    assert [float(put[0]), float(put[1]), put[2]] == [9.0 if index == 0 else 1.0, 9.0 if index else 2.0, "kept"]
+
+
+def test_lone_tensor_is_its_first_element() -> None:
+    tensor = torch.ones(2)
+    assert Tap(path="").pick(tensor) is tensor
+    assert Tap(path="").put(tensor, tensor + 1).tolist() == [2.0, 2.0]
+    assert Tap(path="", index=1).pick(tensor) is None
+    assert Tap(path="").pick("no tensor") is None
+
+
+def test_list_is_read_like_a_tuple() -> None:
+    assert Tap(path="", index=1).pick([1, torch.ones(1)]) is not None
+
+
+def test_every_missing_submodule_is_named() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    verify_taps(module, {Site.Q_PROJ: Tap(path="0"), Site.OUTPUT: Tap(path="")})
+    taps = {Site.Q_PROJ: Tap(path="1"), Site.K_PROJ: Tap(path="a.b"), Site.V_PROJ: Tap(path="0")}
+    with pytest.raises(TargetError, match=r"that Sequential does not have: found q_proj: '1', k_proj: 'a.b'\. Paths"):
+        verify_taps(module, taps)
+
+
+def test_words() -> None:
+    assert str(Tap(path="mlp.gate", index=2)) == "mlp.gate:output[2]"
+    assert str(Tap(path="", point="input")) == "<layer>:input[0]"
