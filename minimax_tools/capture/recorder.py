@@ -56,13 +56,10 @@ class Recorder:
         self.tensors[site] = self._keep(tensor)
 
     def __enter__(self) -> Recorder:
+        # All are looked up before the first hook is made: a missing one leaves none behind.
+        submodules = {site: self._module.get_submodule(tap.path) for site, tap in self._taps.items()}
         for site, tap in self._taps.items():
-            submodule = self._module.get_submodule(tap.path)
-            if tap.point == "input":
-                handle = submodule.register_forward_pre_hook(self._pre_hook(site, tap), with_kwargs=True)
-            else:
-                handle = submodule.register_forward_hook(self._post_hook(site, tap))
-            self._handles.append(handle)
+            self._handles.append(self._hook(submodules[site], site, tap))
         return self
 
     def __exit__(
@@ -71,6 +68,11 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _hook(self, submodule: torch.nn.Module, site: Site, tap: Tap) -> torch.utils.hooks.RemovableHandle:
+        if tap.point == "input":
+            return submodule.register_forward_pre_hook(self._pre_hook(site, tap), with_kwargs=True)
+        return submodule.register_forward_hook(self._post_hook(site, tap))
 
     def _pre_hook(self, site: Site, tap: Tap) -> Callable[..., Any]:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from minimax_tools.chat import render_chat
 from minimax_tools.errors import CheckpointError
 
-PROMPT = "What is 2 < 3?\n  Say \"yes\"."
+PROMPT = 'What is 2 < 3?\n  Say "yes".'
 
 # What templates of the hub use: macros, tojson, loop controls, special tokens, tools that are not given.
 TEMPLATE = """\

@@ -57,7 +57,11 @@ def run(*arguments: str) -> click.testing.Result:
         ("well", 0, ""),
         ("usage", 2, "Error: you erred. Do better.\n"),
         ("capture", 3, "Error: no capture\n"),
-        ("crash", 3, "Error: unexpected ZeroDivisionError: by zero. Run again with --debug for the traceback.\n"),
+        (
+            "crash",
+            3,
+            "Error: unexpected ZeroDivisionError: by zero. Run again with --debug for the traceback.\n",
+        ),
         ("assertion", 3, "Error: unexpected AssertionError: impossible. Run again with --debug"),
         ("stop", 3, "Error: interrupted\n"),
         ("differs", 1, ""),
@@ -80,7 +84,9 @@ def test_no_error_of_a_command_exits_with_1() -> None:
             assert run(name, *options).exit_code in (2, 3)
 
 
-@pytest.mark.parametrize(("name", "raised"), [("crash", "ZeroDivisionError: by zero"), ("capture", "no capture")])
+@pytest.mark.parametrize(
+    ("name", "raised"), [("crash", "ZeroDivisionError: by zero"), ("capture", "no capture")]
+)
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(name: str, raised: str) -> None:
     result = run(name, "--debug")
     assert "Traceback (most recent call last)" in result.stderr

@@ -62,11 +62,11 @@ def test_every_run_takes_the_shared_options_with_one_meaning(command: click.Comm
         assert described(own[name]) == described(shared)
 
 
-@pytest.mark.parametrize("group", [mm2_gpu, mm2_test, mm2_compare], ids=["mm2-gpu", "mm2-test", "mm2-compare"])
+@pytest.mark.parametrize(
+    "group", [mm2_gpu, mm2_test, mm2_compare], ids=["mm2-gpu", "mm2-test", "mm2-compare"]
+)
 def test_an_option_of_a_shared_name_is_the_shared_option(group: click.Command) -> None:
-    shared = parameters(
-        *SHARED_BY_RUNS, options.span_options, options.layer_option, options.captures_option
-    )
+    shared = parameters(*SHARED_BY_RUNS, options.span_options, options.layer_option, options.captures_option)
     for command in commands(group):
         for parameter in command.params:
             # mm2-compare chooses among layers that are there, several of them.

@@ -41,7 +41,10 @@ def test_chat_is_applied_when_it_is_asked_for(toy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("prompts.txt", "\n".join([PROMPTS[0], "", "  ", PROMPTS[1], ""])), ("prompts.json", json.dumps(PROMPTS))],
+    [
+        ("prompts.txt", "\n".join([PROMPTS[0], "", "  ", PROMPTS[1], ""])),
+        ("prompts.json", json.dumps(PROMPTS)),
+    ],
 )
 def test_prompts_file_is_the_same_as_its_prompts(toy: Path, tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
@@ -83,10 +86,14 @@ def test_ids_are_read_from_json(toy: Path, tmp_path: Path, text: str, expected: 
     assert rows(build(toy, input_ids=(str(tmp_path / "ids.json"),))) == expected
 
 
-@pytest.mark.parametrize("text", ["{}", "[]x", '[["a"]]', "[[1.5]]", "[[true]]", "[1, [2]]", "7", '{"rows": [[1]]}'])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]x", '[["a"]]', "[[1.5]]", "[[true]]", "[1, [2]]", "7", '{"rows": [[1]]}']
+)
 def test_json_without_ids_is_refused(toy: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "ids.json").write_text(text)
-    with pytest.raises(UsageError, match=r"--input-ids .*ids\.json' cannot be read: expected ids like 1,2,3 or a"):
+    with pytest.raises(
+        UsageError, match=r"--input-ids .*ids\.json' cannot be read: expected ids like 1,2,3 or a"
+    ):
         build(toy, input_ids=(str(tmp_path / "ids.json"),))
 
 
@@ -96,7 +103,9 @@ def test_unreadable_ids_are_refused(toy: Path, text: str) -> None:
         build(toy, input_ids=(text,))
 
 
-@pytest.mark.parametrize(("token", "is_allowed"), [(-1, False), (0, True), (511, True), (512, False), (2**80, False)])
+@pytest.mark.parametrize(
+    ("token", "is_allowed"), [(-1, False), (0, True), (511, True), (512, False), (2**80, False)]
+)
 def test_ids_outside_the_vocabulary_are_refused(toy: Path, token: int, is_allowed: bool) -> None:
     if is_allowed:
         assert rows(build(toy, input_ids=(f"3,{token}",))) == [[3, token]]
@@ -126,7 +135,9 @@ def test_rows_are_truncated_before_they_are_padded(toy: Path) -> None:
 def test_row_longer_than_the_model_takes_is_refused(toy: Path) -> None:
     spec = replace(ModelSpec.from_folder(toy), max_position_embeddings=4)
     request = InputRequest(input_ids=("1", "1,2,3,4,5"))
-    with pytest.raises(UsageError, match=r"row 1 has 5 tokens: expected at most 4, .* Truncate it with --max-length"):
+    with pytest.raises(
+        UsageError, match=r"row 1 has 5 tokens: expected at most 4, .* Truncate it with --max-length"
+    ):
         build_inputs(request, folder=toy, spec=spec)
     assert build_inputs(replace(request, max_length=4), folder=toy, spec=spec).lengths == (1, 4)
 

@@ -23,7 +23,9 @@ def test_chat_is_encoded_as_transformers_encodes_it(toy: Path) -> None:
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(toy)
     expected = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True).input_ids
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True
+        ).input_ids
         for text in TEXTS
     ]
     assert encode_texts(toy, TEXTS, chat=True) == expected

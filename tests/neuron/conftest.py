@@ -83,12 +83,13 @@ def process(tmp_path: Path) -> Process:
     return run_there
 
 
-@pytest.fixture
-def run_python(tmp_path: Path) -> Process:
-    """Runs Python code in a process of its own."""
+@pytest.fixture(scope="session")
+def run_python(tmp_path_factory: pytest.TempPathFactory) -> Process:
+    """Runs Python code in a process of its own; what lies in `folder` can be imported."""
 
-    def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return _run_process([sys.executable, "-c", code], folder=tmp_path, environment=environment)
+    def run_code(code: str, *, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("python") if folder is None else folder
+        return _run_process([sys.executable, "-c", code], folder=folder)
 
     return run_code
 

@@ -15,6 +15,15 @@ from minimax_tools.errors import UsageError
 from minimax_tools.spec import ModelSpec
 from neuron.targets import find_target, target_config
 
+IN_PLACE = """
+class Port(ReferenceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        hidden_states += self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        attention_mask.zero_()
+        position_ids.add_(1000)
+        hidden_states += self.block_sparse_moe(self.post_attention_layernorm(hidden_states))
+        return hidden_states
+"""
 SHORT = ("--seq-len", "12,7", "--json")
 
 
@@ -128,16 +137,7 @@ class Port(ReferenceLayer):
     def test_in_place_port_gives_what_a_plain_one_gives(
         self, run: Any, write_port: Any, small: Path, tmp_path: Path
     ) -> None:
-        source = """
-class Port(ReferenceLayer):
-    def forward(self, hidden_states, attention_mask, position_ids):
-        hidden_states += self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
-        attention_mask.zero_()
-        position_ids.add_(1000)
-        hidden_states += self.block_sparse_moe(self.post_attention_layernorm(hidden_states))
-        return hidden_states
-"""
-        targets = {"in_place": write_port(source), "plain": "reference"}
+        targets = {"in_place": write_port(IN_PLACE), "plain": "reference"}
         for name, target in targets.items():
             result = run(
                 "full", "--model", small, "--target", target, *SHORT, "--output-dir", tmp_path / name
@@ -148,6 +148,30 @@ class Port(ReferenceLayer):
             assert {site: torch.equal(mine[site], plain[site]) for site in plain} == dict.fromkeys(
                 plain, True
             )
+
+    @pytest.mark.slow
+    def test_plain_and_in_place_ports_pass_on_xla_with_one_set_of_graphs(
+        self, needs_xla: None, serve: Any, write_port: Any, toy: Path, golden: Path, tmp_path: Path
+    ) -> None:
+        common = (
+            "multi-layer",
+            "--layers",
+            "0:3",
+            "--model",
+            toy,
+            "--golden",
+            golden,
+            "--backend",
+            "xla-cpu",
+        )
+        targets = ("reference", write_port(IN_PLACE))
+        results = serve(
+            [(*common, "--target", target, "--captures", tmp_path, "--json") for target in targets]
+        )
+        for result in results:
+            record = json.loads(result["stdout"])
+            assert (result["exit_code"], record["verdict"]) == (0, "pass")
+            assert (record["graphs"]["later_layers"], record["graphs"]["fallbacks"]) == (0, [])
 
 
 class TestReuse:

@@ -64,7 +64,7 @@ def test_folder_of_pt_files_is_opened(tmp_path: Path) -> None:
 def test_manifest_counts_more_than_pt_files(tmp_path: Path) -> None:
     directory = write_legacy(tmp_path / "full_model")
     (directory / "manifest.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(CaptureError, match=r"manifest\.json has another schema"):
+    with pytest.raises(CaptureError, match=r"manifest\.json is damaged: found JSON that is no manifest"):
         open_source(directory)
 
 

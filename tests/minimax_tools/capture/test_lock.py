@@ -22,7 +22,9 @@ def test_directory_is_made_and_its_lock_goes_with_the_block(tmp_path: Path) -> N
 def test_second_run_is_kept_out_and_leaves_the_lock_alone(tmp_path: Path) -> None:
     with locked_directory(tmp_path):
         for _ in range(2):
-            with pytest.raises(CaptureError, match=f"the output directory {tmp_path} is in use by another run"):
+            with pytest.raises(
+                CaptureError, match=f"the output directory {tmp_path} is in use by another run"
+            ):
                 with locked_directory(tmp_path):
                     pass
         assert (tmp_path / LOCK_NAME).exists()

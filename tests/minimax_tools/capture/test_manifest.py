@@ -89,7 +89,10 @@ def test_equal_descriptions_do_not_differ(describe: Any, tmp_path: Path) -> None
         ({"inputs_digest": "x"}, ["inputs_digest"]),
         ({"noise_floor": "full"}, ["noise_floor"]),
         ({"target": "other"}, ["target"]),
-        ({"options": {"attn_implementation": "eager", "proved": ["a", "b"]}}, ["options.attn_implementation"]),
+        (
+            {"options": {"attn_implementation": "eager", "proved": ["a", "b"]}},
+            ["options.attn_implementation"],
+        ),
         ({"options": {}}, ["options.attn_implementation", "options.proved"]),
         ({"environment": {"NEURON_CC_FLAGS": "-O1"}}, ["environment.NEURON_CC_FLAGS"]),
         ({"versions": {"torch": "9"}}, ["versions.torch"]),

@@ -15,6 +15,12 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def fail_halfway(path: Path) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text("half")
+        raise OSError("planted")
+
+
 def test_file_appears_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text("old")
@@ -29,10 +35,8 @@ def test_file_appears_when_it_is_whole(tmp_path: Path) -> None:
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text("old")
-    with pytest.raises(CaptureError, match=r"cannot write .*manifest\.json: found .*planted"):
-        with replacing(path) as temporary:
-            temporary.write_text("half")
-            raise OSError("planted")
+    with pytest.raises(CaptureError, match=r"cannot write .*manifest\.json: found planted"):
+        fail_halfway(path)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["manifest.json"]
 
@@ -42,11 +46,15 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     [
         OSError(28, "No space left on device"),
         OSError(122, "Disk quota exceeded"),
-        safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        safetensors.SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
     ],
 )
 def test_full_disk_is_told_apart_with_the_free_space(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(CaptureError, match=rf"no space left to write {tmp_path}/a\.json: found [\d.]+ MB free"):
+    with pytest.raises(
+        CaptureError, match=rf"no space left to write {tmp_path}/a\.json: found [\d.]+ MB free"
+    ):
         with replacing(tmp_path / "a.json"):
             raise error
 
@@ -66,7 +74,14 @@ def test_others_may_read_what_safetensors_wrote(tmp_path: Path) -> None:
 
 
 def test_only_left_over_temporaries_are_removed(tmp_path: Path) -> None:
-    for name in (".layer_0.safetensors.tmp", ".manifest.json.tmp", "notes.tmp", ".hidden", "a.json.tmp", ".x.tmp"):
+    for name in (
+        ".layer_0.safetensors.tmp",
+        ".manifest.json.tmp",
+        "notes.tmp",
+        ".hidden",
+        "a.json.tmp",
+        ".x.tmp",
+    ):
         (tmp_path / name).touch()
     remove_temporaries(tmp_path)
     assert names(tmp_path) == [".hidden", ".x.tmp", "a.json.tmp", "notes.tmp"]

@@ -144,9 +144,7 @@ def test_hidden_states_of_another_kind_start_anew(
     assert recipe.written == [0, 1, 2]
 
 
-def test_complete_capture_is_made_anew(
-    recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_complete_capture_is_made_anew(recipe: Recipe, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     recipe.write(tmp_path)
     recipe.write(tmp_path)
     assert recipe.written == [0, 1, 2]
@@ -208,7 +206,9 @@ def test_directory_of_others_is_refused_and_left_alone(
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(CaptureError, match=r"is not empty and holds no capture: found .*Choose another --output-dir"):
+    with pytest.raises(
+        CaptureError, match=r"is not empty and holds no capture: found .*Choose another --output-dir"
+    ):
         recipe.write(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 

@@ -24,9 +24,13 @@ def test_notation_is_read(text: str, tap: Tap) -> None:
     assert Tap.parse(text) == tap
 
 
-@pytest.mark.parametrize("text", ["a b", "mlp:", "mlp:out", "mlp[0]", "mlp:output[x]", "mlp:output[-1]", "a:b:c"])
+@pytest.mark.parametrize(
+    "text", ["a b", "mlp:", "mlp:out", "mlp[0]", "mlp:output[x]", "mlp:output[-1]", "a:b:c"]
+)
 def test_unreadable_notation_is_refused(text: str) -> None:
-    with pytest.raises(TargetError, match=r"cannot be read: expected 'submodule.path', 'submodule.path:input'"):
+    with pytest.raises(
+        TargetError, match=r"cannot be read: expected 'submodule.path', 'submodule.path:input'"
+    ):
         Tap.parse(text)
 
 
@@ -37,7 +41,11 @@ def test_element_is_picked_and_put_back(index: int, value: float) -> None:
     assert picked is not None
     assert float(picked) == value
     put = tap.put(output, torch.tensor(9.0))
-    assert [float(put[0]), float(put[1]), put[2]] == [9.0 if index == 0 else 1.0, 9.0 if index else 2.0, "kept"]
+    assert [float(put[0]), float(put[1]), put[2]] == [
+        9.0 if index == 0 else 1.0,
+        9.0 if index else 2.0,
+        "kept",
+    ]
 
 
 def test_lone_tensor_is_its_first_element() -> None:
@@ -56,7 +64,9 @@ def test_every_missing_submodule_is_named() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     verify_taps(module, {Site.Q_PROJ: Tap(path="0"), Site.OUTPUT: Tap(path="")})
     taps = {Site.Q_PROJ: Tap(path="1"), Site.K_PROJ: Tap(path="a.b"), Site.V_PROJ: Tap(path="0")}
-    with pytest.raises(TargetError, match=r"that Sequential does not have: found q_proj: '1', k_proj: 'a.b'\. Paths"):
+    with pytest.raises(
+        TargetError, match=r"that Sequential does not have: found q_proj: '1', k_proj: 'a.b'\. Paths"
+    ):
         verify_taps(module, taps)
 
 

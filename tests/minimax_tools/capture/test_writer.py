@@ -42,7 +42,9 @@ def test_layer_is_written_with_its_floor_beside_it(
         writer.write_layer(0, tensors, twin=twin, floor=floor)
         assert writer.complete_layers == (0,)
         assert torch.equal(writer.read_layer_output(0), tensors[Site.OUTPUT])
-    assert {"layer_0.safetensors", "layer_0.fp32.safetensors", "layer_0.floor.safetensors"} <= set(names(tmp_path))
+    assert {"layer_0.safetensors", "layer_0.fp32.safetensors", "layer_0.floor.safetensors"} <= set(
+        names(tmp_path)
+    )
     assert stored(tmp_path / "layer_0.safetensors").keys() == {"input", "output"}
     assert torch.equal(stored(tmp_path / "layer_0.fp32.safetensors")["output"], twin[Site.OUTPUT])
     assert torch.equal(stored(tmp_path / "layer_0.floor.safetensors")["output.error"], floor["output.error"])

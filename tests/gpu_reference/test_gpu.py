@@ -1,0 +1,146 @@
+"""What only a machine with a CUDA device can show."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_reference.cli import main
+from gpu_reference.golden import open_golden
+from gpu_reference.placement import Placement
+from minimax_tools.capture.reader import Capture
+from minimax_tools.sites import Site
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = Placement(device_map={"": "cuda:0"})
+
+
+def capture(request: Any, directory: Path) -> Capture:
+    with open_golden(request) as golden:
+        golden.capture(directory, extra={})
+    return Capture.open(directory)
+
+
+def tensor_files(capture: Capture) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in capture.directory.glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def on_gpu(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Capture:
+    """The golden of a model that lies on one GPU whole."""
+    return capture(ask(placement=ON_GPU, noise_floor="full"), tmp_path_factory.mktemp("gpu") / "full_model")
+
+
+def test_gpu_is_described_by_name_memory_modules_and_use(toy: Path, tmp_path: Path, command: Any) -> None:
+    arguments = ["single-layer", "--layer", 1, "--model", toy, "--seq-len", 8, "--output-dir", tmp_path]
+    result = command(main, *arguments, "--device-map", "cuda:0")
+    name = re.escape(torch.cuda.get_device_name(0))
+    assert re.search(rf"cuda:0 {name}, [\d.]+ GB: the whole model; [\d.]+ GB in use", result.stderr)
+    assert "No GPU here" not in result.stderr
+
+
+@pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_every_strategy_uses_the_gpu(toy: Path, tmp_path: Path, command: Any, strategy: str) -> None:
+    arguments = ["single-layer", "--layer", 0, "--model", toy, "--seq-len", 8, "--output-dir", tmp_path]
+    assert command(main, *arguments, "--device-map", strategy).exit_code == 0
+    made = Capture.open(tmp_path).description.provenance
+    assert made.backend == "cuda"
+    assert torch.cuda.get_device_name(0) in made.device
+
+
+def test_gpu_that_does_not_exist_is_refused(toy: Path, command: Any) -> None:
+    absent = torch.cuda.device_count()
+    result = command(main, "extract-all", "--model", toy, "--device-map", f"cuda:{absent}", "--no-save")
+    assert result.exit_code == 3
+    assert f"GPU {absent} is not here: expected one of {absent} GPUs" in result.stderr
+
+
+def test_fp8_checkpoint_is_dequantised_on_the_gpu_too(
+    ask: Any, toy_bf16: Path, on_gpu: Capture, tmp_path: Path
+) -> None:
+    copy = capture(ask(folder=toy_bf16, placement=ON_GPU, noise_floor="full"), tmp_path)
+    assert tensor_files(copy) == tensor_files(on_gpu)
+
+
+def test_gpu_and_cpu_agree_to_the_rounding_of_bfloat16(ask: Any, on_gpu: Capture, tmp_path: Path) -> None:
+    on_cpu = capture(ask(), tmp_path)
+    real = on_cpu.read_attention_mask().bool()
+    for site in (Site.INPUT_NORM, Site.Q_PROJ, Site.V_PROJ, Site.ATTN_CONTEXT, Site.ATTN_RESIDUAL):
+        mine, theirs = on_gpu.read(0, site)[real].double(), on_cpu.read(0, site)[real].double()
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.01, site
+
+
+def test_twin_on_the_gpu_is_float32_not_tf32(ask: Any, on_gpu: Capture, tmp_path: Path) -> None:
+    on_cpu = capture(ask(noise_floor="full"), tmp_path)
+    real = on_cpu.read_attention_mask().bool()
+    mine, theirs = on_gpu.read_twin(0, Site.ATTN_DELTA), on_cpu.read_twin(0, Site.ATTN_DELTA)
+    assert mine is not None
+    assert theirs is not None
+    assert float((mine[real] - theirs[real]).norm() / theirs[real].norm()) < 1e-5
+
+
+@pytest.mark.parametrize("elsewhere", ["cpu", "disk"])
+def test_offloaded_layers_are_computed_on_the_gpu_with_the_same_bits(
+    ask: Any, on_gpu: Capture, tmp_path: Path, elsewhere: str
+) -> None:
+    device_map = {
+        "model.embed_tokens": 0,
+        "model.layers.0": 0,
+        "model.layers.1": elsewhere,
+        "model.layers.2": 0,
+        "model.layers.3": elsewhere,
+        "model.norm": 0,
+        "model.rotary_emb": 0,
+        "lm_head": elsewhere,
+    }
+    placement = Placement(device_map=device_map, offload_folder=tmp_path / "offload")
+    split = capture(ask(placement=placement, noise_floor="full"), tmp_path / "capture")
+    assert tensor_files(split) == tensor_files(on_gpu)
+    assert split.description.provenance.backend == "cuda"
+
+
+def test_one_limit_leaves_the_rest_to_the_cpu(toy: Path, tmp_path: Path, command: Any) -> None:
+    arguments = ["extract-all", "--model", toy, "--seq-len", 8, "--output-dir", tmp_path / "capture"]
+    result = command(main, *arguments, "--max-memory", "12MB", "--offload-folder", tmp_path / "offload")
+    assert result.exit_code == 0
+    assert re.search(r"^  cpu: ", result.stderr, re.MULTILINE)
+    assert re.search(r"^  cuda:0 ", result.stderr, re.MULTILINE)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than two GPUs")
+def test_model_split_over_two_gpus_captures_the_same_bits(ask: Any, on_gpu: Capture, tmp_path: Path) -> None:
+    device_map: dict[str, int | str] = {
+        "model.embed_tokens": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 0,
+        "model.layers.2": 1,
+        "model.layers.3": 1,
+        "model.norm": 1,
+        "model.rotary_emb": 0,
+        "lm_head": 1,
+    }
+    split = capture(ask(placement=Placement(device_map=device_map), noise_floor="full"), tmp_path)
+    assert tensor_files(split) == tensor_files(on_gpu)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash_attn is not installed")
+def test_recording_leaves_flash_attention_bit_equal(ask: Any, tmp_path: Path) -> None:
+    request = ask(placement=ON_GPU, attn_implementation="flash_attention_2")
+    with open_golden(request) as golden:
+        plain = golden.forward()
+        golden.capture(tmp_path, extra={})
+        assert torch.equal(golden.forward(), plain)
+    assert Capture.open(tmp_path).sites(0) == tuple(Site)
+
+
+def test_generation_on_the_gpu_is_saved(toy: Path, tmp_path: Path, command: Any) -> None:
+    arguments = ["full", "--model", toy, "--seq-len", 8, "--max-new-tokens", 4, "--output-dir", tmp_path]
+    assert command(main, *arguments, "--device-map", "cuda:0").exit_code == 0
+    assert len(json.loads((tmp_path / "generation.json").read_text())["rows"][0]["generated_ids"]) == 4

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
+from minimax_tools.capture.taps import Tap, verify_taps
+from minimax_tools.checkpoint.names import expected_layer_shapes
+from minimax_tools.inputs import Inputs
+from minimax_tools.reference.layer import ReferenceLayer
+from minimax_tools.sites import Site, parse_site
+from minimax_tools.spec import ModelSpec
+
+LAYERS = range(4)
+TAPS = {parse_site(name): Tap.parse(text) for name, text in ReferenceLayer.sites.items()}
+
+
+@pytest.fixture
+def build(spec: ModelSpec, open_layer: Any) -> Any:
+    """Builds the layer with a checkpoint's weights, in BF16 with a float32 router."""
+
+    def make(layer: int) -> ReferenceLayer:
+        module = ReferenceLayer(spec, layer)
+        module.load_state_dict(dict(open_layer(layer)), assign=True)
+        return module
+
+    return make
+
+
+def run(module: ReferenceLayer, states: torch.Tensor, inputs: Inputs) -> Mapping[Site, torch.Tensor]:
+    with torch.no_grad(), Recorder(module, TAPS, keep=copy_to_host) as recorder:
+        output = module(states, inputs.attention_mask, inputs.position_ids)
+    recorded = {site: shape_to_batch(site, tensor, inputs) for site, tensor in recorder.tensors.items()}
+    return {**recorded, Site.OUTPUT: output}
+
+
+def test_parameters_bear_the_hubs_names_and_shapes(spec: ModelSpec) -> None:
+    state = ReferenceLayer(spec, 0).state_dict()
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == dict(expected_layer_shapes(spec))
+
+
+def test_every_site_is_exposed(spec: ModelSpec) -> None:
+    assert set(TAPS) | {Site.INPUT, Site.OUTPUT} == set(Site)
+    verify_taps(ReferenceLayer(spec, 0), TAPS)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_gives_the_goldens_sites_to_its_rounding(
+    build: Any, capture: Capture, inputs: Inputs, layer: int
+) -> None:
+    found = run(build(layer), capture.read(layer, Site.INPUT), inputs)
+    real = inputs.attention_mask.bool()
+    for site in (*TAPS, Site.OUTPUT):
+        mine, golden = found[site], capture.read(layer, site)
+        assert mine.shape == golden.shape, site
+        if site is Site.ROUTER_EXPERTS:
+            flips = (mine.sort(-1).values != golden.sort(-1).values).any(-1) & real
+            assert float(flips.sum() / real.sum()) < 0.1
+        elif site not in (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT):
+            if site.has_heads_dim:
+                mine, golden = mine.transpose(1, 2), golden.transpose(1, 2)
+            error = (mine[real].double() - golden[real].double()).norm() / golden[real].double().norm()
+            assert float(error) < 0.01, site
+
+
+def test_dtypes_are_those_of_the_golden(build: Any, capture: Capture, inputs: Inputs) -> None:
+    found = run(build(0), capture.read(0, Site.INPUT), inputs)
+    assert {site: tensor.dtype for site, tensor in found.items()} == {
+        site: capture.read(0, site).dtype for site in found
+    }
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_neither_reaches_a_real_row_nor_makes_nan(build: Any, spec: ModelSpec, side: str) -> None:
+    module = build(0).float()
+    states = torch.randn(1, 6, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]] if side == "left" else [[1, 1, 1, 1, 0, 0]])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    real = mask[0].bool()
+    with torch.no_grad():
+        padded = module(states, mask, positions)
+        other = module(torch.where(mask[..., None].bool(), states, 7.0), mask, positions)
+        alone = module(states[:, real], mask[:, real], positions[:, real])
+    assert bool(padded.isfinite().all())
+    torch.testing.assert_close(padded[:, real], alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(padded[:, real], other[:, real], rtol=1e-5, atol=1e-5)
+
+
+def test_later_tokens_do_not_reach_earlier_ones(build: Any, spec: ModelSpec) -> None:
+    module = build(1).float()
+    states = torch.randn(1, 5, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    mask, positions = torch.ones(1, 5, dtype=torch.int64), torch.arange(5)[None]
+    changed = states.clone()
+    changed[:, 3:] += 1.0
+    with torch.no_grad():
+        first, second = module(states, mask, positions), module(changed, mask, positions)
+    torch.testing.assert_close(first[:, :3], second[:, :3])
+    assert not torch.allclose(first[:, 3:], second[:, 3:])
+
+
+def test_bias_chooses_experts_and_does_not_weigh_them(build: Any, spec: ModelSpec) -> None:
+    module = build(0)
+    logits = torch.zeros(1, spec.num_local_experts)
+    logits[0, :4] = torch.tensor([3.0, 2.0, 1.0, 0.5])
+    plain = module.block_sparse_moe.router(logits, torch.zeros(spec.num_local_experts))
+    bias = torch.zeros(spec.num_local_experts)
+    bias[-4:] = 9.0
+    experts, weights = module.block_sparse_moe.router(logits, bias)
+    assert sorted(plain[0][0].tolist()) == [0, 1, 2, 3]
+    assert sorted(experts[0].tolist()) == [28, 29, 30, 31]
+    torch.testing.assert_close(weights, torch.full((1, 4), 0.25))

@@ -1,0 +1,98 @@
+"""Neuron's model-parallel groups, held through a stand-in that behaves as neuronx-distributed is known to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+# Initialises twice without a word, clamps the size it is asked for, and fails to destroy what is not there.
+PARALLEL_STATE = """
+calls = []
+size = None
+clamped_to = None
+
+def model_parallel_is_initialized():
+    return size is not None
+
+def initialize_model_parallel(tensor_model_parallel_size=1):
+    global size
+    calls.append(f"initialize {tensor_model_parallel_size}")
+    size = tensor_model_parallel_size if clamped_to is None else clamped_to
+
+def get_tensor_model_parallel_size():
+    return size
+
+def destroy_model_parallel():
+    global size
+    assert size is not None, "destroyed twice"
+    calls.append("destroy")
+    size = None
+"""
+
+# What happens before the groups are held, and while they are.
+SCENARIOS = {
+    "clean": ("pass", "pass"),
+    "error": ("pass", "raise ValueError('port')"),
+    "taken_down": ("pass", "parallel_state.destroy_model_parallel()"),
+    "somebody_elses": ("parallel_state.initialize_model_parallel(8)", "pass"),
+    "clamped": ("parallel_state.clamped_to = 2", "pass"),
+}
+
+HOLD = """
+import importlib, json
+from minimax_tools.errors import BackendError
+from neuron.distributed import model_parallel
+from neuronx_distributed.parallel_layers import parallel_state
+
+found = {}
+for name, (before, inside) in SCENARIOS.items():
+    importlib.reload(parallel_state)
+    error = None
+    exec(before)
+    try:
+        with model_parallel():
+            exec(inside)
+    except (BackendError, ValueError) as caught:
+        error = str(caught)
+    found[name] = [parallel_state.calls, parallel_state.model_parallel_is_initialized(), error]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def held(run_python: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """For each scenario the stand-in's calls, whether groups are up after it, and the error."""
+    folder = tmp_path_factory.mktemp("stand_in")
+    package = folder / "neuronx_distributed" / "parallel_layers"
+    package.mkdir(parents=True)
+    (package / "parallel_state.py").write_text(PARALLEL_STATE)
+    done = run_python(f"SCENARIOS = {SCENARIOS!r}\n{HOLD}", folder=folder)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_are_set_up_once_with_one_rank_and_torn_down(held: dict[str, list[Any]]) -> None:
+    assert held["clean"] == [["initialize 1", "destroy"], False, None]
+
+
+def test_are_torn_down_after_an_error(held: dict[str, list[Any]]) -> None:
+    assert held["error"] == [["initialize 1", "destroy"], False, "port"]
+
+
+def test_that_the_port_took_down_are_not_taken_down_twice(held: dict[str, list[Any]]) -> None:
+    assert held["taken_down"] == [["initialize 1", "destroy"], False, None]
+
+
+def test_of_somebody_else_are_left_alone(held: dict[str, list[Any]]) -> None:
+    calls, is_up, error = held["somebody_elses"]
+    assert (calls, is_up) == (["initialize 8"], True)
+    assert "parallel_state is initialised already. Start mm2-test in a process of its own" in error
+
+
+def test_of_another_size_than_asked_for_are_refused(held: dict[str, list[Any]]) -> None:
+    calls, is_up, error = held["clamped"]
+    assert (calls, is_up) == (["initialize 1", "destroy"], False)
+    assert "another tensor-parallel size: expected 1, found 2" in error
