@@ -14,6 +14,7 @@ from typing import Any
 import click.testing
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.checkpoint.synthetic import synthesize
@@ -27,6 +28,7 @@ Process = Callable[..., "subprocess.CompletedProcess[str]"]
 WritePort = Callable[..., str]
 
 REPOSITORY = Path(__file__).parents[2]
+SHORT = ("--seq-len", "12,7", "--json")
 
 _PORT_IMPORTS = """
 import os
@@ -117,6 +119,28 @@ def write_port(tmp_path: Path) -> WritePort:
         return f"{path}:{name}"
 
     return write
+
+
+@pytest.fixture
+def run_layer(run: Any, small: Path) -> Any:
+    """Runs layer 0 of the small model through a target on the CPU."""
+
+    def run_target(target: str, *arguments: object) -> Any:
+        return run("single-layer", "--layer", 0, "--model", small, "--target", target, *SHORT, *arguments)
+
+    return run_target
+
+
+@pytest.fixture
+def tensors_of(run_layer: Any) -> Any:
+    """The tensors that a target's run of layer 0 stored."""
+
+    def read(target: str, *arguments: object) -> dict[str, torch.Tensor]:
+        result = run_layer(target, *arguments)
+        assert result.exit_code == 0, result.stderr
+        return load_file(Path(json.loads(result.stdout)["directory"]) / "layer_0.safetensors")
+
+    return read
 
 
 @pytest.fixture(scope="session")
