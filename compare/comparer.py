@@ -11,7 +11,7 @@ from compare.feed import read_feed
 from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
 from compare.model_judge import ModelJudge
-from compare.notes import feed_notes, floor_notes, nonfinite_notes, router_notes, unfinished_notes
+from compare.notes import feed_notes, floor_notes, nonfinite_notes, router_notes, side_notes, unfinished_notes
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
 from compare.sides import Sides
 from minimax_tools.capture.source import CaptureSource
@@ -80,6 +80,7 @@ def compare_captures(
             *unfinished_notes(sides),
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *nonfinite_notes(sites, blame),
+            *side_notes(reference),
             *floor_notes(reference),
             *router_notes(reference, target),
         ),

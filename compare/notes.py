@@ -8,6 +8,7 @@ from compare.pairing import is_finished
 from compare.sides import Sides
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.results import Blame, SiteResult
 
 
@@ -37,6 +38,14 @@ def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> 
             place = site.site if site.layer is None else f"{site.site} of layer {site.layer}"
             return (f"the first NaN or Inf on a real row is at {place}",)
     return ()
+
+
+def side_notes(reference: CaptureSource) -> tuple[str, ...]:
+    """Whether what stands in for the golden is a device run: it proves no port right."""
+    description = reference.known_description
+    if description is None or description.side == GOLDEN_SIDE:
+        return ()
+    return (f"the reference is a run of {description.provenance.target} on a device, not a golden",)
 
 
 def floor_notes(reference: CaptureSource) -> tuple[str, ...]:

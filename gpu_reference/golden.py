@@ -75,6 +75,7 @@ class Golden:
             "attn_implementation": request.model.attn_implementation,
             "experts_implementation": request.model.experts_implementation,
             "float32_matmul": torch.backends.cuda.matmul.fp32_precision,
+            "bfloat16_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             "proved": list(self._proved),
         }
         return Description(

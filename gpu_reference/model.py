@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu_reference.offload import hold_weight
-from gpu_reference.placement import Placement, describe_placement, watched_memory
+from gpu_reference.placement import Placement, describe_placement, verify_device_map, watched_memory
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -57,6 +57,7 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
 
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
+        UsageError: The device map does not fit the model, or the model the devices.
         CheckpointError: transformers could not load the checkpoint.
         BackendError: A GPU's memory is too small.
     """
@@ -64,10 +65,14 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
     _set_exact_arithmetic()
     _follow_quiet()
     logger.info("Loading %d layers of %s in %s.", request.num_hidden_layers, request.folder, request.dtype)
+    model_class = _golden_class()
     with _loading_errors_translated(request), watched_memory():
-        model = _golden_class().from_pretrained(
+        config = read_config(request.folder, num_hidden_layers=request.num_hidden_layers)
+        with torch.device("meta"):
+            verify_device_map(request.placement.device_map, model_class(config))
+        model = model_class.from_pretrained(
             request.folder,
-            config=read_config(request.folder, num_hidden_layers=request.num_hidden_layers),
+            config=config,
             dtype=request.dtype,
             attn_implementation=request.attn_implementation,
             experts_implementation=request.experts_implementation,
@@ -125,10 +130,12 @@ def _golden_class() -> Any:
 
 
 def _follow_quiet() -> None:
-    """Where mm2's own progress is not shown, transformers' bars are not either."""
+    """Show transformers' progress bars where mm2's own progress is shown, and nowhere else."""
     from transformers.utils import logging as transformers_logging
 
-    if not logger.isEnabledFor(logging.INFO):
+    if logger.isEnabledFor(logging.INFO):
+        transformers_logging.enable_progress_bar()
+    else:
         transformers_logging.disable_progress_bar()
 
 
@@ -149,6 +156,7 @@ def _quantization(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _set_exact_arithmetic() -> None:
-    """No TF32: the golden's float32 parts are float32."""
+    """No TF32, and no sums in BF16: the golden rounds where a tensor is stored, and nowhere else."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # missing in torch's stubs

@@ -27,6 +27,7 @@ _UNITS = {unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb"
     unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)
 }
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)
+_DEVICE = re.compile(r"cpu|disk|cuda(:\d+)?|\d+")
 _LAYER = re.compile(r"model\.layers\.(\d+)")
 # Of the free memory, what weights may take: converting them needs some beside them.
 _CPU_SHARE = 0.9
@@ -85,6 +86,30 @@ def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: 
         if isinstance(placed, str) and limits is None:
             placed = {"": "cpu"}
     return Placement(device_map=placed, max_memory=limits, offload_folder=offload_folder)
+
+
+def verify_device_map(device_map: DeviceMap, model: torch.nn.Module) -> None:
+    """Check that a map names modules that `model` has, and all of them; accelerate's strategies always do.
+
+    Raises:
+        UsageError: It does not; transformers would put what is left out on the CPU, without a word.
+    """
+    if isinstance(device_map, str):
+        return
+    modules = dict(model.named_modules())
+    unknown = [name for name in device_map if name not in modules]
+    if unknown:
+        raise UsageError(
+            f"--device-map names modules that the model does not have: {', '.join(unknown)}",
+            expected="names like model.embed_tokens, model.layers.0, model.norm, lm_head",
+        )
+    prefixes = tuple(f"{name}." if name else "" for name in device_map)
+    left_out = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
+    if left_out:
+        raise UsageError(
+            f"--device-map gives no device for {left_out[0]} and {len(left_out) - 1} other weights",
+            next_step='Name every module, or {"": "cpu"} for the whole model.',
+        )
 
 
 def describe_placement(model: PreTrainedModel) -> list[str]:
@@ -164,13 +189,17 @@ def _parse_device_map(text: str) -> DeviceMap:
         mapping = json.loads(text)
     except ValueError:
         mapping = None
-    if not isinstance(mapping, dict) or not mapping:
+    if not isinstance(mapping, dict) or not mapping or not all(map(_is_device, mapping.values())):
         choices = ", ".join((*_STRATEGIES, "cpu", "cuda:N"))
         raise UsageError(
             f"--device-map {text!r} cannot be read",
-            expected=f'{choices}, or JSON like {{"model.layers.0": 0}}',
+            expected=f'{choices}, or JSON that maps modules to such devices, GPU numbers or "disk"',
         )
     return mapping
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, int)) and _DEVICE.fullmatch(str(value)) is not None
 
 
 def _parse_max_memory(text: str, *, num_gpus: int) -> MaxMemory:

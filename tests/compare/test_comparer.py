@@ -278,3 +278,11 @@ def test_router_dtypes_that_change_experts_are_told(copyist: Any, judge: Judge) 
     dtypes = {"correction_bias": "bfloat16", "router_gate": "float32"}
     comparison = judge(copyist.device_run(observed_dtypes=dtypes))
     assert comparison.notes == ("the port holds correction_bias in bfloat16, the golden in float32",)
+
+
+def test_device_run_in_the_goldens_place_is_told(copyist: Any, judge: Judge) -> None:
+    run = copyist.device_run()
+    comparison = judge(copyist.device_run(name="other"), reference=run)
+    assert comparison.verdict is Verdict.PASS
+    assert any(note.endswith("on a device, not a golden") for note in comparison.notes)
+    assert judge(run).notes == ()

@@ -109,6 +109,7 @@ def test_manifest_says_what_made_the_capture(ask: Any, whole: Path) -> None:
         "attn_implementation": "sdpa",
         "experts_implementation": "grouped_mm",
         "float32_matmul": "ieee",
+        "bfloat16_reduction": False,
         "proved": ["no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint"],
     }
     assert {"python", "torch", "transformers", "accelerate", "safetensors"} <= made.versions.keys()

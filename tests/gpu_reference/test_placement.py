@@ -99,10 +99,41 @@ def test_map_is_read_from_json_and_from_a_file(tmp_path: Path) -> None:
     assert parse(str(tmp_path / "map.json")).device_map == mapping
 
 
-@pytest.mark.parametrize("text", ["gpu", "cuda:x", "[]", "{}", "{", '"cpu"', "absent.json"])
+UNREADABLE_MAPS = [
+    "gpu",
+    "cuda:x",
+    "[]",
+    "{}",
+    "{",
+    '"cpu"',
+    "absent.json",
+    '{"": "tpu"}',
+    '{"": 7.5}',
+    '{"": null}',
+]
+
+
+@pytest.mark.parametrize("text", UNREADABLE_MAPS)
 def test_unreadable_map_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--device-map .* cannot be read"):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        ({"model.nothing": "cpu", "": "cpu"}, "modules that the model does not have: model.nothing"),
+        ({"model.layers.9": "cpu", "": "cpu"}, "modules that the model does not have: model.layers.9"),
+        ({"model": "cpu"}, "gives no device for lm_head.weight and 0 other weights"),
+        ({"model.layers.1": "cpu"}, "gives no device for model.embed_tokens.weight"),
+    ],
+)
+def test_map_that_does_not_fit_the_model_is_refused(
+    ask: Any, device_map: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"--device-map {message}|--device-map names {message}"):
+        with open_golden(ask(placement=Placement(device_map=device_map))):
+            pass
 
 
 def test_limits_are_not_shared_with_transformers() -> None:
