@@ -21,7 +21,7 @@ from minimax_tools.reference.modules import read_config, require_golden_extra
 from minimax_tools.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import MiniMaxM2ForCausalLM
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +67,11 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
     logger.info("Loading %d layers of %s in %s.", request.num_hidden_layers, request.folder, request.dtype)
     model_class = _golden_class()
     with _loading_errors_translated(request), watched_memory():
-        config = read_config(request.folder, num_hidden_layers=request.num_hidden_layers)
         with torch.device("meta"):
-            verify_device_map(request.placement.device_map, model_class(config))
+            verify_device_map(request.placement.device_map, model_class(_read_config(request)))
         model = model_class.from_pretrained(
             request.folder,
-            config=config,
+            config=_read_config(request),
             dtype=request.dtype,
             attn_implementation=request.attn_implementation,
             experts_implementation=request.experts_implementation,
@@ -111,6 +110,11 @@ def _loading_errors_translated(request: GoldenModelRequest) -> Iterator[None]:
         raise CheckpointError(
             f"transformers cannot load {request.folder}", found=f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _read_config(request: GoldenModelRequest) -> MiniMaxM2Config:
+    # Anew for each model: a model writes into its own.
+    return read_config(request.folder, num_hidden_layers=request.num_hidden_layers)
 
 
 def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:

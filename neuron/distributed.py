@@ -29,7 +29,7 @@ def process_group(backend: Backend) -> Iterator[None]:
     _refuse_several_ranks(backend)
     if torch.distributed.is_initialized():
         raise BackendError("torch.distributed is initialised already", next_step=_OWN_PROCESS)
-    with _native_output_on_stderr():
+    with _native_output_dropped():
         _open_group(backend)
     try:
         yield
@@ -122,13 +122,14 @@ def _open_group(backend: Backend) -> None:
 
 
 @contextmanager
-def _native_output_on_stderr() -> Iterator[None]:
-    """gloo greets its peers on standard output, where results belong."""
+def _native_output_dropped() -> Iterator[None]:
+    """gloo greets its peers on standard output, where results belong; its errors are exceptions."""
     sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
     try:
         yield
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+        os.close(nowhere)

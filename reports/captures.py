@@ -9,6 +9,7 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.sites import SITE_LEVELS, Site
 from reports.canvas import Canvas, Column, Row
 from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
@@ -121,13 +122,15 @@ def _facts(source: CaptureSource) -> list[tuple[str, str]]:
     kept = f"sites {levels[0]}" if levels else f"{len(run.sites)} sites"
     dtypes = {**made.dtypes, **_observed_dtypes(source)}
     device = "" if made.device == made.backend else f" ({made.device})"
+    # A device run has no floor of its own.
+    floor = [("noise floor", description.noise_floor)] if description.side == GOLDEN_SIDE else []
     return [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
         ("backend", f"{made.backend}{device}, target {made.target}"),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
-        ("noise floor", description.noise_floor),
+        *floor,
     ]
 
 

@@ -6,7 +6,8 @@ The difference between the BF16 layer and its twin is what BF16 alone costs: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +76,7 @@ class Float32Twin:
         )
         recording = recording_layer(self._layer, sites=sites, attn_implementation=_ATTN_IMPLEMENTATION)
         # The twin's own choice is seen before the replay replaces it: hooks fire in the order they were made.
-        with torch.no_grad(), own_choice, _Replay(self._layer, router_experts), recording as tensors:
+        with torch.no_grad(), own_choice, _replaying(self._layer, router_experts), recording as tensors:
             self._forward(hidden_states.to(self._device, torch.float32), inputs)
         recorded = {**tensors, **own_choice.tensors}
         return {site: shape_to_batch(site, recorded[site], inputs) for site in sites}
@@ -99,28 +100,25 @@ class Float32Twin:
         )
 
 
-class _Replay:
-    """Replaces the gate's choice by another, with the weights that the gate's own scores give it."""
+@contextlib.contextmanager
+def _replaying(layer: torch.nn.Module, router_experts: torch.Tensor | None) -> Iterator[None]:
+    """Replace the gate's choice by another, with the weights that the gate's own scores give it."""
 
-    def __init__(self, layer: torch.nn.Module, router_experts: torch.Tensor | None) -> None:
-        self._gate = layer.get_submodule("mlp.gate")
-        self._experts = router_experts
-
-    def __enter__(self) -> None:
-        self._handle = self._gate.register_forward_hook(self._replace)
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _replace(
-        self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]
+    def replace(
+        _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
-        if self._experts is None:
+        if router_experts is None:
             return None
         logits, _weights, own = output
-        experts = self._experts.reshape(own.shape).to(own.device, own.dtype)
+        experts = router_experts.reshape(own.shape).to(own.device, own.dtype)
         scores = logits.sigmoid().gather(1, experts)
         return logits, scores / scores.sum(dim=-1, keepdim=True), experts
+
+    handle = layer.get_submodule("mlp.gate").register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:
