@@ -111,10 +111,20 @@ def test_chained_run_from_tokens_in_mid_model_resumes(
     assert torch.equal(stored, load_file(tmp_path / "resumed" / "layer_1.safetensors")["input"])
 
 
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """One thread in this process, for as long as the test runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("single_thread")
 def test_killed_sweep_locks_nobody_out_and_resumes(
     run: Any, write_port: Any, monkeypatch: pytest.MonkeyPatch, toy: Path, golden: Path, tmp_path: Path
 ) -> None:
-    # As in the process that is killed: the number of threads is part of what a capture records.
+    # As in the process that is killed: sums depend on the number of threads in their last digits.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     common = ["sweep", "--model", toy, "--golden", golden, "--target", write_port(STUMBLING)]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
