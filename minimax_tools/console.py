@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 import traceback
 from typing import Any, NoReturn
 
@@ -73,6 +75,10 @@ class _StderrHandler(logging.Handler):
 
 
 def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
+    if isinstance(error, BrokenPipeError):
+        # Nobody reads on, as after `| head`; Python would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ctx.exit(CannotRunError.exit_code)
     if ctx.meta.get(_DEBUG):
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
     message, exit_code = _describe(error)

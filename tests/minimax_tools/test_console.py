@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -153,3 +157,33 @@ def test_plain_command_behaves_like_one_of_a_group() -> None:
 
     result = click.testing.CliRunner().invoke(command, [])
     assert (result.exit_code, result.stderr) == (3, "Error: no capture\n")
+
+
+PRINTS_MUCH = """
+import click
+from minimax_tools.console import Mm2Command
+
+@click.command(cls=Mm2Command)
+def main():
+    for number in range(100_000):
+        click.echo(f"line {number}")
+
+main()
+"""
+
+
+def test_reader_that_stops_reading_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTS_MUCH],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "line 0\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 3
