@@ -15,6 +15,7 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import ATTENTION_AND_NORM_NAMES, CORRECTION_BIAS, GATE
+from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.sites import Site
 from neuron.moe import CHUNK_SIZE_BYTES, DeviceMoe
 from neuron.runtime import cut_graph
@@ -108,24 +109,13 @@ class DeviceLayer(nn.Module):
     """
 
     reuse = True
+    # The submodules bear the reference layer's names; the router alone is one submodule here.
     sites: Mapping[str, str] = MappingProxyType(
         {
-            str(Site.INPUT_NORM): "input_layernorm",
-            str(Site.Q_PROJ): "self_attn.q_proj",
-            str(Site.K_PROJ): "self_attn.k_proj",
-            str(Site.V_PROJ): "self_attn.v_proj",
-            str(Site.Q_NORM): "self_attn.q_norm",
-            str(Site.K_NORM): "self_attn.k_norm",
-            str(Site.Q_ROPE): "self_attn.q_rope",
-            str(Site.K_ROPE): "self_attn.k_rope",
-            str(Site.ATTN_CONTEXT): "self_attn.o_proj:input",
-            str(Site.ATTN_DELTA): "self_attn.o_proj",
-            str(Site.ATTN_RESIDUAL): "post_attention_layernorm:input",
-            str(Site.POST_NORM): "post_attention_layernorm",
+            **ReferenceLayer.sites,
             str(Site.ROUTER_LOGITS): "block_sparse_moe.gate:output[0]",
             str(Site.ROUTER_WEIGHTS): "block_sparse_moe.gate:output[1]",
             str(Site.ROUTER_EXPERTS): "block_sparse_moe.gate:output[2]",
-            str(Site.MOE_DELTA): "block_sparse_moe",
         }
     )
 

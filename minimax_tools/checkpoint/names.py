@@ -60,11 +60,6 @@ def scale_name(weight_name: str) -> str:
     return weight_name + "_scale_inv"
 
 
-def expected_layer_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Relative names of a layer's tensors, scales left out, experts in integer order."""
-    return tuple(expected_layer_shapes(spec))
-
-
 def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
     """Shape of every tensor of a layer by relative name, scales left out, experts in integer order."""
     hidden, intermediate = spec.hidden_size, spec.intermediate_size

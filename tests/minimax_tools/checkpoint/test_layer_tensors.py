@@ -13,7 +13,7 @@ from minimax_tools.checkpoint.names import (
     GATE,
     INPUT_NORM,
     Q_PROJ,
-    expected_layer_names,
+    expected_layer_shapes,
     expert_weight,
     layer_prefix,
     scale_name,
@@ -56,7 +56,7 @@ def test_every_value_is_the_layers_own(
     float32_products: Tensors,
 ) -> None:
     layer = LayerTensors.open(reader, spec, LAYER, dtype)
-    assert tuple(layer) == expected_layer_names(spec)
+    assert tuple(layer) == tuple(expected_layer_shapes(spec))
     for name, tensor in layer.items():
         stored = bf16_tensors[PREFIX + name]
         expected = float32_products.get(PREFIX + name, stored)
