@@ -9,6 +9,7 @@ import torch
 
 from gpu_reference.offload import weight_of
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths
+from minimax_tools.checkpoint.layer_storage import PackedMatrices
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import (
     ATTENTION_AND_NORM_NAMES,
@@ -26,6 +27,7 @@ from minimax_tools.spec import ModelSpec
 
 _UPGRADE = f"Install the transformers that mm2 knows: {install_command('golden')}"
 _ROUTER_GATE = "mlp.gate.weight"
+_PROVED = ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -53,7 +55,22 @@ def certify(
         tensors = LayerTensors.open(reader, spec, index, dtype)
         prove_float32_router(layer, tensors, index)
         prove_weights(layer, tensors, index)
-    return ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
+    return _PROVED
+
+
+def certify_streamed(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
+    """Prove of a standing model without weights what shows there; the first layer that streams in proves the rest.
+
+    Returns:
+        The names that `certify` returns: a golden is the same capture however it was made.
+
+    Raises:
+        GoldenRefusedError: One of the proofs failed; the trap is named.
+    """
+    prove_no_fp8(model)
+    prove_dtype(model, dtype)
+    prove_rotary_width(model, spec)
+    return _PROVED
 
 
 def refuse_ragged_blocks(spec: ModelSpec) -> None:
@@ -185,9 +202,14 @@ def _weights(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         path, _, weight = name.rpartition(".")
         yield name, weight_of(layer.get_submodule(path), weight)
     experts = layer.get_submodule("mlp.experts")
-    gate_up, down = weight_of(experts, "gate_up_proj"), weight_of(experts, "down_proj")
+    gate_up, down = _matrices(experts, "gate_up_proj"), _matrices(experts, "down_proj")
     for expert in (0, len(down) - 1):
         gate, up = gate_up[expert].chunk(2)
         yield expert_weight(expert, EXPERT_GATE), gate
         yield expert_weight(expert, EXPERT_UP), up
         yield expert_weight(expert, EXPERT_DOWN), down[expert]
+
+
+def _matrices(experts: torch.nn.Module, name: str) -> torch.Tensor | PackedMatrices:
+    packed = vars(experts).get(name)
+    return packed if isinstance(packed, PackedMatrices) else weight_of(experts, name)

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_reference.certify import certify, refuse_ragged_blocks
+from gpu_reference.certify import certify, certify_streamed, refuse_ragged_blocks
 from gpu_reference.model import GoldenModelRequest, load_golden_model
 from gpu_reference.noise_floor import FLOOR_SITES, NoiseFloor
 from gpu_reference.placement import describe_devices, watched_memory
 from gpu_reference.recording import recording_layers, recording_model
+from gpu_reference.resumption import skipping_layers
+from gpu_reference.streaming import Streaming, open_streamed_model
+from gpu_reference.weights import CheckpointWeights, GoldenWeights
 from minimax_tools.capture.manifest import Description, dtype_name
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
@@ -23,6 +26,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import verify_layer
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.inputs import Inputs
+from minimax_tools.progress import NoProgress, Progress
 from minimax_tools.provenance import Provenance
 from minimax_tools.run import Run
 from minimax_tools.sites import ModelSite, Site
@@ -43,6 +47,7 @@ class GoldenRequest:
         run: Layers and sites to keep.
         inputs: The token rows.
         noise_floor: `full` keeps the float32 twins, `stats` their distances, `off` neither.
+        streaming: How to run a layer at a time; None to load the model whole.
     """
 
     model: GoldenModelRequest
@@ -50,6 +55,7 @@ class GoldenRequest:
     run: Run
     inputs: Inputs
     noise_floor: str
+    streaming: Streaming | None = None
 
 
 class Golden:
@@ -60,10 +66,12 @@ class Golden:
         request: GoldenRequest,
         model: MiniMaxM2ForCausalLM,
         reader: CheckpointReader,
+        weights: GoldenWeights,
         proved: tuple[str, ...],
     ) -> None:
         self._request = request
         self._reader = reader
+        self._weights = weights
         self._proved = proved
         self.model = model
 
@@ -99,19 +107,22 @@ class Golden:
             noise_floor=request.noise_floor,
         )
 
-    def capture(self, directory: Path, *, extra: Mapping[str, Any]) -> None:
+    def capture(
+        self, directory: Path, *, extra: Mapping[str, Any], progress: Progress | None = None
+    ) -> None:
         """Run the inputs once and write the capture; a killed capture resumes.
 
         Args:
             directory: The capture directory.
             extra: JSON values to store beside the tensors, by file name.
+            progress: Told of every layer; None where nobody watches.
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.
             BackendError: A GPU ran out of memory.
         """
         with open_capture(directory, self.describe(), inputs=self._request.inputs) as writer:
-            self._run_into(writer)
+            self._run_into(writer, progress or NoProgress())
             for name, value in extra.items():
                 writer.write_json(name, value)
             writer.finish()
@@ -131,7 +142,7 @@ class Golden:
         with recording_layers(
             self.model, tuple(run.span), sites=frozenset(run.sites), inputs=self._request.inputs, sink=keep
         ):
-            self.forward()
+            self._run_layers()
         return layers
 
     def forward(self) -> torch.Tensor:
@@ -142,29 +153,52 @@ class Golden:
         Raises:
             BackendError: A GPU ran out of memory.
         """
-        inputs = self._request.inputs
-        device = self.model.get_submodule("model.embed_tokens").get_parameter("weight").device
-        # An offloaded embedding has no device of its own; accelerate moves the inputs to where it runs.
-        device = torch.device("cpu") if device.type == "meta" else device
         with torch.no_grad(), watched_memory():
             output = self.model(
-                input_ids=inputs.input_ids.to(device),
-                attention_mask=inputs.attention_mask.to(device),
-                position_ids=inputs.position_ids.to(device),
+                **self._model_inputs(),
                 use_cache=False,
                 logits_to_keep=0 if ModelSite.LOGITS in self._request.run.model_sites else 1,
             )
         logits: torch.Tensor = output.logits
         return logits
 
-    def _run_into(self, writer: CaptureWriter) -> None:
+    def _run_layers(self) -> None:
+        """Run the inputs once, and the head only where its sites are wanted."""
+        if self._request.run.model_sites:
+            self.forward()
+            return
+        with torch.no_grad(), watched_memory():
+            self.model.get_submodule("model")(**self._model_inputs(), use_cache=False)
+
+    def _model_inputs(self) -> dict[str, torch.Tensor]:
+        inputs = self._request.inputs
+        device = self.model.get_submodule("model.embed_tokens").get_parameter("weight").device
+        streaming = self._request.streaming
+        if streaming is not None:
+            device = streaming.device
+        elif device.type == "meta":
+            # An offloaded embedding has no device of its own; accelerate moves the inputs to where it runs.
+            device = torch.device("cpu")
+        return {
+            "input_ids": inputs.input_ids.to(device),
+            "attention_mask": inputs.attention_mask.to(device),
+            "position_ids": inputs.position_ids.to(device),
+        }
+
+    def _run_into(self, writer: CaptureWriter, progress: Progress) -> None:
         run, inputs = self._request.run, self._request.inputs
         pending = tuple(layer for layer in run.span if layer not in writer.complete_layers)
         if not pending and (writer.has_model_sites or not run.model_sites):
             return
+        num_passed = pending[0] if pending else run.span.stop
+        is_resumed = num_passed > run.span.start
+        for layer in range(run.span.start, num_passed):
+            progress.skip(layer)
         floor = self._noise_floor()
+        num_bytes_read = self._reader.num_bytes_read
 
         def write(layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
+            nonlocal num_bytes_read
             twin = floor.run_layer(layer, captured, sites=run.computed_sites, device=device) if floor else {}
             writer.write_layer(
                 layer,
@@ -172,14 +206,20 @@ class Golden:
                 twin=twin if self._keeps_twins else None,
                 floor=floor.measure_layer(layer, captured, twin) if floor else None,
             )
-            logger.info("Layer %d of %s captured.", layer, run.span)
+            progress.advance(layer, num_bytes=self._reader.num_bytes_read - num_bytes_read)
+            num_bytes_read = self._reader.num_bytes_read
 
         wanted = frozenset(run.sites) | (FLOOR_SITES if floor else frozenset())
         with (
+            skipping_layers(
+                self.model,
+                num_passed if is_resumed else 0,
+                writer.read_layer_output(num_passed - 1) if is_resumed else None,
+            ),
             recording_layers(self.model, pending, sites=wanted, inputs=inputs, sink=write),
             recording_model(self.model, run.model_sites) as model_tensors,
         ):
-            self.forward()
+            self._run_layers()
         if run.model_sites:
             self._write_model(writer, model_tensors, floor)
 
@@ -200,12 +240,10 @@ class Golden:
     def _noise_floor(self) -> NoiseFloor | None:
         if self._request.noise_floor == "off":
             return None
-        model = self._request.model
         return NoiseFloor(
             config=self.model.config,
-            reader=self._reader,
-            spec=model.spec,
-            dtype=model.dtype,
+            weights=self._weights,
+            spec=self._request.model.spec,
             inputs=self._request.inputs,
         )
 
@@ -232,6 +270,12 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
         refuse_ragged_blocks(model.spec)
         for layer in range(model.num_hidden_layers):
             verify_layer(reader.index, model.spec, layer)
+        if request.streaming is not None:
+            with open_streamed_model(model, reader, request.streaming) as streamed:
+                proved = certify_streamed(streamed.model, spec=model.spec, dtype=model.dtype)
+                yield Golden(request, streamed.model, reader, streamed, proved)
+            return
         loaded = load_golden_model(model, reader)
         proved = certify(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
-        yield Golden(request, loaded, reader, proved)
+        weights = CheckpointWeights(reader=reader, spec=model.spec, dtype=model.dtype)
+        yield Golden(request, loaded, reader, weights, proved)

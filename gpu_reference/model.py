@@ -86,6 +86,33 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
     return golden
 
 
+def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> MiniMaxM2ForCausalLM:
+    """transformers' model on the meta device, router gates float32; only the rotary embedding is real, on `device`.
+
+    Raises:
+        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
+    """
+    require_golden_extra("a golden capture")
+    _set_exact_arithmetic()
+    model_class, config = _golden_class(), _read_config(request)
+    with torch.device("meta"):
+        model = model_class._from_config(
+            config,
+            dtype=request.dtype,
+            attn_implementation=request.attn_implementation,
+            experts_implementation=request.experts_implementation,
+        )
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.gate.to(torch.float32)
+        layer.mlp.e_score_correction_bias = layer.mlp.e_score_correction_bias.to(torch.float32)
+    # Its frequencies are no weights: made on the CPU, where from_pretrained makes them.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    model.hf_device_map = {"": str(device)}
+    golden: MiniMaxM2ForCausalLM = model.eval()
+    return golden
+
+
 def restore_router(model: torch.nn.Module, reader: CheckpointReader) -> None:
     """Put the checkpoint's float32 router gates and correction biases back, rounded by loading in BF16."""
     for index, layer in enumerate(model.get_submodule("model.layers").children()):

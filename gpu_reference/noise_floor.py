@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from gpu_reference.weights import GoldenWeights
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
-from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.floor import error_norms, floor_statistics
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.head import Float32Head
@@ -31,16 +30,14 @@ class NoiseFloor:
 
     Args:
         config: transformers' config of the golden.
-        reader: The checkpoint.
-        spec: Its quantities.
-        dtype: Dtype of the golden's weights and activations.
+        weights: The golden's weights.
+        spec: The model.
         inputs: The token rows.
     """
 
     config: MiniMaxM2Config
-    reader: CheckpointReader
+    weights: GoldenWeights
     spec: ModelSpec
-    dtype: torch.dtype
     inputs: Inputs
 
     def run_layer(
@@ -59,7 +56,7 @@ class NoiseFloor:
             sites: Sites to compute.
             device: Where to compute.
         """
-        twin = Float32Twin(self.config, self._tensors(layer), layer=layer, device=device)
+        twin = Float32Twin(self.config, self.weights.layer(layer), layer=layer, device=device)
         return twin.run(
             captured[Site.INPUT],
             self.inputs,
@@ -75,13 +72,14 @@ class NoiseFloor:
             captured,
             twin,
             attention_mask=self.inputs.attention_mask,
-            correction_bias=self._tensors(layer)[CORRECTION_BIAS],
+            correction_bias=self.weights.layer(layer)[CORRECTION_BIAS].cpu(),
             num_experts_per_tok=self.spec.num_experts_per_tok,
         )
 
     def run_head(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
         """The float32 twin of final norm and logits, of the last layer's output [B,S,H]."""
-        return Float32Head(self.reader, self.spec, dtype=self.dtype).run(hidden_states)
+        norm, lm_head = (weight.cpu() for weight in self.weights.head())
+        return Float32Head(norm, lm_head, eps=self.spec.rms_norm_eps).run(hidden_states)
 
     def measure_head(
         self, captured: Mapping[ModelSite, torch.Tensor], twin: Mapping[ModelSite, torch.Tensor]
@@ -92,6 +90,3 @@ class NoiseFloor:
         for site, exact in twin.items():
             statistics |= error_norms(site, captured[site], exact, real=real)
         return statistics
-
-    def _tensors(self, layer: int) -> LayerTensors:
-        return LayerTensors.open(self.reader, self.spec, layer, self.dtype)

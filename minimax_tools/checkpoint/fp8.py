@@ -1,7 +1,7 @@
 """FP8 weights in blocks: float8_e4m3fn codes times one float32 scale per 128 × 128 block, rounded once.
 
-A code is sign, four bits of exponent (bias 7) and three of mantissa; as a float16 (bias 15) the same bits,
-moved to where a float16 has them, mean the number times 2⁻⁸, subnormals included. So a code becomes a float
+A code is sign, four bits of exponent (bias 7) and three of mantissa; as a bfloat16 (bias 127) the same bits,
+moved to where a bfloat16 has them, mean the number times 2⁻¹²⁰, subnormals included. So a code becomes a float
 by three integer operations, many times faster than torch's cast. Only the codes for NaN do not survive that.
 R rows, C columns of a weight; the last block of a row or column may be ragged.
 """
@@ -14,14 +14,15 @@ from minimax_tools.spec import ModelSpec
 
 BLOCK_SIZE = 128
 
-# So few rows at once that what lies between the passes stays in the processor's cache; divides BLOCK_SIZE.
-_CHUNK_ROWS = 64
-_EXPONENT_GAP = 2.0**8
-_MANTISSA_SHIFT = 7
-# Bit 15, the sign, and bits 13 to 7, all else of a code; bit 14 is a copy of the sign. As a signed integer.
-_FLOAT16_MASK = 0xBF80 - 0x10000
+# What lies between the passes stays in the processor's cache; one row of scales serves so many rows.
+_CHUNK_ROWS = BLOCK_SIZE
+_EXPONENT_GAP = 2.0**120
+_MANTISSA_SHIFT = 4
+# Bit 15, the sign, and bits 10 to 4, all else of a code: in every 16 bits of a signed 64-bit integer.
+_BFLOAT16_MASK = 0x87F0_87F0_87F0_87F0 - (1 << 64)
+_CODES_PER_WORD = 4
 # Scales from here on would overflow float32 where they make up for the exponents' gap.
-_LARGEST_SCALE = 2.0**119
+_LARGEST_SCALE = 2.0**7
 
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,8 +67,8 @@ def dequantise(
             f"out is {result.dtype} {list(result.shape)}, expected {dtype} {list(weight_fp8.shape)}"
         )
     # The product must be float32: rounding the scale or the product early gives other BF16 bits.
-    if weight_fp8.numel() and _survives_float16(weight_fp8, scale_inv):
-        _multiply_as_float16(weight_fp8, scale_inv, result)
+    if weight_fp8.numel() and _survives_bfloat16(weight_fp8, scale_inv):
+        _multiply_as_bfloat16(weight_fp8, scale_inv, result)
     else:
         _multiply(weight_fp8, scale_inv, result)
     return result
@@ -86,26 +87,60 @@ def _check(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> None:
         )
 
 
-def _survives_float16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> bool:
+def _survives_bfloat16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> bool:
+    if weight_fp8.shape[1] % _CODES_PER_WORD or not weight_fp8.is_contiguous():
+        return False
     # NaN is 0x7f and 0xff: the largest code read as a signed byte, and the largest read as an unsigned one.
     has_nan = weight_fp8.view(torch.int8).max() == 0x7F or weight_fp8.view(torch.uint8).max() == 0xFF
-    # Written so that a scale that is NaN does not pass.
-    return not has_nan and bool((scale_inv.abs() < _LARGEST_SCALE).all())
+    # Written so that a scale that is NaN does not pass; one that is no more than zero would turn zeros' signs.
+    return not has_nan and bool(((scale_inv > 0) & (scale_inv < _LARGEST_SCALE)).all())
 
 
-def _multiply_as_float16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
+def _multiply_as_bfloat16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
     num_rows, num_columns = weight_fp8.shape
     codes = weight_fp8.view(torch.int8)
     # Exact, being a power of two; the float32 product below is then that of the code and its own scale.
     scale = _spread_columns(scale_inv * _EXPONENT_GAP, num_columns)
-    halves = torch.empty(_CHUNK_ROWS, num_columns, dtype=torch.int16)
-    products = torch.empty(_CHUNK_ROWS, num_columns)
+    multiply = _ColumnProduct(num_columns) if result.dtype == torch.bfloat16 else _multiply_columns
+    integers = torch.empty(min(_CHUNK_ROWS, num_rows), num_columns, dtype=torch.int16)
     for start in range(0, num_rows, _CHUNK_ROWS):
         rows = slice(start, min(start + _CHUNK_ROWS, num_rows))
-        half, product = halves[: rows.stop - start], products[: rows.stop - start]
-        half.copy_(codes[rows]).bitwise_left_shift_(_MANTISSA_SHIFT).bitwise_and_(_FLOAT16_MASK)
-        product.copy_(half.view(torch.float16)).mul_(scale[start // BLOCK_SIZE])
-        result[rows].copy_(product)
+        chunk = integers[: rows.stop - start]
+        # Four codes a word: what a shift carries into a neighbour is masked away.
+        words = chunk.copy_(codes[rows]).view(torch.int64)
+        words.bitwise_left_shift_(_MANTISSA_SHIFT).bitwise_and_(_BFLOAT16_MASK)
+        multiply(chunk.view(torch.bfloat16), scale[start // BLOCK_SIZE], result[rows])
+
+
+class _ColumnProduct:
+    """BF16 values times one float32 factor per column, in float32, rounded once, in a single pass.
+
+    Of torch's operations only batch normalisation takes BF16 values with float32 factors as they are: with mean 0,
+    variance 1 and a bias of −0, which leaves every sum as it is, it is that product.
+    """
+
+    def __init__(self, num_columns: int) -> None:
+        self._bias, self._mean = -torch.zeros(num_columns), torch.zeros(num_columns)
+        self._variance, self._unused = torch.ones(num_columns), torch.empty(0)
+
+    def __call__(self, values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+        torch.ops.aten.native_batch_norm.out(
+            values,
+            factors,
+            self._bias,
+            self._mean,
+            self._variance,
+            False,  # not training: mean and variance are those given
+            0.0,
+            0.0,
+            out=out,
+            save_mean=self._unused,
+            save_invstd=self._unused,
+        )
+
+
+def _multiply_columns(values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(values.to(torch.float32).mul_(factors))
 
 
 def _multiply(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import expert_weight
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.modules import LAYER_TAPS, recording_layer
@@ -32,13 +31,13 @@ class Float32Twin:
 
     Args:
         config: transformers' config of the checkpoint; it is not changed.
-        tensors: The layer's weights in the dtype that the reference computes in.
+        tensors: The layer's weights by the hub's relative names, in the dtype that the reference computes in.
         layer: The layer's number.
         device: Where to compute.
     """
 
     def __init__(
-        self, config: MiniMaxM2Config, tensors: LayerTensors, *, layer: int, device: torch.device
+        self, config: MiniMaxM2Config, tensors: Mapping[str, torch.Tensor], *, layer: int, device: torch.device
     ) -> None:
         from transformers.models.minimax_m2.modeling_minimax_m2 import (
             MiniMaxM2DecoderLayer,
@@ -131,7 +130,7 @@ def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:
     return twin
 
 
-def _small_weights(tensors: LayerTensors, device: torch.device) -> dict[str, torch.Tensor]:
+def _small_weights(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Everything but the experts, float32, under transformers' names."""
     return {
         name.replace("block_sparse_moe.", "mlp."): tensors[name].to(device, torch.float32)

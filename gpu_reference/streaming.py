@@ -1,0 +1,221 @@
+"""Streaming: transformers' own model run with the weights of one layer in memory, whatever the model's size.
+
+The model stands whole, but on the meta device. Right before a part of it runs, its weights are read and bound to
+it, and afterwards it is bare again; so transformers' forward, its layers and its experts compute just as they do
+on a model that was loaded, and nothing of them is written a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpu_reference.certify import prove_float32_router, prove_weights
+from gpu_reference.model import GoldenModelRequest, build_golden_model
+from gpu_reference.weights import head_name
+from minimax_tools.checkpoint.layer_loader import LayerLoader
+from minimax_tools.checkpoint.layer_storage import GroupedStorage, LayerStorage, PackedStorage
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import UsageError
+from minimax_tools.memory import MemoryBudget
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2ForCausalLM
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streaming:
+    """How to stream.
+
+    Args:
+        device: Where the layers run.
+        prefetch: Whether the next layer is read while one runs; two layers are in memory then.
+        packed: Whether experts stay FP8 and are dequantised one by one when they are used.
+        budget: What anonymous memory may be taken.
+    """
+
+    device: torch.device
+    prefetch: bool = True
+    packed: bool = False
+    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+
+
+@contextmanager
+def open_streamed_model(
+    request: GoldenModelRequest, reader: CheckpointReader, streaming: Streaming
+) -> Iterator[StreamedModel]:
+    """Stand up the golden model without its weights.
+
+    Raises:
+        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
+        UsageError: Packed experts were asked for, which this checkpoint or implementation does not have.
+    """
+    if streaming.packed:
+        _refuse_unpackable(request)
+    model = build_golden_model(request, device=streaming.device)
+    kind = PackedStorage if streaming.packed else GroupedStorage
+    new_storage = partial(kind, request.spec, dtype=request.dtype, device=streaming.device)
+    with LayerLoader(
+        reader, new_storage, prefetch=streaming.prefetch, num_threads=torch.get_num_threads()
+    ) as loader:
+        streamed = StreamedModel(request, model, reader, loader, device=streaming.device)
+        with streamed.attached():
+            yield streamed
+
+
+class StreamedModel:
+    """The standing model and what feeds it; its weights are given as `GoldenWeights`."""
+
+    def __init__(
+        self,
+        request: GoldenModelRequest,
+        model: MiniMaxM2ForCausalLM,
+        reader: CheckpointReader,
+        loader: LayerLoader,
+        *,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self._request = request
+        self._reader = reader
+        self._loader = loader
+        self._device = device
+        self._running: int | None = None
+        self._is_proved = False
+
+    def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """The weights of the layer that ran last."""
+        assert layer == self._running, f"layer {layer} is not in memory: {self._running} is"
+        return self._loader.current.weights
+
+    def head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final norm and lm_head: they stay bound after the forward pass."""
+        norm, lm_head = (self.model.get_submodule(name) for name in ("model.norm", "lm_head"))
+        return norm.get_parameter("weight"), lm_head.get_parameter("weight")
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Let the model's parts fetch their weights while the block lasts."""
+        with ExitStack() as stack:
+            embedding, norm = (self.model.get_submodule(name) for name in ("model.embed_tokens", "model.norm"))
+            stack.callback(embedding.register_forward_pre_hook(self._fetch_embedding).remove)
+            stack.callback(embedding.register_forward_hook(_strip).remove)
+            for number, layer in enumerate(self._layers()):
+                fetch = partial(self._fetch_layer, number)
+                stack.callback(layer.register_forward_pre_hook(fetch).remove)
+                stack.callback(layer.register_forward_hook(_strip).remove)
+                experts = layer.get_submodule("mlp.experts")
+                stack.callback(experts.register_forward_pre_hook(self._fetch_experts).remove)
+            stack.callback(norm.register_forward_pre_hook(self._fetch_norm).remove)
+            head = self.model.get_submodule("lm_head")
+            stack.callback(head.register_forward_pre_hook(self._fetch_head).remove)
+            yield
+
+    def _layers(self) -> Iterator[torch.nn.Module]:
+        return self.model.get_submodule("model.layers").children()
+
+    def _fetch_embedding(self, module: torch.nn.Module, _: Any) -> None:
+        # A new pass begins: the last one's head goes before more comes.
+        for name in ("model.norm", "lm_head"):
+            _strip(self.model.get_submodule(name))
+        self._bind_weight(module, EMBEDDING)
+
+    def _fetch_layer(self, number: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if self._reads_routed_only(inputs[0]):
+            storage = self._loader.load_without_experts(number)
+        else:
+            following = number + 1
+            storage = self._loader.load(
+                number, then=following if following < self._request.num_hidden_layers else None
+            )
+        self._running = number
+        _bind(module, storage)
+        if not self._is_proved and not self._reads_routed_only(inputs[0]):
+            self._prove(module, number)
+
+    def _fetch_experts(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        hidden_states, experts = inputs[0], inputs[1]
+        if self._reads_routed_only(hidden_states):
+            self._loader.load_experts(experts.unique().tolist())
+
+    def _reads_routed_only(self, hidden_states: torch.Tensor) -> bool:
+        """Whether so few tokens run that most experts would be read for nothing."""
+        spec = self._request.spec
+        num_tokens = hidden_states.numel() // spec.hidden_size
+        return num_tokens * spec.num_experts_per_tok < spec.num_local_experts
+
+    def _fetch_norm(self, module: torch.nn.Module, _: Any) -> None:
+        self._bind_weight(module, FINAL_NORM)
+
+    def _fetch_head(self, module: torch.nn.Module, _: Any) -> None:
+        self._loader.release()
+        self._running = None
+        self._bind_weight(module, head_name(self._request.spec))
+
+    def _bind_weight(self, module: torch.nn.Module, name: str) -> None:
+        weight = self._reader.read_weight(name, self._request.dtype).to(self._device)
+        _set(module, "weight", weight)
+
+    def _prove(self, module: torch.nn.Module, number: int) -> None:
+        """The first layer against the checkpoint; all others are read in the same way."""
+        tensors = LayerTensors.open(self._reader, self._request.spec, number, self._request.dtype)
+        prove_float32_router(module, tensors, number)
+        prove_weights(module, tensors, number)
+        self._is_proved = True
+
+
+def _bind(layer: torch.nn.Module, storage: LayerStorage) -> None:
+    for name, tensor in storage.modules.items():
+        path, _, leaf = name.rpartition(".")
+        _set(layer.get_submodule(path), leaf, tensor)
+
+
+def _set(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Put a weight where the module looks for it, past the checks that keep parameters parameters."""
+    if name in module._buffers:
+        module._buffers[name] = value
+        return
+    if isinstance(value, torch.Tensor):
+        module.__dict__.pop(name, None)
+        module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
+    else:
+        # Found before the parameter, which stays on the meta device.
+        module.__dict__[name] = value
+
+
+def _strip(module: torch.nn.Module, *_: Any) -> None:
+    """Take every weight off a module and what it is made of."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                bare = torch.empty_like(parameter, device="meta")
+                part._parameters[name] = torch.nn.Parameter(bare, requires_grad=False)
+            part.__dict__.pop(name, None)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+def _refuse_unpackable(request: GoldenModelRequest) -> None:
+    if request.experts_implementation != "eager":
+        raise UsageError(
+            "packed experts need transformers' eager implementation, which takes them one by one",
+            found=request.experts_implementation,
+            next_step="Add --experts-implementation eager.",
+        )
+    if "quantization_config" not in request.spec.raw:
+        raise UsageError(
+            "packed experts need an FP8 checkpoint",
+            found="one without a quantization_config",
+            next_step="Leave --packed-experts out.",
+        )

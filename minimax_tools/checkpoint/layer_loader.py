@@ -1,0 +1,166 @@
+"""LayerLoader: layers read into storage that is kept, on all cores, the next one while this one computes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+
+import torch
+
+from minimax_tools.checkpoint.layer_storage import EXPERTS, PACKED_DTYPE, LayerStorage
+from minimax_tools.checkpoint.names import EXPERT_MATRICES, expert_weight, layer_prefix, scale_name
+from minimax_tools.checkpoint.reader import CheckpointReader
+
+logger = logging.getLogger(__name__)
+
+
+class LayerLoader:
+    """Fills one layer's storage after the other; with `prefetch`, two take turns.
+
+    Tensors are read and dequantised one by one, each by one thread, straight into their places.
+
+    Args:
+        reader: The checkpoint, its layers verified.
+        new_storage: Makes the storage; called once, or twice with `prefetch`.
+        prefetch: Whether to fill the next layer's storage while the current one is in use.
+        num_threads: How many threads read.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        new_storage: Callable[[], LayerStorage],
+        *,
+        prefetch: bool,
+        num_threads: int,
+    ) -> None:
+        self._reader = reader
+        self._new_storage = new_storage
+        self._prefetch = prefetch
+        self._pool = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="mm2-layer-loader", initializer=_compute_alone
+        )
+        self._idle: list[LayerStorage] = []
+        self._current: tuple[int, LayerStorage] | None = None
+        self._coming: tuple[int, LayerStorage, list[Future[None]]] | None = None
+
+    def load(self, layer: int, *, then: int | None = None) -> LayerStorage:
+        """The layer's storage, filled; the one given before is filled anew from now on.
+
+        Args:
+            layer: The layer.
+            then: The layer that will be asked for next, to be prefetched.
+
+        Raises:
+            CheckpointError: A tensor cannot be read.
+        """
+        self._retire()
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[0] == layer:
+            _, storage, jobs = coming
+        else:
+            if coming is not None:
+                self._abandon(coming[1], coming[2])
+            storage = self._take_storage()
+            jobs = self._start(layer, storage, storage.places)
+        self._finish(jobs)
+        self._current = (layer, storage)
+        if self._prefetch and then is not None:
+            following = self._take_storage()
+            self._coming = (then, following, self._start(then, following, following.places))
+        return storage
+
+    def load_without_experts(self, layer: int) -> LayerStorage:
+        """The layer's storage with all but the experts filled; `load_experts` reads those that are needed."""
+        self._retire()
+        storage = self._take_storage()
+        self._current = (layer, storage)
+        self._finish(self._start(layer, storage, [name for name in storage.places if EXPERTS not in name]))
+        return storage
+
+    def load_experts(self, experts: Iterable[int]) -> None:
+        """Fill the places of some experts of the current layer."""
+        assert self._current is not None, "experts belong to a layer that was loaded"
+        layer, storage = self._current
+        weights = [expert_weight(expert, name) for expert in experts for name in EXPERT_MATRICES]
+        names = (*weights, *(scale_name(weight) for weight in weights))
+        # Only storage that keeps FP8 as it is has places for scales.
+        self._finish(self._start(layer, storage, [name for name in names if name in storage.places]))
+
+    @property
+    def current(self) -> LayerStorage:
+        """The storage of the layer that was loaded last."""
+        assert self._current is not None, "no layer is loaded"
+        return self._current[1]
+
+    def release(self) -> None:
+        """Give all storage back; the next `load` allocates anew."""
+        if self._coming is not None:
+            self._abandon(self._coming[1], self._coming[2])
+        self._coming = self._current = None
+        self._idle.clear()
+
+    def close(self) -> None:
+        """Give everything back and end the threads."""
+        self.release()
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> LayerLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _retire(self) -> None:
+        """What was current becomes idle: nothing may compute with it any more."""
+        if self._current is not None:
+            storage = self._current[1]
+            device = next(iter(storage.places.values())).device
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            self._idle.append(storage)
+            self._current = None
+
+    def _take_storage(self) -> LayerStorage:
+        return self._idle.pop() if self._idle else self._new_storage()
+
+    def _start(self, layer: int, storage: LayerStorage, names: Iterable[str]) -> list[Future[None]]:
+        prefix = layer_prefix(layer)
+        return [self._pool.submit(self._fill, prefix + name, storage.places[name]) for name in names]
+
+    def _finish(self, jobs: list[Future[None]]) -> None:
+        for job in jobs:
+            job.result()
+
+    def _abandon(self, storage: LayerStorage, jobs: list[Future[None]]) -> None:
+        for job in jobs:
+            job.cancel()
+        wait(jobs)
+        self._idle.append(storage)
+
+    def _fill(self, name: str, place: torch.Tensor) -> None:
+        if place.device.type == "cuda":
+            # A stream of its own: the copy runs beside what the device computes.
+            stream = torch.cuda.Stream(place.device)
+            with torch.cuda.stream(stream):
+                self._fill_place(name, place)
+            stream.synchronize()
+        else:
+            self._fill_place(name, place)
+
+    def _fill_place(self, name: str, place: torch.Tensor) -> None:
+        if place.dtype != PACKED_DTYPE:
+            self._reader.read_weight_into(name, place)
+        elif place.device.type == "cpu":
+            self._reader.read_into(name, place)
+        else:
+            place.copy_(self._reader.read(name))
+
+
+def _compute_alone() -> None:
+    """Each reading thread is one of as many as there are cores: torch must not start more in it."""
+    torch.set_num_threads(1)

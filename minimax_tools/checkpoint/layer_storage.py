@@ -1,0 +1,179 @@
+"""LayerStorage: memory for one decoder layer's weights, allocated once and filled again for every layer.
+
+Weights lie as transformers' decoder layer holds them, experts grouped; each tensor of the checkpoint has its
+place there, a view that it is read into. Fresh memory for every layer would cost more than the reading.
+E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+from minimax_tools.checkpoint.names import (
+    EXPERT_DOWN,
+    EXPERT_GATE,
+    EXPERT_UP,
+    FLOAT32_NAMES,
+    expected_layer_shapes,
+    expert_weight,
+    scale_name,
+)
+from minimax_tools.spec import ModelSpec
+
+EXPERTS = ".experts."
+_GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_HUB_MOE, _MODULE_MOE = "block_sparse_moe.", "mlp."
+# What a place holds whose tensor is kept as the checkpoint stores it.
+PACKED_DTYPE = torch.float8_e4m3fn
+
+
+class LayerStorage(Protocol):
+    """What holds one layer.
+
+    Attributes:
+        places: Where each tensor of the checkpoint goes, by its name relative to the layer: a place of the dtype
+            that the checkpoint stores takes the bytes as they are, any other the weight's values.
+        weights: The layer's weights by the hub's relative names, as they are when they are asked for.
+        modules: What transformers' decoder layer computes with, by its own names.
+    """
+
+    @property
+    def places(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def modules(self) -> Mapping[str, torch.Tensor | PackedMatrices]: ...
+
+
+class GroupedStorage:
+    """A layer's weights in the run's dtype: `gate_up_proj` [E,2·I,H], gate rows first, and `down_proj` [E,H,I].
+
+    Args:
+        spec: The model.
+        dtype: Of the weights; router gate and correction bias are float32.
+        device: Where they lie.
+    """
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+        gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
+        down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
+        small = _small_tensors(spec, dtype=dtype, device=device)
+        places = dict(small)
+        for expert in range(num_experts):
+            places[expert_weight(expert, EXPERT_GATE)] = gate_up[expert, :intermediate]
+            places[expert_weight(expert, EXPERT_UP)] = gate_up[expert, intermediate:]
+            places[expert_weight(expert, EXPERT_DOWN)] = down[expert]
+        self.places: Mapping[str, torch.Tensor] = MappingProxyType(places)
+        self.weights = self.places
+        self.modules: Mapping[str, torch.Tensor | PackedMatrices] = MappingProxyType(
+            {**_module_names(small), _GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}
+        )
+
+
+class PackedStorage:
+    """A layer whose experts stay FP8, codes and block scales, and are dequantised when they are used.
+
+    Args:
+        spec: The model; its checkpoint stores the experts in FP8.
+        dtype: Of the weights but the experts, and of the experts when they are used.
+        device: Where they lie.
+    """
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+        small = _small_tensors(spec, dtype=dtype, device=device)
+        shapes = {
+            EXPERT_GATE: (intermediate, hidden),
+            EXPERT_UP: (intermediate, hidden),
+            EXPERT_DOWN: (hidden, intermediate),
+        }
+        codes = {name: torch.empty(num_experts, *shape, dtype=PACKED_DTYPE, device=device) for name, shape in shapes.items()}
+        scales = {
+            name: torch.empty(num_experts, *scale_shape(shape), dtype=torch.float32, device=device)
+            for name, shape in shapes.items()
+        }
+        places = dict(small)
+        for expert in range(num_experts):
+            for name in shapes:
+                places[expert_weight(expert, name)] = codes[name][expert]
+                places[scale_name(expert_weight(expert, name))] = scales[name][expert]
+        self.places: Mapping[str, torch.Tensor] = MappingProxyType(places)
+        self.weights: Mapping[str, torch.Tensor] = _Dequantised(self.places, dtype=dtype)
+        packed = {name: (codes[name], scales[name]) for name in shapes}
+        self.modules: Mapping[str, torch.Tensor | PackedMatrices] = MappingProxyType(
+            {
+                **_module_names(small),
+                _GATE_UP_PROJ: PackedMatrices((packed[EXPERT_GATE], packed[EXPERT_UP]), dtype=dtype),
+                _DOWN_PROJ: PackedMatrices((packed[EXPERT_DOWN],), dtype=dtype),
+            }
+        )
+
+
+class PackedMatrices:
+    """Experts' matrices [E,R,C] as transformers' eager loop reads them: one at a time, by `[expert]`.
+
+    What an access gives is good until the next one: both share one buffer.
+
+    Args:
+        parts: FP8 codes [E,r,C] and block scales of what lies one below the other.
+        dtype: Of what an access gives.
+    """
+
+    def __init__(self, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...], *, dtype: torch.dtype) -> None:
+        self._parts = parts
+        codes = parts[0][0]
+        num_rows = sum(codes.shape[1] for codes, _ in parts)
+        self._matrix = torch.empty(num_rows, codes.shape[2], dtype=dtype, device=codes.device)
+
+    def __len__(self) -> int:
+        return len(self._parts[0][0])
+
+    def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
+        index, start = int(expert), 0
+        for codes, scales in self._parts:
+            stop = start + codes.shape[1]
+            dequantise(codes[index], scales[index], out=self._matrix[start:stop], dtype=self._matrix.dtype)
+            start = stop
+        return self._matrix
+
+
+class _Dequantised(Mapping[str, torch.Tensor]):
+    """Weights by name, those whose place holds FP8 codes dequantised at each access."""
+
+    def __init__(self, places: Mapping[str, torch.Tensor], *, dtype: torch.dtype) -> None:
+        self._places = places
+        self._dtype = dtype
+        self._scales = {scale_name(name) for name, place in places.items() if place.dtype == PACKED_DTYPE}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        if place.dtype != PACKED_DTYPE:
+            return place
+        return dequantise(place, self._places[scale_name(name)], dtype=self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._places if name not in self._scales)
+
+    def __len__(self) -> int:
+        return len(self._places) - len(self._scales)
+
+
+def _small_tensors(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Everything but the experts, by the hub's relative names."""
+    return {
+        name: torch.empty(shape, dtype=torch.float32 if name in FLOAT32_NAMES else dtype, device=device)
+        for name, shape in expected_layer_shapes(spec).items()
+        if EXPERTS not in name
+    }
+
+
+def _module_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | PackedMatrices]:
+    return {name.replace(_HUB_MOE, _MODULE_MOE): tensor for name, tensor in tensors.items()}
