@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
 from gpu_reference.options import golden_options, sampling_options
 from gpu_reference.placement import parse_placement
+from gpu_reference.stream_choice import choose_streaming
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_model
 from minimax_tools.console import Mm2Group, print_json
+from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import layer_option, output_options, read_input_request, read_span, span_options
+from minimax_tools.progress import LayerProgress
 from minimax_tools.prompts import build_inputs
 from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
 from minimax_tools.span import Span
@@ -125,7 +129,10 @@ def _run_golden(options: Options, make_run: MakeRun, sampling: Sampling | None =
             directory = options["output_dir"] or capture_directory(
                 options["captures"], GOLDEN_SIDE, request.run.name
             )
-            golden.capture(directory, extra={GENERATION_NAME: generated} if generated else {})
+            with LayerProgress(len(request.run.span), label="Golden") as progress:
+                golden.capture(
+                    directory, extra={GENERATION_NAME: generated} if generated else {}, progress=progress
+                )
             capture = Capture.open(directory)
             record, text = capture_record(capture), render_capture(capture)
     if options["as_json"]:
@@ -142,7 +149,7 @@ def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
     spec = ModelSpec.from_folder(folder)
     run = make_run(spec)
     run.span.within(spec.num_hidden_layers)
-    return GoldenRequest(
+    request = GoldenRequest(
         model=GoldenModelRequest(
             folder=folder,
             spec=spec,
@@ -157,7 +164,17 @@ def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
         inputs=build_inputs(read_input_request(options), folder=folder, spec=spec),
         # A float32 run has no BF16 noise to measure.
         noise_floor="off" if options["dtype"] == torch.float32 else options["noise_floor"],
+        budget=MemoryBudget(options["memory_budget"]),
     )
+    streaming = choose_streaming(
+        options["stream"],
+        request.footprint,
+        placement,
+        prefetch=options["prefetch"],
+        packed=options["packed_experts"],
+        budget=request.budget,
+    )
+    return replace(request, streaming=streaming)
 
 
 def _with_generation(record: dict[str, Any], generated: dict[str, Any] | None) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gpu_reference.certify import certify, certify_streamed, refuse_ragged_blocks
+from gpu_reference.footprint import Footprint
 from gpu_reference.model import GoldenModelRequest, load_golden_model
 from gpu_reference.noise_floor import FLOOR_SITES, NoiseFloor
 from gpu_reference.placement import describe_devices, watched_memory
@@ -26,6 +27,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import verify_layer
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.inputs import Inputs
+from minimax_tools.memory import MemoryBudget
 from minimax_tools.progress import NoProgress, Progress
 from minimax_tools.provenance import Provenance
 from minimax_tools.run import Run
@@ -48,6 +50,7 @@ class GoldenRequest:
         inputs: The token rows.
         noise_floor: `full` keeps the float32 twins, `stats` their distances, `off` neither.
         streaming: How to run a layer at a time; None to load the model whole.
+        budget: What anonymous memory may be taken.
     """
 
     model: GoldenModelRequest
@@ -56,6 +59,18 @@ class GoldenRequest:
     inputs: Inputs
     noise_floor: str
     streaming: Streaming | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+
+    @property
+    def footprint(self) -> Footprint:
+        """The memory that it takes."""
+        return Footprint(
+            spec=self.model.spec,
+            num_layers=self.model.num_hidden_layers,
+            dtype=self.model.dtype,
+            inputs=self.inputs,
+            keeps_logits=ModelSite.LOGITS in self.run.model_sites,
+        )
 
 
 class Golden:
@@ -107,9 +122,7 @@ class Golden:
             noise_floor=request.noise_floor,
         )
 
-    def capture(
-        self, directory: Path, *, extra: Mapping[str, Any], progress: Progress | None = None
-    ) -> None:
+    def capture(self, directory: Path, *, extra: Mapping[str, Any], progress: Progress | None = None) -> None:
         """Run the inputs once and write the capture; a killed capture resumes.
 
         Args:
@@ -263,6 +276,7 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
         CheckpointError: The checkpoint lacks tensors, or transformers could not load it.
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
         BackendError: A GPU's memory is too small.
+        MemoryBudgetError: The budget would be broken.
     """
     model = request.model
     with CheckpointReader(model.folder) as reader:
@@ -271,10 +285,13 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
         for layer in range(model.num_hidden_layers):
             verify_layer(reader.index, model.spec, layer)
         if request.streaming is not None:
-            with open_streamed_model(model, reader, request.streaming) as streamed:
+            with open_streamed_model(
+                model, reader, request.streaming, footprint=request.footprint, budget=request.budget
+            ) as streamed:
                 proved = certify_streamed(streamed.model, spec=model.spec, dtype=model.dtype)
                 yield Golden(request, streamed.model, reader, streamed, proved)
             return
+        request.budget.require(request.footprint.loading_bytes, "loading the model whole")
         loaded = load_golden_model(model, reader)
         proved = certify(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
         weights = CheckpointWeights(reader=reader, spec=model.spec, dtype=model.dtype)

@@ -7,8 +7,10 @@ from pathlib import Path
 import click
 
 from gpu_reference.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
+from gpu_reference.stream_choice import STREAM_MODES
 from minimax_tools.options import (
     input_options,
+    memory_budget_option,
     model_option,
     output_options,
     run_options,
@@ -34,6 +36,26 @@ _placement_options = (
         type=click.Path(path_type=Path, file_okay=False),
         help="Where weights go that fit in no memory.",
     ),
+)
+_streaming_options = (
+    click.option(
+        "--stream",
+        type=click.Choice(STREAM_MODES),
+        default="auto",
+        show_default=True,
+        help="Run with one layer's weights in memory; auto: where the model does not fit.",
+    ),
+    click.option(
+        "--prefetch/--no-prefetch",
+        default=None,
+        help="Read the next layer while one runs; by default where memory holds two.",
+    ),
+    click.option(
+        "--packed-experts",
+        is_flag=True,
+        help="Keep experts FP8 in memory, dequantise each when it is used: half a layer's memory.",
+    ),
+    memory_budget_option,
 )
 _computation_options = (
     click.option(
@@ -84,6 +106,7 @@ golden_options = stack_options(
     run_options,
     store_options,
     *_placement_options,
+    *_streaming_options,
     *_computation_options,
     output_options,
 )

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gpu_reference.certify import prove_float32_router, prove_weights
+from gpu_reference.footprint import Footprint
 from gpu_reference.model import GoldenModelRequest, build_golden_model
 from gpu_reference.weights import head_name
 from minimax_tools.checkpoint.layer_loader import LayerLoader
@@ -41,20 +42,30 @@ class Streaming:
         device: Where the layers run.
         prefetch: Whether the next layer is read while one runs; two layers are in memory then.
         packed: Whether experts stay FP8 and are dequantised one by one when they are used.
-        budget: What anonymous memory may be taken.
     """
 
     device: torch.device
     prefetch: bool = True
     packed: bool = False
-    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
 
 
 @contextmanager
 def open_streamed_model(
-    request: GoldenModelRequest, reader: CheckpointReader, streaming: Streaming
+    request: GoldenModelRequest,
+    reader: CheckpointReader,
+    streaming: Streaming,
+    *,
+    footprint: Footprint,
+    budget: MemoryBudget,
 ) -> Iterator[StreamedModel]:
     """Stand up the golden model without its weights.
+
+    Args:
+        request: The model.
+        reader: Its checkpoint.
+        streaming: How to stream.
+        footprint: What the golden takes.
+        budget: What it may take; whoever would break it is stopped before.
 
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
@@ -63,14 +74,38 @@ def open_streamed_model(
     if streaming.packed:
         _refuse_unpackable(request)
     model = build_golden_model(request, device=streaming.device)
-    kind = PackedStorage if streaming.packed else GroupedStorage
-    new_storage = partial(kind, request.spec, dtype=request.dtype, device=streaming.device)
+    limits = MemoryLimits(footprint=footprint, budget=budget, is_on_host=streaming.device.type == "cpu")
+    new_storage = partial(_new_storage, request, streaming, limits)
     with LayerLoader(
         reader, new_storage, prefetch=streaming.prefetch, num_threads=torch.get_num_threads()
     ) as loader:
-        streamed = StreamedModel(request, model, reader, loader, device=streaming.device)
+        streamed = StreamedModel(request, model, reader, loader, device=streaming.device, limits=limits)
         with streamed.attached():
             yield streamed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """Stops a stream before it takes more than it may.
+
+    Args:
+        footprint: What the golden takes.
+        budget: What it may take.
+        is_on_host: Whether weights and activations count: those on a GPU do not.
+    """
+
+    footprint: Footprint
+    budget: MemoryBudget
+    is_on_host: bool
+
+    def allow(self, num_bytes: int, purpose: str) -> None:
+        """Pass, or raise.
+
+        Raises:
+            MemoryBudgetError: The budget would be broken.
+        """
+        if self.is_on_host:
+            self.budget.require(num_bytes, purpose)
 
 
 class StreamedModel:
@@ -84,12 +119,14 @@ class StreamedModel:
         loader: LayerLoader,
         *,
         device: torch.device,
+        limits: MemoryLimits,
     ) -> None:
         self.model = model
         self._request = request
         self._reader = reader
         self._loader = loader
         self._device = device
+        self._limits = limits
         self._running: int | None = None
         self._is_proved = False
 
@@ -107,7 +144,9 @@ class StreamedModel:
     def attached(self) -> Iterator[None]:
         """Let the model's parts fetch their weights while the block lasts."""
         with ExitStack() as stack:
-            embedding, norm = (self.model.get_submodule(name) for name in ("model.embed_tokens", "model.norm"))
+            embedding, norm = (
+                self.model.get_submodule(name) for name in ("model.embed_tokens", "model.norm")
+            )
             stack.callback(embedding.register_forward_pre_hook(self._fetch_embedding).remove)
             stack.callback(embedding.register_forward_hook(_strip).remove)
             for number, layer in enumerate(self._layers()):
@@ -128,6 +167,7 @@ class StreamedModel:
         # A new pass begins: the last one's head goes before more comes.
         for name in ("model.norm", "lm_head"):
             _strip(self.model.get_submodule(name))
+        self._limits.allow(self._limits.footprint.vocabulary_bytes, "the embedding")
         self._bind_weight(module, EMBEDDING)
 
     def _fetch_layer(self, number: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -139,6 +179,7 @@ class StreamedModel:
                 number, then=following if following < self._request.num_hidden_layers else None
             )
         self._running = number
+        self._limits.allow(self._limits.footprint.activation_bytes, f"what layer {number} computes")
         _bind(module, storage)
         if not self._is_proved and not self._reads_routed_only(inputs[0]):
             self._prove(module, number)
@@ -160,6 +201,8 @@ class StreamedModel:
     def _fetch_head(self, module: torch.nn.Module, _: Any) -> None:
         self._loader.release()
         self._running = None
+        footprint = self._limits.footprint
+        self._limits.allow(footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits")
         self._bind_weight(module, head_name(self._request.spec))
 
     def _bind_weight(self, module: torch.nn.Module, name: str) -> None:
@@ -172,6 +215,21 @@ class StreamedModel:
         prove_float32_router(module, tensors, number)
         prove_weights(module, tensors, number)
         self._is_proved = True
+
+
+def _new_storage(request: GoldenModelRequest, streaming: Streaming, limits: MemoryLimits) -> LayerStorage:
+    footprint = limits.footprint
+    limits.allow(
+        footprint.packed_layer_bytes if streaming.packed else footprint.layer_bytes,
+        "the weights of one layer",
+    )
+    kind = PackedStorage if streaming.packed else GroupedStorage
+    storage = kind(request.spec, dtype=request.dtype, device=streaming.device)
+    if limits.is_on_host and limits.budget.limit_bytes is not None:
+        # Only memory that was written to shows: what is asked for next must find it taken.
+        for place in storage.places.values():
+            place.zero_()
+    return storage
 
 
 def _bind(layer: torch.nn.Module, storage: LayerStorage) -> None:

@@ -33,23 +33,22 @@ PACKED_DTYPE = torch.float8_e4m3fn
 
 
 class LayerStorage(Protocol):
-    """What holds one layer.
-
-    Attributes:
-        places: Where each tensor of the checkpoint goes, by its name relative to the layer: a place of the dtype
-            that the checkpoint stores takes the bytes as they are, any other the weight's values.
-        weights: The layer's weights by the hub's relative names, as they are when they are asked for.
-        modules: What transformers' decoder layer computes with, by its own names.
-    """
+    """What holds one layer."""
 
     @property
-    def places(self) -> Mapping[str, torch.Tensor]: ...
+    def places(self) -> Mapping[str, torch.Tensor]:
+        """Where each tensor of the checkpoint goes, by its name relative to the layer.
+
+        A place of `PACKED_DTYPE` takes the stored bytes as they are, any other the weight's values.
+        """
 
     @property
-    def weights(self) -> Mapping[str, torch.Tensor]: ...
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The layer's weights by the hub's relative names, in the run's dtype."""
 
     @property
-    def modules(self) -> Mapping[str, torch.Tensor | PackedMatrices]: ...
+    def modules(self) -> Mapping[str, torch.Tensor | PackedMatrices]:
+        """What transformers' decoder layer computes with, by its own names."""
 
 
 class GroupedStorage:
@@ -95,7 +94,10 @@ class PackedStorage:
             EXPERT_UP: (intermediate, hidden),
             EXPERT_DOWN: (hidden, intermediate),
         }
-        codes = {name: torch.empty(num_experts, *shape, dtype=PACKED_DTYPE, device=device) for name, shape in shapes.items()}
+        codes = {
+            name: torch.empty(num_experts, *shape, dtype=PACKED_DTYPE, device=device)
+            for name, shape in shapes.items()
+        }
         scales = {
             name: torch.empty(num_experts, *scale_shape(shape), dtype=torch.float32, device=device)
             for name, shape in shapes.items()

@@ -1,0 +1,94 @@
+"""Footprint: the memory that a golden takes, loaded whole or streamed, told from its shapes before anything is read.
+
+B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token,
+I intermediate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.checkpoint.layer_storage import EXPERTS
+from minimax_tools.checkpoint.names import FLOAT32_NAMES, expected_layer_shapes
+from minimax_tools.inputs import Inputs
+from minimax_tools.spec import ModelSpec
+
+# Loading holds, beside what is loaded, the pieces being stacked: 1.8 layers were measured where one was loaded.
+_LOADING_LAYERS = 0.8
+_FP8_BYTES_PER_WEIGHT = 1 + 4 / 128**2
+_FLOAT32_BYTES = 4
+_FLOAT64_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What a golden holds in memory.
+
+    Args:
+        spec: The model.
+        num_layers: How many of its layers run.
+        dtype: Of weights and activations.
+        inputs: The token rows.
+        keeps_logits: Whether the logits of every position are captured.
+    """
+
+    spec: ModelSpec
+    num_layers: int
+    dtype: torch.dtype
+    inputs: Inputs
+    keeps_logits: bool
+
+    @property
+    def layer_bytes(self) -> int:
+        """The weights of one layer."""
+        return sum(
+            math.prod(shape) * (_FLOAT32_BYTES if name in FLOAT32_NAMES else self.dtype.itemsize)
+            for name, shape in expected_layer_shapes(self.spec).items()
+        )
+
+    @property
+    def packed_layer_bytes(self) -> int:
+        """The weights of one layer whose experts stay FP8."""
+        experts = sum(
+            math.prod(shape) for name, shape in expected_layer_shapes(self.spec).items() if EXPERTS in name
+        )
+        return self.layer_bytes - experts * self.dtype.itemsize + math.ceil(experts * _FP8_BYTES_PER_WEIGHT)
+
+    @property
+    def vocabulary_bytes(self) -> int:
+        """The embedding's weights; the lm_head takes as much."""
+        return self.spec.vocab_size * self.spec.hidden_size * self.dtype.itemsize
+
+    @property
+    def loading_bytes(self) -> int:
+        """The most that loading the model whole takes."""
+        layers = self.layer_bytes * (self.num_layers + _LOADING_LAYERS)
+        return int(layers) + 2 * self.vocabulary_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """What one layer takes beside its weights: its sites, their float32 twins, and what lies between."""
+        spec, num_tokens = self.spec, self.inputs.input_ids.numel()
+        site_width = (
+            7 * spec.hidden_size
+            + 4 * spec.query_width
+            + 5 * spec.key_value_width
+            + spec.num_local_experts
+            + 2 * spec.num_experts_per_tok
+        )
+        # Each routed token is gathered, doubled by gate and up, and brought back.
+        routed_width = spec.num_experts_per_tok * (2 * spec.hidden_size + 3 * spec.intermediate_size)
+        expert = 3 * spec.hidden_size * spec.intermediate_size * _FLOAT32_BYTES
+        sites = num_tokens * site_width * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
+        return sites + num_tokens * routed_width * _FLOAT32_BYTES + expert
+
+    @property
+    def logits_bytes(self) -> int:
+        """What the logits take: on the device, on the host, and twice in float32; none where they are not kept."""
+        if not self.keeps_logits:
+            return 0
+        num_values = self.inputs.input_ids.numel() * self.spec.vocab_size
+        return num_values * (2 * self.dtype.itemsize + 2 * _FLOAT32_BYTES)
