@@ -12,12 +12,12 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -37,6 +37,7 @@ FP8 = torch.float8_e4m3fn
 _HUB_SHARD_BYTES = 1_840_000_000
 _LEAST_SHARDS = 4
 _ALIGNMENT = 8
+_LENGTH = struct.Struct("<Q")
 _INDEX = "model.safetensors.index.json"
 _DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
@@ -140,6 +141,32 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedT
     return tuple(sorted(plan, key=lambda tensor: tensor.name))
 
 
+def encode_header(tensors: Sequence[PlannedTensor], *, alignment: int = _ALIGNMENT) -> bytes:
+    """The header of a shard that holds `tensors`, filled up with spaces so that the data begin on `alignment`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.size_bytes
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH.size + len(text)) % alignment)
+    return _LENGTH.pack(len(text)) + text
+
+
+def write_tensor(file: BinaryIO, tensor: PlannedTensor, weights: SyntheticWeights) -> None:
+    """Append a tensor's data, made part by part."""
+    start = file.tell()
+    for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
+        file.write(part.contiguous().view(torch.uint8).numpy().data)
+    written = file.tell() - start
+    assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes of {tensor.size_bytes}"
+
+
 def _refuse_ragged_blocks(spec: ModelSpec) -> None:
     ragged = find_ragged_widths(spec)
     if ragged:
@@ -211,29 +238,9 @@ def _no_room(output: Path, size_bytes: int, *, reason: str) -> CheckpointError:
 
 def _write_shard(path: Path, shard: list[PlannedTensor], weights: SyntheticWeights) -> None:
     with path.open("wb") as file:
-        file.write(_header(shard))
+        file.write(encode_header(shard))
         for tensor in shard:
-            start = file.tell()
-            for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
-                file.write(part.contiguous().view(torch.uint8).numpy().data)
-            written = file.tell() - start
-            assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes of {tensor.size_bytes}"
-
-
-def _header(shard: list[PlannedTensor]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in shard:
-        offsets = [position, position + tensor.size_bytes]
-        header[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-        position += tensor.size_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+            write_tensor(file, tensor, weights)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

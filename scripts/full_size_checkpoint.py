@@ -1,0 +1,336 @@
+"""A checkpoint with all 62 layers of MiniMax-M2's true dimensions: 230 GB that take 17.5 GB of disk.
+
+A few distinct layers are synthesized as `mm2-split synthesize` does it; every other layer clones the FP8 codes
+of one of them (XFS and btrfs can) and gets norms, router gate, correction bias and FP8 scales of its own, those
+that a whole synthesis would give it. Readers see an ordinary checkpoint in the hub's layout, 187 shards.
+
+Where --output lies on a file system without reflinks, root gets an XFS in a sparse file, mounted read-only on
+--output. A second call finds what is there; after a restart of the machine it mounts the image again.
+
+For benchmarks: clones are files of their own to the page cache, so each is cold until it is read itself, as the
+shards of a true checkpoint are, and the image is read past the cache of the file system below it: reading 2 GB
+of a clone reads 2 GB from the disk, also right after its source (measured). Only a cache beneath that, as the
+host of a virtual machine may keep, can know that two clones are the same blocks.
+
+Exit code 3 where it cannot run: not Linux, not root, no xfsprogs, loop mounts forbidden, too little disk.
+
+Example: python scripts/full_size_checkpoint.py --output m2 --json
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from cloned_shards import PlannedShard, plan_shards, write_shards
+from reflinks import (
+    ReflinkImage,
+    backing_file,
+    discard_partial,
+    has_reflinks,
+    is_read_directly,
+    new_image,
+    refuse_foreign,
+    require_image_tools,
+    require_room,
+    unmount,
+)
+
+from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
+from minimax_tools.checkpoint.synthetic import FP8
+from minimax_tools.checkpoint.synthetic_model import PRESETS, SyntheticModel
+from minimax_tools.checkpoint.synthetic_tokenizer import write_tokenizer
+from minimax_tools.checkpoint.synthetic_weights import SyntheticWeights
+from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.errors import UsageError
+from minimax_tools.options import output_options
+
+RECORD_FILE = "full_size_checkpoint.json"
+_DISTINCT_LAYERS = 4
+_SPARE_BYTES = 256 << 20  # the file system's log, indexes and headers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the checkpoint shall hold.
+
+    Raises:
+        UsageError: It has more distinct layers than layers.
+    """
+
+    preset: str
+    num_hidden_layers: int
+    distinct_layers: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.distinct_layers > self.num_hidden_layers:
+            raise UsageError(
+                f"{self.distinct_layers} distinct layers were asked for",
+                expected=f"at most --num-hidden-layers, {self.num_hidden_layers}",
+            )
+
+    @property
+    def model(self) -> SyntheticModel:
+        """The quantities."""
+        return replace(PRESETS[self.preset], num_hidden_layers=self.num_hidden_layers)
+
+    def plan(self) -> tuple[PlannedShard, ...]:
+        """The shards."""
+        return plan_shards(self.model, num_distinct_layers=self.distinct_layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullSizeCheckpoint:
+    """The checkpoint as it lies there: `image` is None where the folder's own file system has reflinks.
+
+    `logical_bytes` counts the tensors' data, `disk_bytes` what they take, `seconds` what the build took.
+    """
+
+    folder: Path
+    image: Path | None
+    is_read_directly: bool
+    was_there: bool
+    num_hidden_layers: int
+    distinct_layers: int
+    logical_bytes: int
+    disk_bytes: int
+    seconds: float
+
+
+def provide(request: Request, *, output: Path, image: Path | None) -> FullSizeCheckpoint:
+    """Find the checkpoint at `output`, mount its image there, or build it.
+
+    Args:
+        request: What it holds.
+        output: A folder, new or empty or with the same checkpoint from before.
+        image: The file for an image; None makes one beside `output` only if that has no reflinks.
+
+    Raises:
+        UsageError: Something else is at `output` or `image`.
+        CannotRunError: This machine cannot hold or mount it.
+    """
+    _refuse_occupied(output)
+    if (output / RECORD_FILE).exists():
+        return _describe(request, output, was_there=True)
+    found = ReflinkImage(file=image or _default_image(output))
+    if found.file.exists():
+        refuse_foreign(found)
+        require_image_tools()
+        found.mount(output, is_read_only=True)
+        return _describe(request, output, was_there=True)
+    if image is None and _is_reflinked(output):
+        _build_in_folder(request, output)
+    else:
+        require_image_tools()
+        _build_in_image(request, output, found)
+    return _describe(request, output, was_there=False)
+
+
+def unmount_checkpoint(output: Path) -> tuple[Path, ...]:
+    """Unmount the image at `output` and keep it; gives what was unmounted.
+
+    Raises:
+        CannotRunError: It is in use.
+    """
+    if backing_file(output) is None or not (output / RECORD_FILE).exists():
+        return ()
+    unmount(output)
+    return (output,)
+
+
+def remove_checkpoint(output: Path, *, image: Path | None) -> tuple[Path, ...]:
+    """Unmount and delete the checkpoint, its image, and what a killed build left; gives what was there.
+
+    Raises:
+        UsageError: What is there is not this script's.
+        CannotRunError: It is in use.
+    """
+    _refuse_occupied(output)
+    file = backing_file(output) or image or _default_image(output)
+    done = unmount_checkpoint(output)
+    discard_partial(file, scratch=_partial(output))
+    if file.exists():
+        refuse_foreign(ReflinkImage(file=file))
+        file.unlink()
+        done += (file,)
+    if output.exists():
+        shutil.rmtree(output)
+        done += (output,)
+    return done
+
+
+def _build_in_folder(request: Request, output: Path) -> None:
+    plan, partial = request.plan(), _partial(output)
+    require_room(output.parent, _disk_bytes(plan))
+    shutil.rmtree(partial, ignore_errors=True)  # left by a build that was killed
+    try:
+        partial.mkdir()
+        _write(request, plan, partial)
+        partial.replace(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _build_in_image(request: Request, output: Path, image: ReflinkImage) -> None:
+    plan = request.plan()
+    with new_image(image.file, size_bytes=_disk_bytes(plan), scratch=_partial(output)) as folder:
+        _write(request, plan, folder)
+    # Mounted anew, and with that cold.
+    image.mount(output, is_read_only=True)
+
+
+def _write(request: Request, plan: tuple[PlannedShard, ...], folder: Path) -> None:
+    began = time.monotonic()
+    token_ids = write_tokenizer(folder, vocab_size=request.model.vocab_size)
+    _write_json(folder / "config.json", request.model.config(dtype=FP8, token_ids=token_ids))
+    write_shards(folder, plan, SyntheticWeights(request.model.spec(), seed=request.seed))
+    logical_bytes = sum(shard.data_bytes for shard in plan)
+    weight_map = {tensor.name: shard.file_name for shard in plan for tensor in shard.tensors}
+    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": logical_bytes}, "weight_map": weight_map})
+    # Every header is read once, and checked against the index.
+    TensorIndex.from_folder(folder)
+    record = {
+        "request": asdict(request),
+        "logical_bytes": logical_bytes,
+        "written_bytes": sum(shard.written_bytes for shard in plan),
+        "seconds": round(time.monotonic() - began, 1),
+        "clones": {shard.file_name: shard.source.file_name for shard in plan if shard.source is not None},
+    }
+    _write_json(folder / RECORD_FILE, record)
+
+
+def _is_reflinked(output: Path) -> bool:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return has_reflinks(output.parent)
+
+
+def _describe(request: Request, output: Path, *, was_there: bool) -> FullSizeCheckpoint:
+    record = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
+    if record["request"] != asdict(request):
+        raise UsageError(
+            f"{output} holds another checkpoint",
+            expected=str(asdict(request)),
+            found=str(record["request"]),
+            next_step="Name another --output, or delete this one first: --remove.",
+        )
+    image = backing_file(output)
+    return FullSizeCheckpoint(
+        folder=output,
+        image=image,
+        is_read_directly=image is None or is_read_directly(output),
+        was_there=was_there,
+        num_hidden_layers=request.num_hidden_layers,
+        distinct_layers=request.distinct_layers,
+        logical_bytes=record["logical_bytes"],
+        # A folder's files cannot tell what they share: there, what was written counts.
+        disk_bytes=record["written_bytes"] if image is None else image.stat().st_blocks * 512,
+        seconds=record["seconds"],
+    )
+
+
+def _refuse_occupied(output: Path) -> None:
+    if output.exists() and not (output / RECORD_FILE).exists():
+        if not output.is_dir() or any(output.iterdir()):
+            raise UsageError(
+                f"{output} exists, and this script did not write it",
+                expected="a new or empty folder",
+                next_step="Name another --output, or remove it.",
+            )
+        if output.is_mount():
+            raise UsageError(
+                f"{output} is where a file system is mounted", expected=f"a folder in it: {output}/m2"
+            )
+
+
+def _disk_bytes(plan: tuple[PlannedShard, ...]) -> int:
+    written_bytes = sum(shard.written_bytes for shard in plan)
+    return written_bytes + written_bytes // 50 + _SPARE_BYTES
+
+
+def _default_image(output: Path) -> Path:
+    return output.with_name(f"{output.name}.img")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _print_done(done: tuple[Path, ...], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"done": [str(path) for path in done]})
+    else:
+        click.echo(f"Done with {', '.join(map(str, done))}" if done else "Nothing was there.")
+
+
+def _print_checkpoint(made: FullSizeCheckpoint, *, as_json: bool) -> None:
+    if as_json:
+        print_json({**asdict(made), "folder": str(made.folder), "image": made.image and str(made.image)})
+        return
+    state = "was there" if made.was_there else f"built in {made.seconds:.0f} s"
+    place = "" if made.image is None else f", mounted from {made.image}"
+    click.echo(
+        f"{made.folder}: {made.num_hidden_layers} layers, {made.distinct_layers} of them distinct, "
+        f"{made.logical_bytes / 1e9:.1f} GB on {made.disk_bytes / 1e9:.1f} GB of disk, {state}{place}"
+    )
+
+
+@click.command(cls=Mm2Command, help=__doc__)
+@click.option(
+    "--output", type=click.Path(path_type=Path, resolve_path=True), required=True, help="The folder."
+)
+@click.option(
+    "--image",
+    type=click.Path(path_type=Path, resolve_path=True, dir_okay=False),
+    help="The image's file; else OUTPUT.img, if one is needed.",
+)
+@click.option("--preset", type=click.Choice(list(PRESETS)), default="m2", show_default=True, help="Sizes.")
+@click.option("--num-hidden-layers", type=click.IntRange(min=1), help="Number of layers; else the preset's.")
+@click.option(
+    "--distinct-layers", type=click.IntRange(min=1), help="Layers with codes of their own; else 4 at most."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of every number.")
+@click.option("--unmount", "is_unmounted", is_flag=True, help="Unmount the image and keep it.")
+@click.option("--remove", "is_removed", is_flag=True, help="Unmount, and delete image and folder.")
+@output_options
+def main(
+    output: Path,
+    image: Path | None,
+    preset: str,
+    num_hidden_layers: int | None,
+    distinct_layers: int | None,
+    seed: int,
+    is_unmounted: bool,
+    is_removed: bool,
+    as_json: bool,
+) -> None:
+    """Parse, find or make or remove, and say what is there."""
+    progress = logging.getLogger("minimax_tools")  # as --quiet and --debug set it up
+    logging.basicConfig(level=progress.level, handlers=list(progress.handlers), format="%(message)s")
+    if is_unmounted or is_removed:
+        done = remove_checkpoint(output, image=image) if is_removed else unmount_checkpoint(output)
+        _print_done(done, as_json=as_json)
+        return
+    layers = num_hidden_layers or PRESETS[preset].num_hidden_layers
+    request = Request(
+        preset=preset,
+        num_hidden_layers=layers,
+        distinct_layers=distinct_layers or min(_DISTINCT_LAYERS, layers),
+        seed=seed,
+    )
+    _print_checkpoint(provide(request, output=output, image=image), as_json=as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""Reflinks: files that share another file's data, and the XFS image that has them where the disk has not.
+
+A clone takes no disk and no time: the file system notes once more where the data lie. XFS and btrfs can do
+it; on any other file system root can keep an XFS in a sparse file and mount that through a loop device.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimax_tools.errors import CannotRunError, UsageError
+
+_log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 4096
+"""What is cloned begins and ends on a multiple of this many bytes, in both files."""
+
+_FICLONERANGE = 0x4020940D  # linux/fs.h; Python's fcntl has a name for it since 3.13 only
+_CLONE_RANGE = struct.Struct("=qQQQ")  # source's descriptor, its offset, the size, the target's offset
+_NO_REFLINKS = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)
+_LABEL = "mm2full"
+_XFS_MAGIC, _XFS_LABEL_OFFSET, _XFS_LABEL_BYTES = b"XFSB", 108, 12
+_LEAST_IMAGE_BYTES = 512 << 20  # mkfs.xfs refuses less than 300 MB
+
+
+def clone_range(
+    source: Path, target: Path, *, source_offset: int, target_offset: int, size_bytes: int
+) -> None:
+    """Let `target` share bytes of `source`; both files are on one file system and `target` is made longer.
+
+    Raises:
+        ValueError: An offset or the size is no multiple of `BLOCK_BYTES`.
+        CannotRunError: The file system has no reflinks.
+    """
+    for name, value in (
+        ("source_offset", source_offset),
+        ("target_offset", target_offset),
+        ("size_bytes", size_bytes),
+    ):
+        if value % BLOCK_BYTES:
+            raise ValueError(
+                f"{name} is {value}: blocks of {BLOCK_BYTES} bytes are cloned, never parts of one"
+            )
+    if size_bytes == 0:
+        return  # to the kernel a size of 0 means: up to the end
+    import fcntl  # Linux alone gets here; elsewhere the module may not exist
+
+    with source.open("rb") as read, target.open("rb+") as written:
+        request = _CLONE_RANGE.pack(read.fileno(), source_offset, size_bytes, target_offset)
+        try:
+            fcntl.ioctl(written.fileno(), _FICLONERANGE, request)
+        except OSError as error:
+            if error.errno not in _NO_REFLINKS:
+                raise
+            raise CannotRunError(
+                f"{target} cannot share data of {source}",
+                expected="a file system with reflinks: XFS or btrfs",
+                found=str(error),
+                next_step="Name an --output there, or let root make an image: --image FILE.",
+            ) from error
+
+
+def has_reflinks(folder: Path) -> bool:
+    """Whether files of the folder can share data; tried with two small files."""
+    if sys.platform != "linux":
+        return False
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".reflinks-") as scratch:
+        source, target = Path(scratch, "source"), Path(scratch, "target")
+        source.write_bytes(bytes(BLOCK_BYTES))
+        target.touch()
+        try:
+            clone_range(source, target, source_offset=0, target_offset=0, size_bytes=BLOCK_BYTES)
+        except CannotRunError:
+            return False
+    return True
+
+
+def require_room(folder: Path, size_bytes: int) -> None:
+    """Refuse what does not fit the folder's disk.
+
+    Raises:
+        CannotRunError: Less than `size_bytes` are free.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < size_bytes:
+        raise CannotRunError(
+            f"too little disk at {folder}",
+            expected=f"{size_bytes} bytes free",
+            found=f"{free_bytes}",
+            next_step="Name another --output and --image, or ask for fewer --distinct-layers.",
+        )
+
+
+def require_image_tools() -> None:
+    """Refuse where no image can be made; a loop mount that is forbidden shows only when it is tried.
+
+    Raises:
+        CannotRunError: Listing at once all that is missing.
+    """
+    if sys.platform != "linux":
+        raise CannotRunError("an image with reflinks needs Linux", found=sys.platform)
+    missing = [] if os.geteuid() == 0 else ["this is not root, and only root may mount"]
+    missing += [f"no {tool} (Debian: apt-get install {package})" for tool, package in _missing_tools()]
+    if missing:
+        raise CannotRunError(
+            "no image with reflinks can be made here",
+            found="; ".join(missing),
+            next_step="Mend that, or name an --output on XFS or btrfs, where no image is needed.",
+        )
+
+
+def backing_file(folder: Path) -> Path | None:
+    """The image that is mounted on the folder; None where none is."""
+    if not folder.is_mount():
+        return None
+    try:
+        return Path((_loop(folder) / "backing_file").read_text().rstrip("\n"))
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReflinkImage:
+    """A sparse file that holds an XFS with reflinks.
+
+    The loop device reads and writes `file` directly where that is possible. Else what was read of one file
+    would stay cached below the file system, and a clone of it, though never read itself, would be warm.
+    """
+
+    file: Path
+
+    def make(self, *, size_bytes: int) -> None:
+        """Write an empty file system for `size_bytes` of data; the file takes disk as it fills.
+
+        Raises:
+            CannotRunError: mkfs.xfs failed.
+        """
+        # An eighth more for metadata: reference counts of shared blocks among them, and the log.
+        num_blocks = (_LEAST_IMAGE_BYTES + size_bytes + size_bytes // 8) // BLOCK_BYTES
+        with self.file.open("xb") as file:
+            file.truncate(num_blocks * BLOCK_BYTES)
+        _run("mkfs.xfs", "-q", "-L", _LABEL, "-b", f"size={BLOCK_BYTES}", "-m", "reflink=1", self.file)
+
+    def is_ours(self) -> bool:
+        """Whether the file is an image that `make` wrote."""
+        with self.file.open("rb") as file:
+            block = file.read(_XFS_LABEL_OFFSET + _XFS_LABEL_BYTES)
+        return block.startswith(_XFS_MAGIC) and block[_XFS_LABEL_OFFSET:].rstrip(b"\0") == _LABEL.encode()
+
+    def mount(self, folder: Path, *, is_read_only: bool) -> None:
+        """Mount the image on the folder, which is made if need be.
+
+        Raises:
+            CannotRunError: No loop mount is allowed here, or the image is damaged.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            device = _run("losetup", "--find", "--show", "--direct-io=on", self.file)
+            try:
+                _run("mount", "-t", "xfs", "-o", "ro" if is_read_only else "rw,noatime", device, folder)
+            finally:
+                # The kernel frees the device when it is unmounted, or now if the mount failed.
+                _run("losetup", "--detach", device)
+        except CannotRunError as error:
+            raise CannotRunError(
+                f"{self.file} cannot be mounted on {folder}",
+                found=error.what,
+                next_step="Where loop mounts are forbidden, as in most containers, run it on the host or in a "
+                "privileged container, or name an --output on XFS or btrfs.",
+            ) from error
+        if not is_read_directly(folder):
+            _log.warning("%s is cached by the file system below it: unread clones may be warm", self.file)
+
+
+@contextmanager
+def new_image(file: Path, *, size_bytes: int, scratch: Path) -> Iterator[Path]:
+    """A new image for `size_bytes` of data, mounted on `scratch` to be filled, and unmounted at the end.
+
+    It takes its name only if the block ends well. What a killed run left of it is removed first.
+
+    Raises:
+        CannotRunError: The disk is too small, or no image can be made or mounted here.
+    """
+    partial = _partial(file)
+    discard_partial(file, scratch=scratch)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    require_room(file.parent, size_bytes)
+    try:
+        partial.make(size_bytes=size_bytes)
+        partial.mount(scratch, is_read_only=False)
+        yield scratch
+        unmount(scratch)
+        partial.file.replace(file)
+    finally:
+        discard_partial(file, scratch=scratch)
+
+
+def discard_partial(file: Path, *, scratch: Path) -> None:
+    """Unmount and delete what `new_image` leaves when it is killed.
+
+    Raises:
+        CannotRunError: It is in use.
+    """
+    if backing_file(scratch) is not None:
+        unmount(scratch)
+    elif scratch.exists():
+        shutil.rmtree(scratch)
+    _partial(file).file.unlink(missing_ok=True)
+
+
+def is_read_directly(folder: Path) -> bool:
+    """Whether the image mounted on the folder is read past the cache of the file system below it."""
+    return (_loop(folder) / "dio").read_text().strip() == "1"
+
+
+def unmount(folder: Path) -> None:
+    """Unmount the folder, which drops all that is cached of it, and remove the empty folder.
+
+    Raises:
+        CannotRunError: It is in use.
+    """
+    _run("umount", folder)
+    folder.rmdir()
+
+
+def refuse_foreign(image: ReflinkImage) -> None:
+    """Refuse to touch a file that is no image of ours.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if not image.is_ours():
+        raise UsageError(
+            f"{image.file} is not an image that this script made",
+            expected=f"XFS with the label {_LABEL}",
+            next_step="Name another --image.",
+        )
+
+
+def _partial(file: Path) -> ReflinkImage:
+    return ReflinkImage(file=file.with_name(f".{file.name}.partial"))
+
+
+def _missing_tools() -> list[tuple[str, str]]:
+    tools = (("mkfs.xfs", "xfsprogs"), ("losetup", "mount"), ("mount", "mount"), ("umount", "mount"))
+    return [(tool, package) for tool, package in tools if shutil.which(tool) is None]
+
+
+def _loop(folder: Path) -> Path:
+    device = folder.stat().st_dev
+    return Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/loop")
+
+
+def _run(*words: str | Path) -> str:
+    result = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
+    if result.returncode:
+        # These tools begin their messages with their names.
+        raise CannotRunError(" ".join(result.stderr.split()) or f"{words[0]} ended with {result.returncode}")
+    return result.stdout.strip()
