@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from minimax_tools.errors import BackendError, UsageError
+from minimax_tools.size import parse_size
 from reports.wording import word_layers
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-_UNITS = {unit: 1000**power for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)} | {
-    unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)
-}
-_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)
 _DEVICE = re.compile(r"cpu|disk|cuda(:\d+)?|\d+")
 _LAYER = re.compile(r"model\.layers\.(\d+)")
 # Of the free memory, what weights may take: converting them needs some beside them.
@@ -203,26 +200,28 @@ def _is_device(value: Any) -> bool:
 
 
 def _parse_max_memory(text: str, *, num_gpus: int) -> MaxMemory:
-    whole = _SIZE.fullmatch(text.strip())
-    if whole:
-        limits: dict[int | str, int] = dict.fromkeys(range(num_gpus), _num_bytes(whole))
-        limits["cpu"] = int(psutil.virtual_memory().available * _CPU_SHARE) if num_gpus else _num_bytes(whole)
+    if (size_bytes := _size_bytes(text)) is not None:
+        limits: dict[int | str, int] = dict.fromkeys(range(num_gpus), size_bytes)
+        limits["cpu"] = int(psutil.virtual_memory().available * _CPU_SHARE) if num_gpus else size_bytes
         return limits
     limits = {}
     for part in text.split(","):
         device, _, size_text = (piece.strip() for piece in part.partition(":"))
-        size = _SIZE.fullmatch(size_text)
-        if not (device.isdigit() or device == "cpu") or size is None:
+        size_bytes = _size_bytes(size_text)
+        if not (device.isdigit() or device == "cpu") or size_bytes is None:
             raise UsageError(
                 f"--max-memory {text!r} cannot be read at {part!r}",
                 expected="40GB, or 0:40GB,1:60GB,cpu:100GB",
             )
-        limits[int(device) if device.isdigit() else device] = _num_bytes(size)
+        limits[int(device) if device.isdigit() else device] = size_bytes
     return limits
 
 
-def _num_bytes(size: re.Match[str]) -> int:
-    return int(float(size[1]) * _UNITS[size[2].lower()])
+def _size_bytes(text: str) -> int | None:
+    try:
+        return parse_size(text)
+    except ValueError:
+        return None
 
 
 def _refuse_absent_gpus(device_map: DeviceMap, limits: MaxMemory | None, *, num_gpus: int) -> None:

@@ -7,12 +7,15 @@ The words:
 - `tokenizer` and `chat`: text to token ids, by the checkpoint's own files
 - `provenance`: what made a capture; `results`: what a comparison found
 - `metrics`: what tensors measure; `floor`: what BF16 alone cost the golden
+- `memory`: what this process holds, held at most and may hold; `memory_usage`: one reading of it; `cgroup`:
+  what a container allows; `size`: bytes read and worded; `progress`: a run over layers, watched
 - `errors`: every error and its exit code
 
 The folders:
 
 - `checkpoint`: checkpoints found, read, regrouped and made
 - `reference`: the decoder layer in plain PyTorch, and transformers' own
+- `pickles`: files of torch.save, read without calling anything in them
 - `capture`: capture directories written and read, mm2's and others'
 
 For the commands of all packages: `options` (declared once) and `console` (exit codes, progress on stderr).

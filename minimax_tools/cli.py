@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,24 +13,11 @@ import torch
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import PRESETS
 from minimax_tools.console import Mm2Group, print_json
-from minimax_tools.options import output_options
+from minimax_tools.options import output_options, parse_size_option
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _STORED_DTYPES = {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def _parse_size(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?I?B|)", value.replace(" ", "").upper())
-    size_bytes = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
-    if size_bytes < 1:
-        raise click.BadParameter(
-            f"{value!r}: expected a size, for example 500MB, 2GB or 64MiB", param=parameter
-        )
-    return size_bytes
 
 
 def _parse_stored_dtype(_: click.Context, __: click.Parameter, value: str) -> torch.dtype:
@@ -82,7 +68,7 @@ def mm2_split() -> None:
 @click.option(
     "--shard-size",
     "shard_size_bytes",
-    callback=_parse_size,
+    callback=parse_size_option,
     metavar="500MB|2GB",
     help="Most a shard holds; else at least four shards.",
 )

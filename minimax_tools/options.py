@@ -10,6 +10,7 @@
 | | --padding-side, --pad-to, --max-length |
 | `span_options` | --start-layer, --end-layer, --layers |
 | `layer_option` | --layer |
+| `memory_budget_option` | --memory-budget |
 | `output_options` | --json, --quiet, --debug |
 """
 
@@ -26,6 +27,7 @@ from minimax_tools.console import remember_debug, remember_json, show_progress
 from minimax_tools.errors import UsageError
 from minimax_tools.prompts import InputRequest
 from minimax_tools.sites import SITE_LEVELS
+from minimax_tools.size import parse_size
 from minimax_tools.span import Span
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -60,6 +62,21 @@ def parse_lengths(_: click.Context, parameter: click.Parameter, value: str | Non
     if min(lengths) < 1:
         raise click.BadParameter(f"{value!r}: expected positive lengths, for example 96,61", param=parameter)
     return lengths
+
+
+def parse_size_option(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Click callback: `2GB` as bytes, at least one; None where the option is absent."""
+    if value is None:
+        return None
+    try:
+        size_bytes = parse_size(value)
+    except ValueError:
+        size_bytes = 0
+    if size_bytes < 1:
+        raise click.BadParameter(
+            f"{value!r}: expected a size, for example 500MB, 2GB or 64MiB", param=parameter
+        )
+    return size_bytes
 
 
 model_option = click.option(
@@ -144,6 +161,12 @@ span_options = stack_options(
     click.option("--start-layer", type=click.IntRange(min=0), help="First layer."),
     click.option("--end-layer", type=click.IntRange(min=0), help="Last layer, included."),
     click.option("--layers", metavar="A:B", help="Layers A to B-1 (half-open), instead of the two above."),
+)
+memory_budget_option = click.option(
+    "--memory-budget",
+    callback=parse_size_option,
+    metavar="12GB|12GiB",
+    help="Stop before this process's own memory, mapped files not counted, would pass this; else no limit.",
 )
 output_options = stack_options(
     click.option(

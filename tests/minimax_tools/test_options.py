@@ -147,7 +147,9 @@ def test_contradicting_spans_are_refused(
 
 def test_docstring_lists_every_option() -> None:
     text = options.__doc__ or ""
-    everything = parameters(*SHARED_BY_RUNS, options.span_options, options.layer_option)
+    everything = parameters(
+        *SHARED_BY_RUNS, options.span_options, options.layer_option, options.memory_budget_option
+    )
     for parameter in everything.values():
         assert parameter.opts[0] in text
 
@@ -155,3 +157,17 @@ def test_docstring_lists_every_option() -> None:
 def test_captures_lie_in_the_working_directory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MM2_CAPTURES", raising=False)
     assert parse(options.captures_option)["captures"] == Path("mm2-captures")
+
+
+def test_memory_budget_is_bytes_and_none_where_it_is_absent() -> None:
+    assert parse(options.memory_budget_option) == {"memory_budget": None}
+    for text, size_bytes in (("12GB", 12 * 10**9), ("12 GiB", 12 * 2**30), ("500mb", 500 * 10**6)):
+        assert parse(options.memory_budget_option, "--memory-budget", text) == {"memory_budget": size_bytes}
+
+
+@pytest.mark.parametrize("text", ["much", "12", "0GB", "-1GB", "0.1B", ""])
+def test_memory_budget_that_is_no_size_is_refused(text: str) -> None:
+    command = click.command()(options.memory_budget_option(lambda memory_budget: None))
+    result = click.testing.CliRunner().invoke(command, ["--memory-budget", text])
+    assert result.exit_code == 2
+    assert f"'--memory-budget': {text!r}: expected a size, for example 500MB, 2GB or 64MiB" in result.stderr

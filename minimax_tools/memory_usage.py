@@ -1,0 +1,213 @@
+"""What a process holds in memory: a reading, a labelled one, the highest of many, and their words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import psutil
+import torch
+from rich.cells import cell_len
+
+_STATUS = Path("/proc/self/status")
+_STATUS_LINE = re.compile(r"^(RssAnon|RssFile|RssShmem|VmSwap|VmHWM):\s*(\d+) kB$", re.MULTILINE)
+_LABEL_CELLS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUsage:
+    """What this process holds at one moment, all in bytes.
+
+    On Linux the numbers are the kernel's own. Elsewhere the system does not tell the kinds apart: then
+    `are_kinds_known` is False, `anonymous_bytes` is all resident memory, and so too high rather than too low.
+
+    Args:
+        anonymous_bytes: Memory that was allocated and written to, without what is swapped out.
+        file_bytes: Resident pages of mapped files.
+        shared_bytes: Resident shared memory, as of tensors that several processes share.
+        swapped_bytes: Anonymous memory that is swapped out.
+        most_resident_bytes: The most that was resident at once since the process began; None if unknown.
+        device_bytes: What torch holds in tensors by CUDA device, as `cuda:0`; empty until this process uses CUDA.
+        most_device_bytes: The most that was, since the process began or torch's counters were reset.
+        are_kinds_known: Whether the first three are told apart.
+    """
+
+    anonymous_bytes: int
+    file_bytes: int = 0
+    shared_bytes: int = 0
+    swapped_bytes: int = 0
+    most_resident_bytes: int | None = None
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    most_device_bytes: Mapping[str, int] = field(default_factory=dict)
+    are_kinds_known: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes", "most_device_bytes"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    @classmethod
+    def current(cls) -> MemoryUsage:
+        """This process now, on the host and on every device."""
+        # Asking a device for its memory would set CUDA up, which takes hundreds of megabytes.
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+        return replace(
+            cls.on_host(),
+            device_bytes={f"cuda:{index}": torch.cuda.memory_allocated(index) for index in devices},
+            most_device_bytes={f"cuda:{index}": torch.cuda.max_memory_allocated(index) for index in devices},
+        )
+
+    @classmethod
+    def on_host(cls) -> MemoryUsage:
+        """This process now, on the host alone: some ten microseconds."""
+        try:
+            return cls.from_status(_STATUS.read_text(encoding="ascii", errors="replace"))
+        except (OSError, KeyError):
+            return cls.undivided()
+
+    @classmethod
+    def from_status(cls, status: str) -> MemoryUsage:
+        """Read the text of Linux's `/proc/PID/status`.
+
+        Raises:
+            KeyError: It does not tell the kinds apart: some sandboxes stand in for Linux with less.
+        """
+        found = {key: int(number) * 1024 for key, number in _STATUS_LINE.findall(status)}
+        return cls(
+            anonymous_bytes=found["RssAnon"],
+            file_bytes=found["RssFile"],
+            shared_bytes=found["RssShmem"],
+            swapped_bytes=found.get("VmSwap", 0),
+            most_resident_bytes=found.get("VmHWM"),
+        )
+
+    @classmethod
+    def undivided(cls) -> MemoryUsage:
+        """This process now, as any system can tell: resident memory as a whole, the host alone."""
+        return cls(anonymous_bytes=psutil.Process().memory_info().rss, are_kinds_known=False)
+
+    @property
+    def resident_bytes(self) -> int:
+        """All of the process that is in the machine's memory: anonymous, file-backed and shared."""
+        return self.anonymous_bytes + self.file_bytes + self.shared_bytes
+
+    @property
+    def all_devices_bytes(self) -> int:
+        """The devices' sum."""
+        return sum(self.device_bytes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPeak:
+    """The most that a process held while a `MemoryTracker` watched: each number at its own moment, in bytes.
+
+    `resident_bytes` and `device_bytes` are exact where they were the highest so far, since the kernel and torch
+    keep count; the other two are the highest that a sample saw.
+    """
+
+    anonymous_bytes: int = 0
+    file_bytes: int = 0
+    resident_bytes: int = 0
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device_bytes", MappingProxyType(dict(self.device_bytes)))
+
+    @property
+    def all_devices_bytes(self) -> int:
+        """The sum of the devices' peaks, which need not have come at one moment."""
+        return sum(self.device_bytes.values())
+
+    def raised_by(self, usage: MemoryUsage, *, since: MemoryUsage) -> MemoryPeak:
+        """The highest of this peak, of `usage`, and of what the counters in it saw after `since`."""
+        return MemoryPeak(
+            anonymous_bytes=max(self.anonymous_bytes, usage.anonymous_bytes),
+            file_bytes=max(self.file_bytes, usage.file_bytes),
+            resident_bytes=max(
+                self.resident_bytes,
+                usage.resident_bytes,
+                _if_risen(usage.most_resident_bytes, since.most_resident_bytes),
+            ),
+            device_bytes={**self.device_bytes}
+            | {
+                device: max(
+                    self.device_bytes.get(device, 0),
+                    num_bytes,
+                    _if_risen(usage.most_device_bytes.get(device), since.most_device_bytes.get(device)),
+                )
+                for device, num_bytes in usage.device_bytes.items()
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshot:
+    """A labelled reading.
+
+    Args:
+        label: What had just happened.
+        usage: The reading.
+        peak_anonymous_bytes: The most anonymous memory that was seen since the snapshot before, or the start.
+    """
+
+    label: str
+    usage: MemoryUsage
+    peak_anonymous_bytes: int
+
+
+def word_change(label: str, before: MemoryUsage, after: MemoryUsage) -> str:
+    """`after` under its label, and by how much it differs from `before`, in a few lines."""
+    lines = [
+        f"Memory: {label}",
+        f"  RAM: {_change(before.resident_bytes, after.resident_bytes)}",
+        f"  GPU: {_change(before.all_devices_bytes, after.all_devices_bytes)}",
+    ]
+    if after.are_kinds_known:
+        lines += [
+            f"  anonymous: {_change(before.anonymous_bytes, after.anonymous_bytes)}",
+            f"  file-backed: {_change(before.file_bytes, after.file_bytes)}",
+        ]
+    return "\n".join(lines)
+
+
+def word_summary(peak: MemoryPeak, snapshots: Sequence[MemorySnapshot], *, notes: Sequence[str]) -> str:
+    """The peaks, what must be known about them, and a line per snapshot."""
+    devices = "".join(f", {device} {_gb(num_bytes)}" for device, num_bytes in peak.device_bytes.items())
+    lines = [
+        "=== Memory Usage Summary ===",
+        f"Peak RAM: {_gb(peak.resident_bytes)}",
+        f"Peak anonymous: {_gb(peak.anonymous_bytes)}",
+        f"Peak file-backed: {_gb(peak.file_bytes)}",
+        f"Peak GPU: {_gb(peak.all_devices_bytes)}{devices if len(peak.device_bytes) > 1 else ''}",
+        *notes,
+        "",
+        "Timeline:",
+    ]
+    cells = max([_LABEL_CELLS, *(cell_len(snapshot.label) + 2 for snapshot in snapshots)])
+    return "\n".join([*lines, *(_timeline_line(snapshot, cells=cells) for snapshot in snapshots)])
+
+
+def _timeline_line(snapshot: MemorySnapshot, *, cells: int) -> str:
+    usage = snapshot.usage
+    # By cells, since a Chinese character takes two.
+    label = snapshot.label + " " * (cells - cell_len(snapshot.label))
+    columns = {"RAM": usage.resident_bytes, "GPU": usage.all_devices_bytes}
+    if usage.are_kinds_known:
+        columns |= {"anonymous": usage.anonymous_bytes, "file-backed": usage.file_bytes}
+        columns |= {"anonymous peak": snapshot.peak_anonymous_bytes}
+    return f"  {label}" + "  ".join(f"{name}: {_gb(num_bytes):>9}" for name, num_bytes in columns.items())
+
+
+def _change(before_bytes: int, after_bytes: int) -> str:
+    return f"{_gb(after_bytes)} ({(after_bytes - before_bytes) / 1e9:+.2f} GB)"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def _if_risen(counted: int | None, before: int | None) -> int:
+    """A counter of the most ever, where it rose since; else it tells of a time before."""
+    return counted if counted is not None and counted > (before or 0) else 0
