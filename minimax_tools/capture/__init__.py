@@ -5,5 +5,5 @@
 - `lock` keeps two runs apart, `replacement` keeps files whole, `resumption` goes on where a run was killed
 - `locate` opens any of them as a `source`, what a comparison asks of a capture: `reader` reads mm2's own
 - `legacy` reads the `.pt` files of others: `legacy_layout` says what they hold, `legacy_files` fetches it,
-  and `restricted`, `inert` and `rebuild` load a pickle without calling anything in it
+  and `restricted` loads a pickle without calling anything in it
 """

@@ -22,7 +22,7 @@ from minimax_tools.sites import Site, parse_site
 
 MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,4 +4,8 @@ header (one shard's table) → index (tensor → shard) → reader (byte-exact r
 (one decoder layer as a mapping) → regroup (experts to grouped storage). names holds every tensor's name and
 shape, fingerprint tells models apart, hub turns `--model` into a folder, and the synthetic files build small
 checkpoints of the same layout.
+
+Any model, in parts: shard_loader finds the shards of a component and reads single tensors of them; weight_files
+and weight_map say which files there are and what their index claims, architecture and param_mapper which part
+of a model a tensor belongs to, and pickled reads PyTorch's `.bin` files (pickled_header) without unpickling them.
 """

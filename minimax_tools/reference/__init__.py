@@ -2,6 +2,7 @@
 
 - `layer`: mm2's own decoder layer in plain PyTorch, every site exposed
 - `modules`: transformers' own modules, and where the sites show in them
+- `module_tree`: how any model that transformers knows names its parts
 - `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor
 - `head`: final norm and lm_head in float32, a slab at a time
 """

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimax_tools.capture.inert import InertRecord
+from minimax_tools.pickles.inert import InertRecord
 from minimax_tools.capture.restricted import load_restricted
 from minimax_tools.errors import CaptureError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from minimax_tools.capture.inert import InertRecord, Vocabulary, load_inert
+from minimax_tools.pickles.inert import InertRecord, Vocabulary, load_inert
 
 _EXTENSION_CODE = 0xF0
 

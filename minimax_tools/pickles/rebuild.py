@@ -1,7 +1,7 @@
 """Rebuild: the few names of a torch-saved pickle that become values, each by a function of this file.
 
-Tensors come out on the CPU, without gradients or hooks, with the strides they were saved with; tensors that
-shared a storage share it again. Devices, sparse and quantised tensors, and tensors without data stay inert.
+A tensor becomes what the vocabulary's user makes of its description: without device, gradients or hooks, with
+the strides it was saved with. Devices, sparse and quantised tensors, and tensors without data stay inert.
 """
 
 from __future__ import annotations
@@ -10,66 +10,42 @@ import operator
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-from minimax_tools.capture.inert import InertRecord, Name, Vocabulary, hashable
+from minimax_tools.pickles.inert import InertRecord, Name, Vocabulary, hashable
+from minimax_tools.pickles.stored import Storage, StorageId, StoredTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Storage:
-    """A storage of a file.
+def torch_vocabulary(
+    find_storage: Callable[[StorageId], Storage], make_tensor: Callable[[StoredTensor], Any]
+) -> Vocabulary:
+    """The vocabulary of files that torch.save wrote.
 
     Args:
-        data: uint8 [bytes], on the CPU.
-        dtype: What its elements are; uint8 where each tensor says so itself.
+        find_storage: Says where in the file a storage lies.
+        make_tensor: Makes the value of a tensor: a `torch.Tensor`, or its description as it is.
     """
-
-    data: torch.Tensor
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageId:
-    """What a pickle says of a storage that lies outside it: its key, dtype and length.
-
-    `window` is (first element, elements) of an old file's view into the storage; None for all of it.
-    """
-
-    key: str
-    dtype: torch.dtype
-    num_elements: int
-    window: tuple[int, int] | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole storage."""
-        return self.num_elements * self.dtype.itemsize
-
-    def storage(self, data: torch.Tensor) -> Storage:
-        """The storage that this names, where `data` is all of it as uint8 [bytes]."""
-        if self.window is not None:
-            first, count = (index * self.dtype.itemsize for index in self.window)
-            data = data.narrow(0, first, count)
-        return Storage(data=data, dtype=self.dtype)
-
-
-def torch_vocabulary(read_storage: Callable[[StorageId], Storage]) -> Vocabulary:
-    """The vocabulary of files that torch.save wrote, whose storages `read_storage` gives."""
 
     def persistent_load(persistent_id: Any) -> Any:
         storage_id = parse_storage_id(persistent_id)
         if storage_id is None:
             return InertRecord(module="torch", name="persistent_id", args=(persistent_id,))
-        return read_storage(storage_id)
+        return find_storage(storage_id).narrow(storage_id.window)
+
+    def made(builder: Callable[..., Any]) -> Callable[..., Any]:
+        def build(*args: Any) -> Any:
+            value = builder(*args)
+            return make_tensor(value) if isinstance(value, StoredTensor) else value
+
+        return build
 
     return Vocabulary(
         constants=_DTYPES,
-        builders=_BUILDERS,
+        builders={**_BUILDERS, **{name: made(builder) for name, builder in _MAKING_TENSORS.items()}},
         state_builders=_STATE_BUILDERS,
         persistent_load=persistent_load,
     )
@@ -89,30 +65,32 @@ def parse_storage_id(persistent_id: Any) -> StorageId | None:
     return StorageId(key=key, dtype=dtype, num_elements=num_elements, window=window)
 
 
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
     # rest: requires_grad, backward_hooks, and where a bit is set the metadata
     return _with_bits(_strided(storage, offset, size, stride), rest[2:3])
 
 
-def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
     # rest: requires_grad, backward_hooks, dtype, and where a bit is set the metadata
     return _with_bits(_strided(storage, offset, size, stride, dtype=rest[2]), rest[3:4])
 
 
-def _strided(storage: Any, offset: Any, size: Any, stride: Any, *, dtype: Any = None) -> torch.Tensor:
+def _strided(storage: Any, offset: Any, size: Any, stride: Any, *, dtype: Any = None) -> StoredTensor:
     if not isinstance(storage, Storage):
         raise TypeError("a tensor has no storage")
     dtype = storage.dtype if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no dtype")
-    whole = storage.data.numel() // dtype.itemsize * dtype.itemsize
-    elements = storage.data[:whole].view(dtype)
-    # as_strided refuses what lies outside the storage; set_ would enlarge it.
-    start = elements.storage_offset() + operator.index(offset)
-    return elements.as_strided(_integers(size), _integers(stride), start)
+    return StoredTensor(
+        storage=storage,
+        dtype=dtype,
+        shape=_integers(size),
+        stride=_integers(stride),
+        start=operator.index(offset),
+    )
 
 
-def _with_bits(tensor: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
+def _with_bits(tensor: StoredTensor, metadata: tuple[Any, ...]) -> StoredTensor:
     """`tensor` with the lazy conjugation and negation it was saved with."""
     bits = metadata[0] if metadata and metadata[0] else {}
     if not isinstance(bits, dict) or not set(bits) <= {"conj", "neg"}:
@@ -122,7 +100,7 @@ def _with_bits(tensor: torch.Tensor, metadata: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _parameter(data: Any, *_: Any) -> Any:
-    return data if isinstance(data, torch.Tensor) else NotImplemented
+    return data if isinstance(data, StoredTensor | torch.Tensor) else NotImplemented
 
 
 def _tensor_of_type(build: Any, _type: Any, args: Any, *_: Any) -> Any:
@@ -132,10 +110,10 @@ def _tensor_of_type(build: Any, _type: Any, args: Any, *_: Any) -> Any:
     return NotImplemented if builder is None else builder(*args)
 
 
-def _device_tensor(data: Any, dtype: Any, *_: Any) -> torch.Tensor:
+def _device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
     # An XLA tensor: saved as its copy on the CPU, in older versions as a numpy array.
     tensor = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
-    if not isinstance(tensor, torch.Tensor) or not isinstance(dtype, torch.dtype):
+    if not isinstance(tensor, StoredTensor | torch.Tensor) or not isinstance(dtype, torch.dtype):
         raise TypeError("a device tensor has no data or no dtype")
     return tensor.to(dtype)
 
@@ -271,14 +249,16 @@ _TENSOR_BUILDERS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
     }
 )
 
+_MAKING_TENSORS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
+    {**_TENSOR_BUILDERS, ("torch._tensor", "_rebuild_from_type_v2"): _tensor_of_type}
+)
+
 # Protocol 2 writes the names that Python 2 had; numpy 2 moved its own.
 _BUILTINS = ("builtins", "__builtin__")
 _NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 _BUILDERS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
     {
-        **_TENSOR_BUILDERS,
-        ("torch._tensor", "_rebuild_from_type_v2"): _tensor_of_type,
         ("torch", "Size"): _size,
         ("collections", "OrderedDict"): _ordered_dict,
         ("collections", "defaultdict"): _dict_without_factory,

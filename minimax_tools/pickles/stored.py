@@ -1,0 +1,167 @@
+"""StoredTensor: a tensor of a file that torch.save wrote, described by where its elements lie; nothing is read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+# More bytes than any file has; torch counts in int64, and what overflows there is no tensor.
+_MAX_BYTES = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageId:
+    """What a pickle says of a storage that lies outside it: its key, dtype and length.
+
+    `window` is (first element, elements) of an old file's view into the storage; None for all of it.
+    """
+
+    key: str
+    dtype: torch.dtype
+    num_elements: int
+    window: tuple[int, int] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole storage."""
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A storage, or a window of one, by its bytes in the file.
+
+    Args:
+        key: What the file calls the storage; windows of one storage share it.
+        dtype: What its elements are; uint8 where each tensor says so itself.
+        offset: Of its first byte in the file.
+        size_bytes: Its length.
+        crc32: Checksum of exactly these bytes; None where the file has none.
+    """
+
+    key: str
+    dtype: torch.dtype
+    offset: int
+    size_bytes: int
+    crc32: int | None = None
+
+    def narrow(self, window: tuple[int, int] | None) -> Storage:
+        """The window (first element, elements) of the storage; itself where there is none.
+
+        Raises:
+            ValueError: The window reaches outside the storage.
+        """
+        if window is None:
+            return self
+        first, size_bytes = (number * self.dtype.itemsize for number in window)
+        if first < 0 or size_bytes < 0 or first + size_bytes > self.size_bytes:
+            raise ValueError(f"a view of storage {self.key} reaches outside it")
+        return replace(self, offset=self.offset + first, size_bytes=size_bytes, crc32=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor by its place in a storage.
+
+    Args:
+        storage: Where its elements lie.
+        dtype: As which they are stored.
+        shape: Of the tensor.
+        stride: In elements, one per dim, none negative.
+        start: Index of its first element in the storage.
+        is_conjugate: Whether the values are the conjugates of those stored.
+        is_negative: Whether the values are the negatives of those stored.
+        cast: The dtype that the tensor had where it was saved, if another than `dtype`.
+
+    Raises:
+        ValueError: It reaches outside its storage.
+    """
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    is_conjugate: bool = False
+    is_negative: bool = False
+    cast: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.stride) or min((self.start, *self.shape, *self.stride)) < 0:
+            raise ValueError(f"no tensor has shape {self.shape}, stride {self.stride}, start {self.start}")
+        if math.prod(self.shape) * self.dtype.itemsize > _MAX_BYTES:
+            raise ValueError(f"shape {self.shape} is larger than any file")
+        if (self.start + self.extent) * self.dtype.itemsize > self.storage.size_bytes:
+            raise ValueError(
+                f"shape {self.shape}, stride {self.stride}, start {self.start} reach outside storage "
+                f"{self.storage.key} of {self.storage.size_bytes} bytes"
+            )
+
+    @property
+    def extent(self) -> int:
+        """Elements of the storage from the tensor's first to its last one."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def offset(self) -> int:
+        """Byte of the file at which the tensor's first element lies."""
+        return self.storage.offset + self.start * self.dtype.itemsize
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the tensor's first element to the end of its last one."""
+        return self.extent * self.dtype.itemsize
+
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """The dtype of the tensor's values."""
+        return self.dtype if self.cast is None else self.cast
+
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether the values are the bytes of the extent as they are."""
+        if self.is_conjugate or self.is_negative or self.given_dtype != self.dtype:
+            return False
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return 0 in self.shape
+            expected *= size
+        return True
+
+    @property
+    def repeats_elements(self) -> bool:
+        """Whether the tensor has more elements than its extent, as an expanded one has."""
+        return math.prod(self.shape) > self.extent
+
+    def to(self, dtype: torch.dtype) -> StoredTensor:
+        """The same tensor, its values cast to `dtype` when they are read."""
+        return replace(self, cast=dtype)
+
+    def conj(self) -> StoredTensor:
+        """The same tensor, conjugated when it is read."""
+        return replace(self, is_conjugate=not self.is_conjugate)
+
+    def neg(self) -> StoredTensor:
+        """The same tensor, negated when it is read."""
+        return replace(self, is_negative=not self.is_negative)
+
+    def narrow(self, dim: int, start: int, length: int) -> StoredTensor:
+        """The part of the tensor that `torch.narrow` gives."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return replace(self, shape=shape, start=self.start + start * self.stride[dim])
+
+    def view(self, extent: torch.Tensor) -> torch.Tensor:
+        """The tensor's values, where `extent` is uint8 [extent_bytes], what the file holds from `offset` on.
+
+        Without conjugation, negation or a cast it shares the memory of `extent`.
+        """
+        elements = extent.view(self.dtype)
+        tensor = elements.as_strided(self.shape, self.stride, elements.storage_offset())
+        tensor = tensor.conj() if self.is_conjugate else tensor
+        tensor = tensor.neg() if self.is_negative else tensor
+        return tensor if self.cast is None else tensor.to(self.cast)
