@@ -15,6 +15,7 @@ The folders:
 
 - `checkpoint`: checkpoints found, read, regrouped and made
 - `reference`: the decoder layer in plain PyTorch, and transformers' own
+- `split`: any causal language model as bottom, trunk and top
 - `pickles`: files of torch.save, read without calling anything in them
 - `capture`: capture directories written and read, mm2's and others'
 

@@ -15,7 +15,7 @@ from compare.options import read_criteria
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
-from minimax_tools.checkpoint.hub import resolve_model
+from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.console import Mm2Group, print_json
 from minimax_tools.errors import CaptureError, UsageError
@@ -140,8 +140,7 @@ def _span(given: Span | None, spec: ModelSpec) -> Span:
 
 def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     """Run, or load what was run, judge it if there is a golden, print, and exit with the verdict's code."""
-    folder = resolve_model(options["model"])
-    spec = ModelSpec.from_folder(folder)
+    spec = ModelSpec.from_folder(resolve_config(options["model"]))
     run = make_run(spec)
     run.span.within(spec.num_hidden_layers)
     directory = options["output_dir"] or capture_directory(options["captures"], DEVICE_SIDE, run.name)
@@ -150,7 +149,7 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     if options["skip_compile"]:
         _refuse_other_run(Capture.open(directory), run, options)
     else:
-        compiles = _execute(options, folder, spec, run, golden, directory)
+        compiles = _execute(options, spec, run, golden, directory)
     capture = Capture.open(directory)
     comparison = None
     if golden is not None:
@@ -163,8 +162,10 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
 
 
 def _execute(
-    options: Options, folder: Path, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
+    options: Options, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
 ) -> CompileReport:
+    layers = _read_layers(options, spec, run)
+    folder = resolve_model(options["model"], layers=layers)
     request = DeviceRequest(
         folder=folder,
         spec=spec,
@@ -177,8 +178,18 @@ def _execute(
         random_input=options["random_input"],
         seed=options["seed"],
     )
-    with open_runtime(options["backend"]) as runtime, CheckpointReader(folder) as reader:
+    with open_runtime(options["backend"]) as runtime, CheckpointReader(folder, layers=layers) as reader:
         return DeviceRun(request, runtime=runtime, reader=reader).capture(directory)
+
+
+def _read_layers(options: Options, spec: ModelSpec, run: Run) -> range | None:
+    """The layers whose weights the run reads: from the first one on, where nothing else gives the span its input.
+
+    None for all of them: then no shard may be missing.
+    """
+    is_fed = options["golden"] is not None or options["random_input"]
+    layers = range(run.span.start if is_fed else 0, run.span.stop)
+    return None if len(layers) == spec.num_hidden_layers else layers
 
 
 def _read_inputs(options: Options, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:

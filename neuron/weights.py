@@ -1,16 +1,30 @@
-"""Loading: a layer's weights into a module, strictly, one at a time, through host buffers that are kept."""
+"""Loading: a layer's weights into a module, strictly, on all cores, through host buffers that are kept.
+
+| a weight is | when it is known | who fills its storage |
+|---|---|---|
+| a tensor | before loading | copied by the thread that loads |
+| `Deferred` | when it is loaded | its own function, in the thread that loads |
+| `Gathered` | when it is loaded | the reading threads, tensor by tensor of the checkpoint |
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reading_pool import Jobs, ReadingPool
 from minimax_tools.errors import Mm2Error, TargetError
 
 _NUM_NAMES_SHOWN = 8
+# What may lie filled on the host while the weight before is sent; one weight always may.
+_AHEAD_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,30 +40,59 @@ class Deferred:
     fill: Callable[[torch.Tensor], None]
 
 
-Weight = torch.Tensor | Deferred
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """A weight made of tensors of the checkpoint, each read straight into its part of the storage.
+
+    Args:
+        shape: Its shape.
+        tensors: The layer's tensors.
+        places: Given the storage, the parts of it by the name of the tensor that goes there.
+    """
+
+    shape: tuple[int, ...]
+    tensors: LayerTensors
+    places: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+
+    def fill(self, storage: torch.Tensor) -> None:
+        """Write it into a contiguous CPU tensor of its shape, as a `Deferred` does."""
+        for filling in self.fillings(storage):
+            filling()
+
+    def fillings(self, storage: torch.Tensor) -> list[Callable[[], None]]:
+        """What fills the storage, piece by piece: in any order, in any thread."""
+        return [partial(self.tensors.read_into, name, place) for name, place in self.places(storage).items()]
+
+
+Weight = torch.Tensor | Deferred | Gathered
 
 
 class WeightLoader:
     """Loads weights onto one device, through host buffers that are kept and filled again for the next layer.
 
+    While one weight is sent, the next ones are read; where the CPU computes, all are read at once.
+
     Args:
         device: Where the weights go.
         wait: Waits until everything sent to the device has arrived.
+        pool: The threads that read.
     """
 
-    def __init__(self, device: torch.device, *, wait: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:
         self._device = device
         self._wait = wait
-        self._buffers: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        self._pool = pool
+        self._buffers = _Buffers()
 
-    def load(self, module: nn.Module, weights: Mapping[str, Weight], *, what: str) -> None:
+    def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
 
         Each weight is cast to the dtype of the place it goes to; nothing else is cast.
 
         Args:
             module: On the CPU or already on the device.
-            weights: By the module's own names.
+            weights: By the module's own names. Each is taken out when it is loaded: one that nobody else holds is
+                freed before the next one comes.
             what: The module in words, for errors.
 
         Raises:
@@ -57,61 +100,171 @@ class WeightLoader:
         """
         places = dict(module.state_dict(keep_vars=True))
         _refuse_misfits(places, weights, what=what)
-        for name in list(places):
-            try:
-                self._load_one(module, name, places.pop(name), weights[name])
-            except Mm2Error:
-                raise
-            except Exception as error:  # what a port's conversion put there: anything can come
-                raise TargetError(
-                    f"{what}: the weight {name} cannot be loaded",
-                    found=f"{type(error).__name__}: {error}",
-                    next_step="Check what convert_state_dict returns for it; see --debug for the traceback.",
-                ) from error
+        if self._device.type == "cpu":
+            self._fill_in_place(module, places, weights, what=what)
+        else:
+            self._send(module, places, weights, what=what)
         module.to(self._device)
 
-    def _load_one(self, module: nn.Module, name: str, place: torch.Tensor, weight: Weight) -> None:
-        if self._device.type == "cpu" and not place.is_meta:
-            _fill(place.data, weight)
-            return
-        host = self._on_host(place, weight)
-        path, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(path)
-        is_parameter = leaf in owner._parameters
+    def release(self) -> None:
+        """Give the host buffers back."""
+        self._buffers.clear()
+
+    def _fill_in_place(
+        self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
+    ) -> None:
+        started: list[tuple[str, Jobs]] = []
+        try:
+            for name, place in places.items():
+                storage = _storage_of(module, name, place)
+                weight = weights.pop(name)
+                with _blaming(name, what=what):
+                    if isinstance(weight, Gathered):
+                        started.append((name, self._pool.start(weight.fillings(storage))))
+                    else:
+                        _fill(storage, weight)
+            for name, jobs in started:
+                with _blaming(name, what=what):
+                    self._pool.finish(jobs)
+        finally:
+            for _, jobs in started:
+                self._pool.abandon(jobs)
+
+    def _send(
+        self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
+    ) -> None:
+        waiting, ahead = deque(places), deque[_Staged]()
+        try:
+            while waiting or ahead:
+                if not ahead:
+                    ahead.append(self._stage(places, weights, waiting.popleft(), what=what))
+                staged = ahead.popleft()
+                while waiting and _may_stage(ahead, places[waiting[0]]):
+                    ahead.append(self._stage(places, weights, waiting.popleft(), what=what))
+                try:
+                    with _blaming(staged.name, what=what):
+                        self._send_one(module, staged, places.pop(staged.name))
+                finally:
+                    self._pool.abandon(staged.jobs)
+        finally:
+            for staged in ahead:
+                self._pool.abandon(staged.jobs)
+
+    def _stage(
+        self, places: Mapping[str, torch.Tensor], weights: dict[str, Weight], name: str, *, what: str
+    ) -> _Staged:
+        """Begin to read what the reading threads can."""
+        weight, place = weights.pop(name), places[name]
+        if not isinstance(weight, Gathered):
+            return _Staged(name=name, weight=weight)
+        host = self._buffers.take(place)
+        with _blaming(name, what=what):
+            return _Staged(name=name, weight=weight, host=host, jobs=self._pool.start(weight.fillings(host)))
+
+    def _send_one(self, module: nn.Module, staged: _Staged, place: torch.Tensor) -> None:
+        weight = staged.weight
+        if isinstance(weight, torch.Tensor):
+            host = weight.to("cpu", place.dtype)
+        elif staged.host is None:
+            host = self._buffers.take(place)
+            weight.fill(host)
+        else:
+            host = staged.host
+            self._pool.finish(staged.jobs)
         # The old tensor is freed before the new one comes: the device holds one layer, not two.
-        _put(owner, leaf, None)
+        is_parameter = _take_off(module, staged.name)
         del place
         moved = host.to(self._device)
-        # The host buffer is filled again for the next weight: the transfer must have ended.
+        # The host buffer is filled again for another weight: the transfer must have ended.
         self._wait()
-        _put(owner, leaf, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
-
-    def _on_host(self, place: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """The weight on the CPU in the place's dtype; a deferred one in a buffer that others fill again."""
-        if isinstance(weight, torch.Tensor):
-            return weight.to("cpu", place.dtype)
-        key = (place.shape, place.dtype)
-        # On the CPU the buffer becomes the weight itself.
-        if key not in self._buffers or self._device.type == "cpu":
-            self._buffers[key] = torch.empty(place.shape, dtype=place.dtype)
-        weight.fill(self._buffers[key])
-        return self._buffers[key]
+        _put(module, staged.name, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
+        if not isinstance(weight, torch.Tensor):
+            self._buffers.give(host)
 
 
-def _put(owner: nn.Module, leaf: str, tensor: torch.Tensor | None) -> None:
-    """Set a parameter or buffer in its slot, where plain assignment would check or cast."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """A weight on its way: where it is being read to, if it is being read already."""
+
+    name: str
+    weight: Weight
+    host: torch.Tensor | None = None
+    jobs: Jobs
+
+
+class _Buffers:
+    """Host memory that is taken, given back, and taken again by shape and dtype."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, place: torch.Tensor) -> torch.Tensor:
+        idle = self._idle.get((place.shape, place.dtype))
+        return idle.pop() if idle else torch.empty(place.shape, dtype=place.dtype)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._idle.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
+
+    def clear(self) -> None:
+        self._idle.clear()
+
+
+def _may_stage(ahead: deque[_Staged], place: torch.Tensor) -> bool:
+    staged_bytes = sum(staged.host.nbytes for staged in ahead if staged.host is not None)
+    return not ahead or staged_bytes + place.nbytes <= _AHEAD_BYTES
+
+
+def _storage_of(module: nn.Module, name: str, place: torch.Tensor) -> torch.Tensor:
+    """The CPU memory behind a place, made now where the module was built without any."""
+    if not place.is_meta:
+        return place.data
+    storage = torch.empty(place.shape, dtype=place.dtype)
+    is_parameter = _take_off(module, name)
+    _put(module, name, nn.Parameter(storage, requires_grad=False) if is_parameter else storage)
+    return storage
+
+
+def _take_off(module: nn.Module, name: str) -> bool:
+    """Empty a slot; whether it was a parameter's."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
     if leaf in owner._parameters:
-        assert tensor is None or isinstance(tensor, nn.Parameter), f"{leaf} is a parameter"
+        owner._parameters[leaf] = None
+        return True
+    owner._buffers[leaf] = None
+    return False
+
+
+def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Set a parameter or buffer in its slot, where plain assignment would check or cast."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(tensor, nn.Parameter):
         owner._parameters[leaf] = tensor
     else:
         owner._buffers[leaf] = tensor
 
 
-def _fill(storage: torch.Tensor, weight: Weight) -> None:
+def _fill(storage: torch.Tensor, weight: torch.Tensor | Deferred) -> None:
     if isinstance(weight, Deferred):
         weight.fill(storage)
     else:
         storage.copy_(weight)
+
+
+@contextmanager
+def _blaming(name: str, *, what: str) -> Iterator[None]:
+    """Name the weight that whatever fails in the block belongs to."""
+    try:
+        yield
+    except Mm2Error:
+        raise
+    except Exception as error:  # what a port's conversion put there: anything can come
+        raise TargetError(
+            f"{what}: the weight {name} cannot be loaded",
+            found=f"{type(error).__name__}: {error}",
+            next_step="Check what convert_state_dict returns for it; see --debug for the traceback.",
+        ) from error
 
 
 def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight], *, what: str) -> None:
@@ -138,7 +291,7 @@ def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, We
 
 
 def _shape_of(weight: object) -> tuple[int, ...] | None:
-    return tuple(weight.shape) if isinstance(weight, (torch.Tensor, Deferred)) else None
+    return tuple(weight.shape) if isinstance(weight, (torch.Tensor, Deferred, Gathered)) else None
 
 
 def _listed(names: list[str]) -> str:

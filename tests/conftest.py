@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import click
 import click.testing
@@ -51,6 +54,28 @@ def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = click.testing.CliRunner().invoke(mm2_gpu, [*arguments, "--quiet"])
     assert result.exit_code == 0, result.output
     return directory
+
+
+@pytest.fixture(scope="session")
+def hub_module() -> ModuleType:
+    """`hub_server.py`, which lies beside this file: nothing imports tests by name."""
+    specification = importlib.util.spec_from_file_location(
+        "hub_server", Path(__file__).parent / "hub_server.py"
+    )
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    # Its dataclasses look their module up by name.
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hub(hub_module: ModuleType) -> Iterator[Any]:
+    """A hub on this machine: `hub.add("owner/name", FOLDER)`, `hub.plant(...)`, `hub.log`."""
+    with hub_module.HubServer() as server:
+        yield server
 
 
 @pytest.fixture

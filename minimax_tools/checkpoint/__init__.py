@@ -7,5 +7,6 @@ checkpoints of the same layout.
 
 Any model, in parts: shard_loader finds the shards of a component and reads single tensors of them; weight_files
 and weight_map say which files there are and what their index claims, architecture and param_mapper which part
-of a model a tensor belongs to, and pickled reads PyTorch's `.bin` files (pickled_header) without unpickling them.
+of a model a tensor belongs to, binding plans which tensor fills which parameter of a module (by its module_names),
+and pickled reads PyTorch's `.bin` files (pickled_header) without unpickling them.
 """

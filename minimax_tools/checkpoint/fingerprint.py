@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -33,23 +33,38 @@ _FINGERPRINTED_NAMES = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFingerprint:
-    """sha256 digests of a model's config, its tensors' names and shapes, and some values of each layer."""
+    """sha256 digests of a model's config, of tensors' names and shapes, and of some values of each layer.
+
+    Where one side lacks a layer, or the shards of the tensors outside all layers, that is not compared: a folder
+    that holds a few layers of a model agrees with the whole one.
+
+    Args:
+        spec_digest: Of what config.json says, the number of layers among it.
+        tensors_digest: Of names and shapes of the tensors outside all layers; None where the folder lacks some.
+        layers: Of each layer's norms, router gate and bias.
+        layer_tensors: Of names and shapes of each layer's tensors.
+    """
 
     spec_digest: str
-    tensors_digest: str
+    tensors_digest: str | None
     layers: Mapping[int, str]
+    layer_tensors: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, reader: CheckpointReader, spec: ModelSpec, span: Span) -> ModelFingerprint:
-        """The fingerprint of a checkpoint, with the values of the layers of `span`.
+        """The fingerprint of a checkpoint with the layers of `span`.
+
+        Other layers are left out, here or not: it stays the same when more shards are fetched.
 
         Raises:
             CheckpointError: A layer's norms, router gate or bias cannot be read.
         """
+        shapes = {layer: reader.index.digest(layer) for layer in span}
         return cls(
             spec_digest=spec.digest(),
-            tensors_digest=reader.index.digest(),
+            tensors_digest=reader.index.digest(None),
             layers=MappingProxyType({layer: _layer_digest(reader, layer) for layer in span}),
+            layer_tensors=MappingProxyType({layer: digest for layer, digest in shapes.items() if digest}),
         )
 
     @classmethod
@@ -62,10 +77,9 @@ class ModelFingerprint:
         try:
             return cls(
                 spec_digest=str(data["spec_digest"]),
-                tensors_digest=str(data["tensors_digest"]),
-                layers=MappingProxyType(
-                    {int(layer): str(digest) for layer, digest in data["layers"].items()}
-                ),
+                tensors_digest=None if data["tensors_digest"] is None else str(data["tensors_digest"]),
+                layers=_by_layer(data["layers"]),
+                layer_tensors=_by_layer(data["layer_tensors"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CaptureError(
@@ -78,23 +92,23 @@ class ModelFingerprint:
             "spec_digest": self.spec_digest,
             "tensors_digest": self.tensors_digest,
             "layers": {str(layer): digest for layer, digest in self.layers.items()},
+            "layer_tensors": {str(layer): digest for layer, digest in self.layer_tensors.items()},
         }
 
     def differences(self, other: ModelFingerprint) -> list[str]:
-        """One sentence for each difference between the models; of layers, those that both have count."""
+        """One sentence for each difference between the models, in what both have."""
         sentences = []
         if self.spec_digest != other.spec_digest:
             sentences.append(f"config.json differs ({_pair(self.spec_digest, other.spec_digest)})")
-        if self.tensors_digest != other.tensors_digest:
-            sentences.append(
-                f"tensor names or shapes differ ({_pair(self.tensors_digest, other.tensors_digest)})"
-            )
-        return sentences + [
-            f"layer {layer} has other norms, router gate or bias "
-            f"({_pair(self.layers[layer], other.layers[layer])})"
-            for layer in sorted(self.layers.keys() & other.layers.keys())
-            if self.layers[layer] != other.layers[layer]
-        ]
+        mine, theirs = self.tensors_digest, other.tensors_digest
+        if mine is not None and theirs is not None and mine != theirs:
+            sentences.append(f"tensor names or shapes outside the layers differ ({_pair(mine, theirs)})")
+        sentences += _differing(
+            self.layer_tensors, other.layer_tensors, "layer {} has other tensor names or shapes"
+        )
+        return sentences + _differing(
+            self.layers, other.layers, "layer {} has other norms, router gate or bias"
+        )
 
 
 def _layer_digest(reader: CheckpointReader, layer: int) -> str:
@@ -105,6 +119,18 @@ def _layer_digest(reader: CheckpointReader, layer: int) -> str:
         digest.update(f"{name} {list(values.shape)}\n".encode())
         digest.update(values.numpy().data)
     return digest.hexdigest()
+
+
+def _by_layer(data: Mapping[str, Any]) -> Mapping[int, str]:
+    return MappingProxyType({int(layer): str(digest) for layer, digest in data.items()})
+
+
+def _differing(mine: Mapping[int, str], theirs: Mapping[int, str], sentence: str) -> list[str]:
+    return [
+        f"{sentence.format(layer)} ({_pair(mine[layer], theirs[layer])})"
+        for layer in sorted(mine.keys() & theirs.keys())
+        if mine[layer] != theirs[layer]
+    ]
 
 
 def _pair(digest: str, other: str) -> str:

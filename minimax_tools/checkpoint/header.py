@@ -47,6 +47,11 @@ class TensorEntry:
     offset: int
     size_bytes: int
 
+    @property
+    def position(self) -> tuple[Path, int]:
+        """Sorts tensors as they lie in their files."""
+        return self.file, self.offset
+
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
     """The tensors that the shard's header declares, in the order of their data; no data is read.

@@ -1,7 +1,8 @@
 """TensorIndex: which tensors a checkpoint folder holds and where, as the shards' own headers say.
 
 `model.safetensors.index.json` only says which files belong to the checkpoint; what it claims about them is
-checked against their headers. Without it, every `*.safetensors` of the folder belongs.
+checked against their headers. Without it, every `*.safetensors` of the folder belongs. Who says which layers will
+be read may do with a folder that lacks the shards of others.
 """
 
 from __future__ import annotations
@@ -24,28 +25,45 @@ _NUM_FAULTS_SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorIndex:
-    """Every stored tensor of a checkpoint folder by its full name, in the order of the names."""
+    """Every stored tensor of a checkpoint folder by its full name, in the order of the names.
+
+    `absent` maps the tensors that the index file names and no shard here holds to the shards that do.
+    """
 
     folder: Path
     entries: Mapping[str, TensorEntry] = field(repr=False)
+    absent: Mapping[str, str] = field(repr=False, default_factory=dict)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> TensorIndex:
+    def from_folder(cls, folder: Path, *, layers: range | None = None) -> TensorIndex:
         """Read the headers of the folder's shards; no tensor data is read.
+
+        Args:
+            folder: The checkpoint folder.
+            layers: The decoder layers that will be read: shards that hold nothing of them may be missing, and
+                their tensors are `absent`. None: every shard must be here.
 
         Raises:
             CheckpointError: Listing every fault at once: a shard is missing or damaged, a tensor lies in two
                 files, or the index file and the headers contradict each other.
         """
-        weight_map = _read_weight_map(folder)
+        weight_map = _weight_map(folder)
         files = _shards(folder) if weight_map is None else _named_shards(folder, weight_map)
+        missing = {file.name for file in files if not file.is_file()} if layers is not None else set()
         faults: list[str] = []
-        entries, readable = _read_entries(files, faults)
+        entries, readable = _read_entries((file for file in files if file.name not in missing), faults)
+        absent: dict[str, str] = {}
         if weight_map is not None:
             faults += _contradictions(weight_map, entries, {file.name for file in readable}, folder)
+            absent = {name: file for name, file in weight_map.items() if Path(file).name in missing}
+            faults += _needed_but_absent(absent, layers)
         if faults:
             raise _faulty(folder, faults)
-        return cls(folder=folder, entries=MappingProxyType(dict(sorted(entries.items()))))
+        return cls(
+            folder=folder,
+            entries=MappingProxyType(dict(sorted(entries.items()))),
+            absent=MappingProxyType(dict(sorted(absent.items()))),
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,12 +88,23 @@ class TensorIndex:
         # Sorted names that share a prefix are neighbours; "/" is the character after ".".
         return names[bisect_left(names, prefix) : bisect_left(names, prefix[:-1] + "/")]
 
-    def digest(self) -> str:
-        """sha256 over names and shapes without block scales: an FP8 and a BF16 copy agree."""
+    def digest(self, layer: int | None) -> str | None:
+        """sha256 over names and shapes of a layer's tensors, or, for None, of those outside all layers.
+
+        Block scales are left out: an FP8 and a BF16 copy agree. None where some of the tensors are absent.
+        """
+        if layer is None:
+            names = tuple(name for name in self.names if layer_of(name) is None)
+            is_whole = all(layer_of(name) is not None for name in self.absent)
+        else:
+            names = self.layer_names(layer)
+            is_whole = not any(name.startswith(layer_prefix(layer)) for name in self.absent)
+        if not is_whole:
+            return None
         digest = hashlib.sha256()
-        for name, entry in self.entries.items():
+        for name in names:
             if not name.endswith(SCALE_SUFFIX):
-                digest.update(f"{name} {list(entry.shape)}\n".encode())
+                digest.update(f"{name} {list(self.entries[name].shape)}\n".encode())
         return digest.hexdigest()
 
     def __contains__(self, name: object) -> bool:
@@ -88,11 +117,17 @@ class TensorIndex:
         """The entry of that name.
 
         Raises:
-            CheckpointError: The folder holds no such tensor.
+            CheckpointError: The folder holds no such tensor, or lacks the shard that does.
         """
         try:
             return self.entries[name]
         except KeyError:
+            if name in self.absent:
+                raise CheckpointError(
+                    f"{name} cannot be read: its shard {self.absent[name]} is not in {self.folder}",
+                    found=f"{len(self.files)} shards of {_named_layers(self.layers)}",
+                    next_step="Fetch that shard too, or choose layers that this folder holds.",
+                ) from None
             raise CheckpointError(
                 f"{self.folder} holds no tensor {name!r}",
                 found=f"{len(self.entries)} tensors of {_named_layers(self.layers)}",
@@ -100,12 +135,14 @@ class TensorIndex:
             ) from None
 
 
-def _read_weight_map(folder: Path) -> dict[str, str] | None:
-    path = folder / INDEX_FILE
+def read_weight_map(path: Path) -> dict[str, str]:
+    """What an index file claims: the shard's name by the tensor's.
+
+    Raises:
+        CheckpointError: The file is missing or no index.
+    """
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
@@ -116,6 +153,11 @@ def _read_weight_map(folder: Path) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path} has a weight_map that does not map tensors to files")
     return weight_map
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    path = folder / INDEX_FILE
+    return read_weight_map(path) if path.exists() else None
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -166,6 +208,18 @@ def _contradictions(
             faults.append(f"the index places {name} in {claimed}, it is in {entry.file.name}")
     extra = [name for name in entries if name not in weight_map]
     return faults + [f"the index lacks {name}, which {entries[name].file.name} holds" for name in extra]
+
+
+def _needed_but_absent(absent: Mapping[str, str], layers: range | None) -> list[str]:
+    needed: dict[str, set[int]] = {}
+    for name, file in absent.items():
+        layer = layer_of(name)
+        if layers is not None and layer is not None and layer in layers:
+            needed.setdefault(file, set()).add(layer)
+    return [
+        f"shard {file} is missing, which holds tensors of layer {', '.join(map(str, sorted(found)))}"
+        for file, found in sorted(needed.items())
+    ]
 
 
 def _faulty(folder: Path, faults: list[str]) -> CheckpointError:

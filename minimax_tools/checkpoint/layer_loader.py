@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from minimax_tools.checkpoint.layer_storage import EXPERTS, PACKED_DTYPE, LayerStorage
 from minimax_tools.checkpoint.names import EXPERT_MATRICES, expert_weight, layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.reading_pool import Jobs, ReadingPool
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,10 @@ class LayerLoader:
         self._reader = reader
         self._new_storage = new_storage
         self._prefetch = prefetch
-        self._pool = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="mm2-layer-loader", initializer=_compute_alone
-        )
+        self._pool = ReadingPool(num_threads)
         self._idle: list[LayerStorage] = []
         self._current: tuple[int, LayerStorage] | None = None
-        self._coming: tuple[int, LayerStorage, list[Future[None]]] | None = None
+        self._coming: tuple[int, LayerStorage, Jobs] | None = None
 
     def load(self, layer: int, *, then: int | None = None) -> LayerStorage:
         """The layer's storage, filled; the one given before is filled anew from now on.
@@ -65,7 +64,7 @@ class LayerLoader:
                 self._abandon(coming[1], coming[2])
             storage = self._take_storage()
             jobs = self._start(layer, storage, storage.places)
-        self._finish(jobs)
+        self._pool.finish(jobs)
         self._current = (layer, storage)
         if self._prefetch and then is not None:
             following = self._take_storage()
@@ -77,7 +76,7 @@ class LayerLoader:
         self._retire()
         storage = self._take_storage()
         self._current = (layer, storage)
-        self._finish(self._start(layer, storage, [name for name in storage.places if EXPERTS not in name]))
+        self._pool.finish(self._start(layer, storage, [name for name in storage.places if EXPERTS not in name]))
         return storage
 
     def load_experts(self, experts: Iterable[int]) -> None:
@@ -87,7 +86,7 @@ class LayerLoader:
         weights = [expert_weight(expert, name) for expert in experts for name in EXPERT_MATRICES]
         names = (*weights, *(scale_name(weight) for weight in weights))
         # Only storage that keeps FP8 as it is has places for scales.
-        self._finish(self._start(layer, storage, [name for name in names if name in storage.places]))
+        self._pool.finish(self._start(layer, storage, [name for name in names if name in storage.places]))
 
     @property
     def current(self) -> LayerStorage:
@@ -105,7 +104,7 @@ class LayerLoader:
     def close(self) -> None:
         """Give everything back and end the threads."""
         self.release()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.close()
 
     def __enter__(self) -> LayerLoader:
         return self
@@ -128,18 +127,14 @@ class LayerLoader:
     def _take_storage(self) -> LayerStorage:
         return self._idle.pop() if self._idle else self._new_storage()
 
-    def _start(self, layer: int, storage: LayerStorage, names: Iterable[str]) -> list[Future[None]]:
-        prefix = layer_prefix(layer)
-        return [self._pool.submit(self._fill, prefix + name, storage.places[name]) for name in names]
+    def _start(self, layer: int, storage: LayerStorage, names: Iterable[str]) -> Jobs:
+        prefix, index = layer_prefix(layer), self._reader.index
+        # A disk reads fastest from front to back.
+        ordered = sorted(names, key=lambda name: index[prefix + name].position)
+        return self._pool.start(partial(self._fill, prefix + name, storage.places[name]) for name in ordered)
 
-    def _finish(self, jobs: list[Future[None]]) -> None:
-        for job in jobs:
-            job.result()
-
-    def _abandon(self, storage: LayerStorage, jobs: list[Future[None]]) -> None:
-        for job in jobs:
-            job.cancel()
-        wait(jobs)
+    def _abandon(self, storage: LayerStorage, jobs: Jobs) -> None:
+        self._pool.abandon(jobs)
         self._idle.append(storage)
 
     def _fill(self, name: str, place: torch.Tensor) -> None:
@@ -159,8 +154,3 @@ class LayerLoader:
             self._reader.read_into(name, place)
         else:
             place.copy_(self._reader.read(name))
-
-
-def _compute_alone() -> None:
-    """Each reading thread is one of as many as there are cores: torch must not start more in it."""
-    torch.set_num_threads(1)

@@ -23,6 +23,7 @@ from minimax_tools.checkpoint.names import (
     expert_weight,
     scale_name,
 )
+from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.spec import ModelSpec
 
 EXPERTS = ".experts."
@@ -65,12 +66,10 @@ class GroupedStorage:
         gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
         down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
         small = _small_tensors(spec, dtype=dtype, device=device)
-        places = dict(small)
-        for expert in range(num_experts):
-            places[expert_weight(expert, EXPERT_GATE)] = gate_up[expert, :intermediate]
-            places[expert_weight(expert, EXPERT_UP)] = gate_up[expert, intermediate:]
-            places[expert_weight(expert, EXPERT_DOWN)] = down[expert]
-        self.places: Mapping[str, torch.Tensor] = MappingProxyType(places)
+        experts = range(num_experts)
+        self.places: Mapping[str, torch.Tensor] = MappingProxyType(
+            {**small, **gate_up_places(experts, gate_up), **down_places(experts, down)}
+        )
         self.weights = self.places
         self.modules: Mapping[str, torch.Tensor | PackedMatrices] = MappingProxyType(
             {**_module_names(small), _GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}

@@ -27,16 +27,32 @@ class CheckpointReader:
     | the stored bytes as a tensor | `read(name)`, `read_into(name, out)` |
     | a weight's values, FP8 times its scales | `read_weight(name, dtype)`, `read_weight_into(name, out)` |
 
-    Opened shards stay open until `close`, or the end of a `with` block.
+    Opened shards stay open until `close`, or the end of a `with` block. FP8 codes pass through a buffer that each
+    thread keeps: fresh memory for every matrix would cost more than the arithmetic.
+
+    Args:
+        folder: The checkpoint folder.
+        index: Its index, where it was read already.
+        layers: The decoder layers that will be read, where the folder may lack the shards of others (see
+            `TensorIndex.from_folder`).
 
     Raises:
         CheckpointError: The folder's shards have faults (see `TensorIndex.from_folder`).
     """
 
-    def __init__(self, folder: Path, *, index: TensorIndex | None = None) -> None:
-        self.index = TensorIndex.from_folder(folder) if index is None else index
+    def __init__(
+        self, folder: Path, *, index: TensorIndex | None = None, layers: range | None = None
+    ) -> None:
+        self.index = TensorIndex.from_folder(folder, layers=layers) if index is None else index
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
+        self._staging = threading.local()
+        self._num_bytes_read = 0
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of tensors read so far, headers aside."""
+        return self._num_bytes_read
 
     @property
     def folder(self) -> Path:
@@ -118,11 +134,19 @@ class CheckpointReader:
 
     def _dequantise_into(self, entry: TensorEntry, out: torch.Tensor) -> None:
         scale = find_scale(self.index, entry)
-        weight_fp8, scale_inv = self.read(entry.name), self.read(scale.name)
+        weight_fp8, scale_inv = self._staged(entry), self.read(scale.name)
+        self._fill(entry, weight_fp8)
         if out.device.type == "cpu":
             dequantise(weight_fp8, scale_inv, out=out, dtype=out.dtype)
         else:
             out.copy_(dequantise(weight_fp8, scale_inv, dtype=out.dtype))
+
+    def _staged(self, entry: TensorEntry) -> torch.Tensor:
+        """This thread's buffer as a tensor of the entry's shape and dtype, its content left over."""
+        buffer: torch.Tensor | None = getattr(self._staging, "buffer", None)
+        if buffer is None or buffer.numel() < entry.size_bytes:
+            buffer = self._staging.buffer = torch.empty(entry.size_bytes, dtype=torch.uint8)
+        return buffer[: entry.size_bytes].view(entry.dtype).view(entry.shape)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         if entry.size_bytes == 0:
@@ -138,6 +162,8 @@ class CheckpointReader:
                 position += count
         except OSError as error:
             raise _unreadable(entry, str(error)) from error
+        with self._lock:
+            self._num_bytes_read += position
 
     def _descriptor(self, file: Path) -> int:
         with self._lock:

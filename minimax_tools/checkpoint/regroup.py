@@ -36,13 +36,8 @@ def group_gate_up(
         CheckpointError: A weight cannot be read.
         KeyError: `tensors` lacks an expert.
     """
-    _check_storage(experts, out, dtype=dtype)
-    if out.shape[1] % 2:
-        raise ValueError(f"gate_up storage is {list(out.shape)}, expected gate and up rows of one height")
-    intermediate_size = out.shape[1] // 2
-    for place, expert in enumerate(experts):
-        _place(tensors, expert_weight(expert, EXPERT_GATE), out[place, :intermediate_size])
-        _place(tensors, expert_weight(expert, EXPERT_UP), out[place, intermediate_size:])
+    _check_dtype(out, dtype)
+    _fill(tensors, gate_up_places(experts, out))
 
 
 def group_down(
@@ -53,20 +48,46 @@ def group_down(
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Fill `out` [E',H,I] with the down (w2) matrices of `experts`; see `group_gate_up`."""
-    _check_storage(experts, out, dtype=dtype)
-    for place, expert in enumerate(experts):
-        _place(tensors, expert_weight(expert, EXPERT_DOWN), out[place])
+    _check_dtype(out, dtype)
+    _fill(tensors, down_places(experts, out))
 
 
-def _place(tensors: Mapping[str, torch.Tensor], name: str, out: torch.Tensor) -> None:
-    if isinstance(tensors, LayerTensors):
-        tensors.read_into(name, out)
-    else:
-        copy_weight(name, tensors[name], out)
+def gate_up_places(experts: range, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Where the gate (w1) and up (w3) matrices of `experts` lie in `out` [E',2·I,H], by relative name: views [I,H].
+
+    Raises:
+        ValueError: The storage has another shape.
+    """
+    _check_shape(experts, out)
+    if out.shape[1] % 2:
+        raise ValueError(f"gate_up storage is {list(out.shape)}, expected gate and up rows of one height")
+    intermediate_size = out.shape[1] // 2
+    places = {}
+    for index, expert in enumerate(experts):
+        places[expert_weight(expert, EXPERT_GATE)] = out[index, :intermediate_size]
+        places[expert_weight(expert, EXPERT_UP)] = out[index, intermediate_size:]
+    return places
 
 
-def _check_storage(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> None:
+def down_places(experts: range, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Where the down (w2) matrices of `experts` lie in `out` [E',H,I]; see `gate_up_places`."""
+    _check_shape(experts, out)
+    return {expert_weight(expert, EXPERT_DOWN): out[index] for index, expert in enumerate(experts)}
+
+
+def _fill(tensors: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor]) -> None:
+    for name, place in places.items():
+        if isinstance(tensors, LayerTensors):
+            tensors.read_into(name, place)
+        else:
+            copy_weight(name, tensors[name], place)
+
+
+def _check_dtype(out: torch.Tensor, dtype: torch.dtype) -> None:
     if out.dtype != dtype:
         raise ValueError(f"the storage is {out.dtype}, expected {dtype}: another dtype gives other results")
+
+
+def _check_shape(experts: range, out: torch.Tensor) -> None:
     if out.dim() != 3 or out.shape[0] != len(experts):
         raise ValueError(f"the storage is {list(out.shape)}, expected 3 dims, {len(experts)} experts first")

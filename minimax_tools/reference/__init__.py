@@ -3,6 +3,8 @@
 - `layer`: mm2's own decoder layer in plain PyTorch, every site exposed
 - `modules`: transformers' own modules, and where the sites show in them
 - `module_tree`: how any model that transformers knows names its parts
+- `causal_model`: any causal language model of transformers, whole; `causal_part`: some layers of one, with
+  `stand_ins` for the rest, told apart by its `anatomy`
 - `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor
 - `head`: final norm and lm_head in float32, a slab at a time
 """

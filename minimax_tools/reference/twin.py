@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
-from minimax_tools.checkpoint.names import expert_weight
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.modules import LAYER_TAPS, recording_layer
+from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.sites import Site
 
 if TYPE_CHECKING:
@@ -37,7 +37,12 @@ class Float32Twin:
     """
 
     def __init__(
-        self, config: MiniMaxM2Config, tensors: Mapping[str, torch.Tensor], *, layer: int, device: torch.device
+        self,
+        config: MiniMaxM2Config,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        layer: int,
+        device: torch.device,
     ) -> None:
         from transformers.models.minimax_m2.modeling_minimax_m2 import (
             MiniMaxM2DecoderLayer,
@@ -147,14 +152,4 @@ def _upcast_experts(
 ) -> torch.Tensor:
     """transformers' eager experts, each expert's weights upcast while it computes and then dropped."""
     tensors: Mapping[str, torch.Tensor] = getattr(module, _TENSORS)
-    output = torch.zeros_like(hidden_states)
-    for expert in top_k_index.unique().tolist():
-        token, position = torch.where(top_k_index == expert)
-        gate, up, down = (
-            tensors[expert_weight(expert, name)].to(hidden_states.device, torch.float32)
-            for name in ("w1", "w3", "w2")
-        )
-        states = hidden_states[token]
-        activated = torch.nn.functional.silu(states @ gate.T) * (states @ up.T)
-        output.index_add_(0, token, (activated @ down.T) * top_k_weights[token, position, None])
-    return output
+    return upcast_experts(tensors, hidden_states, top_k_index, top_k_weights)

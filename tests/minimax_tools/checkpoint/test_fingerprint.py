@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.names import (
     CORRECTION_BIAS,
+    EMBEDDING,
     GATE,
     INPUT_NORM,
     K_NORM,
@@ -81,17 +83,80 @@ def test_another_config_and_other_tensors_are_named(
     after = dataclasses.replace(take(fp8_tensors, "after"), spec_digest=other_spec.digest())
     config, tensors = before.differences(after)
     assert config.startswith("config.json differs")
-    assert tensors.startswith("tensor names or shapes differ")
+    assert tensors.startswith("tensor names or shapes outside the layers differ")
 
 
-def test_json_keeps_everything(fp8_tensors: Tensors, take: Take) -> None:
-    fingerprint = take(fp8_tensors, "model")
+def test_another_shape_in_one_layer_names_that_layer(fp8_tensors: Tensors, take: Take) -> None:
+    before = take(fp8_tensors, "before")
+    name = layer_prefix(1) + Q_PROJ
+    fp8_tensors[name] = fp8_tensors[name][:-1].contiguous()
+    (sentence,) = before.differences(take(fp8_tensors, "after"))
+    assert sentence.startswith("layer 1 has other tensor names or shapes (sha256 ")
+
+
+def test_a_folder_with_one_layer_agrees_with_the_whole_model_and_no_other(
+    fp8_tensors: Tensors, take: Take, spec: ModelSpec, tmp_path: Path
+) -> None:
+    whole = take(fp8_tensors, "whole")
+    part = _take_part(fp8_tensors, spec, tmp_path / "part")
+    assert set(part.layers) == set(part.layer_tensors) == {0}
+    assert whole.differences(part) == part.differences(whole) == []
+    fp8_tensors[layer_prefix(0) + GATE] += 1
+    other = _take_part(fp8_tensors, spec, tmp_path / "other")
+    assert len(whole.differences(other)) == 1
+    deeper = dataclasses.replace(spec, num_hidden_layers=3)
+    assert len(whole.differences(dataclasses.replace(part, spec_digest=deeper.digest()))) == 1
+
+
+def test_a_folder_without_the_tensors_outside_layers_is_compared_by_its_layers(
+    fp8_tensors: Tensors, take: Take, spec: ModelSpec, tmp_path: Path
+) -> None:
+    whole = take(fp8_tensors, "whole")
+    part = _take_part(fp8_tensors, spec, tmp_path / "part", has_embedding=False)
+    assert part.tensors_digest is None
+    assert whole.differences(part) == part.differences(whole) == []
+
+
+def test_fetching_more_layers_leaves_a_runs_fingerprint_as_it_is(
+    fp8_tensors: Tensors, take: Take, spec: ModelSpec, tmp_path: Path
+) -> None:
+    assert take(fp8_tensors, "whole", Span.single(0)) == _take_part(fp8_tensors, spec, tmp_path / "part")
+
+
+def _take_part(
+    tensors: Tensors, spec: ModelSpec, folder: Path, *, has_embedding: bool = True
+) -> ModelFingerprint:
+    """The fingerprint of a folder that lacks the shard of layer 1."""
+    folder.mkdir()
+    here = {name for name in tensors if not name.startswith(layer_prefix(1))}
+    here -= set() if has_embedding else {EMBEDDING}
+    save_file({name: tensors[name] for name in here}, folder / "here.safetensors")
+    weight_map = {name: f"{'here' if name in here else 'absent'}.safetensors" for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with CheckpointReader(folder, layers=range(1)) as reader:
+        return ModelFingerprint.of(reader, spec, Span.single(0))
+
+
+@pytest.mark.parametrize("has_embedding", [True, False])
+def test_json_keeps_everything(
+    has_embedding: bool, fp8_tensors: Tensors, spec: ModelSpec, tmp_path: Path
+) -> None:
+    fingerprint = _take_part(fp8_tensors, spec, tmp_path / "part", has_embedding=has_embedding)
     assert ModelFingerprint.from_json(json.loads(json.dumps(fingerprint.as_json()))) == fingerprint
 
 
-@pytest.mark.parametrize("change", [{"layers": None}, {"layers": {"first": "a"}}, {"layers": [1]}, None])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": None},
+        {"layers": {"first": "a"}},
+        {"layers": [1]},
+        {"layers": {}, "layer_tensors": None},
+        None,
+    ],
+)
 def test_json_of_another_form_is_refused(change: dict[str, object] | None) -> None:
-    data = {"spec_digest": "a", "tensors_digest": "b", **change} if change else {}
+    data = {"spec_digest": "a", "tensors_digest": "b", "layer_tensors": {}, **change} if change else {}
     with pytest.raises(CaptureError, match="a model fingerprint cannot be read"):
         ModelFingerprint.from_json(data)
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.names import EMBEDDING
 from minimax_tools.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -94,21 +95,103 @@ def test_a_tensor_that_is_not_there_is_named(fp8_tensors: Tensors, write: Writer
     assert caught.value.next_step
 
 
+@pytest.mark.parametrize("layer", [0, 1, None])
 def test_digest_is_the_same_for_an_fp8_and_a_bf16_copy(
-    fp8_tensors: Tensors, bf16_tensors: Tensors, write: Writer
+    layer: int | None, fp8_tensors: Tensors, bf16_tensors: Tensors, write: Writer
 ) -> None:
     fp8 = TensorIndex.from_folder(write(fp8_tensors, "fp8"))
     bf16 = TensorIndex.from_folder(write(bf16_tensors, "bf16", index=False))
     assert len(fp8) > len(bf16)
-    assert fp8.digest() == bf16.digest()
+    assert fp8.digest(layer) == bf16.digest(layer) is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "changed"), [(Q_PROJ, [1]), ("model.layers.0.self_attn.q_proj.weight", [0]), (EMBEDDING, [None])]
+)
 @pytest.mark.parametrize("change", ["name", "shape"])
-def test_digest_changes_with_a_name_or_a_shape(bf16_tensors: Tensors, write: Writer, change: str) -> None:
-    before = TensorIndex.from_folder(write(bf16_tensors, "before")).digest()
-    tensor = bf16_tensors.pop(Q_PROJ)
-    bf16_tensors["renamed" if change == "name" else Q_PROJ] = tensor if change == "name" else tensor.T
-    assert TensorIndex.from_folder(write(bf16_tensors, "after")).digest() != before
+def test_digest_changes_with_a_name_or_a_shape_of_its_part_only(
+    change: str, name: str, changed: list[int | None], bf16_tensors: Tensors, write: Writer
+) -> None:
+    before = TensorIndex.from_folder(write(bf16_tensors, "before"))
+    tensor = bf16_tensors.pop(name)
+    bf16_tensors[f"{name}s" if change == "name" else name] = tensor if change == "name" else tensor.T
+    after = TensorIndex.from_folder(write(bf16_tensors, "after"))
+    parts = (0, 1, None)
+    assert [part for part in parts if before.digest(part) != after.digest(part)] == changed
+
+
+# A folder that lacks some shards: layer 0 in one, layer 1 in another, one tensor of layer 1 beside layer 0.
+
+
+@pytest.fixture
+def part(fp8_tensors: Tensors, tmp_path: Path) -> Path:
+    folder = tmp_path / "part"
+    folder.mkdir()
+    weight_map = {
+        name: "layer_1.safetensors" if name.startswith("model.layers.1.") else "rest.safetensors"
+        for name in fp8_tensors
+    }
+    weight_map["model.layers.1.input_layernorm.weight"] = "rest.safetensors"
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    rest = {name: fp8_tensors[name] for name, file in weight_map.items() if file == "rest.safetensors"}
+    save_file({name: tensor.contiguous() for name, tensor in rest.items()}, folder / "rest.safetensors")
+    return folder
+
+
+def test_a_folder_with_the_shards_of_some_layers_is_read_when_those_are_named(part: Path) -> None:
+    index = TensorIndex.from_folder(part, layers=range(1))
+    assert "model.layers.0.self_attn.q_proj.weight" in index
+    assert EMBEDDING in index
+    assert Q_PROJ not in index
+    assert index.absent[Q_PROJ] == "layer_1.safetensors"
+    assert {file.name for file in index.files} == {"rest.safetensors"}
+
+
+def test_without_naming_layers_a_missing_shard_is_a_fault(part: Path) -> None:
+    assert "has 1 fault: found shard layer_1.safetensors is missing" in _fault(part)
+
+
+@pytest.mark.parametrize("layers", [range(1, 2), range(2)])
+def test_a_missing_shard_of_a_named_layer_is_a_fault(layers: range, part: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"shard layer_1\.safetensors is missing, which holds tensors of layer 1\."
+    ):
+        TensorIndex.from_folder(part, layers=layers)
+
+
+def test_a_tensor_of_an_absent_shard_says_which_shard_to_fetch(part: Path) -> None:
+    index = TensorIndex.from_folder(part, layers=range(1))
+    with pytest.raises(CheckpointError, match=r"its shard layer_1\.safetensors is not in .*Fetch that shard"):
+        index[Q_PROJ]
+
+
+def test_the_shards_that_are_there_are_checked_all_the_same(part: Path) -> None:
+    _edit_weight_map(part, lambda weight_map: weight_map.update(ghost="rest.safetensors"))
+    with pytest.raises(CheckpointError, match=r"places ghost in rest\.safetensors, whose header lacks it"):
+        TensorIndex.from_folder(part, layers=range(1))
+
+
+def test_a_folder_without_the_tensors_outside_layers_is_read_when_layers_are_named(
+    fp8_tensors: Tensors, part: Path
+) -> None:
+    _edit_weight_map(part, lambda weight_map: weight_map.update({EMBEDDING: "embedding.safetensors"}))
+    kept = load_file(part / "rest.safetensors")
+    del kept[EMBEDDING]
+    save_file(kept, part / "rest.safetensors")
+    index = TensorIndex.from_folder(part, layers=range(1))
+    assert index.digest(None) is None
+    with pytest.raises(CheckpointError, match=r"its shard embedding\.safetensors is not in"):
+        index[EMBEDDING]
+
+
+def test_a_layer_of_which_a_part_is_there_has_no_digest(
+    fp8_tensors: Tensors, part: Path, write: Writer
+) -> None:
+    whole = TensorIndex.from_folder(write(fp8_tensors))
+    index = TensorIndex.from_folder(part, layers=range(1))
+    assert index.layers == (0, 1)
+    assert index.digest(1) is None
+    assert [index.digest(0), index.digest(None)] == [whole.digest(0), whole.digest(None)]
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,265 @@
+"""HubSnapshot: one commit of a hub's model as it can be had now, from the hub or only from the cache."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from minimax_tools.checkpoint.hub_access import HubAccess, hub_tools
+from minimax_tools.checkpoint.hub_attempts import Attempts
+from minimax_tools.checkpoint.hub_faults import is_transient, translate
+from minimax_tools.checkpoint.hub_transfer import HubCommit, HubFile, HubTransfer
+from minimax_tools.errors import CheckpointError
+from minimax_tools.size import word_size
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NUM_NAMES_SHOWN = 6
+
+
+class NotCachedError(CheckpointError):
+    """Files that only the hub has are needed, and the hub is not asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSnapshot:
+    """A commit, and the files it is known to have.
+
+    Args:
+        commit: The commit.
+        files: By name: all that the hub lists, or, where the hub is not asked, all that the cache holds.
+        is_listed: Whether the hub listed them.
+    """
+
+    commit: HubCommit
+    files: Mapping[str, HubFile]
+    is_listed: bool
+
+    @property
+    def folder(self) -> Path:
+        """Where the fetched files lie under their names."""
+        return self.commit.folder
+
+    def fetch(self, names: Iterable[str]) -> dict[str, Path]:
+        """The files' paths by name, fetched where the cache lacks them.
+
+        Raises:
+            NotCachedError: The cache lacks some, and the hub is not asked.
+            CheckpointError: The model has no such file, the disk is too small, or a transfer failed for good.
+        """
+        wanted = sorted(set(names))
+        missing = [name for name in wanted if name not in self.files]
+        if missing:
+            raise self._lacking(missing)
+        absent = [self.files[name] for name in wanted if not self.commit.holds(self.files[name])]
+        if absent:
+            self._require_disk(absent)
+            self._transfer(absent)
+        return {name: self.folder / name for name in wanted}
+
+    def _lacking(self, missing: list[str]) -> CheckpointError:
+        shown = ", ".join(missing[:_NUM_NAMES_SHOWN])
+        more = f" and {len(missing) - _NUM_NAMES_SHOWN} more" if len(missing) > _NUM_NAMES_SHOWN else ""
+        if self.is_listed:
+            return CheckpointError(
+                f"{self.commit.model} at revision {self.commit.revision!r} has no {shown}{more}",
+                found=f"{len(self.files)} other files",
+                next_step="Check the id and the revision; if the index is wrong, tell the model's owner.",
+            )
+        return NotCachedError(
+            f"the cache at {self.commit.access.cache_dir} lacks {shown}{more} of {self.commit.model}, "
+            "and the hub is not asked",
+            found=f"{len(self.files)} files of it",
+            next_step="Fetch them while online (HF_HUB_OFFLINE unset), or give --model a folder that has them.",
+        )
+
+    def _require_disk(self, absent: list[HubFile]) -> None:
+        needed_bytes = sum(max(0, self._pending_bytes(file)) for file in absent)
+        place = self.commit.access.cache_dir.absolute()
+        while not place.exists():
+            place = place.parent
+        free_bytes = shutil.disk_usage(place).free
+        if needed_bytes > free_bytes:
+            raise CheckpointError(
+                f"the disk at {place} is too small for what is missing of {self.commit.model}",
+                expected=f"{word_size(needed_bytes)} for {len(absent)} files",
+                found=f"{word_size(free_bytes)} free",
+                next_step="Make room, set HF_HOME to a larger disk, or choose fewer layers.",
+            )
+
+    def _pending_bytes(self, file: HubFile) -> int:
+        here = 0
+        if file.content_hash is not None:
+            candidates = (self.commit.blob(file.content_hash), self.commit.part(file.content_hash))
+            here = max((path.stat().st_size for path in candidates if path.is_file()), default=0)
+        return (file.size_bytes or 0) - here
+
+    def _transfer(self, absent: list[HubFile]) -> None:
+        total_bytes = sum(file.size_bytes or 0 for file in absent)
+        logger.info(
+            "Fetching %d file%s (%s) of %s into %s.",
+            len(absent),
+            "" if len(absent) == 1 else "s",
+            word_size(total_bytes),
+            self.commit.model,
+            self.commit.access.cache_dir,
+        )
+        stop = threading.Event()
+        with _progress_bar(self.commit.model, total_bytes) as bar:
+            lock = threading.Lock()
+
+            def show(num_bytes: int) -> None:
+                with lock:
+                    bar.update(num_bytes)
+
+            transfer = HubTransfer(self.commit, stop=stop, on_bytes=show)
+            _run_all(transfer.fetch, absent, num_workers=self.commit.access.num_workers, stop=stop)
+        self._remember_revision()
+
+    def _remember_revision(self) -> None:
+        """Note which commit the revision stands for: what is offline later has nobody else to tell it."""
+        if self.commit.revision == self.commit.commit:
+            return
+        note = self.commit.cache / "refs" / self.commit.revision
+        note.parent.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_name(f"{note.name}.{threading.get_ident()}.tmp")
+        temporary.write_text(self.commit.commit, encoding="utf-8")
+        temporary.replace(note)
+
+
+def with_snapshot(
+    model: str, revision: str, *, access: HubAccess, work: Callable[[HubSnapshot], Result]
+) -> Result:
+    """The result of `work` on the model's snapshot; the cache's, where the hub is not or need not be asked.
+
+    Raises:
+        CheckpointError: What `work` raises; or the hub cannot be reached, or has no such model or revision,
+            or does not let this token in.
+    """
+    cached = _cached_snapshot(model, revision, access)
+    if access.is_offline:
+        return work(cached or _empty_snapshot(model, revision, access))
+    if cached is None:
+        return work(_listed_snapshot(model, revision, access))
+    try:
+        snapshot = _read_listing(model, revision, access)
+    except Exception as error:
+        if not is_transient(error):
+            raise translate(error, model=model, revision=revision, access=access) from error
+        return _work_unreached(cached, error, work)
+    return work(snapshot)
+
+
+def _work_unreached(cached: HubSnapshot, error: Exception, work: Callable[[HubSnapshot], Result]) -> Result:
+    """The result of `work` on what is cached, or, where that does not suffice, with more patience."""
+    commit = cached.commit
+    try:
+        result = work(cached)
+    except NotCachedError:
+        return work(_listed_snapshot(commit.model, commit.revision, commit.access))
+    logger.warning(
+        "%s does not answer (%s): using the cached commit %s of %s.",
+        commit.access.endpoint,
+        type(error).__name__,
+        commit.commit[:8],
+        commit.model,
+    )
+    return result
+
+
+def _listed_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapshot:
+    attempts = Attempts(access, what=model, stop=threading.Event())
+    try:
+        return attempts.run(lambda: _read_listing(model, revision, access))
+    except Exception as error:
+        raise translate(error, model=model, revision=revision, access=access) from error
+
+
+def _read_listing(model: str, revision: str, access: HubAccess) -> HubSnapshot:
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=access.endpoint, token=access.token)
+    info = api.model_info(model, revision=revision, files_metadata=True, timeout=access.timeout_s)
+    if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
+        raise ValueError(f"a listing without a commit: {info.sha!r}")
+    files = (
+        HubFile(
+            name=sibling.rfilename,
+            size_bytes=sibling.size,
+            content_hash=sibling.blob_id if sibling.lfs is None else sibling.lfs["sha256"],
+        )
+        for sibling in info.siblings or ()
+    )
+    commit = HubCommit(model=model, revision=revision, commit=info.sha, access=access)
+    return HubSnapshot(
+        commit=commit, files={file.name: file for file in files if _is_inside(file.name)}, is_listed=True
+    )
+
+
+def _cached_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapshot | None:
+    """The revision as the cache knows it; None where it knows nothing of it."""
+    commit = HubCommit(model=model, revision=revision, commit=revision, access=access)
+    if _COMMIT.fullmatch(revision) is None:
+        try:
+            noted = (commit.cache / "refs" / revision).read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        commit = HubCommit(model=model, revision=revision, commit=noted, access=access)
+    if not commit.folder.is_dir():
+        return None
+    names = (
+        path.relative_to(commit.folder).as_posix() for path in commit.folder.rglob("*") if path.is_file()
+    )
+    files = {name: HubFile(name=name, size_bytes=None, content_hash=None) for name in sorted(names)}
+    return HubSnapshot(commit=commit, files=files, is_listed=False)
+
+
+def _empty_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapshot:
+    commit = HubCommit(model=model, revision=revision, commit=revision, access=access)
+    return HubSnapshot(commit=commit, files={}, is_listed=False)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name stays in the snapshot's folder, whatever the hub says."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def _run_all(
+    work: Callable[[HubFile], object], files: list[HubFile], *, num_workers: int, stop: threading.Event
+) -> None:
+    """Run `work` on all files; the first error ends the others."""
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="hub") as pool:
+        futures = [pool.submit(work, file) for file in files]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _progress_bar(model: str, total_bytes: int) -> Any:
+    """huggingface_hub's bar on stderr, where mm2's own progress is shown and stderr is a terminal."""
+    from huggingface_hub import constants
+
+    tools = hub_tools()
+    is_quiet = not logger.isEnabledFor(logging.INFO)
+    # Set by the user, the variable wins, and huggingface_hub warns of those who try.
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        # Bars of the library's own transfers follow.
+        (tools.disable_progress_bars if is_quiet else tools.enable_progress_bars)()
+    return tools.tqdm(
+        total=total_bytes, desc=model, unit="B", unit_scale=True, disable=True if is_quiet else None
+    )

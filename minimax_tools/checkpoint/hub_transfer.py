@@ -1,0 +1,327 @@
+"""HubTransfer: brings single files of one commit into the cache, resumed by range and verified by hash.
+
+huggingface_hub does the talking, the cache and the xet protocol. What it does not do in all its versions is done
+here: from 2.0 on it drops the part of a file that has come when the connection breaks, and none compares hashes.
+So a file that comes over plain HTTP is written beside the cache's blobs, verified, and only then made one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.checkpoint.hub_access import HubAccess, hub_tools
+from minimax_tools.checkpoint.hub_attempts import Attempts, StoppedError
+from minimax_tools.checkpoint.hub_faults import BrokenTransferError, translate
+from minimax_tools.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_SHA256, _GIT_SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+_CHUNK_BYTES = 1 << 16
+_HASHED_AT_ONCE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFile:
+    """One file of a hub's model.
+
+    Args:
+        name: Its path in the repository.
+        size_bytes: None where the hub does not say.
+        content_hash: sha256 of a large file, git's sha1 of a small one; None where the hub does not say.
+    """
+
+    name: str
+    size_bytes: int | None
+    content_hash: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubCommit:
+    """One commit of a hub's model, and where the cache keeps it.
+
+    Args:
+        model: `owner/name`.
+        revision: Branch, tag or commit that was asked for.
+        commit: The commit it stands for.
+        access: The hub.
+    """
+
+    model: str
+    revision: str
+    commit: str
+    access: HubAccess
+
+    @property
+    def cache(self) -> Path:
+        """The cache's folder of this model."""
+        return self.access.cache_dir / f"models--{self.model.replace('/', '--')}"
+
+    @property
+    def folder(self) -> Path:
+        """The snapshot: the commit's files that are here, under their names."""
+        return self.cache / "snapshots" / self.commit
+
+    def blob(self, content_hash: str) -> Path:
+        """Where the cache keeps content of that hash."""
+        return self.cache / "blobs" / content_hash
+
+    def part(self, content_hash: str) -> Path:
+        """Where content of that hash is while it is coming."""
+        return self.blob(content_hash).with_name(f"{content_hash}.incomplete")
+
+    def holds(self, file: HubFile) -> bool:
+        """Whether the snapshot has the file, in its right size."""
+        path = self.folder / file.name
+        return path.is_file() and file.size_bytes in (None, path.stat().st_size)
+
+
+class HubTransfer:
+    """Fetches files of one commit; safe to use from several threads.
+
+    Args:
+        commit: What to fetch from.
+        stop: Set to end all that is under way.
+        on_bytes: Told of every piece that comes, in bytes; less than 0 where what had come is thrown away.
+    """
+
+    def __init__(
+        self, commit: HubCommit, *, stop: threading.Event, on_bytes: Callable[[int], object]
+    ) -> None:
+        self._commit = commit
+        self._access = commit.access
+        self._stop = stop
+        self._on_bytes = on_bytes
+
+    def fetch(self, file: HubFile) -> Path:
+        """The file's path in the snapshot, fetched anew if it is absent or has another size.
+
+        Raises:
+            CheckpointError: It could not be fetched or stored, or is corrupted twice.
+            StoppedError: `stop` was set.
+        """
+        if self._commit.holds(file):
+            return self._commit.folder / file.name
+        try:
+            metadata = self._patiently(file, lambda: self._read_metadata(file))
+            content_hash = next(filter(_is_hash, (metadata.etag, file.content_hash)), None)
+            expected = HubFile(
+                name=file.name,
+                size_bytes=file.size_bytes if metadata.size is None else metadata.size,
+                content_hash=content_hash,
+            )
+            if metadata.xet_file_data is not None and _speaks_xet():
+                path = self._fetch_by_xet(expected)
+                if path is not None:
+                    return path
+            self._fetch_blob(expected, self._commit.blob(metadata.etag))
+            return self._link(file)
+        except StoppedError:
+            raise
+        except Exception as error:
+            raise translate(
+                error,
+                model=self._commit.model,
+                revision=self._commit.revision,
+                access=self._access,
+                file=file.name,
+            ) from error
+
+    def _read_metadata(self, file: HubFile) -> Any:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        return get_hf_file_metadata(
+            hf_hub_url(
+                self._commit.model,
+                file.name,
+                revision=self._commit.commit,
+                endpoint=self._access.endpoint,
+            ),
+            token=self._access.token,
+            timeout=self._access.timeout_s,
+        )
+
+    def _link(self, file: HubFile) -> Path:
+        """huggingface_hub's own download, which finds the blob and links it, or fetches by xet."""
+        from huggingface_hub import hf_hub_download
+
+        pointer = self._commit.folder / file.name
+        if pointer.exists() and not self._commit.holds(file):
+            # A copy of another size would be taken as it is.
+            pointer.unlink(missing_ok=True)
+        path = self._patiently(
+            file,
+            lambda: hf_hub_download(
+                self._commit.model,
+                file.name,
+                revision=self._commit.commit,
+                cache_dir=self._access.cache_dir,
+                endpoint=self._access.endpoint,
+                token=self._access.token,
+                etag_timeout=self._access.timeout_s,
+            ),
+        )
+        return Path(path)
+
+    def _fetch_by_xet(self, file: HubFile) -> Path | None:
+        """The file in the snapshot, or None where plain HTTP has to do."""
+        try:
+            path = self._link(file)
+            found = _measure(path, file)
+        except Exception as error:
+            logger.warning("%s does not come by xet (%s): fetching it over HTTP.", file.name, error)
+            return None
+        if found is not None:
+            logger.warning("%s came by xet with %s: fetching it over HTTP.", file.name, found)
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+            return None
+        self._on_bytes(file.size_bytes or 0)
+        return path
+
+    def _fetch_blob(self, file: HubFile, blob: Path) -> None:
+        """Make the cache's blob of the file, unless it is there."""
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        # The lock and the part are those of huggingface_hub before 2.0: two programs share the work.
+        lock = self._access.cache_dir / ".locks" / self._commit.cache.name / f"{blob.name}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with hub_tools().WeakFileLock(lock):
+            if blob.is_file() and file.size_bytes == blob.stat().st_size:
+                self._on_bytes(file.size_bytes)
+                return
+            part = self._commit.part(blob.name)
+            self._receive_verified(file, part)
+            part.replace(blob)
+
+    def _receive_verified(self, file: HubFile, part: Path) -> None:
+        for is_last in (False, True):
+            self._receive(file, part)
+            found = _measure(part, file)
+            if found is None:
+                return
+            self._on_bytes(-part.stat().st_size)
+            part.unlink()
+            if not is_last:
+                logger.warning("%s came corrupted (%s): fetching it anew.", file.name, found)
+        raise CheckpointError(
+            f"{file.name} of {self._commit.model} came corrupted twice from {self._access.endpoint}",
+            expected=f"{file.size_bytes} bytes of {_hash_kind(file)} {file.content_hash}",
+            found=found,
+            next_step="A proxy or mirror may spoil it: try another HF_ENDPOINT or network, or fetch it with "
+            "`hf download` elsewhere and give --model the folder.",
+        )
+
+    def _receive(self, file: HubFile, part: Path) -> None:
+        """Bring the part to its full size, from where it is."""
+        attempts = self._attempts(file)
+        if file.size_bytes is None or _size(part) > file.size_bytes:
+            part.unlink(missing_ok=True)
+        self._on_bytes(_size(part))
+        while _size(part) != file.size_bytes:
+            before = _size(part)
+            try:
+                self._receive_once(file, part)
+                if file.size_bytes is None:
+                    return
+            except Exception as error:
+                if _size(part) > before:
+                    attempts.progress()
+                attempts.fail(error)
+
+    def _receive_once(self, file: HubFile, part: Path) -> None:
+        from huggingface_hub import hf_hub_url
+
+        start = _size(part)
+        headers = {
+            **hub_tools().build_hf_headers(token=self._access.token),
+            # Compressed, the bytes of a range would be others than those of the file.
+            "Accept-Encoding": "identity",
+            **({"Range": f"bytes={start}-"} if start else {}),
+        }
+        url = hf_hub_url(
+            self._commit.model, file.name, revision=self._commit.commit, endpoint=self._access.endpoint
+        )
+        with _stream(url, headers=headers, timeout_s=self._access.timeout_s) as (response, chunks):
+            is_continued = response.status_code == 206
+            if start and not is_continued:
+                self._on_bytes(-start)
+            with part.open("ab" if is_continued else "wb") as output:
+                for chunk in chunks:
+                    if self._stop.is_set():
+                        raise StoppedError
+                    output.write(chunk)
+                    self._on_bytes(len(chunk))
+        size_bytes = _size(part)
+        if file.size_bytes is not None and size_bytes > file.size_bytes:
+            self._on_bytes(-size_bytes)
+            part.unlink()
+        if file.size_bytes not in (None, size_bytes):
+            raise BrokenTransferError(f"the body ended after {size_bytes} of {file.size_bytes} bytes")
+
+    def _patiently(self, file: HubFile, work: Callable[[], Any]) -> Any:
+        return self._attempts(file).run(work)
+
+    def _attempts(self, file: HubFile) -> Attempts:
+        return Attempts(self._access, what=file.name, stop=self._stop)
+
+
+@contextmanager
+def _stream(url: str, *, headers: dict[str, str], timeout_s: float) -> Iterator[tuple[Any, Iterator[bytes]]]:
+    """A response as it comes, through huggingface_hub's session: of requests before 1.0, of httpx since."""
+    tools = hub_tools()
+    session = tools.get_session()
+    if callable(getattr(session, "stream", None)):
+        with session.stream("GET", url, headers=headers, timeout=timeout_s) as response:
+            tools.hf_raise_for_status(response)
+            yield response, response.iter_bytes()
+    else:
+        with session.get(url, headers=headers, timeout=timeout_s, stream=True) as response:
+            tools.hf_raise_for_status(response)
+            yield response, response.iter_content(_CHUNK_BYTES)
+
+
+def _speaks_xet() -> bool:
+    from huggingface_hub import constants
+    from huggingface_hub.utils._runtime import is_xet_available
+
+    return is_xet_available() and not getattr(constants, "HF_HUB_DISABLE_XET", False)
+
+
+def _measure(path: Path, file: HubFile) -> str | None:
+    """What is wrong with the file at `path`, in words; None if nothing is."""
+    size_bytes = path.stat().st_size
+    if file.size_bytes not in (None, size_bytes):
+        return f"{size_bytes} bytes"
+    if file.content_hash is None:
+        logger.warning("%s is not verified: the hub gives no hash for it.", file.name)
+        return None
+    is_git = _GIT_SHA1.fullmatch(file.content_hash) is not None
+    # As git hashes a file: this sha1 is a name, not a safeguard.
+    digest = (
+        hashlib.sha1(f"blob {size_bytes}\0".encode(), usedforsecurity=False) if is_git else hashlib.sha256()
+    )
+    with path.open("rb") as content:
+        while piece := content.read(_HASHED_AT_ONCE_BYTES):
+            digest.update(piece)
+    found = digest.hexdigest()
+    return None if found == file.content_hash else f"{size_bytes} bytes of {_hash_kind(file)} {found}"
+
+
+def _hash_kind(file: HubFile) -> str:
+    return "git sha1" if file.content_hash and _GIT_SHA1.fullmatch(file.content_hash) else "sha256"
+
+
+def _is_hash(text: str | None) -> bool:
+    return text is not None and bool(_SHA256.fullmatch(text) or _GIT_SHA1.fullmatch(text))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

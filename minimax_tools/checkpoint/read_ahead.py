@@ -1,0 +1,92 @@
+"""ReadAhead: layers' bytes fetched from the disk before they are asked for, into the system's page cache.
+
+Who reads them then finds them in memory. This process holds nothing of them, so it works for every reader, also for
+one whose own code asks for tensors in an order of its own; the system drops the pages where it needs the room.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from minimax_tools.checkpoint.index import TensorIndex
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 4 << 20
+
+
+class ReadAhead:
+    """Fetches the layers that are requested, one after the other, in a thread of its own.
+
+    Args:
+        index: Of the checkpoint.
+    """
+
+    def __init__(self, index: TensorIndex) -> None:
+        self._index = index
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mm2-read-ahead")
+        self._requested: dict[int, Future[None]] = {}
+        self._is_closed = threading.Event()
+
+    def request(self, layer: int) -> Future[None]:
+        """Fetch a layer after those requested before, once; what is given back is done when it is fetched.
+
+        A file that cannot be read ends the fetching without an error: whoever reads the layer meets it too, and
+        knows what it means.
+        """
+        if layer not in self._requested:
+            self._requested[layer] = self._thread.submit(self._fetch, layer)
+        return self._requested[layer]
+
+    def close(self) -> None:
+        """Stop in the middle of a layer, and end the thread."""
+        self._is_closed.set()
+        self._thread.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fetch(self, layer: int) -> None:
+        scratch = memoryview(bytearray(_PIECE_BYTES))
+        try:
+            for file, start, stop in _ranges(self._index, layer):
+                with file.open("rb", buffering=0) as shard:
+                    while start < stop and not self._is_closed.is_set():
+                        count = os.preadv(shard.fileno(), [scratch[: stop - start]], start)
+                        if count == 0:
+                            break
+                        start += count
+        except OSError as error:
+            logger.debug("Layer %d is not read ahead: %s", layer, error)
+
+
+def stored_layer_bytes(index: TensorIndex, layer: int) -> int:
+    """What a layer takes on the disk, block scales included."""
+    return sum(index[name].size_bytes for name in index.layer_names(layer))
+
+
+def _ranges(index: TensorIndex, layer: int) -> Iterator[tuple[Path, int, int]]:
+    """Where a layer's bytes lie: file, start and stop, neighbours joined, from front to back."""
+    entries = sorted((index[name] for name in index.layer_names(layer)), key=lambda entry: entry.position)
+    joined: tuple[Path, int, int] | None = None
+    for entry in entries:
+        start, stop = entry.offset, entry.offset + entry.size_bytes
+        if joined is not None and joined[0] == entry.file and joined[2] == start:
+            joined = (entry.file, joined[1], stop)
+            continue
+        if joined is not None:
+            yield joined
+        joined = (entry.file, start, stop)
+    if joined is not None:
+        yield joined

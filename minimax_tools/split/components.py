@@ -1,0 +1,142 @@
+"""SplitModel: bottom, trunk or top of a causal language model, as a module that runs by itself.
+
+Shapes: B batch, S sequence, H hidden, V vocabulary
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minimax_tools.size import word_size
+from minimax_tools.split.devices import DeviceName
+from minimax_tools.split.part_folder import LoadedPart, read_part, write_part
+from minimax_tools.split.parts import Part
+from minimax_tools.split.seed_file import read_seed_file
+
+
+class SplitModel(nn.Module):
+    """One component of a split model; the three, called one after the other, are the whole model.
+
+        hidden_states = bottom(input_ids, attention_mask)
+        hidden_states = trunk(hidden_states, attention_mask)
+        logits = top(hidden_states, attention_mask)
+
+    The logits are bit for bit those of transformers' whole model of the same dtype and implementations. Each takes
+    the whole mask and all positions; what it is given is moved to where it is. `model` is transformers' own, with
+    stand-ins where another component computes.
+    """
+
+    def __init__(self, loaded: LoadedPart) -> None:
+        super().__init__()
+        self.model = loaded.model
+        self.part: Part = loaded.part
+        self._implementation = loaded.implementation
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the component's layers.
+
+        Args:
+            inputs: Token ids [B,S] for bottom; else the hidden states [B,S,H] that the component before gave.
+            attention_mask: [B,S], 1 for tokens and 0 for padding; all ones where absent.
+            position_ids: [B,S] or [1,S]; counted from 0 where absent, padding included.
+
+        Returns:
+            Hidden states [B,S,H], or logits [B,S,V] from top, on the component's device.
+
+        Raises:
+            ValueError: `inputs` is not what this component takes, or the mask or positions do not fit it.
+        """
+        self._check(inputs, attention_mask, position_ids)
+        moved = {
+            "inputs_embeds" if not self.part.has_embedding else "input_ids": inputs,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+        }
+        # `use_cache` stays the config's: without a cache transformers reads gaps in positions as packed sequences.
+        arguments = {name: tensor.to(self.device) for name, tensor in moved.items() if tensor is not None}
+        if self.part.has_head:
+            logits: torch.Tensor = self.model(**arguments).logits
+            return logits
+        states: torch.Tensor = self.model.base_model(**arguments).last_hidden_state
+        return states
+
+    @property
+    def device(self) -> torch.device:
+        """Where the component is."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its hidden states."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """What its parameters and buffers take."""
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+
+    def save(self, path: str | Path) -> None:
+        """Save the component to the folder `path`: safetensors, config.json and component.json.
+
+        Raises:
+            UsageError: Something other than a component lies there.
+            CheckpointError: The disk is full, or cannot be written to.
+        """
+        loaded = LoadedPart(model=self.model, part=self.part, implementation=self._implementation)
+        write_part(Path(path).expanduser(), loaded)
+
+    @classmethod
+    def load(cls, path: str | Path, device: DeviceName = "cpu") -> SplitModel:
+        """Load a component from the folder that `save` wrote, or from an older `.pt` file.
+
+        Nothing in a `.pt` file is called. Where `bottom.pt` does not exist but the folder `bottom` does, it is that.
+
+        Raises:
+            CheckpointError: Nothing is there, or it is damaged or no component.
+            MissingExtraError: transformers is missing.
+        """
+        place = Path(path).expanduser()
+        if place.is_file():
+            return cls(read_seed_file(place, device=torch.device(device)))
+        if not place.exists() and place.suffix == ".pt" and place.with_suffix("").is_dir():
+            place = place.with_suffix("")
+        return cls(read_part(place, device=torch.device(device)))
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"SplitModel({self.part}, {self.model.config.model_type}, {dtype}, "
+            f"{word_size(self.size_bytes)} on {self.device})"
+        )
+
+    def _check(
+        self,
+        inputs: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> None:
+        found = f"{inputs.dtype} {list(inputs.shape)}"
+        if self.part.has_embedding:
+            if inputs.dim() != 2 or inputs.is_floating_point():
+                raise ValueError(f"bottom takes token ids [batch, sequence] of integers, not {found}")
+        else:
+            width = self.model.config.hidden_size
+            if inputs.dim() != 3 or inputs.shape[2] != width or inputs.dtype != self.dtype:
+                raise ValueError(
+                    f"{self.part.role} takes hidden states [batch, sequence, {width}] of {self.dtype}, not {found}"
+                )
+        for name, tensor in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+            rows = (inputs.shape[0], 1) if name == "position_ids" else (inputs.shape[0],)
+            if tensor is not None and tuple(tensor.shape) not in [(row, inputs.shape[1]) for row in rows]:
+                raise ValueError(
+                    f"{name} is {list(tensor.shape)}, expected {list(inputs.shape[:2])} as the inputs"
+                )

@@ -1,0 +1,217 @@
+"""ModelFactory: bottom, trunk and top of a causal language model, from a folder or a hub's id."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from minimax_tools.checkpoint.hub import resolve_config, resolve_model
+from minimax_tools.checkpoint.shard_loader import ShardLoader
+from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.memory import MemoryBudget, MemoryTracker
+from minimax_tools.reference.causal_model import Implementation, is_quantised, read_causal_config
+from minimax_tools.reference.modules import require_golden_extra
+from minimax_tools.size import parse_size
+from minimax_tools.split.components import SplitModel
+from minimax_tools.split.devices import DeviceName, choose_devices
+from minimax_tools.split.narration import narrating
+from minimax_tools.split.part_folder import LoadedPart, refuse_foreign
+from minimax_tools.split.part_loading import load_part, load_parts_of_whole
+from minimax_tools.split.parts import Part, Role, plan_parts
+from minimax_tools.split.shards import Weights, first_dtype
+
+if TYPE_CHECKING:
+    from minimax_tools.reference.causal_model import CausalConfig
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class ModelFactory:
+    """Makes split models."""
+
+    @staticmethod
+    def create_split_models(
+        model_type: str,
+        model_name_or_path: str,
+        split_point_1: int,
+        split_point_2: int,
+        device: DeviceName = "cpu",
+        device_map: str | Mapping[str, DeviceName] | None = None,
+        low_memory: bool = False,
+        verbose: bool = False,
+        storage_path: str | Path | None = None,
+        auto_save: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        attn_implementation: str | None = None,
+        experts_implementation: str | None = None,
+        memory_budget: int | str | None = None,
+    ) -> tuple[SplitModel, SplitModel, SplitModel]:
+        """Bottom, trunk and top of a model, ready for inference.
+
+        Args:
+            model_type: What config.json calls the architecture; another one is refused.
+            model_name_or_path: A checkpoint's folder, or a hub's id.
+            split_point_1: The first layer of the trunk: bottom has the embedding and the layers before.
+            split_point_2: The first layer of top, which has the rest, the final norm and the head.
+            device: Where they all go.
+            device_map: In place of `device`: `auto` (see `auto_device_map`), or a device for each of bottom,
+                trunk and top.
+            low_memory: Load the components one after the other, each from the shards it needs alone, straight
+                into its own memory. A model that is not sharded is loaded whole either way.
+            verbose: Tell on stderr what is loaded, how fast, and the memory after each component.
+            storage_path: Where `auto_save` saves: the folders bottom, trunk and top in it.
+            auto_save: Save each component as soon as it is loaded.
+            dtype: Of weights and activations; else the config's, the checkpoint's where the config has none, and
+                BF16 for FP8.
+            attn_implementation: transformers' attention implementation; else its own choice.
+            experts_implementation: transformers' experts implementation; else its own choice.
+            memory_budget: The most anonymous memory that the process may hold, in bytes or as `12GB`.
+
+        Raises:
+            UsageError: An argument is wrong, or contradicts config.json.
+            CheckpointError: The checkpoint is missing, damaged or not what config.json says, or cannot be split.
+            BackendError: A device is not on this machine.
+            MemoryBudgetError: What comes next would break the budget.
+            MissingExtraError: transformers is missing.
+        """
+        require_golden_extra("a split model")
+        request = _Request(
+            model=str(model_name_or_path),
+            devices=choose_devices(device, device_map, num_gpus=torch.cuda.device_count()),
+            low_memory=low_memory,
+            storage=_parse_storage(storage_path, auto_save=auto_save),
+            budget=_parse_budget(memory_budget),
+        )
+        if dtype is not None and dtype not in _DTYPES:
+            raise UsageError(f"dtype is {dtype}", expected="one of " + ", ".join(map(str, _DTYPES)))
+        with narrating(verbose):
+            config = _read_config(request.model, model_type)
+            parts = plan_parts(split_point_1, split_point_2, num_hidden_layers=config.num_hidden_layers)
+            weights = Weights.of(request.model)
+            implementation = Implementation(
+                dtype=dtype or _choose_dtype(config, weights),
+                attn=attn_implementation,
+                experts=experts_implementation,
+            )
+            loaded = _load(request, weights, config, parts, implementation)
+            bottom, trunk, top = _finish(request, loaded)
+        return bottom, trunk, top
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    model: str
+    devices: Mapping[Role, torch.device]
+    low_memory: bool
+    storage: Path | None
+    budget: MemoryBudget
+
+    @property
+    def folders(self) -> Mapping[Role, Path]:
+        """Where each component is saved; empty where none is."""
+        return {} if self.storage is None else {role: self.storage / str(role) for role in Role}
+
+
+def _load(
+    request: _Request,
+    weights: Weights,
+    config: CausalConfig,
+    parts: tuple[Part, ...],
+    implementation: Implementation,
+) -> Iterator[LoadedPart]:
+    is_sharded = ShardLoader.is_sharded_model(request.model)
+    # transformers would unpickle .bin files.
+    if weights.are_pickled or (request.low_memory and is_sharded):
+        for part in parts:
+            yield load_part(
+                weights,
+                config,
+                part,
+                implementation=implementation,
+                device=request.devices[part.role],
+                budget=request.budget,
+            )
+        return
+    if request.low_memory:
+        logger.info("The model is not sharded: it is loaded whole.")
+    yield from load_parts_of_whole(
+        weights,
+        resolve_model(request.model),
+        config,
+        parts,
+        implementation=implementation,
+        devices=request.devices,
+        budget=request.budget,
+    )
+
+
+def _finish(request: _Request, loaded: Iterator[LoadedPart]) -> Iterator[SplitModel]:
+    for folder in request.folders.values():
+        refuse_foreign(folder)
+    is_told = logger.isEnabledFor(logging.INFO)
+    tracker = MemoryTracker()
+    with tracker if is_told else contextlib.nullcontext():
+        for one in loaded:
+            component = SplitModel(one)
+            del one
+            tracker.snapshot(f"{component.part.role.capitalize()} loaded")
+            logger.info("%s", tracker.report())
+            if request.storage is not None:
+                folder = request.folders[component.part.role]
+                component.save(folder)
+                logger.info("Saved %s to %s", component.part.role, folder)
+            yield component
+        logger.info("%s", tracker.summary())
+
+
+def _read_config(model: str, model_type: str) -> CausalConfig:
+    folder = resolve_config(model)
+    config = read_causal_config(folder)
+    if config.model_type != model_type:
+        raise UsageError(
+            f"model_type is {model_type!r}, but {folder / 'config.json'} says otherwise",
+            expected=repr(config.model_type),
+            found=repr(model_type),
+            next_step="Give the model_type that config.json has.",
+        )
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise CheckpointError(f"{folder / 'config.json'} does not say how many layers the model has")
+    return config
+
+
+def _choose_dtype(config: CausalConfig, weights: Weights) -> torch.dtype:
+    """As transformers would."""
+    if is_quantised(config):
+        return torch.bfloat16
+    dtype = config.dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    with weights.open_first() as reader:
+        return first_dtype(reader)
+
+
+def _parse_storage(storage_path: str | Path | None, *, auto_save: bool) -> Path | None:
+    if not auto_save:
+        return None
+    if storage_path is None:
+        raise UsageError("auto_save needs storage_path", next_step="Give the folder to save to.")
+    return Path(storage_path).expanduser()
+
+
+def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
+    try:
+        size = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+        return MemoryBudget(size)
+    except ValueError as error:
+        raise UsageError(f"memory_budget is {memory_budget!r}", found=str(error)) from error

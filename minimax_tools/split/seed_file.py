@@ -1,0 +1,159 @@
+"""Components in `.pt` files, as older tools saved them: decoded tensor by tensor, nothing in them is called.
+
+Two kinds are read: a dict of state dict, config and what the component is; and a bare state dict with
+`<name>_metadata.json` beside it. Their layers may be numbered from the component's first, and the prefix of the
+base model is often left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from minimax_tools.checkpoint.binding import TensorSource, plan_binding
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.module_names import ModuleNames
+from minimax_tools.checkpoint.pickled import PickledReader
+from minimax_tools.errors import CheckpointError, Mm2Error
+from minimax_tools.pickles.inert import InertRecord
+from minimax_tools.pickles.torch_file import read_structure, refusing
+from minimax_tools.reference.causal_model import Implementation, make_causal_config
+from minimax_tools.reference.causal_part import build_part
+from minimax_tools.reference.modules import require_golden_extra
+from minimax_tools.span import Span
+from minimax_tools.split.part_folder import LoadedPart
+from minimax_tools.split.parts import Part, Role
+from minimax_tools.split.shards import by_place, first_dtype
+
+_ROLE_KEYS = ("component", "component_type", "part", "role")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What a file says of its component."""
+
+    role: Role
+    span: Span
+    config: Mapping[str, Any]
+
+
+def read_seed_file(path: Path, *, device: torch.device) -> LoadedPart:
+    """Load a component from a `.pt` file; weights keep the dtype that the file has them in.
+
+    Raises:
+        CheckpointError: The file is damaged, or does not say which component it is of which model, or its tensors
+            are not that component's.
+        MissingExtraError: transformers is missing.
+    """
+    require_golden_extra("a split model")
+    facts = _read_facts(path)
+    config = make_causal_config(facts.config, where=path)
+    with PickledReader(path) as reader:
+        implementation = Implementation(dtype=first_dtype(reader))
+        part = _part(path, facts, num_hidden_layers=config.num_hidden_layers)
+        model_part = build_part(
+            config,
+            layers=part.layers,
+            with_embedding=part.has_embedding,
+            with_head=part.has_head,
+            implementation=implementation,
+        )
+        stored = by_place(reader.index)
+        renamed = _renumber(stored, model_part.names, part)
+        binding = plan_binding(
+            model_part.slots(),
+            {renamed[name]: entry for name, entry in stored.items()},
+            model_part.names,
+            layers=part.layers,
+            where=path,
+        )
+        source = _Renamed(reader, {new: name for name, new in renamed.items()})
+        tensors = binding.fill(source, device=device)
+    return LoadedPart(model=model_part.take(tensors, device=device), part=part, implementation=implementation)
+
+
+class _Renamed:
+    """A source under other names."""
+
+    def __init__(self, source: TensorSource, stored_names: Mapping[str, str]) -> None:
+        self._source = source
+        self._stored_names = stored_names
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        self._source.read_into(self._stored_names[name], out)
+
+    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
+        self._source.read_weight_into(self._stored_names[name], out)
+
+
+def _renumber(stored: Mapping[str, TensorEntry], names: ModuleNames, part: Part) -> dict[str, str]:
+    """The names with the whole model's layer numbers, by their own; unchanged where they have those already."""
+    numbers = {names.layer_of(name) for name in stored} - {None}
+    shift = part.span.start if numbers == set(range(len(part.span))) else 0
+    return {name: names.shift_layer(name, shift) for name in stored}
+
+
+def _part(path: Path, facts: _Facts, *, num_hidden_layers: int) -> Part:
+    try:
+        return Part(role=facts.role, span=facts.span, num_hidden_layers=num_hidden_layers)
+    except Mm2Error as error:
+        raise CheckpointError(f"{path} contradicts itself", found=str(error)) from error
+
+
+def _read_facts(path: Path) -> _Facts:
+    with refusing(path, CheckpointError, next_step="Copy it again from the host that wrote it."):
+        value = read_structure(path)
+    metadata = path.with_name(f"{path.stem}_metadata.json")
+    beside = _read_metadata(metadata) if metadata.is_file() else {}
+    inside = value if isinstance(value, Mapping) else {}
+    given = {**beside, **{key: item for key, item in inside.items() if isinstance(key, str)}}
+    try:
+        return _Facts(
+            role=Role(next(given[key] for key in _ROLE_KEYS if isinstance(given.get(key), str))),
+            span=Span(_whole(given["start_layer"]), _whole(given["end_layer"])),
+            config=_config(given["config"]),
+        )
+    except (KeyError, StopIteration, TypeError, ValueError, Mm2Error) as error:
+        raise CheckpointError(
+            f"{path} does not say which component of which model it is",
+            expected=f"component, start_layer, end_layer and config, in it or in {metadata.name} beside it",
+            found=f"{type(error).__name__}: {error}",
+            next_step="Split the model again: its checkpoint has all that is needed.",
+        ) from error
+
+
+def _read_metadata(path: Path) -> Mapping[str, Any]:
+    try:
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read", found=str(error)) from error
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _config(value: Any) -> Mapping[str, Any]:
+    # An object of transformers is known here only by the attributes that the file gives it.
+    config = value.state if isinstance(value, InertRecord) else value
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config is {value!r:.80}")
+    plain = {key: item for key, item in config.items() if isinstance(key, str) and _is_plain(item)}
+    return MappingProxyType(plain)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r:.80} is no layer's number")
+    return value

@@ -1,0 +1,405 @@
+"""Whole runs: tiny models of every architecture, split both ways, against transformers' own whole model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE, layer_prefix
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import BackendError, CheckpointError, MemoryBudgetError, UsageError
+from minimax_tools.split.components import SplitModel
+from minimax_tools.split.factory import ModelFactory
+
+ARCHITECTURES = ("minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2")
+Parts = tuple[SplitModel, SplitModel, SplitModel]
+
+
+def split(made: Any, **options: Any) -> Parts:
+    return ModelFactory.create_split_models(made.model_type, str(made.folder), 1, 3, **options)
+
+
+@pytest.fixture(scope="module")
+def split_once(make: Callable[..., Any]) -> Callable[..., tuple[Any, Parts]]:
+    """A tiny model and its components, made once per kind."""
+    done: dict[tuple[Any, ...], tuple[Any, Parts]] = {}
+
+    def run(model_type: str, *, low_memory: bool, **kind: Any) -> tuple[Any, Parts]:
+        key = (model_type, low_memory, *kind.items())
+        if key not in done:
+            made = make(model_type, **kind)
+            done[key] = (made, split(made, low_memory=low_memory))
+        return done[key]
+
+    return run
+
+
+@pytest.mark.parametrize("low_memory", [True, False], ids=["low-memory", "whole"])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_chained_logits_are_the_whole_models_bit_for_bit(
+    split_once: Any,
+    chain: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    model_type: str,
+    low_memory: bool,
+) -> None:
+    made, parts = split_once(model_type, low_memory=low_memory)
+    assert len(list(made.folder.glob("*.safetensors"))) > 1
+    logits = chain(parts, input_ids, attention_mask)
+    assert logits.dtype == torch.bfloat16
+    assert torch.equal(logits, made.logits(input_ids, attention_mask))
+
+
+@pytest.mark.parametrize("model_type", ["minimax_m2", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("shard_size", ["60KB", "1GB"], ids=["sharded", "one-file"])
+def test_pickled_checkpoints_give_the_same_logits(
+    split_once: Any, chain: Any, input_ids: torch.Tensor, model_type: str, shard_size: str
+) -> None:
+    made, parts = split_once(model_type, low_memory=True, pickled=True, shard_size=shard_size)
+    assert not list(made.folder.glob("*.safetensors"))
+    assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
+
+
+def test_model_that_is_not_sharded_is_loaded_whole_and_says_so(
+    make: Any, chain: Any, input_ids: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make("llama", shard_size="1GB")
+    with caplog.at_level(logging.INFO, logger="minimax_tools"):
+        parts = split(made, low_memory=True)
+    assert "The model is not sharded: it is loaded whole." in caplog.text
+    assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
+
+
+def test_components_hold_their_layers_and_nothing_of_the_others(split_once: Any) -> None:
+    made, (bottom, trunk, top) = split_once("minimax_m2", low_memory=True)
+    names = [set(part.model.state_dict()) for part in (bottom, trunk, top)]
+    assert set().union(*names) == set(made.model.state_dict())
+    assert not names[0] & names[1]
+    assert not names[1] & names[2]
+    assert "model.embed_tokens.weight" in names[0]
+    assert {"model.norm.weight", "lm_head.weight"} <= names[2]
+    assert {name.split(".")[2] for name in names[1]} == {"1", "2"}
+
+
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_tied_head_is_a_weight_of_its_own_on_top(split_once: Any, low_memory: bool) -> None:
+    _, (bottom, _, top) = split_once("gpt2", low_memory=low_memory)
+    embedding = bottom.model.get_parameter("transformer.wte.weight")
+    head = top.model.get_parameter("lm_head.weight")
+    assert torch.equal(embedding, head)
+    assert embedding.data_ptr() != head.data_ptr()
+
+
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_router_of_minimax_m2_stays_float32_as_stored(split_once: Any, low_memory: bool) -> None:
+    made, parts = split_once("minimax_m2", low_memory=low_memory)
+    for part in parts:
+        for layer in part.part.layers:
+            for name in (
+                f"model.layers.{layer}.mlp.gate.weight",
+                f"model.layers.{layer}.mlp.e_score_correction_bias",
+            ):
+                tensor = part.model.state_dict()[name]
+                assert tensor.dtype == torch.float32
+                assert torch.equal(tensor, made.model.state_dict()[name])
+
+
+@pytest.mark.parametrize("low_memory", [True, False])
+def test_dtype_that_is_asked_for_is_had(
+    make: Any, chain: Any, input_ids: torch.Tensor, low_memory: bool
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = make("mixtral")
+    parts = split(made, low_memory=low_memory, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = whole(input_ids).logits
+    logits = chain(parts, input_ids, None)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, expected)
+
+
+def test_dtype_comes_from_the_weights_where_the_config_has_none(make: Any, tmp_path: Path) -> None:
+    folder = copy(make("llama").folder, tmp_path)
+    edit_config(folder, lambda config: config.pop("dtype", None))
+    parts = ModelFactory.create_split_models("llama", str(folder), 1, 3, low_memory=True)
+    assert [part.dtype for part in parts] == [torch.bfloat16] * 3
+
+
+def test_implementations_are_those_asked_for(make: Any, chain: Any, input_ids: torch.Tensor) -> None:
+    from transformers import AutoModelForCausalLM
+
+    chosen = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    made = make("mixtral")
+    parts = split(made, low_memory=True, **chosen)
+    whole = AutoModelForCausalLM.from_pretrained(made.folder, **chosen)
+    with torch.no_grad():
+        expected = whole(input_ids).logits
+    assert torch.equal(chain(parts, input_ids, None), expected)
+    assert {part.model.config._attn_implementation for part in parts} == {"eager"}
+
+
+@pytest.fixture(scope="module")
+def whole_toy(toy: Path) -> Any:
+    """transformers' model of mm2's synthetic checkpoint, its router as stored."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    model = AutoModelForCausalLM.from_pretrained(
+        toy, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    ).eval()
+    with CheckpointReader(toy) as reader:
+        for number, layer in enumerate(model.model.layers):
+            gate, bias = (reader.read(layer_prefix(number) + name) for name in (GATE, CORRECTION_BIAS))
+            layer.mlp.gate.weight = torch.nn.Parameter(gate)
+            layer.mlp.e_score_correction_bias = bias
+    return model
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["low-memory", "whole"])
+def toy_parts(toy: Path, request: pytest.FixtureRequest) -> Parts:
+    return ModelFactory.create_split_models("minimax_m2", str(toy), 1, 3, low_memory=request.param)
+
+
+class TestFp8:
+    def test_chained_logits_are_the_golden_models(
+        self,
+        whole_toy: Any,
+        toy_parts: Parts,
+        chain: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> None:
+        with torch.no_grad():
+            expected = whole_toy(input_ids, attention_mask=attention_mask).logits
+        assert torch.equal(chain(toy_parts, input_ids, attention_mask), expected)
+
+    def test_what_is_saved_is_not_fp8_any_more(self, toy_parts: Parts, tmp_path: Path) -> None:
+        toy_parts[1].save(tmp_path / "trunk")
+        assert "quantization_config" not in json.loads((tmp_path / "trunk" / "config.json").read_text())
+        assert equal_states(SplitModel.load(tmp_path / "trunk"), toy_parts[1])
+
+
+class TestShards:
+    def test_only_shards_of_the_component_are_needed(self, make: Any, tmp_path: Path) -> None:
+        made = make("minimax_m2")
+        weight_map = json.loads((made.folder / "model.safetensors.index.json").read_text())["weight_map"]
+        folder = copy(made.folder, tmp_path)
+        only_top = {
+            file
+            for file in set(weight_map.values())
+            if all(name.startswith("model.layers.3.") for name, place in weight_map.items() if place == file)
+        }
+        assert only_top
+        for file in only_top:
+            (folder / file).unlink()
+        # Bottom and trunk are loaded, and saved, before a shard of top is missed.
+        with pytest.raises(CheckpointError, match=sorted(only_top)[0]):
+            ModelFactory.create_split_models(
+                "minimax_m2",
+                str(folder),
+                1,
+                3,
+                low_memory=True,
+                auto_save=True,
+                storage_path=tmp_path / "saved",
+            )
+        assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["bottom", "trunk"]
+
+    def test_damaged_shard_is_named(self, make: Any, tmp_path: Path) -> None:
+        folder = copy(make("llama").folder, tmp_path)
+        shard = sorted(folder.glob("*.safetensors"))[0]
+        shard.write_bytes(shard.read_bytes()[:-8])
+        with pytest.raises(CheckpointError, match=shard.name):
+            ModelFactory.create_split_models("llama", str(folder), 1, 3, low_memory=True)
+
+    @pytest.mark.parametrize("low_memory", [True, False])
+    def test_missing_tensor_is_named(self, make: Any, tmp_path: Path, low_memory: bool) -> None:
+        folder = copy(make("mixtral").folder, tmp_path)
+        name = "model.layers.2.self_attn.q_proj.weight"
+        rewrite(folder, lambda tensors: tensors.pop(name, None))
+        with pytest.raises(CheckpointError, match="model.layers.2.self_attn.q_proj.weight.*: found nothing"):
+            ModelFactory.create_split_models("mixtral", str(folder), 1, 3, low_memory=low_memory)
+
+    def test_missing_expert_is_named(self, make: Any, tmp_path: Path) -> None:
+        folder = copy(make("mixtral").folder, tmp_path)
+        name = "model.layers.2.block_sparse_moe.experts.7.w3.weight"
+        rewrite(folder, lambda tensors: tensors.pop(name, None))
+        with pytest.raises(
+            CheckpointError, match="layers.2.mlp.experts.gate_up_proj, expert 7, up rows: found"
+        ):
+            ModelFactory.create_split_models("mixtral", str(folder), 1, 3, low_memory=True)
+
+    @pytest.mark.parametrize("low_memory", [True, False])
+    def test_wrong_shape_is_refused(self, make: Any, tmp_path: Path, low_memory: bool) -> None:
+        folder = copy(make("qwen3").folder, tmp_path)
+        name = "model.layers.0.mlp.up_proj.weight"
+
+        def turn(tensors: dict[str, torch.Tensor]) -> None:
+            if name in tensors:
+                tensors[name] = tensors[name].T.contiguous()
+
+        rewrite(folder, turn)
+        with pytest.raises(CheckpointError, match="up_proj|mismatch"):
+            ModelFactory.create_split_models("qwen3", str(folder), 1, 3, low_memory=low_memory)
+
+    @pytest.mark.parametrize("low_memory", [True, False])
+    def test_left_over_tensor_is_named(self, make: Any, tmp_path: Path, low_memory: bool) -> None:
+        folder = copy(make("qwen3").folder, tmp_path)
+        name = "model.layers.1.self_attn.surprise.weight"
+
+        def add(tensors: dict[str, torch.Tensor]) -> None:
+            if "model.layers.1.self_attn.q_proj.weight" in tensors:
+                tensors[name] = torch.zeros(3)
+
+        rewrite(folder, add)
+        with pytest.raises(CheckpointError, match="surprise.weight: the model has no place for it"):
+            ModelFactory.create_split_models("qwen3", str(folder), 1, 3, low_memory=low_memory)
+
+
+class TestArguments:
+    def test_other_model_type_is_refused(self, make: Any) -> None:
+        with pytest.raises(UsageError, match="model_type is 'qwen2'.*expected 'llama', found 'qwen2'"):
+            ModelFactory.create_split_models("qwen2", str(make("llama").folder), 1, 3)
+
+    @pytest.mark.parametrize("points", [(0, 2), (2, 2), (3, 1), (1, 4), (1, 9), (-1, 2), (True, 2), (1, 2.0)])
+    def test_split_points_that_leave_a_component_empty_are_refused(self, make: Any, points: Any) -> None:
+        with pytest.raises(UsageError, match="0 < split_point_1 < split_point_2 < 4, the number of layers"):
+            ModelFactory.create_split_models("llama", str(make("llama").folder), *points)
+
+    def test_component_may_have_one_layer(self, make: Any, chain: Any, input_ids: torch.Tensor) -> None:
+        made = make("llama")
+        parts = ModelFactory.create_split_models("llama", str(made.folder), 1, 2, low_memory=True)
+        assert [len(part.part.span) for part in parts] == [1, 1, 2]
+        assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
+
+    def test_device_that_is_not_here_is_refused(self, make: Any) -> None:
+        missing = f"cuda:{torch.cuda.device_count()}"
+        device_map = {"bottom": "cpu", "trunk": "cpu", "top": missing}
+        with pytest.raises(BackendError, match=f"there is no {missing}, which top"):
+            split(make("llama"), device_map=device_map)
+
+    def test_device_map_without_a_component_is_refused(self, make: Any) -> None:
+        with pytest.raises(UsageError, match="no device for top"):
+            split(make("llama"), device_map={"bottom": "cpu", "trunk": "cpu"})
+
+    def test_auto_save_without_a_folder_is_refused(self, make: Any) -> None:
+        with pytest.raises(UsageError, match="auto_save needs storage_path"):
+            split(make("llama"), auto_save=True)
+
+    def test_folder_that_holds_something_else_is_refused_before_loading(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        (tmp_path / "top").mkdir()
+        (tmp_path / "top" / "thesis.txt").write_text("dear")
+        with pytest.raises(UsageError, match="top holds something else"):
+            split(make("llama"), storage_path=tmp_path, auto_save=True)
+        assert [path.name for path in tmp_path.iterdir()] == ["top"]
+
+    def test_nothing_is_saved_unless_asked(self, make: Any, tmp_path: Path) -> None:
+        split(make("llama"), storage_path=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("low_memory", [True, False])
+    def test_budget_that_would_be_broken_stops_it(self, make: Any, low_memory: bool) -> None:
+        with pytest.raises(MemoryBudgetError, match="would break the memory budget"):
+            split(make("minimax_m2"), low_memory=low_memory, memory_budget="1MB")
+
+    def test_budget_that_is_no_size_is_refused(self, make: Any) -> None:
+        with pytest.raises(UsageError, match="memory_budget is '12'"):
+            split(make("llama"), memory_budget="12")
+
+    def test_dtype_that_no_model_runs_in_is_refused(self, make: Any) -> None:
+        with pytest.raises(UsageError, match="dtype is torch.float8_e4m3fn"):
+            split(make("llama"), dtype=torch.float8_e4m3fn)
+
+    def test_folder_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="nowhere"):
+            ModelFactory.create_split_models("llama", str(tmp_path / "nowhere"), 1, 3)
+
+    def test_other_quantisation_is_refused(self, make: Any, tmp_path: Path) -> None:
+        folder = copy(make("llama").folder, tmp_path)
+        edit_config(
+            folder, lambda config: config.update(quantization_config={"quant_method": "gptq", "bits": 4})
+        )
+        with pytest.raises(CheckpointError, match="quant_method 'gptq'"):
+            ModelFactory.create_split_models("llama", str(folder), 1, 3, low_memory=True)
+
+
+class TestSaving:
+    def test_saved_components_load_by_folder_and_by_the_old_names(
+        self, make: Any, chain: Any, input_ids: torch.Tensor, tmp_path: Path
+    ) -> None:
+        made = make("gpt2")
+        split(made, low_memory=True, storage_path=tmp_path, auto_save=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["bottom", "top", "trunk"]
+        for suffix in ("", ".pt"):
+            parts = [SplitModel.load(tmp_path / f"{role}{suffix}") for role in ("bottom", "trunk", "top")]
+            assert torch.equal(chain(parts, input_ids, None), made.logits(input_ids, None))
+
+
+class TestTelling:
+    def test_verbose_tells_what_the_transcript_shows(
+        self, make: Any, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        split(make("minimax_m2"), low_memory=True, verbose=True)
+        out, err = capfd.readouterr()
+        assert out == ""
+        for text in (
+            "Loading component: bottom (layer 0 + embedding)",
+            "Loading component: trunk (layers 1-2)",
+            "Loading component: top (layer 3 + final norm + lm_head)",
+            "Loading parameters: ",
+            "Memory: Bottom loaded\n  RAM: ",
+            "Memory: Top loaded",
+            "  GPU: 0.00 GB (+0.00 GB)",
+            "=== Memory Usage Summary ===",
+        ):
+            assert text in err
+        assert "Shards: " in err
+
+    @pytest.mark.parametrize("low_memory", [True, False])
+    def test_nothing_is_told_unless_asked(
+        self, make: Any, capfd: pytest.CaptureFixture[str], low_memory: bool
+    ) -> None:
+        split(make("llama"), low_memory=low_memory)
+        assert capfd.readouterr() == ("", "")
+
+
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of every shard, and the index with them."""
+    weight_map = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(shard)
+        change(tensors)
+        save_file(tensors, shard, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, shard.name))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def equal_states(first: SplitModel, second: SplitModel) -> bool:
+    ours, theirs = first.model.state_dict(), second.model.state_dict()
+    return ours.keys() == theirs.keys() and all(
+        ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours
+    )

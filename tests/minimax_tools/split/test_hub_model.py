@@ -1,0 +1,55 @@
+"""A hub's id, split in a process of its own: huggingface_hub reads its variables when it is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+TOP = ("model.layers.3.", "model.norm.", "lm_head.")
+_SPLIT = """
+import sys
+import torch
+from minimax_tools.split.factory import ModelFactory
+
+parts = ModelFactory.create_split_models("minimax_m2", "owner/tiny", 1, 3, low_memory=True, verbose=True)
+states = torch.load(sys.argv[1] + "/ids.pt")
+with torch.no_grad():
+    for part in parts:
+        states = part(states)
+torch.save(states, sys.argv[1] + "/logits.pt")
+"""
+
+
+def test_shards_are_fetched_component_by_component_each_once(
+    hub: Any, make: Callable[..., Any], input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    made = make("minimax_m2")
+    hub.add("owner/tiny", made.folder)
+    torch.save(input_ids, tmp_path / "ids.pt")
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", _SPLIT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), made.logits(input_ids, None))
+    shards = sorted(path.name for path in made.folder.glob("*.safetensors"))
+    asked = [one.file for one in hub.asked("GET") if one.file in shards]
+    assert sorted(asked) == shards
+    assert done.stderr.index("Loading component: bottom") < done.stderr.index("Memory: Bottom loaded")
+    only_top = {
+        shard for shard in shards if all(name.startswith(TOP) for name in load_file(made.folder / shard))
+    }
+    assert only_top
+    assert set(asked[-len(only_top) :]) == only_top
+    assert f"Shards: {len(shards)} of" not in done.stderr

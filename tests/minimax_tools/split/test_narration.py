@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from minimax_tools.split.narration import narrating
+
+logger = logging.getLogger("minimax_tools.split.tests")
+package = logging.getLogger("minimax_tools")
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    before = (package.level, package.propagate, list(package.handlers))
+    yield
+    package.setLevel(before[0])
+    package.propagate, package.handlers[:] = before[1:]
+
+
+def test_messages_show_on_stderr_while_the_block_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+    with narrating(True):
+        logger.info("loading")
+    logger.info("over")
+    assert capsys.readouterr() == ("", "loading\n")
+
+
+def test_nothing_shows_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with narrating(False):
+        logger.info("loading")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_is_shown_already_is_not_shown_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    package.handlers[:] = [logging.StreamHandler(stream)]
+    package.setLevel(logging.INFO)
+    with narrating(True):
+        logger.info("loading")
+    assert stream.getvalue() == "loading\n"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_logging_is_as_before_after_an_error() -> None:
+    before = (package.level, package.propagate, list(package.handlers))
+    with pytest.raises(RuntimeError):
+        with narrating(True):
+            raise RuntimeError
+    assert (package.level, package.propagate, list(package.handlers)) == before

@@ -1,0 +1,84 @@
+"""What loading takes: the anonymous memory of a fresh process, on a checkpoint large enough to tell."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# Anonymous bytes above those before loading: at most at once, and left at the end.
+_MEASURE = """
+import json, os, sys
+import torch
+torch.set_num_threads(1)
+from minimax_tools.memory import MemoryTracker
+from minimax_tools.split.factory import ModelFactory
+
+folder, tiny, low_memory = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+# Whatever is imported late is imported now.
+ModelFactory.create_split_models("mixtral", tiny, 1, 3, low_memory=low_memory)
+with MemoryTracker(interval_s=0.001) as tracker:
+    before = tracker.get_current_usage()["anonymous_bytes"]
+    parts = ModelFactory.create_split_models("mixtral", folder, 2, 4, low_memory=low_memory)
+    after = tracker.get_current_usage()["anonymous_bytes"]
+print(json.dumps({
+    "peak": tracker.peak.anonymous_bytes - before,
+    "left": after - before,
+    "model": sum(part.size_bytes for part in parts),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 MB of mixtral, six layers with sixteen experts each, in seven shards."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=16,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    folder = tmp_path_factory.mktemp("large")
+    model.save_pretrained(folder, max_shard_size="50MB")
+    return folder
+
+
+def measure(folder: Path, tiny: Path, *, low_memory: bool) -> dict[str, int]:
+    command = [sys.executable, "-W", "ignore", "-c", _MEASURE, str(folder), str(tiny), str(low_memory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_components_loaded_by_themselves_take_their_own_memory_and_nothing_twice(
+    large: Path, make: Callable[..., Any]
+) -> None:
+    found = measure(large, make("mixtral").folder, low_memory=True)
+    assert found["model"] > 300e6
+    # A matrix of an expert is 1 MB: some of them on their way, and what the allocator keeps.
+    assert found["peak"] <= 1.05 * found["model"] + 8e6
+    assert found["left"] >= 0.99 * found["model"]
+
+
+@pytest.mark.slow
+def test_components_taken_out_of_the_whole_model_are_no_second_copy(
+    large: Path, make: Callable[..., Any]
+) -> None:
+    found = measure(large, make("mixtral").folder, low_memory=False)
+    # transformers' own loading leaves the allocator with more than the model; a copy would double it.
+    assert found["peak"] <= 1.6 * found["model"]
