@@ -15,11 +15,12 @@ from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
 from gpu_reference.options import golden_options, sampling_options
 from gpu_reference.placement import parse_placement
-from gpu_reference.stream_choice import choose_streaming
+from gpu_reference.stream_choice import choose_streaming, is_whole
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, capture_directory
-from minimax_tools.checkpoint.hub import resolve_model
+from minimax_tools.checkpoint.hub import resolve_config, resolve_model
+from minimax_tools.checkpoint.index import find_absent_shards
 from minimax_tools.console import Mm2Group, print_json
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import layer_option, output_options, read_input_request, read_span, span_options
@@ -145,10 +146,12 @@ def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
     placement = parse_placement(
         options["device_map"], max_memory=options["max_memory"], offload_folder=options["offload_folder"]
     )
-    folder = resolve_model(options["model"])
-    spec = ModelSpec.from_folder(folder)
+    spec = ModelSpec.from_folder(resolve_config(options["model"]))
     run = make_run(spec)
     run.span.within(spec.num_hidden_layers)
+    # transformers loads a model only where all its shards are; a stream reads those of its layers.
+    is_all = is_whole(options["stream"], placement) or run.span.stop == spec.num_hidden_layers
+    folder = resolve_model(options["model"], layers=None if is_all else range(run.span.stop))
     request = GoldenRequest(
         model=GoldenModelRequest(
             folder=folder,
@@ -173,6 +176,7 @@ def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
         prefetch=options["prefetch"],
         packed=options["packed_experts"],
         budget=request.budget,
+        absent_shards=() if is_all else find_absent_shards(folder),
     )
     return replace(request, streaming=streaming)
 

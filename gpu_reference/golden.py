@@ -279,7 +279,9 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
         MemoryBudgetError: The budget would be broken.
     """
     model = request.model
-    with CheckpointReader(model.folder) as reader:
+    is_part = request.streaming is not None and model.num_hidden_layers < model.spec.num_hidden_layers
+    layers = range(model.num_hidden_layers) if is_part else None
+    with CheckpointReader(model.folder, layers=layers) as reader:
         # What the headers tell is told before hundreds of gigabytes are loaded.
         refuse_ragged_blocks(model.spec)
         for layer in range(model.num_hidden_layers):

@@ -29,6 +29,7 @@ def choose_streaming(
     prefetch: bool | None,
     packed: bool,
     budget: MemoryBudget,
+    absent_shards: tuple[str, ...] = (),
 ) -> Streaming | None:
     """How to stream, or None to load the model whole; the reason is logged.
 
@@ -39,17 +40,28 @@ def choose_streaming(
         prefetch: Whether to read ahead; None for where two layers fit.
         packed: Whether experts stay FP8.
         budget: What may be taken.
+        absent_shards: Shards of layers that do not run and that are not here.
 
     Raises:
         UsageError: Options contradict each other.
     """
     _refuse_contradictions(mode, placement, packed=packed)
-    if mode == "off" or (mode == "auto" and not packed and not _is_needed(footprint, placement, budget)):
+    if is_whole(mode, placement):
+        return None
+    is_needed = (
+        mode == "on" or packed or _is_part(absent_shards) or _is_too_large(footprint, placement, budget)
+    )
+    if not is_needed:
         return None
     device = _device(placement)
     if prefetch is None:
         prefetch = _has_room_for_two(footprint, device, packed=packed, budget=budget)
     return Streaming(device=device, prefetch=prefetch, packed=packed)
+
+
+def is_whole(mode: str, placement: Placement) -> bool:
+    """Whether the model is loaded whole whatever its size: it was asked for, or placed module by module."""
+    return mode == "off" or (mode == "auto" and _is_placed_by_hand(placement))
 
 
 def _refuse_contradictions(mode: str, placement: Placement, *, packed: bool) -> None:
@@ -65,9 +77,14 @@ def _refuse_contradictions(mode: str, placement: Placement, *, packed: bool) -> 
         )
 
 
-def _is_needed(footprint: Footprint, placement: Placement, budget: MemoryBudget) -> bool:
-    if _is_placed_by_hand(placement):
+def _is_part(absent_shards: tuple[str, ...]) -> bool:
+    if not absent_shards:
         return False
+    logger.info("Streaming a layer at a time: %d shards of other layers are not here.", len(absent_shards))
+    return True
+
+
+def _is_too_large(footprint: Footprint, placement: Placement, budget: MemoryBudget) -> bool:
     needed, capacity = footprint.loading_bytes + footprint.activation_bytes, _capacity(placement, budget)
     if needed <= capacity:
         return False

@@ -14,6 +14,7 @@ The words:
 The folders:
 
 - `checkpoint`: checkpoints found, read, regrouped and made
+- `hub`: a hub's files, fetched and verified
 - `reference`: the decoder layer in plain PyTorch, and transformers' own
 - `split`: any causal language model as bottom, trunk and top
 - `pickles`: files of torch.save, read without calling anything in them

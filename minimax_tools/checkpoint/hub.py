@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from minimax_tools.checkpoint.hub_access import HubAccess
-from minimax_tools.checkpoint.hub_snapshot import HubSnapshot, with_snapshot
 from minimax_tools.checkpoint.index import INDEX_FILE, read_weight_map
 from minimax_tools.checkpoint.names import layer_of
 from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
 
 Result = TypeVar("Result")
 

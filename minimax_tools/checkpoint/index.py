@@ -155,6 +155,16 @@ def read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
+def find_absent_shards(folder: Path) -> tuple[str, ...]:
+    """The shards that the folder's index file names and the folder lacks; none where there is no index file.
+
+    Raises:
+        CheckpointError: The index file is damaged.
+    """
+    files = sorted(set((_weight_map(folder) or {}).values()))
+    return tuple(file for file in files if not (folder / file).is_file())
+
+
 def _weight_map(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX_FILE
     return read_weight_map(path) if path.exists() else None

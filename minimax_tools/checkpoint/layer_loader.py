@@ -76,7 +76,9 @@ class LayerLoader:
         self._retire()
         storage = self._take_storage()
         self._current = (layer, storage)
-        self._pool.finish(self._start(layer, storage, [name for name in storage.places if EXPERTS not in name]))
+        self._pool.finish(
+            self._start(layer, storage, [name for name in storage.places if EXPERTS not in name])
+        )
         return storage
 
     def load_experts(self, experts: Iterable[int]) -> None:

@@ -68,7 +68,11 @@ class GroupedStorage:
         small = _small_tensors(spec, dtype=dtype, device=device)
         experts = range(num_experts)
         self.places: Mapping[str, torch.Tensor] = MappingProxyType(
-            {**small, **gate_up_places(experts, gate_up), **down_places(experts, down)}
+            {
+                **small,
+                **gate_up_places(experts, gate_up, dtype=dtype),
+                **down_places(experts, down, dtype=dtype),
+            }
         )
         self.weights = self.places
         self.modules: Mapping[str, torch.Tensor | PackedMatrices] = MappingProxyType(

@@ -89,6 +89,21 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             return value.dtype
         return torch.float32 if name in FLOAT32_NAMES else self.dtype
 
+    def given_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of what an access gives.
+
+        Raises:
+            KeyError: There is no such tensor.
+        """
+        value = self._value(name)
+        return (
+            self._reader.index[layer_prefix(self.layer) + name].shape if value is None else tuple(value.shape)
+        )
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the tensor lies in the checkpoint alone: nothing was set over it."""
+        return name in self._present and self._present[name] is None
+
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out`, of the tensor's shape, casting to its dtype; at most one matrix is float32 meanwhile.
 

@@ -63,12 +63,27 @@ class ReadAhead:
             for file, start, stop in _ranges(self._index, layer):
                 with file.open("rb", buffering=0) as shard:
                     while start < stop and not self._is_closed.is_set():
-                        count = os.preadv(shard.fileno(), [scratch[: stop - start]], start)
+                        piece = scratch[: stop - start]
+                        if _is_cached(shard.fileno(), start, start + len(piece)):
+                            start += len(piece)
+                            continue
+                        count = os.preadv(shard.fileno(), [piece], start)
                         if count == 0:
                             break
                         start += count
         except OSError as error:
             logger.debug("Layer %d is not read ahead: %s", layer, error)
+
+
+def _is_cached(descriptor: int, start: int, stop: int) -> bool:
+    """Whether a piece's first and last byte are in memory: copying what is there would only cost time."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        return all(os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) for place in (start, stop - 1))
+    except OSError:
+        # Not in memory; or a file system that does not tell.
+        return False
 
 
 def stored_layer_bytes(index: TensorIndex, layer: int) -> int:

@@ -36,8 +36,7 @@ def group_gate_up(
         CheckpointError: A weight cannot be read.
         KeyError: `tensors` lacks an expert.
     """
-    _check_dtype(out, dtype)
-    _fill(tensors, gate_up_places(experts, out))
+    _fill(tensors, gate_up_places(experts, out, dtype=dtype))
 
 
 def group_down(
@@ -48,17 +47,16 @@ def group_down(
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Fill `out` [E',H,I] with the down (w2) matrices of `experts`; see `group_gate_up`."""
-    _check_dtype(out, dtype)
-    _fill(tensors, down_places(experts, out))
+    _fill(tensors, down_places(experts, out, dtype=dtype))
 
 
-def gate_up_places(experts: range, out: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Where the gate (w1) and up (w3) matrices of `experts` lie in `out` [E',2·I,H], by relative name: views [I,H].
+def gate_up_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Where in `out` [E',2·I,H] the gate (w1) and up (w3) matrices of `experts` go: views [I,H] by relative name.
 
     Raises:
-        ValueError: The storage has another shape.
+        ValueError: The storage is not `dtype`, or has another shape.
     """
-    _check_shape(experts, out)
+    _check_storage(experts, out, dtype=dtype)
     if out.shape[1] % 2:
         raise ValueError(f"gate_up storage is {list(out.shape)}, expected gate and up rows of one height")
     intermediate_size = out.shape[1] // 2
@@ -69,9 +67,9 @@ def gate_up_places(experts: range, out: torch.Tensor) -> dict[str, torch.Tensor]
     return places
 
 
-def down_places(experts: range, out: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Where the down (w2) matrices of `experts` lie in `out` [E',H,I]; see `gate_up_places`."""
-    _check_shape(experts, out)
+def down_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Where in `out` [E',H,I] the down (w2) matrices of `experts` go; see `gate_up_places`."""
+    _check_storage(experts, out, dtype=dtype)
     return {expert_weight(expert, EXPERT_DOWN): out[index] for index, expert in enumerate(experts)}
 
 
@@ -83,11 +81,8 @@ def _fill(tensors: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor
             copy_weight(name, tensors[name], place)
 
 
-def _check_dtype(out: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_storage(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> None:
     if out.dtype != dtype:
         raise ValueError(f"the storage is {out.dtype}, expected {dtype}: another dtype gives other results")
-
-
-def _check_shape(experts: range, out: torch.Tensor) -> None:
     if out.dim() != 3 or out.shape[0] != len(experts):
         raise ValueError(f"the storage is {list(out.shape)}, expected 3 dims, {len(experts)} experts first")

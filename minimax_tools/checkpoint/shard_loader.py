@@ -13,7 +13,6 @@ from minimax_tools.checkpoint.architecture import Architecture
 from minimax_tools.checkpoint.component import Component
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.hub import fetch_files, list_files
-from minimax_tools.checkpoint.hub_access import HubAccess
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.pickled import PickledReader
 from minimax_tools.checkpoint.pickled_header import PickledEntry, read_pickled_header
@@ -26,6 +25,7 @@ from minimax_tools.checkpoint.weight_map import (
     weight_map_of,
 )
 from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.access import HubAccess
 
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 

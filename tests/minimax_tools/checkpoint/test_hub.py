@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import save
 
 from minimax_tools.checkpoint.hub import fetch_files, list_files, resolve_config, resolve_model
-from minimax_tools.checkpoint.hub_access import HubAccess
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import EMBEDDING, layer_of
 from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.access import HubAccess
 
 _ROOT = Path(__file__).parents[3]
 INDEX = "model.safetensors.index.json"
@@ -131,6 +131,15 @@ def test_what_is_neither_folder_nor_id_is_refused(model: str) -> None:
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     assert "found a file" in _fault(lambda: resolve_model(str(tmp_path / "model.safetensors")))
+
+
+def test_a_folder_is_preferred_to_the_hub(
+    hub: Any, resolve: Resolve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve() == Path("owner/name")
+    assert hub.log == []
 
 
 # What is fetched
@@ -540,6 +549,12 @@ def test_offline_files_are_listed_from_the_cache(access: HubAccess, resolve: Res
     assert list_files("owner/name", access=offline) == tuple(sorted((*DESCRIPTION, TOP)))
 
 
+def test_offline_with_an_empty_cache_names_what_is_missing(hub: Any, resolve: Resolve) -> None:
+    message = _fault(lambda: resolve(is_offline=True))
+    assert "lacks config.json of owner/name, and the hub is not asked" in message
+    assert hub.log == []
+
+
 @pytest.mark.parametrize("kept", [(), (LAYER_0,)])
 def test_offline_shards_without_their_index_are_not_taken_for_all(
     kept: tuple[str, ...], access: HubAccess, resolve: Resolve
@@ -599,17 +614,6 @@ def test_endpoint_token_and_cache_are_those_of_the_environment(
     assert {one.token for one in hub.log if not one.path.startswith("/content/")} == {token}
     offline = _run(tmp_path, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="1")
     assert offline.stdout.strip() == str(folder)
-
-
-def test_offline_with_an_empty_cache_names_what_is_missing(hub: Any, tmp_path: Path) -> None:
-    message = _run(tmp_path, HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="1").stdout
-    assert "lacks config.json of owner/name, and the hub is not asked" in message
-    assert hub.log == []
-
-
-def test_a_folder_is_preferred_to_the_hub(tmp_path: Path) -> None:
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert _run(tmp_path, HF_HUB_OFFLINE="1").stdout.strip() == "owner/name"
 
 
 @pytest.mark.usefixtures("resolve")

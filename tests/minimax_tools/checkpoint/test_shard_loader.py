@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.checkpoint.hub_access import HubAccess
 from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, scale_name
 from minimax_tools.checkpoint.param_mapper import ParamMapper
 from minimax_tools.checkpoint.shard_loader import ShardLoader
 from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.hub.access import HubAccess
 
 NUM_LAYERS = 4
 MODEL_TYPES = ["minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2"]

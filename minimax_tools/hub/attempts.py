@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from minimax_tools.checkpoint.hub_access import HubAccess
-from minimax_tools.checkpoint.hub_faults import asked_delay_s, is_transient
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.faults import asked_delay_s, is_transient
 
 logger = logging.getLogger(__name__)
 

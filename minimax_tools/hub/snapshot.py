@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from minimax_tools.checkpoint.hub_access import HubAccess, hub_tools
-from minimax_tools.checkpoint.hub_attempts import Attempts
-from minimax_tools.checkpoint.hub_faults import is_transient, translate
-from minimax_tools.checkpoint.hub_transfer import HubCommit, HubFile, HubTransfer
 from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.access import HubAccess, hub_tools
+from minimax_tools.hub.attempts import Attempts
+from minimax_tools.hub.faults import is_transient, translate
+from minimax_tools.hub.transfer import HubCommit, HubFile, HubTransfer
 from minimax_tools.size import word_size
 
 logger = logging.getLogger(__name__)

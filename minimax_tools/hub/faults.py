@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
-from minimax_tools.checkpoint.hub_access import HubAccess
 from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.access import HubAccess
 
 _HTTP_LIBRARIES = frozenset({"requests", "urllib3", "httpx", "httpx2", "httpcore"})
 _PASSING_STATUSES = frozenset({408, 425, 429})

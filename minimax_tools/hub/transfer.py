@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.checkpoint.hub_access import HubAccess, hub_tools
-from minimax_tools.checkpoint.hub_attempts import Attempts, StoppedError
-from minimax_tools.checkpoint.hub_faults import BrokenTransferError, translate
 from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.access import HubAccess, hub_tools
+from minimax_tools.hub.attempts import Attempts, StoppedError
+from minimax_tools.hub.faults import BrokenTransferError, translate
 
 logger = logging.getLogger(__name__)
 
