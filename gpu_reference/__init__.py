@@ -2,7 +2,18 @@
 
 - `placement`: which device holds which part of the model; `offload`: the weights kept off their device
 - `model`: the model loaded with the known traps closed; `certify` proves it
-- `golden`: the model run once, written layer by layer: `recording` hooks it, `noise_floor` measures beside it
+- `streaming`: the model run with one layer's weights in memory; `footprint`: what it takes, whole and streamed;
+  `stream_choice`: which of the two
+- `golden`: the model run once, written layer by layer: `recording` hooks it, `weights` gives what it computes with to
+  `noise_floor`, which measures beside it; `resumption` passes by what is written already
 - `generation`: what the model says next
 - `options`: those that no other command has
 """
+
+from __future__ import annotations
+
+import os
+
+# Read when torch is loaded: a thread of torch's that waits shall sleep. Spinning, as it would, it takes the core from
+# the threads that read the next layer: 2.5 times the processor time was measured.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -150,7 +150,7 @@ def test_progress_goes_to_stderr_and_quiet_silences_it(toy: Path, tmp_path: Path
     quiet = command(main, *arguments, tmp_path / "quiet", "--quiet")
     assert "Loading 2 layers" in loud.stderr
     assert "cpu: the whole model" in loud.stderr
-    assert "Layer 1 of layer 1 captured." in loud.stderr
+    assert "Layer 1 (1 of 1)" in loud.stderr
     assert "Loading" not in loud.stdout
     assert quiet.stderr == ""
 
