@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.checkpoint.layer_storage import EXPERTS
-from minimax_tools.checkpoint.names import FLOAT32_NAMES, expected_layer_shapes
+from minimax_tools.checkpoint.names import expected_layer_shapes
+from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
 from minimax_tools.inputs import Inputs
 from minimax_tools.spec import ModelSpec
 
@@ -44,10 +45,7 @@ class Footprint:
     @property
     def layer_bytes(self) -> int:
         """The weights of one layer."""
-        return sum(
-            math.prod(shape) * (_FLOAT32_BYTES if name in FLOAT32_NAMES else self.dtype.itemsize)
-            for name, shape in expected_layer_shapes(self.spec).items()
-        )
+        return layer_bytes(self.spec, self.dtype)
 
     @property
     def packed_layer_bytes(self) -> int:
@@ -57,10 +55,14 @@ class Footprint:
         )
         return self.layer_bytes - experts * self.dtype.itemsize + math.ceil(experts * _FP8_BYTES_PER_WEIGHT)
 
+    def streamed_bytes(self, *, prefetch: bool, packed: bool) -> int:
+        """The weights that are in memory at once where layers are streamed."""
+        return (1 + prefetch) * (self.packed_layer_bytes if packed else self.layer_bytes)
+
     @property
     def vocabulary_bytes(self) -> int:
         """The embedding's weights; the lm_head takes as much."""
-        return self.spec.vocab_size * self.spec.hidden_size * self.dtype.itemsize
+        return vocabulary_bytes(self.spec, self.dtype)
 
     @property
     def loading_bytes(self) -> int:

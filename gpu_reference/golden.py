@@ -74,7 +74,12 @@ class GoldenRequest:
 
 
 class Golden:
-    """A loaded golden model, proved and ready to run; made by `open_golden`."""
+    """A loaded golden model, proved and ready to run; made by `open_golden`.
+
+    Attributes:
+        model: transformers' model.
+        reader: Its checkpoint, which counts what is read of it.
+    """
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class Golden:
         proved: tuple[str, ...],
     ) -> None:
         self._request = request
-        self._reader = reader
+        self.reader = reader
         self._weights = weights
         self._proved = proved
         self.model = model
@@ -105,7 +110,7 @@ class Golden:
             side=GOLDEN_SIDE,
             run=request.run,
             provenance=Provenance(
-                model=ModelFingerprint.of(self._reader, request.model.spec, request.run.span),
+                model=ModelFingerprint.of(self.reader, request.model.spec, request.run.span),
                 model_source=request.model_source,
                 backend=backend,
                 device=devices,
@@ -208,7 +213,7 @@ class Golden:
         for layer in range(run.span.start, num_passed):
             progress.skip(layer)
         floor = self._noise_floor()
-        num_bytes_read = self._reader.num_bytes_read
+        num_bytes_read = self.reader.num_bytes_read
 
         def write(layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
             nonlocal num_bytes_read
@@ -219,8 +224,8 @@ class Golden:
                 twin=twin if self._keeps_twins else None,
                 floor=floor.measure_layer(layer, captured, twin) if floor else None,
             )
-            progress.advance(layer, num_bytes=self._reader.num_bytes_read - num_bytes_read)
-            num_bytes_read = self._reader.num_bytes_read
+            progress.advance(layer, num_bytes=self.reader.num_bytes_read - num_bytes_read)
+            num_bytes_read = self.reader.num_bytes_read
 
         wanted = frozenset(run.sites) | (FLOOR_SITES if floor else frozenset())
         with (

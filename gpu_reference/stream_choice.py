@@ -43,20 +43,25 @@ def choose_streaming(
         absent_shards: Shards of layers that do not run and that are not here.
 
     Raises:
-        UsageError: Options contradict each other.
+        UsageError: Options contradict each other, or `--max-memory` allows no layer.
     """
-    _refuse_contradictions(mode, placement, packed=packed)
+    _refuse_contradictions(mode, placement, prefetch=prefetch, packed=packed)
     if is_whole(mode, placement):
         return None
     is_needed = (
-        mode == "on" or packed or _is_part(absent_shards) or _is_too_large(footprint, placement, budget)
+        mode == "on"
+        or _is_packed(packed)
+        or _is_part(absent_shards)
+        or _is_too_large(footprint, placement, budget)
     )
     if not is_needed:
         return None
     device = _device(placement)
     if prefetch is None:
-        prefetch = _has_room_for_two(footprint, device, packed=packed, budget=budget)
-    return Streaming(device=device, prefetch=prefetch, packed=packed)
+        prefetch = _has_room_for_two(footprint, placement, device, packed=packed, budget=budget)
+    streaming = Streaming(device=device, prefetch=prefetch, packed=packed)
+    _refuse_too_low_limit(footprint, placement, streaming)
+    return streaming
 
 
 def is_whole(mode: str, placement: Placement) -> bool:
@@ -64,10 +69,10 @@ def is_whole(mode: str, placement: Placement) -> bool:
     return mode == "off" or (mode == "auto" and _is_placed_by_hand(placement))
 
 
-def _refuse_contradictions(mode: str, placement: Placement, *, packed: bool) -> None:
-    if mode == "on" and _is_placed_by_hand(placement):
+def _refuse_contradictions(mode: str, placement: Placement, *, prefetch: bool | None, packed: bool) -> None:
+    if (mode == "on" or packed) and _is_placed_by_hand(placement):
         raise UsageError(
-            "--stream on runs every layer on one device",
+            f"{'--stream on' if mode == 'on' else '--packed-experts'} runs every layer on one device",
             found="a --device-map of modules, or an --offload-folder",
             next_step="Leave them out, or give --stream off.",
         )
@@ -75,6 +80,30 @@ def _refuse_contradictions(mode: str, placement: Placement, *, packed: bool) -> 
         raise UsageError(
             "--packed-experts is a way of streaming", found="--stream off", next_step="Use --stream on."
         )
+    if prefetch is not None and mode == "off":
+        raise UsageError(
+            f"--{'' if prefetch else 'no-'}prefetch has no effect on a model that is loaded whole",
+            found="--stream off",
+            next_step="Leave it out, or use --stream on.",
+        )
+
+
+def _refuse_too_low_limit(footprint: Footprint, placement: Placement, streaming: Streaming) -> None:
+    limit = _limit(placement, streaming.device)
+    needed = footprint.streamed_bytes(prefetch=streaming.prefetch, packed=streaming.packed)
+    if limit is not None and needed > limit:
+        raise UsageError(
+            "--max-memory does not allow the layers that are in memory at once",
+            expected=f"at least {word_size(needed)}",
+            found=word_size(limit),
+            next_step="Raise it; --no-prefetch keeps one layer in memory, --packed-experts half of one.",
+        )
+
+
+def _is_packed(packed: bool) -> bool:
+    if packed:
+        logger.info("Streaming a layer at a time: that is how experts stay packed.")
+    return packed
 
 
 def _is_part(absent_shards: tuple[str, ...]) -> bool:
@@ -97,29 +126,23 @@ def _is_too_large(footprint: Footprint, placement: Placement, budget: MemoryBudg
 
 
 def _is_placed_by_hand(placement: Placement) -> bool:
-    is_map = isinstance(placement.device_map, dict) and set(placement.device_map) != {""}
-    return is_map or placement.offload_folder is not None
+    if placement.offload_folder is not None:
+        return True
+    return isinstance(placement.device_map, dict) and (
+        set(placement.device_map) != {""} or placement.device_map[""] == "disk"
+    )
 
 
 def _capacity(placement: Placement, budget: MemoryBudget) -> int:
     """Bytes that a model loaded whole may take, on all devices that the placement allows."""
-    if placement.max_memory is not None:
-        return sum(placement.max_memory.values())
-    where = placement.device_map[""] if isinstance(placement.device_map, dict) else None
-    host = _free_on_host(budget)
-    if where == "cpu" or not torch.cuda.is_available():
-        return host
-    if where is not None:
-        return _free_on_gpu(torch.device(where))
-    return host + sum(_free_on_gpu(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
+    return sum(_free(placement, device, budget) for device in _devices(placement))
 
 
 def _has_room_for_two(
-    footprint: Footprint, device: torch.device, *, packed: bool, budget: MemoryBudget
+    footprint: Footprint, placement: Placement, device: torch.device, *, packed: bool, budget: MemoryBudget
 ) -> bool:
-    layer = footprint.packed_layer_bytes if packed else footprint.layer_bytes
-    needed = 2 * layer + footprint.activation_bytes
-    free = _free_on_gpu(device) if device.type == "cuda" else _free_on_host(budget)
+    needed = footprint.streamed_bytes(prefetch=True, packed=packed) + footprint.activation_bytes
+    free = _free(placement, device, budget)
     if needed <= free:
         return True
     logger.info(
@@ -131,15 +154,39 @@ def _has_room_for_two(
 
 
 def _device(placement: Placement) -> torch.device:
+    """Where layers are streamed to: one device has them all, a GPU where one is allowed."""
+    return _devices(placement)[0]
+
+
+def _devices(placement: Placement) -> list[torch.device]:
+    """The devices that the placement allows, GPUs first."""
     if isinstance(placement.device_map, dict):
-        where = placement.device_map[""]
-        return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        where = str(placement.device_map[""])
+        return [torch.device("cuda", int(where)) if where.isdigit() else torch.device(where)]
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    host = torch.device("cpu")
+    if placement.max_memory is None:
+        return [*gpus, host]
+    return [device for device in (*gpus, host) if _limit(placement, device)] or [host]
+
+
+def _free(placement: Placement, device: torch.device, budget: MemoryBudget) -> int:
+    """Bytes that may be taken on a device: what is free there, or allowed, whichever is less."""
+    free = _free_on_host(budget) if device.type == "cpu" else _free_on_gpu(device)
+    limit = _limit(placement, device)
+    return free if limit is None else min(free, limit)
+
+
+def _limit(placement: Placement, device: torch.device) -> int | None:
+    """What `--max-memory` allows for weights on a device; None where nothing was said."""
+    if placement.max_memory is None:
+        return None
+    return placement.max_memory.get("cpu" if device.type == "cpu" else device.index or 0, 0)
 
 
 def _free_on_host(budget: MemoryBudget) -> int:
-    free = int(available_bytes() * _SHARE)
-    return free if budget.left_bytes is None else min(free, budget.left_bytes)
+    free = available_bytes() if budget.left_bytes is None else min(available_bytes(), budget.left_bytes)
+    return int(free * _SHARE)
 
 
 def _free_on_gpu(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.console import Mm2Group, print_json
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.inputs import Inputs
+from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import (
     layer_option,
     output_options,
@@ -27,6 +28,7 @@ from minimax_tools.options import (
     read_span,
     span_options,
 )
+from minimax_tools.progress import LayerProgress
 from minimax_tools.prompts import InputRequest, build_inputs
 from minimax_tools.results import Comparison
 from minimax_tools.run import (
@@ -177,9 +179,15 @@ def _execute(
         golden=golden,
         random_input=options["random_input"],
         seed=options["seed"],
+        prefetch=options["prefetch"],
+        budget=MemoryBudget(options["memory_budget"]),
     )
-    with open_runtime(options["backend"]) as runtime, CheckpointReader(folder, layers=layers) as reader:
-        return DeviceRun(request, runtime=runtime, reader=reader).capture(directory)
+    with (
+        open_runtime(options["backend"]) as runtime,
+        CheckpointReader(folder, layers=layers) as reader,
+        LayerProgress(request.num_layers, label="Device") as progress,
+    ):
+        return DeviceRun(request, runtime=runtime, reader=reader, progress=progress).capture(directory)
 
 
 def _read_layers(options: Options, spec: ModelSpec, run: Run) -> range | None:

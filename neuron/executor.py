@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 from torch import nn
@@ -11,12 +12,15 @@ from torch import nn
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.recorder import Recorder, copy_on_device, shape_to_batch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import TargetError
 from minimax_tools.inputs import Inputs
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.exposure import Exposure, find_exposure
+from neuron.footprint import MemoryLimits
 from neuron.runtime import Runtime
 from neuron.targets import Target
 from neuron.weights import WeightLoader
@@ -40,7 +44,9 @@ class LayerRun:
 
 
 class LayerExecutor:
-    """Builds, loads and runs a target's layers one after the other.
+    """Builds, loads and runs a target's layers one after the other; one at a time is in memory.
+
+    A context manager: its threads end with the block.
 
     Args:
         target: The implementation.
@@ -49,6 +55,8 @@ class LayerExecutor:
         spec: Its quantities.
         inputs: Mask and positions of every run.
         dtype: Dtype of weights and activations.
+        limits: The memory that may be taken.
+        reads_ahead: Whether the next layer is fetched from the disk while one is loaded and runs.
     """
 
     def __init__(
@@ -60,6 +68,8 @@ class LayerExecutor:
         spec: ModelSpec,
         inputs: Inputs,
         dtype: torch.dtype,
+        limits: MemoryLimits,
+        reads_ahead: bool,
     ) -> None:
         self._target = target
         self._runtime = runtime
@@ -67,8 +77,22 @@ class LayerExecutor:
         self._spec = spec
         self._inputs = inputs
         self._dtype = dtype
-        self._loader = WeightLoader(runtime.device, wait=runtime.synchronise)
+        self._limits = limits
+        self._pool = ReadingPool(torch.get_num_threads())
+        self.loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=self._pool)
+        self._ahead = ReadAhead(reader.index) if reads_ahead else None
         self._resident: nn.Module | None = None
+
+    def __enter__(self) -> LayerExecutor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+        self._pool.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def run(
         self,
@@ -77,6 +101,7 @@ class LayerExecutor:
         *,
         sites: tuple[Site, ...],
         feeds: Mapping[Site, torch.Tensor] | None = None,
+        then: int | None = None,
     ) -> LayerRun:
         """Run one layer.
 
@@ -85,13 +110,16 @@ class LayerExecutor:
             hidden_states: [B,S,H] on the CPU; they are not changed.
             sites: What to record.
             feeds: Tensors to feed at some sites instead of what the port computes there.
+            then: The layer that will run next, to be read ahead.
 
         Raises:
+            MemoryBudgetError: The layer, or what it computes, would break the budget.
             CheckpointError: The layer's tensors cannot be read.
             TargetError: The port could not be built, loaded or run, or cannot be fed at a site.
         """
         what = f"target {self._target.name}, layer {layer}"
-        module = self._loaded(layer)
+        module = self._loaded(layer, then=then)
+        self._limits.allow_activations(layer)
         exposure = find_exposure(module, what=what)
         feeds = dict(feeds or {})
         _refuse_unfeedable(feeds, exposure, what=what)
@@ -109,16 +137,34 @@ class LayerExecutor:
             router_dtypes=_router_dtypes(module),
         )
 
-    def _loaded(self, layer: int) -> nn.Module:
+    def release(self) -> None:
+        """Free the layer that ran last, on the device and on the host."""
+        self._resident = None
+        self.loader.release()
+
+    def _loaded(self, layer: int, *, then: int | None) -> nn.Module:
         """The module with the layer's weights; the old one is gone before a new one is built."""
         tensors = LayerTensors.open(self._reader, self._spec, layer, self._dtype)
+        self._read_ahead(layer, then)
         module, self._resident = self._resident, None
-        if module is None or not self._target.is_reused:
+        is_built_anew = module is None or not self._target.is_reused
+        if module is None or is_built_anew:
             del module
+            self._limits.allow_layer(layer)
             module = self._target.build(self._spec, layer, dtype=self._dtype)
-        self._target.load(module, tensors, self._spec, loader=self._loader)
+        if self._target.converts(module):
+            self._limits.allow_conversion(layer, is_built_anew=is_built_anew)
+        self._target.load(module, tensors, self._spec, loader=self.loader)
         self._resident = module
         return module
+
+    def _read_ahead(self, layer: int, then: int | None) -> None:
+        if self._ahead is None:
+            return
+        # The layer itself comes first: two that are read at once would each take twice as long.
+        self._ahead.request(layer)
+        if then is not None:
+            self._ahead.request(then)
 
     def _forward(self, module: nn.Module, hidden_states: torch.Tensor, *, what: str) -> torch.Tensor:
         """The port's output [B,S,H] on the device."""

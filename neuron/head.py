@@ -14,7 +14,7 @@ from minimax_tools.sites import ModelSite
 from minimax_tools.spec import ModelSpec
 from neuron.layer import RMSNorm
 from neuron.runtime import Runtime
-from neuron.weights import WeightLoader
+from neuron.weights import Gathered, Weight, WeightLoader
 
 
 class DeviceHead(nn.Module):
@@ -34,7 +34,7 @@ class DeviceHead(nn.Module):
 
 
 def embed_tokens(reader: CheckpointReader, inputs: Inputs, *, dtype: torch.dtype) -> torch.Tensor:
-    """The embedding [B,S,H] of the rows, on the CPU."""
+    """The embedding [B,S,H] of the rows, on the CPU; its weights are freed."""
     return nn.functional.embedding(inputs.input_ids, reader.read_weight(EMBEDDING, dtype))
 
 
@@ -44,16 +44,30 @@ def run_head(
     reader: CheckpointReader,
     spec: ModelSpec,
     runtime: Runtime,
+    loader: WeightLoader,
     dtype: torch.dtype,
 ) -> Mapping[ModelSite, torch.Tensor]:
-    """final_norm and logits of the last layer's output [B,S,H], computed on the device, given on the CPU."""
+    """final_norm and logits of the last layer's output [B,S,H], computed on the device, given on the CPU.
+
+    The weights are read straight to where they belong, and freed.
+    """
     module = DeviceHead(spec, dtype=dtype)
-    weights = {
-        "norm.weight": reader.read_weight(FINAL_NORM, dtype),
-        "lm_head.weight": reader.read_weight(EMBEDDING if spec.tie_word_embeddings else LM_HEAD, dtype),
+    names = {
+        "norm.weight": FINAL_NORM,
+        "lm_head.weight": EMBEDDING if spec.tie_word_embeddings else LM_HEAD,
     }
-    WeightLoader(runtime.device, wait=runtime.synchronise).load(module, weights, what="the model's head")
+    weights = {name: _stored(reader, stored) for name, stored in names.items()}
+    loader.load(module, weights, what="the model's head")
+    loader.release()
     with torch.no_grad():
         normed, logits = module(hidden_states.to(runtime.device, dtype))
     runtime.synchronise()
     return {ModelSite.FINAL_NORM: normed.to("cpu"), ModelSite.LOGITS: logits.to("cpu")}
+
+
+def _stored(reader: CheckpointReader, name: str) -> Weight:
+    return Gathered(
+        shape=reader.index[name].shape,
+        read=reader.read_weight_into,
+        places=lambda storage: {name: storage},
+    )

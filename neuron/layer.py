@@ -19,7 +19,7 @@ from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.sites import Site
 from neuron.moe import CHUNK_SIZE_BYTES, DeviceMoe
 from neuron.runtime import cut_graph
-from neuron.weights import Weight
+from neuron.weights import Weight, unchanged
 
 
 class RMSNorm(nn.Module):
@@ -131,7 +131,7 @@ class DeviceLayer(nn.Module):
         names = (*ATTENTION_AND_NORM_NAMES, GATE, CORRECTION_BIAS)
         experts = self.block_sparse_moe.expert_weights(tensors)
         return {
-            **{name: tensors[name] for name in names},
+            **{name: unchanged(tensors, name) for name in names},
             **{f"block_sparse_moe.{name}": weight for name, weight in experts.items()},
         }
 

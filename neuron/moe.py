@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.regroup import group_down, group_gate_up
+from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from neuron.runtime import cut_graph
-from neuron.weights import Deferred, Weight
+from neuron.weights import Gathered, Weight
 
 # Far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
 CHUNK_SIZE_BYTES = 1 << 29
@@ -62,13 +62,14 @@ class ExpertChunk(nn.Module):
 
     def weights(self, tensors: LayerTensors, experts: range) -> dict[str, Weight]:
         """This chunk's weights by name, filled expert by expert when they are loaded."""
-        fills = {"gate_up_proj": group_gate_up, "down_proj": group_down}
+        places = {"gate_up_proj": gate_up_places, "down_proj": down_places}
         return {
-            name: Deferred(
+            name: Gathered(
                 shape=tuple(self.get_parameter(name).shape),
-                fill=partial(group, tensors, experts, dtype=tensors.dtype),
+                read=tensors.read_into,
+                places=partial(places_of, experts, dtype=tensors.dtype),
             )
-            for name, group in fills.items()
+            for name, places_of in places.items()
         }
 
 
@@ -85,7 +86,9 @@ class DeviceMoe(nn.Module):
         self.num_experts = config.num_local_experts
         self.gate = Router(config)
         self.e_score_correction_bias = nn.Buffer(torch.empty(self.num_experts, dtype=torch.float32))
-        self.chunk_size = experts_per_chunk(config, chunk_size_bytes=chunk_size_bytes)
+        self.chunk_size = experts_per_chunk(
+            config, dtype=torch.get_default_dtype(), chunk_size_bytes=chunk_size_bytes
+        )
         num_chunks = self.num_experts // self.chunk_size
         self.experts = nn.ModuleList(ExpertChunk(self.chunk_size, config) for _ in range(num_chunks))
 
@@ -122,9 +125,9 @@ class DeviceMoe(nn.Module):
         return torch.where(chosen, weights[:, :, None], 0.0).sum(dim=1)
 
 
-def experts_per_chunk(config: Any, *, chunk_size_bytes: int) -> int:
-    """The largest divisor of the number of experts that fit into a chunk, in torch's default dtype."""
-    expert_size_bytes = 3 * config.hidden_size * config.intermediate_size * torch.get_default_dtype().itemsize
+def experts_per_chunk(config: Any, *, dtype: torch.dtype, chunk_size_bytes: int) -> int:
+    """The largest divisor of the number of experts that fit into a chunk in `dtype`."""
+    expert_size_bytes = 3 * config.hidden_size * config.intermediate_size * dtype.itemsize
     most = max(1, chunk_size_bytes // expert_size_bytes)
     num_experts = config.num_local_experts
     return max(size for size in range(1, min(most, num_experts) + 1) if num_experts % size == 0)

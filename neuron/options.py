@@ -9,6 +9,7 @@ import click
 from compare.options import criteria_options
 from minimax_tools.options import (
     input_options,
+    memory_budget_option,
     model_option,
     output_options,
     run_options,
@@ -39,6 +40,12 @@ device_options = stack_options(
         help="The device.",
     ),
     click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
+    click.option(
+        "--prefetch/--no-prefetch",
+        default=None,
+        help="Fetch the next layer from the disk while one runs; by default where memory holds it.",
+    ),
+    memory_budget_option,
     click.option("--skip-compile", is_flag=True, help="Load the saved run instead of compiling and running."),
     criteria_options,
     input_options,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,19 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
 from minimax_tools.inputs import Inputs
+from minimax_tools.memory import MemoryBudget
+from minimax_tools.progress import NoProgress, Progress
 from minimax_tools.provenance import Provenance
 from minimax_tools.run import Mode, Run
 from minimax_tools.sites import ModelSite, Site
+from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 from neuron.executor import LayerExecutor, LayerRun
+from neuron.footprint import DeviceFootprint, MemoryLimits, choose_read_ahead
 from neuron.golden_feed import GoldenFeed
 from neuron.head import embed_tokens, run_head
 from neuron.runtime import Runtime
 from neuron.targets import Target
-
-logger = logging.getLogger(__name__)
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 
@@ -48,6 +49,8 @@ class DeviceRequest:
         golden: Where the layers' inputs come from; None for tokens or random numbers.
         random_input: Whether the first layer is fed random numbers.
         seed: Their seed.
+        prefetch: Whether the next layer is fetched from the disk while one runs; None for where memory holds it.
+        budget: What anonymous memory may be taken.
     """
 
     folder: Path
@@ -60,6 +63,8 @@ class DeviceRequest:
     golden: Capture | None = None
     random_input: bool = False
     seed: int = 0
+    prefetch: bool | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
 
     def __post_init__(self) -> None:
         if self.random_input and self.golden is not None:
@@ -77,6 +82,17 @@ class DeviceRequest:
         if self.golden is None and self.run.component is not None:
             raise UsageError("a component is fed the golden's values at its border", next_step=_GIVE_GOLDEN)
 
+    @property
+    def lead_in(self) -> range:
+        """The layers before the span that make its input of the tokens, where nothing else gives it."""
+        is_given = self.golden is not None or self.random_input
+        return range(0 if is_given else self.run.span.start)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are to run, the lead-in included."""
+        return len(self.lead_in) + len(self.run.span)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
@@ -88,21 +104,40 @@ class CompileReport:
 
 
 class DeviceRun:
-    """One run on one device.
+    """One run on one device, made to be carried out once.
 
     Args:
         request: What to run.
         runtime: The device.
         reader: The checkpoint.
+        progress: Told of every layer; None where nobody watches.
 
     Raises:
         IncomparableError: The golden is of another model or dtype, or lacks what the run is fed.
     """
 
-    def __init__(self, request: DeviceRequest, *, runtime: Runtime, reader: CheckpointReader) -> None:
+    def __init__(
+        self,
+        request: DeviceRequest,
+        *,
+        runtime: Runtime,
+        reader: CheckpointReader,
+        progress: Progress | None = None,
+    ) -> None:
         self._request = request
         self._runtime = runtime
         self._reader = reader
+        self._progress = progress or NoProgress()
+        footprint = DeviceFootprint(
+            spec=request.spec,
+            dtype=request.dtype,
+            inputs=request.inputs,
+            backend=runtime.backend,
+            num_experts_at_once=request.target.num_experts_at_once(
+                request.spec, dtype=request.dtype, is_lazy=runtime.backend.is_lazy
+            ),
+        )
+        self._limits = MemoryLimits(footprint=footprint, budget=request.budget)
         self._executor = LayerExecutor(
             target=request.target,
             runtime=runtime,
@@ -110,6 +145,8 @@ class DeviceRun:
             spec=request.spec,
             inputs=request.inputs,
             dtype=request.dtype,
+            limits=self._limits,
+            reads_ahead=choose_read_ahead(request.prefetch, footprint, reader.index),
         )
         self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
         self._feed = GoldenFeed(golden=request.golden, run=request.run) if request.golden else None
@@ -117,53 +154,62 @@ class DeviceRun:
             self._feed.verify(model=self._model, dtype=request.dtype)
         # Compile counts before the first layer that ran, and after each.
         self._counts = [runtime.count_compiles()]
+        # What was read up to the last layer that was told of.
+        self._num_bytes_told = reader.num_bytes_read
 
     def capture(self, directory: Path) -> CompileReport:
         """Run and write the capture; a killed run resumes after its last whole layer.
+
+        What is in memory at once is one layer, and what it computes: its sites are freed when they are written.
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.
             CheckpointError: A layer's tensors cannot be read.
             TargetError: The port could not be built, loaded or run.
+            MemoryBudgetError: The budget would be broken.
         """
         request = self._request
-        first_input = self._first_input()
-        is_stored = request.random_input or request.run.span.start > 0
-        with open_capture(
-            directory,
-            self._describe(),
-            inputs=request.inputs,
-            hidden_states=first_input if is_stored else None,
-        ) as writer:
+        with (
+            self._executor,
+            open_capture(
+                directory, self._describe(), inputs=request.inputs, hidden_states=self._hidden_states()
+            ) as writer,
+        ):
+            self._skip_done(writer)
             if request.run.mode is Mode.ISOLATED:
-                self._run_isolated(writer, first_input)
+                self._run_isolated(writer)
             else:
-                self._run_chained(writer, first_input)
+                self._run_chained(writer)
             writer.finish()
         return self._compile_report()
 
-    def _run_isolated(self, writer: CaptureWriter, first_input: torch.Tensor) -> None:
-        for layer in self._pending(writer):
+    def _run_isolated(self, writer: CaptureWriter) -> None:
+        for layer, then in _with_next(self._pending(writer)):
             if self._feed is None:
-                self._run_layer(writer, layer, first_input)
+                self._run_layer(writer, layer, self._span_input(writer), then=then)
             else:
                 hidden_states = self._feed.read(layer, Site.INPUT)
-                self._run_layer(writer, layer, hidden_states, feeds=self._feed.border(layer))
+                self._run_layer(writer, layer, hidden_states, feeds=self._feed.border(layer), then=then)
 
-    def _run_chained(self, writer: CaptureWriter, first_input: torch.Tensor) -> None:
+    def _run_chained(self, writer: CaptureWriter) -> None:
         run = self._request.run
-        for layer in self._pending(writer):
+        for layer, then in _with_next(self._pending(writer)):
             is_first = layer == run.span.start
-            hidden_states = first_input if is_first else writer.read_layer_output(layer - 1)
+            hidden_states = self._span_input(writer) if is_first else writer.read_layer_output(layer - 1)
             # The other layers' input is the output that is stored already.
-            self._run_layer(writer, layer, hidden_states, keep_input=is_first)
-        if run.model_sites:
-            head = self._run_head(writer.read_layer_output(run.span.last))
-            writer.write_model({ModelSite.EMBEDDING: first_input, **head})
+            self._run_layer(writer, layer, hidden_states, keep_input=is_first, then=then)
+        if run.model_sites and not writer.has_model_sites:
+            self._run_head(writer)
 
     def _pending(self, writer: CaptureWriter) -> tuple[int, ...]:
         """The layers still to run; in a chained run they follow each other, after those that are stored."""
         return tuple(layer for layer in self._request.run.span if layer not in writer.complete_layers)
+
+    def _skip_done(self, writer: CaptureWriter) -> None:
+        """Tell of the layers that an earlier run did; the lead-in is told of where it runs."""
+        if writer.complete_layers:
+            for layer in (*self._request.lead_in, *writer.complete_layers):
+                self._progress.skip(layer)
 
     def _run_layer(
         self,
@@ -173,47 +219,85 @@ class DeviceRun:
         *,
         keep_input: bool = True,
         feeds: Mapping[Site, torch.Tensor] | None = None,
+        then: int | None,
     ) -> None:
         """Run one layer and store its sites."""
-        result = self._execute(layer, hidden_states, feeds=feeds)
+        result = self._execute(layer, hidden_states, feeds=feeds, then=then)
         kept = {
             site: tensor for site, tensor in result.tensors.items() if keep_input or site is not Site.INPUT
         }
         writer.write_layer(layer, kept, not_exposed=result.not_exposed, observed_dtypes=result.router_dtypes)
-        logger.info("Layer %d: %d sites captured on %s.", layer, len(kept), self._runtime.backend)
+        self._tell_of(layer)
 
     def _execute(
-        self, layer: int, hidden_states: torch.Tensor, *, feeds: Mapping[Site, torch.Tensor] | None = None
+        self,
+        layer: int,
+        hidden_states: torch.Tensor,
+        *,
+        feeds: Mapping[Site, torch.Tensor] | None = None,
+        then: int | None,
     ) -> LayerRun:
         """Run one layer, every site of the run recorded, needed or not: so all layers share their graphs."""
-        result = self._executor.run(layer, hidden_states, sites=self._request.run.sites, feeds=feeds)
+        sites = self._request.run.sites
+        result = self._executor.run(layer, hidden_states, sites=sites, feeds=feeds, then=then)
         self._counts.append(self._runtime.count_compiles())
         return result
 
-    def _run_head(self, hidden_states: torch.Tensor) -> Mapping[ModelSite, torch.Tensor]:
-        """The sites after the layers, from the last layer's output."""
-        return run_head(
-            hidden_states,
+    def _tell_of(self, layer: int) -> None:
+        num_bytes_read = self._reader.num_bytes_read
+        self._progress.advance(layer, num_bytes=num_bytes_read - self._num_bytes_told)
+        self._num_bytes_told = num_bytes_read
+
+    def _run_head(self, writer: CaptureWriter) -> None:
+        """Store the sites outside the layers, when the last layer is stored and its weights are gone."""
+        span = self._request.run.span
+        self._executor.release()
+        self._limits.allow_head()
+        head = run_head(
+            writer.read_layer_output(span.last),
             reader=self._reader,
             spec=self._request.spec,
             runtime=self._runtime,
+            loader=self._executor.loader,
             dtype=self._request.dtype,
         )
+        writer.write_model({ModelSite.EMBEDDING: writer.read_layer_input(span.start), **head})
 
-    def _first_input(self) -> torch.Tensor:
+    def _hidden_states(self) -> torch.Tensor | Callable[[], torch.Tensor] | None:
+        """What the capture keeps as its first layer's input: nothing where the tokens tell it."""
+        if self._request.lead_in:
+            return self._run_lead_in
+        return self._given_input() if self._request.random_input or self._request.run.span.start else None
+
+    def _span_input(self, writer: CaptureWriter) -> torch.Tensor:
         """The first layer's input [B,S,H] on the CPU."""
-        request, first = self._request, self._request.run.span.start
+        if self._request.lead_in:
+            return writer.read_hidden_states()
+        given = self._given_input()
+        return self._embed() if given is None else given
+
+    def _given_input(self) -> torch.Tensor | None:
+        """The first layer's input [B,S,H] on the CPU, where it is not made of the tokens."""
+        request = self._request
         if self._feed is not None and self._feed.needed():
-            return self._feed.read(first, Site.INPUT)
+            return self._feed.read(request.run.span.start, Site.INPUT)
         if request.random_input:
             shape = (request.inputs.batch_size, request.inputs.sequence_length, request.spec.hidden_size)
             generator = torch.Generator().manual_seed(request.seed)
             return torch.randn(shape, generator=generator).to(request.dtype)
-        hidden_states = embed_tokens(self._reader, request.inputs, dtype=request.dtype)
-        for layer in range(first):
-            hidden_states = self._execute(layer, hidden_states).output
-            logger.info("Layer %d run to make the input of layer %d.", layer, first)
+        return None
+
+    def _run_lead_in(self) -> torch.Tensor:
+        """What the layers before the span make of the tokens: [B,S,H] on the CPU."""
+        hidden_states = self._embed()
+        for layer in self._request.lead_in:
+            hidden_states = self._execute(layer, hidden_states, then=layer + 1).output
+            self._tell_of(layer)
         return hidden_states
+
+    def _embed(self) -> torch.Tensor:
+        self._limits.allow_embedding()
+        return embed_tokens(self._reader, self._request.inputs, dtype=self._request.dtype)
 
     def _source(self) -> str:
         """Where the first layer's input comes from, in words."""
@@ -229,6 +313,10 @@ class DeviceRun:
     def _describe(self) -> Description:
         request = self._request
         options: dict[str, Any] = {"golden_inputs": self._feed.digest()} if self._feed else {}
+        if request.lead_in:
+            # They make the input, and belong to no span: where they differ, nothing stored is gone on with.
+            before = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
+            options["layers_before"] = before.as_json()["layers"]
         return Description(
             side=DEVICE_SIDE,
             run=request.run,
@@ -253,3 +341,8 @@ class DeviceRun:
             later_layers=last.since(first).compiles,
             fallbacks=tuple(sorted(last.since(start).fallbacks)),
         )
+
+
+def _with_next(layers: tuple[int, ...]) -> Iterator[tuple[int, int | None]]:
+    """Each layer with the one that follows; None after the last."""
+    return zip(layers, (*layers[1:], None), strict=False) if layers else iter(())

@@ -10,7 +10,6 @@ import copy
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +18,14 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import expected_layer_shapes
 from minimax_tools.errors import Mm2Error, TargetError, UsageError
 from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.spec import ModelSpec
 from neuron.layer import DeviceLayer
+from neuron.moe import CHUNK_SIZE_BYTES, experts_per_chunk
 from neuron.sources import TargetSource, import_file, import_module
-from neuron.weights import Deferred, Weight, WeightLoader
+from neuron.weights import Weight, WeightLoader, unchanged
 
-_OWN = {"builtin": DeviceLayer, "reference": ReferenceLayer}
 # What the graph hard-wires; a config that transformers wrote may leave these keys out.
 _FIXED_VALUES = {
     "hidden_act": "silu",
@@ -37,6 +35,20 @@ _FIXED_VALUES = {
     "use_routing_bias": True,
 }
 _CONVERT = "convert_state_dict"
+
+
+class ResidentReference(ReferenceLayer):
+    """The reference layer built once, without memory: nothing in it depends on the layer but its weights."""
+
+    reuse = True
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        # Drawing random numbers for a layer of true size takes a minute, and they are overwritten.
+        with torch.device("meta"):
+            super().__init__(config, layer_idx)
+
+
+_OWN: dict[str, type[nn.Module]] = {"builtin": DeviceLayer, "reference": ResidentReference}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +83,21 @@ class Target:
         """The default dtype that the port wants to be built under; None for the run's."""
         dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
         return dtype
+
+    def num_experts_at_once(self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool) -> int | None:
+        """How many experts run together, in one graph on a lazy device; None for a port, which does not tell."""
+        if self.factory is DeviceLayer:
+            return experts_per_chunk(target_config(spec), dtype=dtype, chunk_size_bytes=CHUNK_SIZE_BYTES)
+        if self.factory is ResidentReference:
+            return spec.num_local_experts if is_lazy else 1
+        return None
+
+    def converts(self, module: nn.Module) -> bool:
+        """Whether code of the port's turns the checkpoint's tensors into the module's, beside them in memory."""
+        convert = _conversion(module, self.factory)
+        return (
+            convert is not None and getattr(convert, "__func__", None) is not DeviceLayer.convert_state_dict
+        )
 
     def build(self, spec: ModelSpec, layer: int, *, dtype: torch.dtype) -> nn.Module:
         """The module for one layer, its weights not loaded.
@@ -114,14 +141,21 @@ class Target:
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
         what = f"target {self.name}, layer {tensors.layer}"
+        loader.load(module, self._weights(module, tensors, spec, what=what), what=what)
+
+    def _weights(
+        self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, what: str
+    ) -> dict[str, Weight]:
+        """The module's weights, in a dictionary that nobody else holds."""
         converted = self._convert(module, tensors, spec, what=what)
-        weights = _deferred(converted, spec) if isinstance(converted, LayerTensors) else converted
-        loader.load(module, weights, what=what)
+        if isinstance(converted, LayerTensors):
+            return {name: unchanged(converted, name) for name in converted}
+        return dict(converted)
 
     def _convert(
         self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, what: str
     ) -> Mapping[str, Weight]:
-        convert: Any = getattr(module, _CONVERT, None) or getattr(self.factory, _CONVERT, None)
+        convert = _conversion(module, self.factory)
         if convert is None:
             return tensors
         try:
@@ -153,9 +187,10 @@ def find_target(name: str) -> Target:
         TargetError: The file, the module or the name in it does not exist or cannot be imported.
     """
     if name in _OWN:
-        own = _OWN[name]
-        source = TargetSource(place=name, module=sys.modules[own.__module__])
-        return Target(name=name, factory=own, source_digest=source.digest())
+        # Of the file that computes.
+        module = sys.modules[(DeviceLayer if name == "builtin" else ReferenceLayer).__module__]
+        source = TargetSource(place=name, module=module)
+        return Target(name=name, factory=_OWN[name], source_digest=source.digest())
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UsageError(
@@ -183,12 +218,5 @@ def target_config(spec: ModelSpec) -> SimpleNamespace:
     return config
 
 
-def _deferred(tensors: LayerTensors, spec: ModelSpec) -> dict[str, Weight]:
-    """Weights under the hub's names, each read straight into its place; what a port added, as it is."""
-    shapes = expected_layer_shapes(spec)
-    return {
-        name: Deferred(shape=shapes[name], fill=partial(tensors.read_into, name))
-        if name in shapes
-        else tensors[name]
-        for name in tensors
-    }
+def _conversion(module: nn.Module, factory: Any) -> Any:
+    return getattr(module, _CONVERT, None) or getattr(factory, _CONVERT, None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -46,12 +46,12 @@ class Gathered:
 
     Args:
         shape: Its shape.
-        tensors: The layer's tensors.
-        places: Given the storage, the parts of it by the name of the tensor that goes there.
+        read: Reads the tensor of a name into a part of the storage; safe to call from several threads.
+        places: Given the storage, its parts by the name of the tensor that goes there.
     """
 
     shape: tuple[int, ...]
-    tensors: LayerTensors
+    read: Callable[[str, torch.Tensor], None]
     places: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 
     def fill(self, storage: torch.Tensor) -> None:
@@ -61,10 +61,20 @@ class Gathered:
 
     def fillings(self, storage: torch.Tensor) -> list[Callable[[], None]]:
         """What fills the storage, piece by piece: in any order, in any thread."""
-        return [partial(self.tensors.read_into, name, place) for name, place in self.places(storage).items()]
+        return [partial(self.read, name, place) for name, place in self.places(storage).items()]
 
 
 Weight = torch.Tensor | Deferred | Gathered
+
+
+def unchanged(tensors: LayerTensors, name: str) -> Weight:
+    """The weight that is one tensor of the layer, or what a port set over it."""
+    if not tensors.is_stored(name) and not isinstance(tensors[name], torch.Tensor):
+        # Loading names it among all else that does not fit.
+        return tensors[name]
+    return Gathered(
+        shape=tensors.given_shape(name), read=tensors.read_into, places=lambda storage: {name: storage}
+    )
 
 
 class WeightLoader:
@@ -143,7 +153,7 @@ class WeightLoader:
                     ahead.append(self._stage(places, weights, waiting.popleft(), what=what))
                 try:
                     with _blaming(staged.name, what=what):
-                        self._send_one(module, staged, places.pop(staged.name))
+                        self._send_one(module, staged, places)
                 finally:
                     self._pool.abandon(staged.jobs)
         finally:
@@ -161,8 +171,8 @@ class WeightLoader:
         with _blaming(name, what=what):
             return _Staged(name=name, weight=weight, host=host, jobs=self._pool.start(weight.fillings(host)))
 
-    def _send_one(self, module: nn.Module, staged: _Staged, place: torch.Tensor) -> None:
-        weight = staged.weight
+    def _send_one(self, module: nn.Module, staged: _Staged, places: dict[str, torch.Tensor]) -> None:
+        weight, place = staged.weight, places.pop(staged.name)
         if isinstance(weight, torch.Tensor):
             host = weight.to("cpu", place.dtype)
         elif staged.host is None:
@@ -189,7 +199,7 @@ class _Staged:
     name: str
     weight: Weight
     host: torch.Tensor | None = None
-    jobs: Jobs
+    jobs: Jobs = field(default_factory=list)
 
 
 class _Buffers:

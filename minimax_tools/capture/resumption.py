@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,19 +13,24 @@ from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Entry, Ma
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.replacement import is_temporary
 from minimax_tools.errors import CaptureError
+from minimax_tools.sites import Site
 
 logger = logging.getLogger(__name__)
 
 
+HiddenStates = torch.Tensor | Callable[[], torch.Tensor] | None
+
+
 def find_resumable(
-    directory: Path, description: Description, *, hidden_states: torch.Tensor | None
+    directory: Path, description: Description, *, hidden_states: HiddenStates
 ) -> Manifest | None:
     """The manifest to go on from; None where the directory must be begun anew, and the log says why.
 
     Args:
         directory: The capture directory.
         description: The capture that is to be written.
-        hidden_states: The first layer's input, where that is not made of the tokens.
+        hidden_states: The first layer's input, where that is not made of the tokens; or what makes it, and is
+            not called: what is stored counts where the first layer was fed it.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None
@@ -64,7 +70,7 @@ def clear_capture(directory: Path) -> None:
 
 
 def _obstacle(
-    directory: Path, manifest: Manifest, description: Description, hidden_states: torch.Tensor | None
+    directory: Path, manifest: Manifest, description: Description, hidden_states: HiddenStates
 ) -> str | None:
     """Why the capture that lies there cannot be resumed; None where it can."""
     differing = manifest.description.differences(description)
@@ -80,9 +86,11 @@ def _obstacle(
     return None
 
 
-def _has_input(capture: Capture, hidden_states: torch.Tensor | None) -> bool:
+def _has_input(capture: Capture, hidden_states: HiddenStates) -> bool:
     try:
         stored = capture.read_hidden_states()
+        if callable(hidden_states):
+            hidden_states = capture.read(capture.description.run.span.start, Site.INPUT)
     except CaptureError:
         return False
     if stored is None or hidden_states is None:

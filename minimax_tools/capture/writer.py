@@ -14,7 +14,8 @@ from minimax_tools.capture.lock import locked_directory
 from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.replacement import remove_temporaries, replacing
-from minimax_tools.capture.resumption import clear_capture, find_resumable
+from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
+from minimax_tools.errors import CaptureError
 from minimax_tools.inputs import Inputs
 from minimax_tools.sites import ModelSite, Site
 
@@ -92,6 +93,21 @@ class CaptureWriter:
         """The output [B,S,H] of a layer that is already stored."""
         return Capture(self.directory, self.manifest).read(layer, Site.OUTPUT)
 
+    def read_layer_input(self, layer: int) -> torch.Tensor:
+        """The input [B,S,H] of a layer that is already stored."""
+        return Capture(self.directory, self.manifest).read(layer, Site.INPUT)
+
+    def read_hidden_states(self) -> torch.Tensor:
+        """The hidden states [B,S,H] that `write_inputs` stored.
+
+        Raises:
+            CaptureError: It stored none, or the file is damaged.
+        """
+        stored = Capture(self.directory, self.manifest).read_hidden_states()
+        if stored is None:
+            raise CaptureError(f"{self.directory} holds no hidden states", next_step="Run the capture again.")
+        return stored
+
     def write_json(self, name: str, value: object) -> None:
         """Store a JSON file beside the tensors."""
         text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -134,7 +150,11 @@ class CaptureWriter:
 
 @contextlib.contextmanager
 def open_capture(
-    directory: Path, description: Description, *, inputs: Inputs, hidden_states: torch.Tensor | None = None
+    directory: Path,
+    description: Description,
+    *,
+    inputs: Inputs,
+    hidden_states: HiddenStates = None,
 ) -> Iterator[CaptureWriter]:
     """Open `directory` for writing: resumed where it holds the same capture unfinished, else begun anew.
 
@@ -142,7 +162,8 @@ def open_capture(
         directory: The capture directory; made where it does not exist.
         description: What will be written.
         inputs: The token rows.
-        hidden_states: [B,S,H], the first layer's input where that is not made of the tokens.
+        hidden_states: [B,S,H], the first layer's input where that is not made of the tokens; or what makes it,
+            called where no layer is stored yet. The description must then tell all that it depends on.
 
     Raises:
         CaptureError: Another process writes there, the directory holds something else, or the disk is full.
@@ -156,5 +177,7 @@ def open_capture(
         writer = CaptureWriter(directory, manifest)
         # The manifest comes first: what it lies in is a capture, however early the run is killed.
         writer.write_json(MANIFEST_NAME, manifest.as_json())
+        if callable(hidden_states):
+            hidden_states = writer.read_hidden_states() if manifest.complete_layers else hidden_states()
         writer.write_inputs(inputs, hidden_states)
         yield writer

@@ -14,8 +14,8 @@ import torch
 
 from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 
-# A megabyte in float32: it stays in a core's cache between the cast that writes it and the product that reads it.
-_BLOCK_VALUES = 2**16
+# Half a megabyte in float32: it stays in a core's cache between the cast that writes it and the product that reads it.
+_BLOCK_VALUES = 2**17
 # For so many tokens or more, the product with the weight on the left is the faster one.
 _MANY_TOKENS = 16
 

@@ -11,6 +11,7 @@ import torch
 from gpu_reference.golden import GoldenRequest
 from gpu_reference.model import GoldenModelRequest
 from gpu_reference.placement import Placement
+from gpu_reference.streaming import Streaming
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.prompts import InputRequest, build_inputs
@@ -44,6 +45,7 @@ def ask(toy: Path) -> Ask:
         placement: Placement = CPU,
         attn_implementation: str = "sdpa",
         experts_implementation: str = "grouped_mm",
+        streaming: Streaming | None = None,
     ) -> GoldenRequest:
         spec = ModelSpec.from_folder(folder)
         run = run or full_run(spec.num_hidden_layers, sites_level="all")
@@ -61,6 +63,7 @@ def ask(toy: Path) -> Ask:
             run=run,
             inputs=build_inputs(inputs or InputRequest(seq_lens=(24, 15)), folder=folder, spec=spec),
             noise_floor=noise_floor,
+            streaming=streaming,
         )
 
     return make
