@@ -178,15 +178,23 @@ def prove_float32_router(layer: torch.nn.Module, tensors: LayerTensors, index: i
             )
 
 
-def prove_weights(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> None:
+def prove_weights(
+    layer: torch.nn.Module, tensors: LayerTensors, index: int, *, experts: tuple[int, ...] | None = None
+) -> None:
     """Refuse a layer whose weights are not the checkpoint's, dequantised in float32 and rounded once.
 
     Attention and norms are compared whole; of the experts, which share their shapes, the first and the last.
 
+    Args:
+        layer: transformers' layer.
+        tensors: The checkpoint's.
+        index: The layer's number.
+        experts: The experts that are loaded; None for all.
+
     Raises:
         GoldenRefusedError: One is not.
     """
-    for name, value in _weights(layer):
+    for name, value in _weights(layer, experts):
         expected = tensors[name]
         if not torch.equal(value.cpu(), expected):
             raise GoldenRefusedError(
@@ -196,14 +204,15 @@ def prove_weights(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> 
             )
 
 
-def _weights(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(layer: torch.nn.Module, loaded: tuple[int, ...] | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Names, as the hub spells them, and values of the weights to compare."""
     for name in ATTENTION_AND_NORM_NAMES:
         path, _, weight = name.rpartition(".")
         yield name, weight_of(layer.get_submodule(path), weight)
     experts = layer.get_submodule("mlp.experts")
     gate_up, down = _matrices(experts, "gate_up_proj"), _matrices(experts, "down_proj")
-    for expert in (0, len(down) - 1):
+    loaded = tuple(range(len(down))) if loaded is None else loaded
+    for expert in {loaded[0], loaded[-1]}:
         gate, up = gate_up[expert].chunk(2)
         yield expert_weight(expert, EXPERT_GATE), gate
         yield expert_weight(expert, EXPERT_UP), up

@@ -34,6 +34,8 @@ class Footprint:
         dtype: Of weights and activations.
         inputs: The token rows.
         keeps_logits: Whether the logits of every position are captured.
+        attn_implementation: transformers' attention implementation.
+        experts_implementation: transformers' experts implementation.
     """
 
     spec: ModelSpec
@@ -41,6 +43,8 @@ class Footprint:
     dtype: torch.dtype
     inputs: Inputs
     keeps_logits: bool
+    attn_implementation: str
+    experts_implementation: str
 
     @property
     def layer_bytes(self) -> int:
@@ -81,16 +85,40 @@ class Footprint:
             + spec.num_local_experts
             + 2 * spec.num_experts_per_tok
         )
-        # Each routed token is gathered, doubled by gate and up, and brought back.
-        routed_width = spec.num_experts_per_tok * (2 * spec.hidden_size + 3 * spec.intermediate_size)
-        expert = 3 * spec.hidden_size * spec.intermediate_size * _FLOAT32_BYTES
         sites = num_tokens * site_width * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
-        return sites + num_tokens * routed_width * _FLOAT32_BYTES + expert
+        attention = (spec.query_width + spec.key_value_width) * 2 * spec.hidden_size
+        # The twin's weights: attention whole, experts in blocks.
+        twin = (attention + spec.num_local_experts * spec.hidden_size) * _FLOAT32_BYTES
+        return sites + self._expert_bytes + self._score_bytes + twin
 
     @property
     def logits_bytes(self) -> int:
-        """What the logits take: on the device, on the host, and twice in float32; none where they are not kept."""
+        """What the logits take, and what they are compared with; none where they are not kept."""
         if not self.keeps_logits:
             return 0
         num_values = self.inputs.input_ids.numel() * self.spec.vocab_size
-        return num_values * (2 * self.dtype.itemsize + 2 * _FLOAT32_BYTES)
+        # On the device and on the host; the twin, and the error of all, of ordinary and of massive channels.
+        return num_values * (2 * self.dtype.itemsize + 4 * _FLOAT32_BYTES)
+
+    @property
+    def _expert_bytes(self) -> int:
+        """What the experts' implementation takes for the tokens that are routed."""
+        spec = self.spec
+        num_routed = self.inputs.input_ids.numel() * spec.num_experts_per_tok
+        # Each routed token is gathered, doubled by gate and up, and brought back.
+        states = num_routed * (2 * spec.hidden_size + 3 * spec.intermediate_size) * _FLOAT32_BYTES
+        if self.experts_implementation != "batched_mm":
+            return states
+        # It gathers the weights for each routed token.
+        return states + num_routed * 3 * spec.hidden_size * spec.intermediate_size * self.dtype.itemsize
+
+    @property
+    def _score_bytes(self) -> int:
+        """What attention takes for every pair of tokens: the mask, and where it is eager all heads' scores."""
+        batch, sequence = self.inputs.input_ids.shape
+        num_pairs = batch * sequence**2
+        if self.attn_implementation != "eager":
+            return num_pairs * _FLOAT32_BYTES
+        # The scores, their softmax in float32, and that rounded.
+        scores = self.spec.num_attention_heads * (2 * self.dtype.itemsize + _FLOAT32_BYTES)
+        return num_pairs * (scores + _FLOAT32_BYTES)

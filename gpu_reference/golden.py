@@ -70,6 +70,8 @@ class GoldenRequest:
             dtype=self.model.dtype,
             inputs=self.inputs,
             keeps_logits=ModelSite.LOGITS in self.run.model_sites,
+            attn_implementation=self.model.attn_implementation,
+            experts_implementation=self.model.experts_implementation,
         )
 
 

@@ -21,12 +21,18 @@ from gpu_reference.footprint import Footprint
 from gpu_reference.model import GoldenModelRequest, build_golden_model
 from gpu_reference.weights import head_name
 from minimax_tools.checkpoint.layer_loader import LayerLoader
-from minimax_tools.checkpoint.layer_storage import GroupedStorage, LayerStorage, PackedStorage
+from minimax_tools.checkpoint.layer_storage import (
+    EXPERTS,
+    PACKED_DTYPE,
+    GroupedStorage,
+    LayerStorage,
+    PackedStorage,
+)
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM
+from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, expected_layer_shapes, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
-from minimax_tools.memory import MemoryBudget
+from minimax_tools.memory import MemoryBudget, give_back_freed_pages
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
@@ -70,11 +76,16 @@ def open_streamed_model(
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
         UsageError: Packed experts were asked for, which this checkpoint or implementation does not have.
+        MemoryBudgetError: The budget does not allow the layers that are in memory at once.
     """
     if streaming.packed:
-        _refuse_unpackable(request)
-    model = build_golden_model(request, device=streaming.device)
+        _refuse_unpackable(request, reader)
     limits = MemoryLimits(footprint=footprint, budget=budget, is_on_host=streaming.device.type == "cpu")
+    model = build_golden_model(request, device=streaming.device)
+    weights = footprint.streamed_bytes(prefetch=streaming.prefetch, packed=streaming.packed)
+    # What is known to come is told before anything is read.
+    limits.allow(weights + footprint.activation_bytes, "streaming " + _word_layers(streaming))
+    limits.allow(footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits")
     new_storage = partial(_new_storage, request, streaming, limits)
     with LayerLoader(
         reader, new_storage, prefetch=streaming.prefetch, num_threads=torch.get_num_threads()
@@ -154,7 +165,8 @@ class StreamedModel:
                 stack.callback(layer.register_forward_pre_hook(fetch).remove)
                 stack.callback(layer.register_forward_hook(_strip).remove)
                 experts = layer.get_submodule("mlp.experts")
-                stack.callback(experts.register_forward_pre_hook(self._fetch_experts).remove)
+                fetch_experts = partial(self._fetch_experts, number, layer)
+                stack.callback(experts.register_forward_pre_hook(fetch_experts).remove)
             stack.callback(norm.register_forward_pre_hook(self._fetch_norm).remove)
             head = self.model.get_submodule("lm_head")
             stack.callback(head.register_forward_pre_hook(self._fetch_head).remove)
@@ -171,6 +183,8 @@ class StreamedModel:
         self._bind_weight(module, EMBEDDING)
 
     def _fetch_layer(self, number: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        # What the layer before left is in pieces that nothing large fits into: kept, they would add up.
+        give_back_freed_pages()
         if self._reads_routed_only(inputs[0]):
             storage = self._loader.load_without_experts(number)
         else:
@@ -182,12 +196,17 @@ class StreamedModel:
         self._limits.allow(self._limits.footprint.activation_bytes, f"what layer {number} computes")
         _bind(module, storage)
         if not self._is_proved and not self._reads_routed_only(inputs[0]):
-            self._prove(module, number)
+            self._prove(module, number, experts=None)
 
-    def _fetch_experts(self, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        hidden_states, experts = inputs[0], inputs[1]
+    def _fetch_experts(
+        self, number: int, layer: torch.nn.Module, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> None:
+        hidden_states, top_k_index = inputs[0], inputs[1]
         if self._reads_routed_only(hidden_states):
-            self._loader.load_experts(experts.unique().tolist())
+            experts = tuple(top_k_index.unique().tolist())
+            self._loader.load_experts(experts)
+            if not self._is_proved:
+                self._prove(layer, number, experts=experts)
 
     def _reads_routed_only(self, hidden_states: torch.Tensor) -> bool:
         """Whether so few tokens run that most experts would be read for nothing."""
@@ -209,11 +228,11 @@ class StreamedModel:
         weight = self._reader.read_weight(name, self._request.dtype).to(self._device)
         _set(module, "weight", weight)
 
-    def _prove(self, module: torch.nn.Module, number: int) -> None:
+    def _prove(self, module: torch.nn.Module, number: int, *, experts: tuple[int, ...] | None) -> None:
         """The first layer against the checkpoint; all others are read in the same way."""
         tensors = LayerTensors.open(self._reader, self._request.spec, number, self._request.dtype)
         prove_float32_router(module, tensors, number)
-        prove_weights(module, tensors, number)
+        prove_weights(module, tensors, number, experts=experts)
         self._is_proved = True
 
 
@@ -264,7 +283,11 @@ def _strip(module: torch.nn.Module, *_: Any) -> None:
                 part._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
-def _refuse_unpackable(request: GoldenModelRequest) -> None:
+def _word_layers(streaming: Streaming) -> str:
+    return "two layers at a time" if streaming.prefetch else "one layer at a time"
+
+
+def _refuse_unpackable(request: GoldenModelRequest, reader: CheckpointReader) -> None:
     if request.experts_implementation != "eager":
         raise UsageError(
             "packed experts need transformers' eager implementation, which takes them one by one",
@@ -277,3 +300,12 @@ def _refuse_unpackable(request: GoldenModelRequest) -> None:
             found="one without a quantization_config",
             next_step="Leave --packed-experts out.",
         )
+    for layer in range(request.num_hidden_layers):
+        for name in expected_layer_shapes(request.spec):
+            entry = reader.index[layer_prefix(layer) + name]
+            if EXPERTS in name and entry.dtype != PACKED_DTYPE:
+                raise UsageError(
+                    f"packed experts need every expert in FP8, and {entry.name} is not",
+                    found=str(entry.dtype),
+                    next_step="Leave --packed-experts out.",
+                )

@@ -24,7 +24,15 @@ from minimax_tools.cgroup import cgroup_headroom_bytes
 from minimax_tools.errors import MemoryBudgetError
 from minimax_tools.memory_usage import MemoryPeak, MemorySnapshot, MemoryUsage, word_change, word_summary
 
-__all__ = ["MemoryBudget", "MemoryTracker", "MemoryUsage", "Reservation", "available_bytes"]
+__all__ = [
+    "MemoryBudget",
+    "MemoryTracker",
+    "MemoryUsage",
+    "Reservation",
+    "available_bytes",
+    "give_back_freed_memory",
+    "give_back_freed_pages",
+]
 
 
 def available_bytes(*, root: Path = Path("/")) -> int:
@@ -233,7 +241,7 @@ class MemoryBudget:
         if left_bytes is None or num_bytes <= left_bytes:
             return
         # What was freed may still stand against the process: garbage, and pages that the allocator keeps.
-        _give_back_freed_memory()
+        give_back_freed_memory()
         in_use_bytes = _unreclaimable_bytes()
         assert self.limit_bytes is not None, "no limit leaves nothing to verify"
         if in_use_bytes + self._promised_bytes + num_bytes > self.limit_bytes:
@@ -286,8 +294,14 @@ def _unreclaimable_bytes() -> int:
     return usage.anonymous_bytes + usage.swapped_bytes
 
 
-def _give_back_freed_memory() -> None:
+def give_back_freed_memory() -> None:
+    """Collect garbage, and give the system the pages that the allocator keeps of what was freed."""
     gc.collect()
+    give_back_freed_pages()
+
+
+def give_back_freed_pages() -> None:
+    """Give the system the pages that the allocator keeps of what was freed: less than a millisecond, mostly."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         # Only glibc has it.

@@ -17,6 +17,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import TargetError
 from minimax_tools.inputs import Inputs
+from minimax_tools.memory import give_back_freed_memory
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.exposure import Exposure, find_exposure
@@ -141,6 +142,8 @@ class LayerExecutor:
         """Free the layer that ran last, on the device and on the host."""
         self._resident = None
         self.loader.release()
+        # Many small weights stay with the allocator, which could not use them for a large one.
+        give_back_freed_memory()
 
     def _loaded(self, layer: int, *, then: int | None) -> nn.Module:
         """The module with the layer's weights; the old one is gone before a new one is built."""

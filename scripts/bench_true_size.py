@@ -10,34 +10,25 @@ BF16: the least that must be held.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from figures import Figure, print_figures
+from peaks import Watched, watch
 
 LAYER_BYTES = 7_339_011_072
 MEMORY_LIMIT_BYTES = 24 << 30
 SWAPPED = Path(__file__).parent / "examples" / "swapped_device_layer.py"
-_SAMPLE_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A command that ran: its exit code, time and peaks of memory."""
+    """A command that ran, and what it took."""
 
     name: str
-    exit_code: int
-    wall_s: float
-    cpu_s: float
-    peak_anonymous_bytes: int
-    peak_resident_bytes: int
+    watched: Watched
 
 
 def main() -> int:
@@ -110,60 +101,24 @@ def measure(name: str, expected_code: int, command: list[object]) -> Measured:
     """Run a command and sample its memory; stop the benchmark if it ends otherwise than expected."""
     words = [str(word) for word in command]
     beside = Path(sys.executable).parent / words[0]
-    began = time.monotonic()
-    process = psutil.Popen(
-        [str(beside) if beside.exists() else words[0], *words[1:]], stdout=subprocess.DEVNULL
-    )
-    peaks = {"RssAnon": 0, "VmRSS": 0}
-    sampler = threading.Thread(target=_sample, args=(process.pid, peaks))
-    sampler.start()
-    _, status, usage = os.wait4(process.pid, 0)
-    sampler.join()
-    code = os.waitstatus_to_exitcode(status)
-    measured = Measured(
-        name=name,
-        exit_code=code,
-        wall_s=time.monotonic() - began,
-        cpu_s=usage.ru_utime + usage.ru_stime,
-        peak_anonymous_bytes=peaks["RssAnon"],
-        peak_resident_bytes=usage.ru_maxrss * 1024,
-    )
-    print(f"{measured}", file=sys.stderr)
-    if code != expected_code:
-        sys.exit(f"{name} ended with {code}, expected {expected_code}: {' '.join(words)}")
-    return measured
+    watched = watch([str(beside) if beside.exists() else words[0], *words[1:]])
+    print(f"{name}: {watched}", file=sys.stderr)
+    if watched.exit_code != expected_code:
+        sys.exit(f"{name} ended with {watched.exit_code}, expected {expected_code}: {' '.join(words)}")
+    return Measured(name=name, watched=watched)
 
 
 def figures_of(run: Measured) -> list[Figure]:
     """A run's figures: time, and memory in layers and against the machine's."""
-    limit = MEMORY_LIMIT_BYTES / LAYER_BYTES
-    anonymous, resident = run.peak_anonymous_bytes / LAYER_BYTES, run.peak_resident_bytes / LAYER_BYTES
+    limit, took = MEMORY_LIMIT_BYTES / LAYER_BYTES, run.watched
+    anonymous = took.peak_anonymous_bytes / LAYER_BYTES
+    resident = took.peak_resident_bytes / LAYER_BYTES
     return [
-        Figure(figure=f"{run.name}_wall_s", value=round(run.wall_s, 1)),
-        Figure(figure=f"{run.name}_cpu_s", value=round(run.cpu_s, 1)),
-        Figure(
-            figure=f"{run.name}_peak_anonymous_over_layer",
-            value=round(anonymous, 3),
-            goal=f"<= {limit:.2f}",
-            holds=anonymous <= limit,
-        ),
-        Figure(figure=f"{run.name}_peak_resident_over_layer", value=round(resident, 3)),
+        Figure.plain(f"{run.name}_wall_s", took.wall_s),
+        Figure.plain(f"{run.name}_cpu_s", took.cpu_s),
+        Figure.at_most(f"{run.name}_peak_anonymous_over_layer", anonymous, limit),
+        Figure.plain(f"{run.name}_peak_resident_over_layer", resident),
     ]
-
-
-def _sample(pid: int, peaks: dict[str, int]) -> None:
-    status = Path(f"/proc/{pid}/status")
-    while True:
-        try:
-            lines = status.read_text().splitlines()
-        except OSError:
-            return
-        found = {name: value for name, _, value in (line.partition(":") for line in lines)}
-        if found.get("State", "").strip().startswith("Z"):
-            return
-        for name in peaks:
-            peaks[name] = max(peaks[name], 1024 * int(found.get(name, "0 kB").split()[0]))
-        time.sleep(_SAMPLE_INTERVAL_S)
 
 
 if __name__ == "__main__":

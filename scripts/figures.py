@@ -20,6 +20,27 @@ class Figure:
     goal: str = "-"
     holds: bool = True
 
+    @classmethod
+    def plain(cls, figure: str, value: float) -> Figure:
+        """A figure without a goal."""
+        return cls(figure=figure, value=round(value, 4))
+
+    @classmethod
+    def at_most(cls, figure: str, value: float, limit: float) -> Figure:
+        """A figure whose goal is a highest value."""
+        return cls(figure=figure, value=round(value, 4), goal=f"<= {limit:g}", holds=value <= limit)
+
+    @classmethod
+    def at_least(cls, figure: str, value: float, limit: float) -> Figure:
+        """A figure whose goal is a lowest value."""
+        return cls(figure=figure, value=round(value, 4), goal=f">= {limit:g}", holds=value >= limit)
+
+    @classmethod
+    def exactly(cls, figure: str, value: float, wanted: float, *, tolerance: float = 0.0) -> Figure:
+        """A figure whose goal is one value, as precisely as `tolerance` says."""
+        holds = abs(value - wanted) <= tolerance
+        return cls(figure=figure, value=round(value, 4), goal=f"= {wanted:g}", holds=holds)
+
 
 def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -> int:
     """Print the figures of a benchmark; the exit code is 1 where a goal is missed."""
@@ -29,8 +50,8 @@ def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -
     else:
         print(describe_machine())
         for figure in figures:
-            outcome = "holds" if figure.holds else "MISSED"
-            print(f"{figure.figure:55} {figure.value:10.3f}  goal {figure.goal:12} {outcome}")
+            outcome = "" if figure.goal == "-" else "holds" if figure.holds else "MISSED"
+            print(f"{figure.figure:55} {figure.value:10.3f}  goal {figure.goal:12} {outcome}".rstrip())
     return 0 if all(figure.holds for figure in figures) else 1
 
 

@@ -52,16 +52,16 @@ def dequantise(
     """The weight [R,C] in `dtype`: codes times block scales in float32, rounded once; NaN codes stay NaN.
 
     Args:
-        weight_fp8: float8_e4m3fn [R,C] on the CPU.
-        scale_inv: float32 [ceil(R/128), ceil(C/128)], to be multiplied.
-        out: Where the result goes, [R,C] of `dtype`; made where absent.
+        weight_fp8: float8_e4m3fn [R,C], on any device; fast on the CPU.
+        scale_inv: float32 [ceil(R/128), ceil(C/128)], to be multiplied; on the same device.
+        out: Where the result goes, [R,C] of `dtype`, there too; made where absent.
         dtype: Of the result.
 
     Raises:
         ValueError: A dtype or shape is not as above.
     """
     _check(weight_fp8, scale_inv)
-    result = torch.empty(weight_fp8.shape, dtype=dtype) if out is None else out
+    result = torch.empty(weight_fp8.shape, dtype=dtype, device=weight_fp8.device) if out is None else out
     if result.shape != weight_fp8.shape or result.dtype != dtype:
         raise ValueError(
             f"out is {result.dtype} {list(result.shape)}, expected {dtype} {list(weight_fp8.shape)}"
@@ -88,6 +88,8 @@ def _check(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> None:
 
 
 def _survives_bfloat16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> bool:
+    if weight_fp8.device.type != "cpu":
+        return False
     if weight_fp8.shape[1] % _CODES_PER_WORD or not weight_fp8.is_contiguous():
         return False
     # NaN is 0x7f and 0xff: the largest code read as a signed byte, and the largest read as an unsigned one.

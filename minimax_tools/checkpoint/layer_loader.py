@@ -64,7 +64,7 @@ class LayerLoader:
                 self._abandon(coming[1], coming[2])
             storage = self._take_storage()
             jobs = self._start(layer, storage, storage.places)
-        self._pool.finish(jobs)
+        self._finish(storage, jobs)
         self._current = (layer, storage)
         if self._prefetch and then is not None:
             following = self._take_storage()
@@ -74,11 +74,14 @@ class LayerLoader:
     def load_without_experts(self, layer: int) -> LayerStorage:
         """The layer's storage with all but the experts filled; `load_experts` reads those that are needed."""
         self._retire()
+        if self._coming is not None:
+            self._abandon(self._coming[1], self._coming[2])
+            self._coming = None
         storage = self._take_storage()
-        self._current = (layer, storage)
-        self._pool.finish(
-            self._start(layer, storage, [name for name in storage.places if EXPERTS not in name])
+        self._finish(
+            storage, self._start(layer, storage, [name for name in storage.places if EXPERTS not in name])
         )
+        self._current = (layer, storage)
         return storage
 
     def load_experts(self, experts: Iterable[int]) -> None:
@@ -134,6 +137,14 @@ class LayerLoader:
         # A disk reads fastest from front to back.
         ordered = sorted(names, key=lambda name: index[prefix + name].position)
         return self._pool.start(partial(self._fill, prefix + name, storage.places[name]) for name in ordered)
+
+    def _finish(self, storage: LayerStorage, jobs: Jobs) -> None:
+        try:
+            self._pool.finish(jobs)
+        except BaseException:
+            # The storage may be filled anew: nothing must write to it any more.
+            self._abandon(storage, jobs)
+            raise
 
     def _abandon(self, storage: LayerStorage, jobs: Jobs) -> None:
         self._pool.abandon(jobs)

@@ -41,6 +41,7 @@ class ReadAhead:
         knows what it means.
         """
         if layer not in self._requested:
+            logger.debug("Reading layer %d ahead.", layer)
             self._requested[layer] = self._thread.submit(self._fetch, layer)
         return self._requested[layer]
 

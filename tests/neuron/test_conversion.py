@@ -91,6 +91,45 @@ class Port(ReferenceLayer):
         mine = tensors_of(write_port(source))
         assert torch.equal(mine["output"], tensors_of("reference")["output"])
 
+    def test_tensor_may_be_set_over_with_another_shape(self, tensors_of: Any, write_port: Any) -> None:
+        source = """
+class Port(ReferenceLayer):
+    NAME = "self_attn.k_norm.weight"
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        norm = self.self_attn.k_norm
+        norm.weight = nn.Parameter(torch.empty(1, *norm.weight.shape))
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        tensors[self.NAME] = tensors[self.NAME][None]
+        return tensors
+"""
+        mine = tensors_of(write_port(source))
+        assert torch.equal(mine["output"], tensors_of("reference")["output"])
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            ("[1.0]", "1 no tensor: self_attn.k_norm.weight"),
+            ("tensors[NAME].to(torch.float8_e4m3fn)", "is FP8 codes: without its scales it is no weight"),
+        ],
+    )
+    def test_what_is_set_over_a_tensor_and_is_no_weight_is_refused(
+        self, run_layer: Any, write_port: Any, value: str, text: str
+    ) -> None:
+        source = f"""
+NAME = "self_attn.k_norm.weight"
+
+class Port(ReferenceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        tensors[NAME] = {value}
+        return tensors
+"""
+        result = run_layer(write_port(source))
+        assert result.exit_code == 3
+        assert text in result.stderr
+
     @pytest.mark.parametrize("returned", ["None", "list(tensors)", "3"])
     def test_other_returns_are_refused(self, run_layer: Any, write_port: Any, returned: str) -> None:
         source = f"""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import PRESETS, SyntheticModel
 from minimax_tools.spec import ModelSpec
@@ -98,9 +99,10 @@ def loaded_state(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The state of the device layer with layer 1 of the checkpoint."""
     spec, target = ModelSpec.from_folder(folder), find_target("builtin")
     module = target.build(spec, 1, dtype=dtype)
-    with CheckpointReader(folder) as reader:
+    with CheckpointReader(folder) as reader, ReadingPool(2) as pool:
         tensors = LayerTensors.open(reader, spec, 1, dtype)
-        target.load(module, tensors, spec, loader=WeightLoader(torch.device("cpu"), wait=lambda: None))
+        loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
+        target.load(module, tensors, spec, loader=loader)
     return dict(module.state_dict())
 
 
@@ -143,12 +145,7 @@ def test_chunks_are_of_one_size(num_experts: int, fitting: int, expected: int) -
 
 
 def experts_per_chunk_in_bf16(config: Any, chunk_size_bytes: int) -> int:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return experts_per_chunk(config, chunk_size_bytes=chunk_size_bytes)
-    finally:
-        torch.set_default_dtype(default)
+    return experts_per_chunk(config, dtype=torch.bfloat16, chunk_size_bytes=chunk_size_bytes)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

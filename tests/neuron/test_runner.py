@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,8 +82,10 @@ def test_failed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
     resumed = run(*preset, *common, "--output-dir", tmp_path / "resumed")
     assert resumed.exit_code == 0
     assert "after layer 1" in resumed.stderr
-    assert "Layer 1: " not in resumed.stderr
-    assert "Layer 2: " in resumed.stderr
+    assert (
+        "Layer 1 (2 of 4): done before" in resumed.stderr or "Layer 1 (1 of 3): done before" in resumed.stderr
+    )
+    assert re.search(r"Layer 2 \(\d of \d\): .*memory", resumed.stderr)
     assert contents(tmp_path / "resumed") == contents(tmp_path / "whole")
 
 
@@ -192,7 +195,7 @@ class TestBegunAnew:
         result = left()
         assert "Starting anew" in result.stderr
         assert "other target_digest" in result.stderr
-        assert "Layer 0: " in result.stderr
+        assert re.search(r"Layer 0 \(1 of 4\): .*memory", result.stderr)
 
     def test_other_target_is_named(self, left: Any) -> None:
         assert "other target, target_digest" in left(target="reference").stderr

@@ -1,25 +1,29 @@
-"""Loading: strict, all faults at once, cast only to the place's dtype, host buffers reused."""
+"""Loading: strict, all faults at once, cast only to the place's dtype, on several threads, host buffers reused."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import CheckpointError, TargetError
-from neuron.weights import Deferred, WeightLoader
+from neuron.weights import Deferred, Gathered, WeightLoader
 
-# Two layers of two tensors that share one host buffer, each too large for any small-buffer path.
+# Two layers of tensors that share host buffers, each too large for any small-buffer path.
 LOAD_TWICE_ON_XLA = """
 import json
 import torch
 from torch import nn
+from minimax_tools.checkpoint.reading_pool import ReadingPool
 from neuron.runtime import open_runtime
-from neuron.weights import Deferred, WeightLoader
+from neuron.weights import Deferred, Gathered, WeightLoader
 
 SHAPE = (1024, 2048)
 
@@ -30,15 +34,25 @@ class Layer(nn.Module):
         self.b = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
         self.c = nn.Buffer(torch.empty(SHAPE, dtype=torch.float32))
         self.d = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
+        self.e = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
+        self.f = nn.Parameter(torch.empty(SHAPE, dtype=torch.bfloat16))
 
-def weight(value):
+def deferred(value):
     return Deferred(shape=SHAPE, fill=lambda storage: storage.fill_(value))
 
-with open_runtime("xla-cpu") as runtime:
-    loader = WeightLoader(runtime.device, wait=runtime.synchronise)
+def gathered(value):
+    return Gathered(
+        shape=SHAPE,
+        read=lambda name, place: place.fill_(value),
+        places=lambda storage: {str(row): storage[row] for row in range(SHAPE[0])},
+    )
+
+with open_runtime("xla-cpu") as runtime, ReadingPool(4) as pool:
+    loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)
     layers = [Layer(), Layer()]
     for number, layer in enumerate(layers):
-        weights = {name: weight(10 * number + index) for index, name in enumerate("abc")}
+        weights = {name: gathered(10 * number + index) for index, name in enumerate("abcef")}
+        weights["b"] = deferred(10 * number + 1)
         weights["d"] = torch.full(SHAPE, 50.0 + number)
         loader.load(layer, weights, what="a test")
     found = [
@@ -55,9 +69,19 @@ print(json.dumps(found))
 """
 
 
-def load(module: nn.Module, weights: dict[str, Any]) -> nn.Module:
-    WeightLoader(torch.device("cpu"), wait=lambda: None).load(module, weights, what="the port")
+def load(module: nn.Module, weights: dict[str, Any], *, num_threads: int = 2) -> nn.Module:
+    with ReadingPool(num_threads) as pool:
+        loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
+        loader.load(module, weights, what="the port")
     return module
+
+
+def gathered(
+    places: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
+    read: Callable[[str, torch.Tensor], None],
+    *shape: int,
+) -> Gathered:
+    return Gathered(shape=shape, read=read, places=places)
 
 
 def test_every_parameter_and_persistent_buffer_is_filled_and_cast_to_its_place() -> None:
@@ -92,6 +116,36 @@ def test_deferred_weight_is_written_into_the_place_itself() -> None:
     load(module, {"weight": Deferred(shape=(2, 3), fill=fill)})
     assert filled == [module.weight.data_ptr()]
     assert module.weight.unique().tolist() == [7]
+
+
+def test_gathered_weight_is_read_part_by_part_into_the_place_itself_by_several_threads() -> None:
+    module = nn.Linear(3, 2, bias=False)
+    # Each part waits for the other: one thread alone would never end.
+    both = threading.Barrier(2, timeout=60)
+
+    def read(name: str, place: torch.Tensor) -> None:
+        both.wait()
+        place.fill_(float(name))
+
+    weight = gathered(lambda storage: {"4": storage[0], "5": storage[1]}, read, 2, 3)
+    address = module.weight.data_ptr()
+    load(module, {"weight": weight})
+    assert module.weight.tolist() == [[4, 4, 4], [5, 5, 5]]
+    assert module.weight.data_ptr() == address
+
+
+def test_weights_of_a_port_are_freed_one_by_one() -> None:
+    module = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in "ab"})
+    weights: dict[str, Any] = {"a.weight": torch.zeros(2, 3)}
+    held = []
+
+    def fill(storage: torch.Tensor) -> None:
+        held.extend(weights)
+        storage.fill_(1)
+
+    weights["b.weight"] = Deferred(shape=(2, 3), fill=fill)
+    load(module, weights)
+    assert (held, weights) == ([], {})
 
 
 def test_all_names_and_shapes_that_do_not_fit_are_told_at_once() -> None:
@@ -140,6 +194,30 @@ def test_weight_that_cannot_be_written_is_named() -> None:
         load(nn.Linear(3, 2, bias=False), {"weight": Deferred(shape=(2, 3), fill=fill)})
 
 
+def test_part_that_cannot_be_read_names_its_weight_and_nothing_is_written_afterwards() -> None:
+    module = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in "ab"})
+    written = []
+
+    def read(name: str, place: torch.Tensor) -> None:
+        if name == "3":
+            raise ValueError("no such tensor")
+        written.append(name)
+
+    def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {str(row): storage[row] for row in range(64)}
+
+    weights = {f"{name}.weight": gathered(places, read, 64, 64) for name in "ab"}
+    with ReadingPool(1) as pool:
+        loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
+        with pytest.raises(
+            TargetError, match=r"the weight a\.weight cannot be loaded: found ValueError: no such"
+        ):
+            loader.load(module, weights, what="the port")
+        num_written = len(written)
+        pool.finish(pool.start([lambda: None]))
+        assert len(written) == num_written < 128
+
+
 def test_unreadable_checkpoint_stays_a_checkpoint_error() -> None:
     def fill(storage: torch.Tensor) -> None:
         raise CheckpointError("shard 3 is damaged")
@@ -154,8 +232,8 @@ def test_host_buffers_are_reused_without_touching_what_was_loaded_before(
     done: subprocess.CompletedProcess[str] = run_python(LOAD_TWICE_ON_XLA)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)
-    assert first["values"] == [[0, 0], [1, 1], [50, 50], [2, 2]]
-    assert second["values"] == [[10, 10], [11, 11], [51, 51], [12, 12]]
+    assert first["values"] == [[0, 0], [1, 1], [50, 50], [3, 3], [4, 4], [2, 2]]
+    assert second["values"] == [[10, 10], [11, 11], [51, 51], [13, 13], [14, 14], [12, 12]]
     assert first["devices"] == second["devices"] == ["xla"]
-    assert first["dtypes"] == ["torch.bfloat16", "torch.bfloat16", "torch.bfloat16", "torch.float32"]
-    assert first["parameters"] == ["a", "b", "d"]
+    assert first["dtypes"] == ["torch.bfloat16"] * 5 + ["torch.float32"]
+    assert first["parameters"] == ["a", "b", "d", "e", "f"]

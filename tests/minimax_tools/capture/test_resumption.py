@@ -220,3 +220,54 @@ def test_notes_beside_a_capture_survive_it(recipe: Recipe, tmp_path: Path) -> No
     recipe.write(tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "plots.json").is_dir()
+
+
+class TestHiddenStatesThatAreMade:
+    """A first input that takes work to make: made once, and not again where the stored one counts."""
+
+    FED = torch.full((2, 3, 4), -1.0).bfloat16()
+
+    def write(self, recipe: Recipe, directory: Path, *, until: int = 3, made: list[str]) -> None:
+        def make() -> torch.Tensor:
+            made.append("made")
+            return self.FED
+
+        recipe.write(directory, until=until, hidden_states=make)  # type: ignore[arg-type]
+
+    def test_are_not_made_again_behind_a_stored_layer(self, recipe: Recipe, tmp_path: Path) -> None:
+        made: list[str] = []
+        self.write(recipe, tmp_path / "whole", made=made)
+        self.write(recipe, tmp_path / "cut", until=1, made=made)
+        self.write(recipe, tmp_path / "cut", made=made)
+        assert (recipe.written, len(made)) == ([1, 2], 2)
+        assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+
+    def test_are_made_again_where_no_layer_is_stored(self, recipe: Recipe, tmp_path: Path) -> None:
+        made: list[str] = []
+        self.write(recipe, tmp_path, until=0, made=made)
+        self.write(recipe, tmp_path, made=made)
+        assert len(made) == 2
+
+    def test_are_made_again_where_the_stored_ones_are_not_what_the_first_layer_was_fed(
+        self, recipe: Recipe, inputs: Inputs, tmp_path: Path
+    ) -> None:
+        made: list[str] = []
+        self.write(recipe, tmp_path, until=1, made=made)
+        writer = CaptureWriter(tmp_path, Capture.open(tmp_path).manifest)
+        writer.write_inputs(inputs, self.FED + 1)
+        self.write(recipe, tmp_path, made=made)
+        assert (recipe.written, len(made)) == ([0, 1, 2], 2)
+
+    def test_are_made_again_for_another_description(
+        self, recipe: Recipe, describe: Any, tmp_path: Path
+    ) -> None:
+        made: list[str] = []
+        self.write(recipe, tmp_path, until=1, made=made)
+        recipe.description = describe(target="another")
+        self.write(recipe, tmp_path, made=made)
+        assert (recipe.written, len(made)) == ([0, 1, 2], 2)
+
+    def test_that_were_never_stored_cannot_be_read_back(self, recipe: Recipe, tmp_path: Path) -> None:
+        with open_capture(tmp_path, recipe.description, inputs=recipe.inputs) as writer:
+            with pytest.raises(CaptureError, match="holds no hidden states"):
+                writer.read_hidden_states()

@@ -157,6 +157,20 @@ def test_a_copy_and_its_original_do_not_meet(layer: LayerTensors) -> None:
     assert copy.dtype == layer.dtype
 
 
+def test_shape_of_what_is_given_is_told_without_reading(
+    layer: LayerTensors, reader: CheckpointReader
+) -> None:
+    assert layer.given_shape(EXPERT) == (72, 160)
+    assert layer.is_stored(EXPERT)
+    layer[EXPERT] = torch.ones(160, 72)
+    assert layer.given_shape(EXPERT) == (160, 72)
+    assert not layer.is_stored(EXPERT)
+    assert not layer.is_stored("unknown")
+    assert reader.num_bytes_read == 0
+    with pytest.raises(KeyError, match="unknown"):
+        layer.given_shape("unknown")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_reading_into_storage_casts_to_it(
     dtype: torch.dtype, layer: LayerTensors, float32_products: Tensors, fp8_tensors: Tensors

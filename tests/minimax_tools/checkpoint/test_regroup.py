@@ -9,7 +9,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import expert_weight, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.regroup import group_down, group_gate_up
+from minimax_tools.checkpoint.regroup import down_places, gate_up_places, group_down, group_gate_up
 from minimax_tools.spec import ModelSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -54,6 +54,30 @@ def test_experts_lie_in_integer_order_gate_before_up() -> None:
         assert (gate_up[expert, :INTERMEDIATE] == expert).all()
         assert (gate_up[expert, INTERMEDIATE:] == expert + 0.5).all()
         assert (down[expert] == expert + 0.25).all()
+
+
+def test_places_are_views_by_the_experts_names() -> None:
+    gate_up, down = _storage(2)
+    places = {
+        **gate_up_places(range(3, 5), gate_up, dtype=torch.bfloat16),
+        **down_places(range(3, 5), down, dtype=torch.bfloat16),
+    }
+    assert set(places) == {
+        expert_weight(expert, matrix) for expert in (3, 4) for matrix in ("w1", "w2", "w3")
+    }
+    for number, place in enumerate(places.values()):
+        place.fill_(number)
+    assert (gate_up != -1).all()
+    assert (down != -1).all()
+    assert places[expert_weight(4, "w3")].data_ptr() == gate_up[1, INTERMEDIATE:].data_ptr()
+
+
+def test_places_in_storage_of_another_dtype_are_refused() -> None:
+    gate_up, down = _storage(2, dtype=torch.float32)
+    with pytest.raises(ValueError, match="expected torch.bfloat16: another dtype gives other results"):
+        gate_up_places(range(2), gate_up, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="expected torch.bfloat16"):
+        down_places(range(2), down, dtype=torch.bfloat16)
 
 
 def test_a_run_of_experts_starts_at_index_zero() -> None:

@@ -1,0 +1,222 @@
+"""Loading and streaming against a plain read, `from_pretrained` and accelerate's disk offload, in one run.
+
+Writes a synthetic MiniMax-M2 of 5.05 GB in BF16 (16 layers of 307 MB, 64 experts, 6 shards), and the same in FP8, and
+measures every variant in a process of its own: anonymous memory above what its imports left, seconds from there on,
+ratios between runs that follow each other, medians of several rounds. Takes 10 GB of disk and some ten minutes;
+exit code 1 where a goal is missed, 3 where it could not run.
+
+With --full-size DIR also the golden of a checkpoint of the true size, made by scripts/full_size_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from figures import Figure, print_figures
+from loading_bench import SCALES, Bench, Checkpoint
+from loading_memory import measure_packed, measure_peaks
+from loading_models import measure_full_size, measure_split
+from loading_speed import measure_dequantising, measure_offload, measure_stream, measure_warm_load
+
+from minimax_tools.checkpoint.synthetic import FP8
+
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp8": FP8})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Figures that come from the same runs.
+
+    Args:
+        stored: The checkpoint that it needs, of `_DTYPES`; None for none.
+        measure: Runs, and gives the figures.
+        figures: Their names.
+    """
+
+    stored: str | None
+    measure: Callable[[Bench, Checkpoint | None], Iterator[Figure]]
+    figures: tuple[str, ...]
+
+
+def _on_checkpoint(
+    measure: Callable[[Bench, Checkpoint], Iterator[Figure]],
+) -> Callable[..., Iterator[Figure]]:
+    return measure
+
+
+def _alone(
+    measure: Callable[[Bench], Iterator[Figure]],
+) -> Callable[[Bench, Checkpoint | None], Iterator[Figure]]:
+    return lambda bench, _: measure(bench)
+
+
+def _stream_names(suffix: str) -> tuple[str, ...]:
+    names = (
+        "stream_over_bound",
+        "stream_cold_s",
+        "stream_without_reads_s",
+        "raw_cold_read_s",
+        "bytes_read_over_stored",
+        "extra_disk_bytes",
+        "rchar_over_stored",
+    )
+    return tuple(name + suffix for name in names)
+
+
+def _split_names(model_type: str) -> tuple[str, ...]:
+    settings = [f"split_{model_type}_low_memory_{setting}" for setting in ("on", "off")]
+    names = [
+        f"{setting}_{name}" for setting in settings for name in ("peak_over_model", "load_s", "tokens_per_s")
+    ]
+    return (*names, f"split_{model_type}_logits_equal")
+
+
+GROUPS: tuple[Group, ...] = (
+    Group(
+        stored=None,
+        measure=_alone(measure_dequantising),
+        figures=(
+            "fp8_dequantise_gb_per_s",
+            "fp8_dequantise_share_of_memory_bandwidth",
+            "memory_bandwidth_gb_per_s",
+        ),
+    ),
+    Group(
+        stored="bf16",
+        measure=_on_checkpoint(measure_peaks),
+        figures=(
+            "peak_anonymous_over_layer",
+            "peak_anonymous_over_layer_load_pass",
+            "peak_anonymous_over_layer_prefetching",
+            "peak_anonymous_over_layer_golden_whole",
+            "peak_anonymous_over_layer_from_pretrained",
+            "from_pretrained_load_s",
+            "streamed_capture_equals_whole",
+        ),
+    ),
+    Group(
+        stored="bf16",
+        measure=_on_checkpoint(measure_warm_load),
+        figures=(
+            "warm_load_over_raw_read",
+            "warm_load_gb_per_s",
+            "raw_warm_read_gb_per_s",
+            "raw_warm_read_into_cache_gb_per_s",
+        ),
+    ),
+    Group(
+        stored="bf16",
+        measure=_on_checkpoint(partial(measure_stream, suffix="_bf16")),
+        figures=_stream_names("_bf16"),
+    ),
+    Group(
+        stored="bf16",
+        measure=_on_checkpoint(measure_offload),
+        figures=(
+            "offload_over_stream",
+            "offload_over_stream_warm",
+            "streamed_logits_s",
+            "offload_load_s",
+            "offload_forward_s",
+            "offload_logits_equal_streamed",
+            "extra_disk_gb_of_offload",
+            "peak_anonymous_over_layer_offload",
+        ),
+    ),
+    Group(
+        stored="fp8",
+        measure=_on_checkpoint(measure_packed),
+        figures=(
+            "peak_anonymous_packed_over_fp8_layer",
+            "peak_anonymous_over_layer_from_fp8",
+            "packed_capture_equals_eager_whole",
+        ),
+    ),
+    Group(stored="fp8", measure=_on_checkpoint(measure_stream), figures=_stream_names("")),
+    Group(
+        stored="fp8",
+        measure=_on_checkpoint(partial(measure_stream, floor="stats", suffix="_stats")),
+        figures=_stream_names("_stats"),
+    ),
+    Group(
+        stored=None,
+        measure=_alone(measure_split),
+        figures=(*_split_names("qwen2"), *_split_names("minimax_m2")),
+    ),
+)
+FULL_SIZE_FIGURES = (
+    "full_size_s",
+    "full_size_gb_per_s",
+    "full_size_peak_anonymous_over_layer",
+    "full_size_bytes_read_over_stored",
+    "full_size_disk_read_over_stored",
+    "full_size_capture_gb",
+)
+
+
+def main() -> int:
+    """Measure, print, and end with 1 if a goal is missed."""
+    arguments = _parse_arguments()
+    scale = SCALES[arguments.scale]
+    if arguments.rounds is not None:
+        scale = replace(scale, rounds=arguments.rounds)
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        bench = Bench(scratch=Path(scratch), scale=scale, seq_lens=(40, 24))
+        figures = list(_measure(bench, arguments))
+    return print_figures("loading", figures, as_json=arguments.json)
+
+
+def _measure(bench: Bench, arguments: argparse.Namespace) -> Iterator[Figure]:
+    wanted = [group for group in GROUPS if arguments.only is None or arguments.only & set(group.figures)]
+    for stored in (None, *_DTYPES):
+        groups = [group for group in wanted if group.stored == stored]
+        if stored is None:
+            for group in groups:
+                yield from group.measure(bench, None)
+        elif groups:
+            with bench.checkpoint(stored, dtype=_DTYPES[stored]) as checkpoint:
+                for group in groups:
+                    yield from group.measure(bench, checkpoint)
+    if arguments.full_size is not None:
+        yield from measure_full_size(bench, arguments.full_size, num_layers=arguments.full_size_layers)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--scratch", type=Path, help="folder with 11 GB free (default: the system's)")
+    parser.add_argument(
+        "--only", type=_parse_only, metavar="NAME,...", help="measure what gives these figures"
+    )
+    parser.add_argument("--rounds", type=int, help="how often times are taken (default: 3)")
+    parser.add_argument("--full-size", type=Path, metavar="DIR", help="a checkpoint of the true size")
+    parser.add_argument("--full-size-layers", type=int, metavar="N", help="only its first layers")
+    parser.add_argument(
+        "--scale", choices=list(SCALES), default="full", help="toy tries the script out in a minute"
+    )
+    return parser.parse_args()
+
+
+def _parse_only(text: str) -> set[str]:
+    names = {name for name in text.split(",") if name}
+    known = {name for group in GROUPS for name in group.figures} | set(FULL_SIZE_FIGURES)
+    unknown = names - known
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no figure {', '.join(sorted(unknown))}: choose of {', '.join(sorted(known))}"
+        )
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

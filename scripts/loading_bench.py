@@ -1,0 +1,394 @@
+"""What `bench_loading.py` measures with: the sizes of a run, its checkpoints, the page cache, and the probes.
+
+A probe is one measurement in a process of its own. Its memory is what it held above its own baseline, which it
+takes after its imports; its seconds begin there too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import psutil
+import torch
+from peaks import tree_bytes, watch
+
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.names import layer_of
+from minimax_tools.checkpoint.synthetic import FP8, plan_tensors, synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+
+PROBE = Path(__file__).parent / "loading_probe.py"
+COULD_NOT_RUN = 3
+_PIECE_BYTES = 8 << 20
+_ATTEMPTS = 4
+# Above the weights: what a process needs beside them while a model loads.
+_SPARE_BYTES = 2_000_000_000
+
+RUN_COMMAND = "loading_goldens:run_command"
+FORWARD_STREAMED = "loading_goldens:forward_streamed"
+FORWARD_OFFLOADED = "loading_goldens:forward_offloaded"
+LOAD_WHOLE = "loading_goldens:load_whole"
+READ_PLAINLY = "loading_reads:read_plainly"
+LOAD_LAYERS = "loading_reads:load_layers"
+DEQUANTISE = "loading_reads:dequantise_experts"
+SPLIT = "loading_splits:split"
+WRITE_QWEN2 = "loading_splits:write_qwen2"
+
+
+class Cache(Enum):
+    """What the page cache holds of a checkpoint when a probe begins."""
+
+    ANY = "as it was"
+    WARM = "warm"
+    COLD = "cold"
+
+    def prepare(self, files: tuple[Path, ...]) -> None:
+        """Read the files, or drop them."""
+        if self is Cache.WARM:
+            warm_cache(files)
+        if self is Cache.COLD:
+            drop_cache(files)
+
+    def fits(self, disk_share: float) -> bool:
+        """Whether a probe that read so much of a checkpoint from the disk found what it should."""
+        if self is Cache.ANY:
+            return True
+        return disk_share <= _WARM_SHARE if self is Cache.WARM else disk_share >= _COLD_SHARE
+
+
+# Of a checkpoint's bytes, what may come from the disk when it is warm, and must when it is cold.
+_WARM_SHARE, _COLD_SHARE = 0.02, 0.98
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large everything is.
+
+    Args:
+        model: The model that is loaded, streamed and offloaded.
+        shard_bytes: Of its shards.
+        split_layers: How many of its layers the split model has.
+        qwen2: The quantities of the other split model.
+        expert: Experts, intermediate and hidden size of what is dequantised.
+        rounds: How often each time is taken.
+    """
+
+    model: SyntheticModel
+    shard_bytes: int
+    split_layers: int
+    qwen2: Mapping[str, int]
+    expert: tuple[int, int, int]
+    rounds: int
+
+
+SCALES: Mapping[str, Scale] = MappingProxyType(
+    {
+        # 5.05 GB in BF16: 16 layers of 307 MB.
+        "full": Scale(
+            model=SyntheticModel(
+                num_hidden_layers=16,
+                hidden_size=1024,
+                num_attention_heads=16,
+                num_key_value_heads=4,
+                head_dim=64,
+                rotary_dim=32,
+                num_local_experts=64,
+                num_experts_per_tok=8,
+                intermediate_size=768,
+                vocab_size=32000,
+            ),
+            shard_bytes=900_000_000,
+            split_layers=4,
+            qwen2={
+                "hidden_size": 1536,
+                "intermediate_size": 8960,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 2,
+                "vocab_size": 32000,
+            },
+            expert=(64, 1536, 3072),
+            rounds=3,
+        ),
+        "toy": Scale(
+            model=SyntheticModel(num_local_experts=16, num_experts_per_tok=2),
+            shard_bytes=4_000_000,
+            split_layers=4,
+            qwen2={
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 512,
+            },
+            expert=(2, 256, 256),
+            rounds=1,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a probe told, and what was seen of it.
+
+    Args:
+        seconds: After its imports.
+        peak_bytes: Anonymous memory at its most, above what the imports left.
+        rchar: Bytes that it asked files for.
+        disk_bytes: Bytes that came from a disk.
+        extra_disk_bytes: What it wrote into the scratch folder, captures aside, at its most.
+        told: The function's own result.
+    """
+
+    seconds: float
+    peak_bytes: int
+    rchar: int
+    disk_bytes: int
+    extra_disk_bytes: int
+    told: Mapping[str, Any]
+
+    def describe(self) -> str:
+        """It in a line."""
+        return (
+            f"{self.seconds:.2f} s, peak {self.peak_bytes / 1e6:.0f} MB, "
+            f"{self.disk_bytes / 1e6:.0f} MB from disk, {_word(self.told)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint and what its headers say.
+
+    Args:
+        folder: Where it is.
+        shards: Its files.
+        stored_bytes: Of all its tensors.
+        layer_bytes: Of the tensors of layer 0.
+        whole_bytes: What a process needs that loads all of it in BF16.
+    """
+
+    folder: Path
+    shards: tuple[Path, ...]
+    stored_bytes: int
+    layer_bytes: int
+    whole_bytes: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Checkpoint:
+        """Read the headers."""
+        entries = tuple(TensorIndex.from_folder(folder).entries.values())
+        return cls(
+            folder=folder,
+            shards=tuple(sorted({entry.file for entry in entries})),
+            stored_bytes=sum(entry.size_bytes for entry in entries),
+            layer_bytes=sum(entry.size_bytes for entry in entries if layer_of(entry.name) == 0),
+            whole_bytes=sum(_bf16_bytes(entry) for entry in entries) + _SPARE_BYTES,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Makes checkpoints in a scratch folder and runs probes on them."""
+
+    scratch: Path
+    scale: Scale
+    seq_lens: tuple[int, ...]
+
+    @contextmanager
+    def checkpoint(
+        self, name: str, *, dtype: torch.dtype, num_layers: int | None = None
+    ) -> Iterator[Checkpoint]:
+        """A synthetic checkpoint while the block lasts."""
+        model = self.scale.model
+        if num_layers is not None:
+            model = replace(model, num_hidden_layers=num_layers)
+        folder = self.scratch / name
+        shard_bytes = self.scale.shard_bytes // (2 if dtype == FP8 else 1)
+        say(f"writing {name}")
+        synthesize(folder, model=model, dtype=dtype, shard_size_bytes=shard_bytes, seed=0)
+        try:
+            yield Checkpoint.of(folder)
+        finally:
+            shutil.rmtree(folder)
+
+    @contextmanager
+    def folder(self, name: str) -> Iterator[Path]:
+        """A new folder while the block lasts."""
+        path = self.scratch / name
+        path.mkdir()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)
+
+    def golden(
+        self,
+        checkpoint: Checkpoint,
+        capture: Path,
+        *options: str,
+        cache: Cache = Cache.ANY,
+        idle: bool = False,
+        command: tuple[str, ...] = ("extract-all",),
+    ) -> Measured:
+        """A golden of the checkpoint by `mm2-gpu`, with its own defaults but for `options`.
+
+        Args:
+            checkpoint: The checkpoint.
+            capture: Where the capture goes.
+            options: Of the command.
+            cache: What of the checkpoint the page cache shall hold.
+            idle: Whether to leave out most of the reading.
+            command: Which of `mm2-gpu`'s commands.
+        """
+        words = [*command, "--model", str(checkpoint.folder), "--output-dir", str(capture)]
+        words += ["--seq-len", ",".join(map(str, self.seq_lens)), "--quiet", *options]
+        return self.probe(
+            RUN_COMMAND,
+            cache=cache,
+            checkpoint=checkpoint,
+            needs_bytes=checkpoint.whole_bytes if "off" in options else 0,
+            words=words,
+            idle=idle,
+        )
+
+    def probe(
+        self,
+        place: str,
+        *,
+        cache: Cache = Cache.ANY,
+        checkpoint: Checkpoint | None = None,
+        needs_bytes: int = 0,
+        **arguments: Any,
+    ) -> Measured:
+        """Call a function in a process of its own.
+
+        Args:
+            place: The function, as `loading_goldens:run_command`.
+            cache: What of the checkpoint the page cache shall hold; where something else drives it out of the
+                cache, the probe is run again.
+            checkpoint: What it reads, where `cache` matters.
+            needs_bytes: Memory that must be free.
+            arguments: Of the function.
+        """
+        require_memory(needs_bytes, place)
+        for _ in range(_ATTEMPTS):
+            if checkpoint is not None:
+                cache.prepare(checkpoint.shards)
+            measured = self._run(place, arguments)
+            if checkpoint is None or cache.fits(measured.disk_bytes / checkpoint.stored_bytes):
+                break
+            say(f"  the page cache did not stay {cache.value}: once more")
+        else:
+            stop(f"the page cache does not stay {cache.value}: free some memory, or use a folder on a disk")
+        return measured
+
+    def _run(self, place: str, arguments: Mapping[str, Any]) -> Measured:
+        report = self.scratch / "reports" / "report.json"
+        report.parent.mkdir(exist_ok=True)
+        report.unlink(missing_ok=True)
+        words = [sys.executable, str(PROBE), place, json.dumps(arguments), str(report)]
+        environment, before_bytes = self._environment(), self._scratch_bytes()
+        watched = watch(words, environment=environment, gauges={"scratch": self._scratch_bytes})
+        if watched.exit_code != 0 or not report.exists():
+            stop(f"{place} ended with {watched.exit_code}: {json.dumps(arguments)}")
+        record = json.loads(report.read_text(encoding="utf-8"))
+        measured = Measured(
+            seconds=record["seconds"],
+            peak_bytes=watched.peak_anonymous_bytes - record["baseline_bytes"],
+            rchar=record["io"]["rchar"],
+            disk_bytes=record["io"]["read_bytes"],
+            extra_disk_bytes=watched.peaks["scratch"] - before_bytes - record["temporary_bytes"],
+            told=record["told"],
+        )
+        say(f"{place} {_word(arguments)}: {measured.describe()}")
+        if record["late_imports"]:
+            say(f"  imported late: {' '.join(record['late_imports'])}")
+        return measured
+
+    def _scratch_bytes(self) -> int:
+        """What lies in the scratch folder beside captures and reports."""
+        return tree_bytes(self.scratch, without=(self.scratch / "captures", self.scratch / "reports"))
+
+    def _environment(self) -> dict[str, str]:
+        temporary = self.scratch / "tmp"
+        temporary.mkdir(exist_ok=True)
+        # What a probe writes anywhere else than where it was told shows in the scratch folder.
+        return {
+            "PJRT_DEVICE": "CPU",
+            **os.environ,
+            "TMPDIR": str(temporary),
+            "HF_HOME": str(temporary),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
+
+
+def bf16_layer_bytes(model: SyntheticModel) -> int:
+    """A layer's weights in BF16."""
+    plan = plan_tensors(model, dtype=torch.bfloat16)
+    return sum(tensor.size_bytes for tensor in plan if layer_of(tensor.name) == 0)
+
+
+def warm_cache(files: tuple[Path, ...]) -> None:
+    """Read files into the page cache."""
+    buffer = bytearray(_PIECE_BYTES)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def drop_cache(files: tuple[Path, ...]) -> None:
+    """Drop files from the page cache; a host's cache below a virtual machine's disk is out of reach."""
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def require_memory(num_bytes: int, purpose: str) -> None:
+    """End the benchmark where a run would not fit the free memory."""
+    available = psutil.virtual_memory().available
+    if available < num_bytes:
+        stop(f"{purpose} needs {num_bytes / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free")
+
+
+def stop(message: str) -> NoReturn:
+    """End the benchmark, which could not run."""
+    say(f"Error: {message}")
+    sys.exit(COULD_NOT_RUN)
+
+
+def say(message: str) -> None:
+    """Tell how far it is, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _bf16_bytes(entry: TensorEntry) -> int:
+    return entry.size_bytes * 2 if entry.dtype == FP8 else entry.size_bytes
+
+
+def _word(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_word_value(value)}" for name, value in values.items())
+
+
+def _word_value(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,163 @@
+"""Measured in a process of their own: goldens and forward passes, streamed and by transformers and accelerate.
+
+Every function returns numbers and digests by name; see `loading_probe.py`. What transformers, rich and mm2 import
+only when they need it is imported here, before the baseline is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import accelerate.hooks
+import rich.live
+import rich.progress
+import torch
+import transformers.integrations.moe
+import transformers.masking_utils
+from transformers import MiniMaxM2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+import gpu_reference.golden
+import minimax_tools.reference.head
+import minimax_tools.reference.twin
+from gpu_reference.cli import main as mm2_gpu
+from gpu_reference.golden import GoldenRequest, open_golden
+from gpu_reference.model import GoldenModelRequest, restore_router
+from gpu_reference.placement import Placement
+from gpu_reference.streaming import Streaming
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.names import GATE, layer_of
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.inputs import Inputs
+from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.run import full_run
+from minimax_tools.spec import ModelSpec
+
+transformers_logging.disable_progress_bar()
+_IMPORTED_EARLY = (
+    accelerate.hooks,
+    rich.live,
+    rich.progress,
+    transformers.integrations.moe,
+    transformers.masking_utils,
+    minimax_tools.reference.head,
+    minimax_tools.reference.twin,
+)
+_CPU = torch.device("cpu")
+
+
+class WatchedReader(CheckpointReader):
+    """A reader that is found again after the command that opened it has ended."""
+
+    opened: list[WatchedReader] = []  # noqa: RUF012  # one process, one command
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        WatchedReader.opened.append(self)
+
+
+class IdleReader(WatchedReader):
+    """A reader that from the third layer on leaves matrices as they are: what is left is the rest of the work.
+
+    Their places hold the weights of the first two layers by then, and each thread's buffer holds FP8 codes: the
+    arithmetic is the same, on as many numbers.
+    """
+
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
+        layer = layer_of(entry.name)
+        is_matrix = len(entry.shape) == 2 and entry.name.endswith(".weight") and not entry.name.endswith(GATE)
+        if layer is None or layer < 2 or not is_matrix:
+            super()._fill(entry, out)
+
+
+def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
+    """`mm2-gpu` with these words, in this process; with `idle`, without most of its reading."""
+    # The command opens its reader itself, and tells nobody.
+    vars(gpu_reference.golden)["CheckpointReader"] = IdleReader if idle else WatchedReader
+    code = mm2_gpu(words, standalone_mode=False)
+    if code:
+        raise SystemExit(code)
+    return {"bytes_read": sum(reader.num_bytes_read for reader in WatchedReader.opened)}
+
+
+def forward_streamed(model: str, seq_lens: list[int]) -> dict[str, Any]:
+    """The logits, streamed, from the folder on: stand up, run, no capture and no noise floor."""
+    folder = Path(model)
+    spec, inputs = _open(folder, seq_lens)
+    request = GoldenRequest(
+        model=GoldenModelRequest(
+            folder=folder,
+            spec=spec,
+            num_hidden_layers=spec.num_hidden_layers,
+            dtype=torch.bfloat16,
+            placement=Placement(device_map={"": "cpu"}),
+            attn_implementation="sdpa",
+            experts_implementation="grouped_mm",
+        ),
+        model_source=model,
+        run=full_run(spec.num_hidden_layers, sites_level="all"),
+        inputs=inputs,
+        noise_floor="off",
+        streaming=Streaming(device=_CPU),
+    )
+    began_s = time.perf_counter()
+    with open_golden(request) as golden:
+        logits = golden.forward()
+        seconds = time.perf_counter() - began_s
+    return {"whole_s": seconds, "logits": _digest(logits)}
+
+
+def forward_offloaded(model: str, seq_lens: list[int], offload_folder: str) -> dict[str, Any]:
+    """The logits by accelerate's disk offload, from the folder on: every layer on disk, all else in memory."""
+    folder = Path(model)
+    spec, inputs = _open(folder, seq_lens)
+    device_map = {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    } | {f"model.layers.{layer}": "disk" for layer in range(spec.num_hidden_layers)}
+    began_s = time.perf_counter()
+    whole = MiniMaxM2ForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        attn_implementation="sdpa",
+        experts_implementation="grouped_mm",
+        device_map=device_map,
+        offload_folder=offload_folder,
+    ).eval()
+    load_s = time.perf_counter() - began_s
+    with CheckpointReader(folder) as reader:
+        # It rounds the router; with the checkpoint's own, the logits must be the streamed ones bit for bit.
+        restore_router(whole, reader)
+    began_s = time.perf_counter()
+    with torch.no_grad():
+        logits = whole(**inputs.tensors(), use_cache=False).logits
+    forward_s = time.perf_counter() - began_s
+    return {
+        "whole_s": load_s + forward_s,
+        "load_s": load_s,
+        "forward_s": forward_s,
+        "logits": _digest(logits),
+    }
+
+
+def load_whole(model: str) -> dict[str, float]:
+    """transformers' `from_pretrained`, as anyone calls it."""
+    began_s = time.perf_counter()
+    whole = MiniMaxM2ForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    return {"load_s": time.perf_counter() - began_s, "num_parameters": whole.num_parameters()}
+
+
+def _open(folder: Path, seq_lens: list[int]) -> tuple[ModelSpec, Inputs]:
+    spec = ModelSpec.from_folder(folder)
+    return spec, build_inputs(InputRequest(seq_lens=tuple(seq_lens)), folder=folder, spec=spec)
+
+
+def _digest(logits: torch.Tensor) -> str:
+    content = logits.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(json.dumps(list(logits.shape)).encode() + content).hexdigest()

@@ -1,0 +1,63 @@
+"""The figures of `bench_loading.py` that tell of memory: what is held at most, in layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from figures import Figure
+from loading_bench import LOAD_LAYERS, LOAD_WHOLE, Bench, Checkpoint, bf16_layer_bytes, say
+
+_EAGER = ("--experts-implementation", "eager")
+_ALONE = ("--stream", "on", "--no-prefetch")
+
+
+def measure_peaks(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
+    """Peaks of goldens and of `from_pretrained`, and whether a streamed golden is the one loaded whole."""
+    layer_bytes = checkpoint.layer_bytes
+    with bench.folder("captures") as captures:
+        alone = bench.golden(checkpoint, captures / "alone", *_ALONE)
+        prefetching = bench.golden(checkpoint, captures / "prefetching", "--stream", "on", "--prefetch")
+        whole = bench.golden(checkpoint, captures / "whole", "--stream", "off")
+        equal = _are_equal(captures / "alone", captures / "whole")
+        equal &= _are_equal(captures / "prefetching", captures / "whole")
+    model = str(checkpoint.folder)
+    load_pass = bench.probe(LOAD_LAYERS, model=model, prefetch=False)
+    loaded = bench.probe(LOAD_WHOLE, needs_bytes=checkpoint.whole_bytes, model=model)
+    yield Figure.at_most("peak_anonymous_over_layer", alone.peak_bytes / layer_bytes, 1.25)
+    yield Figure.plain("peak_anonymous_over_layer_load_pass", load_pass.peak_bytes / layer_bytes)
+    yield Figure.at_most("peak_anonymous_over_layer_prefetching", prefetching.peak_bytes / layer_bytes, 2.2)
+    yield Figure.plain("peak_anonymous_over_layer_golden_whole", whole.peak_bytes / layer_bytes)
+    yield Figure.plain("peak_anonymous_over_layer_from_pretrained", loaded.peak_bytes / layer_bytes)
+    yield Figure.plain("from_pretrained_load_s", loaded.told["load_s"])
+    yield Figure.exactly("streamed_capture_equals_whole", float(equal), 1)
+
+
+def measure_packed(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
+    """Peaks of goldens of an FP8 checkpoint, and whether packed experts give the eager golden."""
+    with bench.folder("captures") as captures:
+        packed = bench.golden(checkpoint, captures / "packed", *_ALONE, "--packed-experts", *_EAGER)
+        unpacked = bench.golden(checkpoint, captures / "unpacked", *_ALONE, *_EAGER)
+        bench.golden(checkpoint, captures / "whole", "--stream", "off", *_EAGER)
+        equal = _are_equal(captures / "packed", captures / "whole")
+        equal &= _are_equal(captures / "unpacked", captures / "whole")
+    yield Figure.at_most(
+        "peak_anonymous_packed_over_fp8_layer", packed.peak_bytes / checkpoint.layer_bytes, 1.15
+    )
+    yield Figure.plain(
+        "peak_anonymous_over_layer_from_fp8", unpacked.peak_bytes / bf16_layer_bytes(bench.scale.model)
+    )
+    yield Figure.exactly("packed_capture_equals_eager_whole", float(equal), 1)
+
+
+def _are_equal(capture: Path, other: Path) -> bool:
+    """Whether two captures hold the same tensors, byte for byte; their manifests name versions and options."""
+    names = {path.name for folder in (capture, other) for path in folder.glob("*.safetensors")}
+    differing = [name for name in sorted(names) if _content(capture / name) != _content(other / name)]
+    if differing:
+        say(f"  {capture.name} and {other.name} differ in {' '.join(differing)}")
+    return not differing
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None

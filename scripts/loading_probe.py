@@ -1,0 +1,56 @@
+"""One measurement in a process of its own, started by `bench_loading.py`.
+
+    python scripts/loading_probe.py MODULE:FUNCTION ARGUMENTS REPORT
+
+Importing MODULE imports all that the measured function needs; what this process holds then is its baseline. Then
+the function is called with ARGUMENTS, a JSON object, and REPORT, a file, gets what it took, as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from peaks import anonymous_bytes, tree_bytes
+
+
+def main() -> None:
+    """Import, measure, report."""
+    began_s = time.perf_counter()
+    place, arguments, report = sys.argv[1:]
+    module_name, _, function_name = place.partition(":")
+    function = getattr(importlib.import_module(module_name), function_name)
+    gc.collect()
+    import_s = time.perf_counter() - began_s
+    baseline_bytes = anonymous_bytes(Path("/proc/self/status").read_text(encoding="utf-8"))
+    # Importing torch leaves a file there until the process ends.
+    temporary_bytes = tree_bytes(Path(tempfile.gettempdir()))
+    before, known = _read_io(), set(sys.modules)
+    began_s = time.perf_counter()
+    told = function(**json.loads(arguments))
+    seconds = time.perf_counter() - began_s
+    record = {
+        "import_s": import_s,
+        "seconds": seconds,
+        "baseline_bytes": baseline_bytes,
+        "temporary_bytes": temporary_bytes,
+        "io": {name: count - before[name] for name, count in _read_io().items()},
+        "late_imports": sorted(set(sys.modules) - known),
+        "told": told,
+    }
+    Path(report).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _read_io() -> dict[str, int]:
+    """What the kernel counted for this process: `rchar` and `wchar` asked for, `read_bytes` from a disk."""
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
+    return {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
+
+
+if __name__ == "__main__":
+    main()

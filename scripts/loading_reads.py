@@ -1,0 +1,147 @@
+"""Measured in a process of their own: reading a checkpoint's layers and dequantising, without a model.
+
+Every function returns numbers by name; see `loading_probe.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.layer_loader import LayerLoader
+from minimax_tools.checkpoint.layer_storage import GroupedStorage
+from minimax_tools.checkpoint.names import layer_of
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.synthetic_numbers import LEVELS
+from minimax_tools.spec import ModelSpec
+
+# Of a plain read: small enough to stay in a processor's cache, large enough that calls cost nothing.
+_PIECE_BYTES = 1 << 20
+_COPIED_BYTES = 1 << 30
+_FP8_MAX = 448.0
+
+
+def load_layers(model: str, *, prefetch: bool) -> dict[str, float]:
+    """Every layer through `LayerLoader`, one after the other, into storage that is kept."""
+    spec = ModelSpec.from_folder(Path(model))
+    with CheckpointReader(Path(model)) as reader:
+        began_s = time.perf_counter()
+        new_storage = partial(GroupedStorage, spec, dtype=torch.bfloat16, device=torch.device("cpu"))
+        with LayerLoader(
+            reader, new_storage, prefetch=prefetch, num_threads=torch.get_num_threads()
+        ) as loader:
+            for layer in range(spec.num_hidden_layers):
+                following = layer + 1
+                loader.load(layer, then=following if following < spec.num_hidden_layers else None)
+            return {
+                "pass_s": time.perf_counter() - began_s,
+                "bytes_read": reader.num_bytes_read,
+            }
+
+
+def read_plainly(model: str, *, num_threads: int, memory_bytes: int, layers_only: bool) -> dict[str, float]:
+    """The bytes of all tensors, or of those of the layers, read piece by piece into memory that is used again.
+
+    Args:
+        model: The checkpoint.
+        num_threads: How many threads read.
+        memory_bytes: How much memory they fill, all together, before they begin anew in it.
+        layers_only: Whether to leave out embedding, final norm and lm_head.
+    """
+    entries = TensorIndex.from_folder(Path(model)).entries.values()
+    extents = list(
+        _extents(entry for entry in entries if not layers_only or layer_of(entry.name) is not None)
+    )
+    descriptors = {path: os.open(path, os.O_RDONLY) for path, _, _ in extents}
+    share_bytes = max(memory_bytes // num_threads // _PIECE_BYTES, 1) * _PIECE_BYTES
+    own = threading.local()
+
+    def read_piece(path: Path, offset: int, size: int) -> None:
+        if not hasattr(own, "memory"):
+            own.memory, own.position = memoryview(bytearray(share_bytes)), 0
+        place = own.memory[own.position : own.position + size]
+        own.position = (own.position + _PIECE_BYTES) % share_bytes
+        done = 0
+        while done < size:
+            done += os.preadv(descriptors[path], [place[done:]], offset + done)
+
+    pieces = [
+        (path, offset + start, min(_PIECE_BYTES, size - start))
+        for path, offset, size in extents
+        for start in range(0, size, _PIECE_BYTES)
+    ]
+    began_s = time.perf_counter()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for job in [pool.submit(read_piece, *piece) for piece in pieces]:
+            job.result()
+    seconds = time.perf_counter() - began_s
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    return {"pass_s": seconds, "bytes_read": sum(size for _, _, size in pieces)}
+
+
+def dequantise_experts(
+    *, num_experts: int, intermediate_size: int, hidden_size: int, rounds: int
+) -> dict[str, float]:
+    """Experts' matrices dequantised into BF16 memory that is kept, by as many threads as torch has.
+
+    Between two rounds a large tensor is copied, by all threads: what the memory can move.
+    """
+    num_threads = torch.get_num_threads()
+    shapes = [(intermediate_size, hidden_size)] * 2 + [(hidden_size, intermediate_size)]
+    shapes *= num_experts
+    codes = [_normal_codes(shape) for shape in shapes]
+    scales = [torch.rand(scale_shape(shape)) / 100 + 1e-4 for shape in shapes]
+    places = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    num_bytes = sum(code.nbytes for code in codes)
+    # Filled, since untouched memory is none.
+    source = torch.full((min(_COPIED_BYTES, num_bytes),), 1, dtype=torch.uint8)
+    target = torch.full_like(source, 2)
+    rates, bandwidths = [], []
+    with ThreadPoolExecutor(num_threads, initializer=partial(torch.set_num_threads, 1)) as pool:
+        for _ in range(rounds + 1):
+            began_s = time.perf_counter()
+            target.copy_(source)
+            bandwidths.append(2 * source.nbytes / (time.perf_counter() - began_s))
+            began_s = time.perf_counter()
+            jobs = [
+                pool.submit(dequantise, code, scale, out=place, dtype=torch.bfloat16)
+                for code, scale, place in zip(codes, scales, places, strict=True)
+            ]
+            for job in jobs:
+                job.result()
+            rates.append(num_bytes / (time.perf_counter() - began_s))
+    # The first round warms up. A code is one byte, a BF16 value two.
+    rate, bandwidth = median(rates[1:]), median(bandwidths[1:])
+    return {"codes_per_s": rate, "moved_per_s": 3 * rate, "bandwidth": bandwidth}
+
+
+def _normal_codes(shape: tuple[int, int]) -> torch.Tensor:
+    """Codes as a block of weights has them: normal, the largest near FP8's end, hardly one of them subnormal."""
+    levels = (LEVELS * (_FP8_MAX / float(LEVELS.max()))).float().to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = bytearray(os.urandom(shape[0] * shape[1])).translate(bytes(levels.tolist()))
+    return torch.frombuffer(codes, dtype=torch.uint8).view(torch.float8_e4m3fn).view(shape)
+
+
+def _extents(entries: Iterable[TensorEntry]) -> Iterator[tuple[Path, int, int]]:
+    """File, offset and size of what lies together, in the order of files and offsets."""
+    path, start, stop = Path(), 0, 0
+    for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
+        if (entry.file, entry.offset) != (path, stop):
+            if stop > start:
+                yield path, start, stop - start
+            path, start, stop = entry.file, entry.offset, entry.offset
+        stop += entry.size_bytes
+    if stop > start:
+        yield path, start, stop - start

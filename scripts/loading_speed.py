@@ -1,0 +1,167 @@
+"""The figures of `bench_loading.py` that tell of time: loading, dequantising, streaming, offloading.
+
+Each ratio is that of one round, whose runs follow each other; the figure is the rounds' median. Seconds begin
+after a process's imports, on both sides of every ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from figures import Figure
+from loading_bench import (
+    DEQUANTISE,
+    FORWARD_OFFLOADED,
+    FORWARD_STREAMED,
+    LOAD_LAYERS,
+    READ_PLAINLY,
+    Bench,
+    Cache,
+    Checkpoint,
+    Measured,
+)
+
+
+def measure_warm_load(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
+    """A pass of `LayerLoader` over all layers against plain reads of the same bytes, from the page cache.
+
+    The raw read is the faster of two: one thread with a buffer that stays in the processor's cache, and all threads
+    with as much memory as a layer takes. All threads with small buffers are told beside: they write no memory.
+    """
+    rates, ratios, raw_rates, cached_rates = [], [], [], []
+    for _ in range(bench.scale.rounds):
+        load = bench.probe(
+            LOAD_LAYERS,
+            cache=Cache.WARM,
+            checkpoint=checkpoint,
+            model=str(checkpoint.folder),
+            prefetch=False,
+        )
+        read_s = min(
+            _read_s(bench, checkpoint, Cache.WARM, num_threads=1),
+            _read_s(bench, checkpoint, Cache.WARM, memory_bytes=checkpoint.layer_bytes),
+        )
+        num_bytes, load_s = load.told["bytes_read"], load.told["pass_s"]
+        rates.append(num_bytes / load_s)
+        raw_rates.append(num_bytes / read_s)
+        cached_rates.append(num_bytes / _read_s(bench, checkpoint, Cache.WARM))
+        ratios.append(load_s / read_s)
+    yield Figure.at_most("warm_load_over_raw_read", median(ratios), 1.3)
+    yield Figure.plain("warm_load_gb_per_s", median(rates) / 1e9)
+    yield Figure.plain("raw_warm_read_gb_per_s", median(raw_rates) / 1e9)
+    yield Figure.plain("raw_warm_read_into_cache_gb_per_s", median(cached_rates) / 1e9)
+
+
+def measure_dequantising(bench: Bench) -> Iterator[Figure]:
+    """FP8 experts of the true size to BF16, and the share of what a copy by all threads moves."""
+    num_experts, intermediate_size, hidden_size = bench.scale.expert
+    told = bench.probe(
+        DEQUANTISE,
+        num_experts=num_experts,
+        intermediate_size=intermediate_size,
+        hidden_size=hidden_size,
+        rounds=2 * bench.scale.rounds + 1,
+    ).told
+    yield Figure.at_least("fp8_dequantise_gb_per_s", told["codes_per_s"] / 1e9, 4)
+    yield Figure.plain("fp8_dequantise_share_of_memory_bandwidth", told["moved_per_s"] / told["bandwidth"])
+    yield Figure.plain("memory_bandwidth_gb_per_s", told["bandwidth"] / 1e9)
+
+
+def measure_stream(
+    bench: Bench, checkpoint: Checkpoint, *, floor: str = "full", suffix: str = ""
+) -> Iterator[Figure]:
+    """Whole streamed goldens, cold, over the longer of two: a cold read, and the golden without its reads.
+
+    The read is a plain one of all the checkpoint's tensors. The golden without its reads is the same command on a
+    warm cache whose reader leaves out every matrix from the third layer on: it dequantises, computes, and writes the
+    capture.
+    """
+    options = ("--stream", "on", "--prefetch", "--noise-floor", floor)
+    runs: list[Measured] = []
+    ratios, idle_s, read_s = [], [], []
+    for _ in range(bench.scale.rounds):
+        with bench.folder("captures") as captures:
+            run = bench.golden(checkpoint, captures / "cold", *options, cache=Cache.COLD)
+            idle = bench.golden(checkpoint, captures / "idle", *options, cache=Cache.WARM, idle=True)
+        runs.append(run)
+        idle_s.append(idle.seconds)
+        read_s.append(
+            min(
+                _read_s(bench, checkpoint, Cache.COLD, num_threads=num_threads, layers_only=False)
+                for num_threads in (1, None)
+            )
+        )
+        ratios.append(run.seconds / max(idle_s[-1], read_s[-1]))
+    stored_bytes = checkpoint.stored_bytes
+    yield Figure.at_most(f"stream_over_bound{suffix}", median(ratios), 1.15)
+    yield Figure.plain(f"stream_cold_s{suffix}", median(run.seconds for run in runs))
+    yield Figure.plain(f"stream_without_reads_s{suffix}", median(idle_s))
+    yield Figure.plain(f"raw_cold_read_s{suffix}", median(read_s))
+    read = max(run.told["bytes_read"] for run in runs) / stored_bytes
+    yield Figure.exactly(f"bytes_read_over_stored{suffix}", read, 1, tolerance=0.005)
+    yield Figure.exactly(f"extra_disk_bytes{suffix}", max(run.extra_disk_bytes for run in runs), 0)
+    yield Figure.plain(f"rchar_over_stored{suffix}", max(run.rchar for run in runs) / stored_bytes)
+
+
+def measure_offload(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
+    """The logits by accelerate's disk offload over the streamed ones, and what either leaves on the disk."""
+    arguments: dict[str, Any] = {"model": str(checkpoint.folder), "seq_lens": list(bench.seq_lens)}
+    streams: list[Measured] = []
+    offloads: list[Measured] = []
+    ratios: dict[Cache, list[float]] = {Cache.WARM: [], Cache.COLD: []}
+    for _ in range(bench.scale.rounds):
+        for cache, kept in ratios.items():
+            stream = bench.probe(FORWARD_STREAMED, cache=cache, checkpoint=checkpoint, **arguments)
+            with bench.folder("offload") as folder:
+                # What it reads back from its own folder would count against a warm cache.
+                cache.prepare(checkpoint.shards)
+                offload = bench.probe(FORWARD_OFFLOADED, offload_folder=str(folder), **arguments)
+            kept.append(offload.told["whole_s"] / stream.told["whole_s"])
+            streams.append(stream)
+            offloads.append(offload)
+    layer_bytes = checkpoint.layer_bytes
+    equal = len({run.told["logits"] for run in (*streams, *offloads)}) == 1
+    yield Figure.at_least("offload_over_stream", median(ratios[Cache.COLD]), 5)
+    yield Figure.at_least("offload_over_stream_warm", median(ratios[Cache.WARM]), 5)
+    yield Figure.plain("streamed_logits_s", median(run.told["whole_s"] for run in streams))
+    yield Figure.plain("offload_load_s", median(run.told["load_s"] for run in offloads))
+    yield Figure.plain("offload_forward_s", median(run.told["forward_s"] for run in offloads))
+    yield Figure.exactly("offload_logits_equal_streamed", float(equal), 1)
+    yield Figure.plain("extra_disk_gb_of_offload", max(run.extra_disk_bytes for run in offloads) / 1e9)
+    yield Figure.plain(
+        "peak_anonymous_over_layer_offload", median(run.peak_bytes for run in offloads) / layer_bytes
+    )
+
+
+def _read_s(
+    bench: Bench,
+    checkpoint: Checkpoint,
+    cache: Cache,
+    *,
+    num_threads: int | None = None,
+    memory_bytes: int = 0,
+    layers_only: bool = True,
+) -> float:
+    """Seconds of a plain read.
+
+    Args:
+        bench: The bench.
+        checkpoint: What is read.
+        cache: What of it the page cache holds.
+        num_threads: How many threads read; None for as many as torch has.
+        memory_bytes: How much memory they fill; as little as can be by default.
+        layers_only: Whether only the layers are read.
+    """
+    measured = bench.probe(
+        READ_PLAINLY,
+        cache=cache,
+        checkpoint=checkpoint,
+        model=str(checkpoint.folder),
+        num_threads=num_threads or torch.get_num_threads(),
+        memory_bytes=memory_bytes,
+        layers_only=layers_only,
+    )
+    return float(measured.told["pass_s"])

@@ -1,0 +1,69 @@
+"""Measured in a process of their own: `ModelFactory.create_split_models`, and a model to split.
+
+Every function returns numbers and digests by name; see `loading_probe.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from statistics import median
+from typing import Any
+
+import accelerate.hooks
+import torch
+import transformers.integrations.moe
+import transformers.masking_utils
+from transformers import MiniMaxM2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from minimax_tools.split.factory import ModelFactory
+
+transformers_logging.disable_progress_bar()
+_IMPORTED_EARLY = (
+    accelerate.hooks,
+    transformers.integrations.moe,
+    transformers.masking_utils,
+    MiniMaxM2ForCausalLM,
+)
+
+
+def write_qwen2(folder: str, shard_bytes: int, quantities: dict[str, int]) -> dict[str, int]:
+    """A Qwen2 of small random numbers, written by transformers in several shards."""
+    torch.manual_seed(0)
+    config = Qwen2Config.from_dict({**quantities, "dtype": "bfloat16"})
+    model = Qwen2ForCausalLM._from_config(config)
+    model.save_pretrained(folder, max_shard_size=shard_bytes)
+    return {"num_bytes": sum(parameter.nbytes for parameter in model.parameters())}
+
+
+def split(
+    model: str,
+    *,
+    model_type: str,
+    split_points: tuple[int, int],
+    low_memory: bool,
+    num_tokens: int,
+    rounds: int,
+) -> dict[str, Any]:
+    """The three components loaded, then run: seconds to load, tokens a second, and a digest of the logits."""
+    began_s = time.perf_counter()
+    bottom, trunk, top = ModelFactory.create_split_models(
+        model_type, model, *split_points, device="cpu", low_memory=low_memory
+    )
+    load_s = time.perf_counter() - began_s
+    vocab_size = bottom.model.config.vocab_size
+    input_ids = torch.arange(num_tokens)[None] * 7 % vocab_size
+    seconds = []
+    with torch.no_grad():
+        for _ in range(rounds + 1):
+            began_s = time.perf_counter()
+            logits = top(trunk(bottom(input_ids)))
+            seconds.append(time.perf_counter() - began_s)
+    # The first pass warms up.
+    return {
+        "load_s": load_s,
+        "tokens_per_s": num_tokens / median(seconds[1:]),
+        "num_bytes": bottom.size_bytes + trunk.size_bytes + top.size_bytes,
+        "logits": hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+    }

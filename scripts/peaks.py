@@ -1,0 +1,126 @@
+"""Watching a process: its time, and the most memory that it held, sampled from outside.
+
+Anonymous memory is what cannot be dropped, unlike cached pages of files; resident memory is both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+SAMPLE_INTERVAL_S = 0.005
+# Gauges cost more than a look at the memory.
+_SAMPLES_PER_GAUGE = 20
+_ANONYMOUS, _STATE = "RssAnon", "State"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A process that ran.
+
+    Args:
+        exit_code: How it ended.
+        wall_s: From its start to its end.
+        cpu_s: What it took of all cores.
+        peak_anonymous_bytes: The most that a sample saw.
+        peak_resident_bytes: The most, as the kernel counted it.
+        peaks: The highest of every other gauge that was read beside it, by its name.
+    """
+
+    exit_code: int
+    wall_s: float
+    cpu_s: float
+    peak_anonymous_bytes: int
+    peak_resident_bytes: int
+    peaks: Mapping[str, int]
+
+
+def watch(
+    words: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    gauges: Mapping[str, Callable[[], int]] = MappingProxyType({}),
+) -> Watched:
+    """Run a command and sample its memory until it ends; its stdout is dropped.
+
+    Args:
+        words: The command.
+        environment: Of the process; None for this one's.
+        gauges: What else to read ten times a second while it runs, and once when it has ended.
+    """
+    began_s = time.monotonic()
+    with subprocess.Popen(
+        list(words), stdout=subprocess.DEVNULL, env=None if environment is None else dict(environment)
+    ) as process:
+        peaks = {_ANONYMOUS: 0} | dict.fromkeys(gauges, 0)
+        sampler = threading.Thread(target=_sample, args=(process.pid, gauges, peaks))
+        sampler.start()
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            sampler.join()
+        # It is waited for already: only wait4 tells what it used.
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return Watched(
+        exit_code=process.returncode,
+        wall_s=time.monotonic() - began_s,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        peak_anonymous_bytes=peaks.pop(_ANONYMOUS),
+        peak_resident_bytes=usage.ru_maxrss * 1024,
+        peaks=MappingProxyType(peaks),
+    )
+
+
+def anonymous_bytes(status: str) -> int:
+    """The anonymous memory that the text of a `/proc/PID/status` tells of; none in that of a process that ended."""
+    return 1024 * int(_fields(status).get(_ANONYMOUS, "0 kB").split()[0])
+
+
+def tree_bytes(folder: Path, *, without: tuple[Path, ...] = ()) -> int:
+    """What the files in a folder take on disk, whatever is renamed or removed in it meanwhile.
+
+    Args:
+        folder: The folder.
+        without: Folders in it that do not count.
+    """
+    total = 0
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if Path(parent) / name not in without]
+        for name in names:
+            try:
+                total += (Path(parent) / name).lstat().st_blocks * 512
+            except OSError:
+                continue
+    return total
+
+
+def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, int]) -> None:
+    path = Path(f"/proc/{pid}/status")
+    for number in itertools.count():
+        try:
+            status = path.read_text(encoding="utf-8")
+        except OSError:
+            status = ""
+        has_ended = _fields(status).get(_STATE, "Z").startswith("Z")
+        peaks[_ANONYMOUS] = max(peaks[_ANONYMOUS], anonymous_bytes(status))
+        if has_ended or number % _SAMPLES_PER_GAUGE == 0:
+            for name, gauge in gauges.items():
+                peaks[name] = max(peaks[name], gauge())
+        if has_ended:
+            return
+        time.sleep(SAMPLE_INTERVAL_S)
+
+
+def _fields(status: str) -> dict[str, str]:
+    lines = (line.partition(":") for line in status.splitlines())
+    return {name: value.strip() for name, _, value in lines}

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.fp8 import dequantise
+from minimax_tools.checkpoint.layer_storage import (
+    PACKED_DTYPE,
+    GroupedStorage,
+    LayerStorage,
+    PackedMatrices,
+    PackedStorage,
+)
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import FLOAT32_NAMES, expert_weight, layer_prefix, scale_name
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.spec import ModelSpec
+
+CPU = torch.device("cpu")
+KINDS = {"grouped": GroupedStorage, "packed": PackedStorage}
+
+
+@pytest.fixture
+def reader(fp8_tensors: Any, write: Any) -> Any:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        yield reader
+
+
+def filled(kind: Any, spec: ModelSpec, reader: CheckpointReader, dtype: torch.dtype) -> LayerStorage:
+    storage: LayerStorage = kind(spec, dtype=dtype, device=CPU)
+    for name, place in storage.places.items():
+        if place.dtype == PACKED_DTYPE:
+            reader.read_into(layer_prefix(1) + name, place)
+        else:
+            reader.read_weight_into(layer_prefix(1) + name, place)
+    return storage
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_weights_are_those_of_the_checkpoint(
+    spec: ModelSpec, reader: CheckpointReader, kind: Any, dtype: torch.dtype
+) -> None:
+    storage, tensors = filled(kind, spec, reader, dtype), LayerTensors.open(reader, spec, 1, dtype)
+    assert set(storage.weights) == set(tensors)
+    assert len(storage.weights) == len(tensors)
+    for name, expected in tensors.items():
+        found = storage.weights[name]
+        assert found.dtype == (torch.float32 if name in FLOAT32_NAMES else dtype), name
+        assert torch.equal(found, expected), name
+
+
+def test_grouped_modules_hold_gate_rows_and_then_up_rows(spec: ModelSpec, reader: CheckpointReader) -> None:
+    storage = filled(GroupedStorage, spec, reader, torch.bfloat16)
+    gate_up, down = (storage.modules[f"mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
+    assert isinstance(gate_up, torch.Tensor)
+    assert gate_up.shape == (4, 2 * 72, 160)
+    for expert in range(4):
+        parts = [storage.weights[expert_weight(expert, name)] for name in ("w1", "w3")]
+        assert torch.equal(gate_up[expert], torch.cat(parts))
+        assert torch.equal(down[expert], storage.weights[expert_weight(expert, "w2")])
+
+
+def test_filling_a_place_changes_what_the_module_computes_with(spec: ModelSpec) -> None:
+    storage = GroupedStorage(spec, dtype=torch.bfloat16, device=CPU)
+    for place in storage.places.values():
+        place.zero_()
+    storage.places[expert_weight(2, "w3")].fill_(1.0)
+    gate_up = storage.modules["mlp.experts.gate_up_proj"]
+    assert isinstance(gate_up, torch.Tensor)
+    assert gate_up.sum() == 72 * 160
+    assert (gate_up[2, 72:] == 1).all()
+
+
+def test_packed_matrices_are_the_grouped_ones_at_each_access(
+    spec: ModelSpec, reader: CheckpointReader
+) -> None:
+    grouped = filled(GroupedStorage, spec, reader, torch.bfloat16).modules
+    packed = filled(PackedStorage, spec, reader, torch.bfloat16).modules
+    for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        matrices = packed[name]
+        assert isinstance(matrices, PackedMatrices)
+        assert len(matrices) == 4
+        for expert in (3, 0, 2, 1):
+            assert torch.equal(matrices[expert], grouped[name][expert])
+            # transformers' loop asks with a tensor of no dims.
+            assert torch.equal(matrices[torch.tensor(expert)], grouped[name][expert])
+
+
+def test_packed_access_is_good_until_the_next_one(spec: ModelSpec, reader: CheckpointReader) -> None:
+    matrices = filled(PackedStorage, spec, reader, torch.bfloat16).modules["mlp.experts.down_proj"]
+    first = matrices[0]
+    kept = first.clone()
+    assert matrices[1].data_ptr() == first.data_ptr()
+    assert not torch.equal(first, kept)
+
+
+def test_packed_experts_take_a_byte_a_weight_and_their_scales(spec: ModelSpec) -> None:
+    places = PackedStorage(spec, dtype=torch.bfloat16, device=CPU).places
+    experts = {name: place for name, place in places.items() if ".experts." in name}
+    assert {place.dtype for place in experts.values()} == {torch.float8_e4m3fn, torch.float32}
+    scales = sum(place.numel() for place in experts.values() if place.dtype == torch.float32)
+    # Ragged blocks: 72 × 160 takes 1 × 2 of them, and 160 × 72 takes 2 × 1.
+    assert scales == 4 * 3 * 2
+    assert sum(place.nbytes for place in experts.values()) == 4 * 3 * 72 * 160 + 4 * scales
+
+
+def test_scale_of_another_expert_would_show(spec: ModelSpec, reader: CheckpointReader) -> None:
+    storage = filled(PackedStorage, spec, reader, torch.bfloat16)
+    name = expert_weight(1, "w1")
+    codes, scale = storage.places[name], storage.places[scale_name(name)]
+    scale.mul_(2)
+    assert torch.equal(storage.weights[name], dequantise(codes, scale, dtype=torch.bfloat16))
+    tensors = LayerTensors.open(reader, spec, 1, torch.bfloat16)
+    assert not torch.equal(storage.weights[name], tensors[name])

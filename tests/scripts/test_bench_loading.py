@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import bench_loading
+import loading_bench
+from loading_bench import Bench, Cache, Checkpoint
+
+from minimax_tools.checkpoint.synthetic import FP8
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_loading.py"
+NAMED_IN_THE_ISSUE = {
+    "peak_anonymous_over_layer",
+    "peak_anonymous_over_layer_prefetching",
+    "peak_anonymous_packed_over_fp8_layer",
+    "peak_anonymous_over_layer_from_pretrained",
+    "peak_anonymous_over_layer_offload",
+    "warm_load_over_raw_read",
+    "fp8_dequantise_gb_per_s",
+    "fp8_dequantise_share_of_memory_bandwidth",
+    "stream_over_bound",
+    "offload_over_stream",
+    "extra_disk_bytes",
+    "bytes_read_over_stored",
+    "split_qwen2_low_memory_on_peak_over_model",
+    "split_minimax_m2_low_memory_off_load_s",
+}
+
+WRITING_PROBE = """
+import pathlib, time
+
+def write(path):
+    path = pathlib.Path(path)
+    path.write_bytes(bytes(1 << 20))
+    time.sleep(0.3)
+    path.unlink()
+    return {}
+"""
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(SCRIPT), "--scale", "toy", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(scratch=tmp_path, scale=loading_bench.SCALES["toy"], seq_lens=(5, 3))
+
+
+def test_figures_asked_for_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    wanted = "fp8_dequantise_gb_per_s,memory_bandwidth_gb_per_s"
+    result = run("--only", wanted, "--scratch", tmp_path, "--json")
+    record = json.loads(result.stdout)
+    assert record["benchmark"] == "loading"
+    figures = {figure["figure"]: figure for figure in record["figures"]}
+    assert set(wanted.split(",")) <= set(figures)
+    assert all(figure["value"] > 0 for figure in figures.values())
+    assert result.returncode == (0 if all(figure["holds"] for figure in figures.values()) else 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_every_figure_of_the_issue_is_measured(tmp_path: Path) -> None:
+    result = run("--scratch", tmp_path, "--json")
+    figures = {figure["figure"]: figure for figure in json.loads(result.stdout)["figures"]}
+    assert set(figures) >= NAMED_IN_THE_ISSUE
+    assert list(figures) == [name for group in bench_loading.GROUPS for name in group.figures]
+    for name in figures:
+        if name.endswith(("_equals_whole", "_eager_whole", "_equal", "_equal_streamed")):
+            assert figures[name]["value"] == 1, name
+        if name.startswith("extra_disk_bytes"):
+            assert figures[name]["value"] == 0, name
+    # A toy's layer is smaller than what any process takes.
+    assert not figures["peak_anonymous_over_layer"]["holds"]
+    assert result.returncode == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_figure_is_wrong_usage(tmp_path: Path) -> None:
+    result = run("--only", "peak_anonymous", "--scratch", tmp_path)
+    assert result.returncode == 2
+    assert "no figure peak_anonymous: choose of" in result.stderr
+
+
+def test_probe_that_fails_ends_the_benchmark(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.probe(loading_bench.LOAD_LAYERS, model=str(bench.scratch / "absent"), prefetch=False)
+    assert ended.value.code == 3
+    assert "loading_reads:load_layers ended with 1" in capsys.readouterr().err
+
+
+def test_probe_that_would_not_fit_the_memory_is_not_run(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.probe(loading_bench.LOAD_WHOLE, needs_bytes=1 << 60, model="absent")
+    assert ended.value.code == 3
+    assert "are free" in capsys.readouterr().err
+
+
+def test_file_written_beside_the_capture_is_extra_even_if_removed(
+    bench: Bench, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "writing_probe.py").write_text(WRITING_PROBE)
+    monkeypatch.setenv("PYTHONPATH", str(modules))
+    (bench.scratch / "captures").mkdir()
+    found = {
+        place: bench.probe("writing_probe:write", path=str(bench.scratch / place)).extra_disk_bytes
+        for place in ("captures/file", "tmp/file", "file")
+    }
+    assert found == {"captures/file": 0, "tmp/file": 1 << 20, "file": 1 << 20}
+
+
+def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: Bench) -> None:
+    with bench.checkpoint("model", dtype=FP8) as checkpoint:
+        for cache, share in ((Cache.COLD, 1), (Cache.WARM, 0)):
+            measured = bench.probe(
+                loading_bench.READ_PLAINLY,
+                cache=cache,
+                checkpoint=checkpoint,
+                model=str(checkpoint.folder),
+                num_threads=1,
+                memory_bytes=0,
+                layers_only=False,
+            )
+            assert measured.told["bytes_read"] == checkpoint.stored_bytes
+            assert measured.disk_bytes / checkpoint.stored_bytes == pytest.approx(share, abs=0.05)
+
+
+def test_layer_of_a_checkpoint_is_counted_as_stored(bench: Bench) -> None:
+    with bench.checkpoint("fp8", dtype=FP8, num_layers=2) as checkpoint:
+        stored = Checkpoint.of(checkpoint.folder)
+    assert stored.layer_bytes < loading_bench.bf16_layer_bytes(bench.scale.model) < 2 * stored.layer_bytes
+    assert stored.stored_bytes > 2 * stored.layer_bytes

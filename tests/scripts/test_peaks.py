@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from peaks import anonymous_bytes, tree_bytes, watch
+
+MEGABYTE = 1 << 20
+
+
+def hold(num_megabytes: int) -> list[str]:
+    """A process that holds so much for a while, and gives it back before it ends."""
+    code = f"import time; held = bytearray(b'1') * ({num_megabytes} << 20); time.sleep(0.3); del held"
+    return [sys.executable, "-c", code]
+
+
+def test_peak_is_what_a_process_held_at_most() -> None:
+    little, much = watch(hold(1)), watch(hold(101))
+    risen = much.peak_anonymous_bytes - little.peak_anonymous_bytes
+    assert risen == pytest.approx(100 * MEGABYTE, abs=2 * MEGABYTE)
+    assert much.peak_resident_bytes >= much.peak_anonymous_bytes
+
+
+def test_file_that_is_mapped_is_no_anonymous_memory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(64 * MEGABYTE))
+    code = f"""
+import mmap, time
+with open({str(file)!r}, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+    sum(mapped[position] for position in range(0, len(mapped), 4096))
+    time.sleep(0.3)
+"""
+    watched = watch([sys.executable, "-c", code])
+    assert watched.peak_anonymous_bytes < 32 * MEGABYTE
+    assert watched.peak_resident_bytes > 64 * MEGABYTE
+
+
+def test_exit_code_and_environment_are_the_process_own() -> None:
+    code = "import os, sys; sys.exit(int(os.environ['CODE']))"
+    assert watch([sys.executable, "-c", code], environment={"CODE": "7"}).exit_code == 7
+
+
+def test_gauge_sees_what_the_process_left_at_its_end(tmp_path: Path) -> None:
+    code = f"open({str(tmp_path / 'left')!r}, 'wb').write(bytes(1 << 20))"
+    watched = watch([sys.executable, "-c", code], gauges={"left": lambda: tree_bytes(tmp_path)})
+    assert watched.peaks["left"] == MEGABYTE
+
+
+def test_tree_counts_all_but_what_is_left_out(tmp_path: Path) -> None:
+    for name, num_bytes in (("a", 4096), ("kept/b", 8192), ("left/out/c", 16384)):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"1" * num_bytes)
+    assert tree_bytes(tmp_path) == 4096 + 8192 + 16384
+    assert tree_bytes(tmp_path, without=(tmp_path / "left",)) == 4096 + 8192
+
+
+def test_status_without_memory_is_that_of_a_process_that_ended() -> None:
+    assert anonymous_bytes("Name:\tpython\nRssAnon:\t  12 kB\n") == 12 * 1024
+    assert anonymous_bytes("Name:\tpython\nState:\tZ (zombie)\n") == 0
