@@ -21,9 +21,10 @@ from types import MappingProxyType
 
 import torch
 from figures import Figure, print_figures
-from loading_bench import SCALES, Bench, Checkpoint
+from loading_bench import Bench, Checkpoint
 from loading_memory import measure_packed, measure_peaks
 from loading_models import measure_full_size, measure_split
+from loading_scales import SCALES
 from loading_speed import measure_dequantising, measure_offload, measure_stream, measure_warm_load
 
 from minimax_tools.checkpoint.synthetic import FP8
@@ -74,7 +75,9 @@ def _stream_names(suffix: str) -> tuple[str, ...]:
 def _split_names(model_type: str) -> tuple[str, ...]:
     settings = [f"split_{model_type}_low_memory_{setting}" for setting in ("on", "off")]
     names = [
-        f"{setting}_{name}" for setting in settings for name in ("peak_over_model", "load_s", "tokens_per_s")
+        f"{setting}_{name}"
+        for setting in settings
+        for name in ("peak_anonymous_over_model", "peak_resident_over_model", "load_s", "tokens_per_s")
     ]
     return (*names, f"split_{model_type}_logits_equal")
 
@@ -98,6 +101,8 @@ GROUPS: tuple[Group, ...] = (
             "peak_anonymous_over_layer_prefetching",
             "peak_anonymous_over_layer_golden_whole",
             "peak_anonymous_over_layer_from_pretrained",
+            "peak_resident_over_layer",
+            "peak_resident_over_layer_from_pretrained",
             "from_pretrained_load_s",
             "streamed_capture_equals_whole",
         ),
@@ -129,6 +134,7 @@ GROUPS: tuple[Group, ...] = (
             "offload_logits_equal_streamed",
             "extra_disk_gb_of_offload",
             "peak_anonymous_over_layer_offload",
+            "peak_resident_over_layer_offload",
         ),
     ),
     Group(
@@ -153,8 +159,12 @@ GROUPS: tuple[Group, ...] = (
     ),
 )
 FULL_SIZE_FIGURES = (
+    "full_size_num_layers",
     "full_size_s",
     "full_size_gb_per_s",
+    "full_size_raw_cold_read_s",
+    "full_size_without_reads_s",
+    "full_size_stream_over_bound",
     "full_size_peak_anonymous_over_layer",
     "full_size_bytes_read_over_stored",
     "full_size_disk_read_over_stored",

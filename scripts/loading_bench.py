@@ -1,4 +1,4 @@
-"""What `bench_loading.py` measures with: the sizes of a run, its checkpoints, the page cache, and the probes.
+"""What `bench_loading.py` measures with: its checkpoints and its probes.
 
 A probe is one measurement in a process of its own. Its memory is what it held above its own baseline, which it
 takes after its imports; its seconds begin there too.
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import psutil
 import torch
+from loading_scales import Scale
+from page_cache import Cache
 from peaks import tree_bytes, watch
 
 from minimax_tools.checkpoint.header import TensorEntry
@@ -30,7 +30,6 @@ from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 
 PROBE = Path(__file__).parent / "loading_probe.py"
 COULD_NOT_RUN = 3
-_PIECE_BYTES = 8 << 20
 _ATTEMPTS = 4
 # Above the weights: what a process needs beside them while a model loads.
 _SPARE_BYTES = 2_000_000_000
@@ -46,100 +45,6 @@ SPLIT = "loading_splits:split"
 WRITE_QWEN2 = "loading_splits:write_qwen2"
 
 
-class Cache(Enum):
-    """What the page cache holds of a checkpoint when a probe begins."""
-
-    ANY = "as it was"
-    WARM = "warm"
-    COLD = "cold"
-
-    def prepare(self, files: tuple[Path, ...]) -> None:
-        """Read the files, or drop them."""
-        if self is Cache.WARM:
-            warm_cache(files)
-        if self is Cache.COLD:
-            drop_cache(files)
-
-    def fits(self, disk_share: float) -> bool:
-        """Whether a probe that read so much of a checkpoint from the disk found what it should."""
-        if self is Cache.ANY:
-            return True
-        return disk_share <= _WARM_SHARE if self is Cache.WARM else disk_share >= _COLD_SHARE
-
-
-# Of a checkpoint's bytes, what may come from the disk when it is warm, and must when it is cold.
-_WARM_SHARE, _COLD_SHARE = 0.02, 0.98
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """How large everything is.
-
-    Args:
-        model: The model that is loaded, streamed and offloaded.
-        shard_bytes: Of its shards.
-        split_layers: How many of its layers the split model has.
-        qwen2: The quantities of the other split model.
-        expert: Experts, intermediate and hidden size of what is dequantised.
-        rounds: How often each time is taken.
-    """
-
-    model: SyntheticModel
-    shard_bytes: int
-    split_layers: int
-    qwen2: Mapping[str, int]
-    expert: tuple[int, int, int]
-    rounds: int
-
-
-SCALES: Mapping[str, Scale] = MappingProxyType(
-    {
-        # 5.05 GB in BF16: 16 layers of 307 MB.
-        "full": Scale(
-            model=SyntheticModel(
-                num_hidden_layers=16,
-                hidden_size=1024,
-                num_attention_heads=16,
-                num_key_value_heads=4,
-                head_dim=64,
-                rotary_dim=32,
-                num_local_experts=64,
-                num_experts_per_tok=8,
-                intermediate_size=768,
-                vocab_size=32000,
-            ),
-            shard_bytes=900_000_000,
-            split_layers=4,
-            qwen2={
-                "hidden_size": 1536,
-                "intermediate_size": 8960,
-                "num_hidden_layers": 12,
-                "num_attention_heads": 12,
-                "num_key_value_heads": 2,
-                "vocab_size": 32000,
-            },
-            expert=(64, 1536, 3072),
-            rounds=3,
-        ),
-        "toy": Scale(
-            model=SyntheticModel(num_local_experts=16, num_experts_per_tok=2),
-            shard_bytes=4_000_000,
-            split_layers=4,
-            qwen2={
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "vocab_size": 512,
-            },
-            expert=(2, 256, 256),
-            rounds=1,
-        ),
-    }
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What a probe told, and what was seen of it.
@@ -147,6 +52,7 @@ class Measured:
     Args:
         seconds: After its imports.
         peak_bytes: Anonymous memory at its most, above what the imports left.
+        peak_resident_bytes: The same of resident memory, mapped files included.
         rchar: Bytes that it asked files for.
         disk_bytes: Bytes that came from a disk.
         extra_disk_bytes: What it wrote into the scratch folder, captures aside, at its most.
@@ -155,6 +61,7 @@ class Measured:
 
     seconds: float
     peak_bytes: int
+    peak_resident_bytes: int
     rchar: int
     disk_bytes: int
     extra_disk_bytes: int
@@ -163,7 +70,8 @@ class Measured:
     def describe(self) -> str:
         """It in a line."""
         return (
-            f"{self.seconds:.2f} s, peak {self.peak_bytes / 1e6:.0f} MB, "
+            f"{self.seconds:.2f} s, peak {self.peak_bytes / 1e6:.0f} MB anonymous, "
+            f"{self.peak_resident_bytes / 1e6:.0f} MB resident, "
             f"{self.disk_bytes / 1e6:.0f} MB from disk, {_word(self.told)}"
         )
 
@@ -176,6 +84,7 @@ class Checkpoint:
         folder: Where it is.
         shards: Its files.
         stored_bytes: Of all its tensors.
+        num_layers: How many decoder layers it has.
         layer_bytes: Of the tensors of layer 0.
         whole_bytes: What a process needs that loads all of it in BF16.
     """
@@ -183,6 +92,7 @@ class Checkpoint:
     folder: Path
     shards: tuple[Path, ...]
     stored_bytes: int
+    num_layers: int
     layer_bytes: int
     whole_bytes: int
 
@@ -194,6 +104,7 @@ class Checkpoint:
             folder=folder,
             shards=tuple(sorted({entry.file for entry in entries})),
             stored_bytes=sum(entry.size_bytes for entry in entries),
+            num_layers=len({layer_of(entry.name) for entry in entries} - {None}),
             layer_bytes=sum(entry.size_bytes for entry in entries if layer_of(entry.name) == 0),
             whole_bytes=sum(_bf16_bytes(entry) for entry in entries) + _SPARE_BYTES,
         )
@@ -308,6 +219,7 @@ class Bench:
         measured = Measured(
             seconds=record["seconds"],
             peak_bytes=watched.peak_anonymous_bytes - record["baseline_bytes"],
+            peak_resident_bytes=watched.peak_resident_bytes - record["baseline_resident_bytes"],
             rchar=record["io"]["rchar"],
             disk_bytes=record["io"]["read_bytes"],
             extra_disk_bytes=watched.peaks["scratch"] - before_bytes - record["temporary_bytes"],
@@ -340,26 +252,6 @@ def bf16_layer_bytes(model: SyntheticModel) -> int:
     """A layer's weights in BF16."""
     plan = plan_tensors(model, dtype=torch.bfloat16)
     return sum(tensor.size_bytes for tensor in plan if layer_of(tensor.name) == 0)
-
-
-def warm_cache(files: tuple[Path, ...]) -> None:
-    """Read files into the page cache."""
-    buffer = bytearray(_PIECE_BYTES)
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
-def drop_cache(files: tuple[Path, ...]) -> None:
-    """Drop files from the page cache; a host's cache below a virtual machine's disk is out of reach."""
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
 
 def require_memory(num_bytes: int, purpose: str) -> None:

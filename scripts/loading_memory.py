@@ -29,6 +29,8 @@ def measure_peaks(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
     yield Figure.at_most("peak_anonymous_over_layer_prefetching", prefetching.peak_bytes / layer_bytes, 2.2)
     yield Figure.plain("peak_anonymous_over_layer_golden_whole", whole.peak_bytes / layer_bytes)
     yield Figure.plain("peak_anonymous_over_layer_from_pretrained", loaded.peak_bytes / layer_bytes)
+    yield Figure.plain("peak_resident_over_layer", alone.peak_resident_bytes / layer_bytes)
+    yield Figure.plain("peak_resident_over_layer_from_pretrained", loaded.peak_resident_bytes / layer_bytes)
     yield Figure.plain("from_pretrained_load_s", loaded.told["load_s"])
     yield Figure.exactly("streamed_capture_equals_whole", float(equal), 1)
 

@@ -8,7 +8,16 @@ from statistics import median
 
 import torch
 from figures import Figure
-from loading_bench import SPLIT, WRITE_QWEN2, Bench, Checkpoint, Measured, bf16_layer_bytes
+from loading_bench import (
+    READ_PLAINLY,
+    SPLIT,
+    WRITE_QWEN2,
+    Bench,
+    Checkpoint,
+    Measured,
+    bf16_layer_bytes,
+)
+from page_cache import drop_cache
 from peaks import tree_bytes
 
 from minimax_tools.checkpoint.index import TensorIndex
@@ -16,6 +25,8 @@ from minimax_tools.checkpoint.names import EMBEDDING, layer_of
 from minimax_tools.checkpoint.synthetic_model import PRESETS
 
 _PASSES = 5
+# A golden without reads still reads two layers; what one more takes shows between these.
+_FEW_LAYERS, _MORE_LAYERS = 2, 6
 
 
 def measure_split(bench: Bench) -> Iterator[Figure]:
@@ -33,31 +44,55 @@ def measure_split(bench: Bench) -> Iterator[Figure]:
 def measure_full_size(bench: Bench, folder: Path, *, num_layers: int | None) -> Iterator[Figure]:
     """A golden of a checkpoint of the true size, streamed and cold; a layer is one of BF16 weights.
 
+    Its bound is the longer of two: a plain cold read at the speed of the first shards, and so many layers without
+    their reads, each taking what one takes after the second.
+
     Args:
         bench: The bench.
         folder: The checkpoint.
         num_layers: How many of its first layers; None for all of them, and the head.
     """
     checkpoint = Checkpoint.of(folder)
-    command: tuple[str, ...] = ("extract-all",)
-    stored_bytes = checkpoint.stored_bytes
-    if num_layers is not None:
-        command = ("multi-layer", "--layers", f"0:{num_layers}")
-        stored_bytes = _stored_bytes(folder, num_layers)
-    with bench.folder("captures") as captures:
-        run = bench.golden(
-            checkpoint, captures / "full_size", "--stream", "on", "--noise-floor", "stats", command=command
-        )
-        capture_bytes = tree_bytes(captures)
-    read_bytes = run.told["bytes_read"]
-    yield Figure.plain("full_size_s", run.seconds)
-    yield Figure.plain("full_size_gb_per_s", read_bytes / run.seconds / 1e9)
-    yield Figure.plain(
-        "full_size_peak_anonymous_over_layer", run.peak_bytes / bf16_layer_bytes(PRESETS["m2"])
+    wanted = range(checkpoint.num_layers if num_layers is None else num_layers)
+    stored_bytes = _stored_bytes(checkpoint, wanted)
+    run, capture_bytes = _golden_of(bench, checkpoint, num_layers)
+    few, more = (
+        _golden_of(bench, checkpoint, count, idle=True)[0].seconds for count in (_FEW_LAYERS, _MORE_LAYERS)
     )
-    yield Figure.exactly("full_size_bytes_read_over_stored", read_bytes / stored_bytes, 1, tolerance=0.005)
+    rest_s = len(wanted) * (more - few) / (_MORE_LAYERS - _FEW_LAYERS)
+    drop_cache(checkpoint.shards)
+    read = bench.probe(
+        READ_PLAINLY,
+        model=str(folder),
+        num_threads=torch.get_num_threads(),
+        memory_bytes=0,
+        layers_only=True,
+        num_layers=_FEW_LAYERS,
+    ).told
+    read_s = stored_bytes * read["pass_s"] / read["bytes_read"]
+    peak = run.peak_bytes / bf16_layer_bytes(PRESETS["m2"])
+    yield Figure.plain("full_size_num_layers", len(wanted))
+    yield Figure.plain("full_size_s", run.seconds)
+    yield Figure.plain("full_size_gb_per_s", run.told["bytes_read"] / run.seconds / 1e9)
+    yield Figure.plain("full_size_raw_cold_read_s", read_s)
+    yield Figure.plain("full_size_without_reads_s", rest_s)
+    yield Figure.plain("full_size_stream_over_bound", run.seconds / max(read_s, rest_s))
+    yield Figure.plain("full_size_peak_anonymous_over_layer", peak)
+    yield Figure.plain("full_size_bytes_read_over_stored", run.told["bytes_read"] / stored_bytes)
     yield Figure.plain("full_size_disk_read_over_stored", run.disk_bytes / stored_bytes)
     yield Figure.plain("full_size_capture_gb", capture_bytes / 1e9)
+
+
+def _golden_of(
+    bench: Bench, checkpoint: Checkpoint, num_layers: int | None, *, idle: bool = False
+) -> tuple[Measured, int]:
+    """A cold golden of the first layers, None for all, and the size of its capture."""
+    command = ("extract-all",) if num_layers is None else ("multi-layer", "--layers", f"0:{num_layers}")
+    drop_cache(checkpoint.shards)
+    with bench.folder("captures") as captures:
+        options = ("--stream", "on", "--noise-floor", "stats")
+        run = bench.golden(checkpoint, captures / "golden", *options, command=command, idle=idle)
+        return run, tree_bytes(captures)
 
 
 def _split_figures(bench: Bench, folder: Path, model_type: str, num_layers: int) -> Iterator[Figure]:
@@ -80,18 +115,21 @@ def _split_figures(bench: Bench, folder: Path, model_type: str, num_layers: int)
     for low_memory, kept in runs.items():
         name = f"split_{model_type}_low_memory_{'on' if low_memory else 'off'}"
         peak = median(run.peak_bytes / run.told["num_bytes"] for run in kept)
-        yield Figure.plain(f"{name}_peak_over_model", peak)
+        resident = median(run.peak_resident_bytes / run.told["num_bytes"] for run in kept)
+        yield Figure.plain(f"{name}_peak_anonymous_over_model", peak)
+        yield Figure.plain(f"{name}_peak_resident_over_model", resident)
         yield Figure.plain(f"{name}_load_s", median(run.told["load_s"] for run in kept))
         yield Figure.plain(f"{name}_tokens_per_s", median(run.told["tokens_per_s"] for run in kept))
     equal = len({run.told["logits"] for kept in runs.values() for run in kept}) == 1
     yield Figure.exactly(f"split_{model_type}_logits_equal", float(equal), 1)
 
 
-def _stored_bytes(folder: Path, num_layers: int) -> int:
-    """What the first layers and the embedding take in a checkpoint."""
-    wanted = range(num_layers)
+def _stored_bytes(checkpoint: Checkpoint, layers: range) -> int:
+    """What these layers take in a checkpoint, and what is read besides: the embedding, and of all layers the head."""
+    if len(layers) == checkpoint.num_layers:
+        return checkpoint.stored_bytes
     return sum(
         entry.size_bytes
-        for entry in TensorIndex.from_folder(folder).entries.values()
-        if entry.name == EMBEDDING or layer_of(entry.name) in wanted
+        for entry in TensorIndex.from_folder(checkpoint.folder).entries.values()
+        if entry.name == EMBEDDING or layer_of(entry.name) in layers
     )

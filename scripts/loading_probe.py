@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peaks import anonymous_bytes, tree_bytes
+from peaks import ANONYMOUS, RESIDENT, memory_bytes, tree_bytes
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     function = getattr(importlib.import_module(module_name), function_name)
     gc.collect()
     import_s = time.perf_counter() - began_s
-    baseline_bytes = anonymous_bytes(Path("/proc/self/status").read_text(encoding="utf-8"))
+    baseline = Path("/proc/self/status").read_text(encoding="utf-8")
     # Importing torch leaves a file there until the process ends.
     temporary_bytes = tree_bytes(Path(tempfile.gettempdir()))
     before, known = _read_io(), set(sys.modules)
@@ -37,7 +37,8 @@ def main() -> None:
     record = {
         "import_s": import_s,
         "seconds": seconds,
-        "baseline_bytes": baseline_bytes,
+        "baseline_bytes": memory_bytes(baseline, ANONYMOUS),
+        "baseline_resident_bytes": memory_bytes(baseline, RESIDENT),
         "temporary_bytes": temporary_bytes,
         "io": {name: count - before[name] for name, count in _read_io().items()},
         "late_imports": sorted(set(sys.modules) - known),

@@ -50,7 +50,14 @@ def load_layers(model: str, *, prefetch: bool) -> dict[str, float]:
             }
 
 
-def read_plainly(model: str, *, num_threads: int, memory_bytes: int, layers_only: bool) -> dict[str, float]:
+def read_plainly(
+    model: str,
+    *,
+    num_threads: int,
+    memory_bytes: int,
+    layers_only: bool,
+    num_layers: int | None = None,
+) -> dict[str, float]:
     """The bytes of all tensors, or of those of the layers, read piece by piece into memory that is used again.
 
     Args:
@@ -58,8 +65,13 @@ def read_plainly(model: str, *, num_threads: int, memory_bytes: int, layers_only
         num_threads: How many threads read.
         memory_bytes: How much memory they fill, all together, before they begin anew in it.
         layers_only: Whether to leave out embedding, final norm and lm_head.
+        num_layers: Of how many layers; None for all of them.
     """
-    entries = TensorIndex.from_folder(Path(model)).entries.values()
+    entries = [
+        entry
+        for entry in TensorIndex.from_folder(Path(model)).entries.values()
+        if num_layers is None or (layer_of(entry.name) or 0) < num_layers
+    ]
     extents = list(
         _extents(entry for entry in entries if not layers_only or layer_of(entry.name) is not None)
     )

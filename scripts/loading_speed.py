@@ -19,10 +19,10 @@ from loading_bench import (
     LOAD_LAYERS,
     READ_PLAINLY,
     Bench,
-    Cache,
     Checkpoint,
     Measured,
 )
+from page_cache import Cache
 
 
 def measure_warm_load(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
@@ -131,9 +131,11 @@ def measure_offload(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
     yield Figure.plain("offload_forward_s", median(run.told["forward_s"] for run in offloads))
     yield Figure.exactly("offload_logits_equal_streamed", float(equal), 1)
     yield Figure.plain("extra_disk_gb_of_offload", max(run.extra_disk_bytes for run in offloads) / 1e9)
-    yield Figure.plain(
-        "peak_anonymous_over_layer_offload", median(run.peak_bytes for run in offloads) / layer_bytes
-    )
+    for kind, peak_bytes in (
+        ("anonymous", median(run.peak_bytes for run in offloads)),
+        ("resident", median(run.peak_resident_bytes for run in offloads)),
+    ):
+        yield Figure.plain(f"peak_{kind}_over_layer_offload", peak_bytes / layer_bytes)
 
 
 def _read_s(

@@ -18,7 +18,9 @@ from types import MappingProxyType
 SAMPLE_INTERVAL_S = 0.005
 # Gauges cost more than a look at the memory.
 _SAMPLES_PER_GAUGE = 20
-_ANONYMOUS, _STATE = "RssAnon", "State"
+# What /proc/PID/status calls it.
+ANONYMOUS, RESIDENT = "RssAnon", "VmRSS"
+_STATE = "State"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ def watch(
     with subprocess.Popen(
         list(words), stdout=subprocess.DEVNULL, env=None if environment is None else dict(environment)
     ) as process:
-        peaks = {_ANONYMOUS: 0} | dict.fromkeys(gauges, 0)
+        peaks = {ANONYMOUS: 0} | dict.fromkeys(gauges, 0)
         sampler = threading.Thread(target=_sample, args=(process.pid, gauges, peaks))
         sampler.start()
         try:
@@ -75,15 +77,15 @@ def watch(
         exit_code=process.returncode,
         wall_s=time.monotonic() - began_s,
         cpu_s=usage.ru_utime + usage.ru_stime,
-        peak_anonymous_bytes=peaks.pop(_ANONYMOUS),
+        peak_anonymous_bytes=peaks.pop(ANONYMOUS),
         peak_resident_bytes=usage.ru_maxrss * 1024,
         peaks=MappingProxyType(peaks),
     )
 
 
-def anonymous_bytes(status: str) -> int:
-    """The anonymous memory that the text of a `/proc/PID/status` tells of; none in that of a process that ended."""
-    return 1024 * int(_fields(status).get(_ANONYMOUS, "0 kB").split()[0])
+def memory_bytes(status: str, kind: str = ANONYMOUS) -> int:
+    """The memory of one kind that a `/proc/PID/status` tells of; none in the text of a process that ended."""
+    return 1024 * int(_fields(status).get(kind, "0 kB").split()[0])
 
 
 def tree_bytes(folder: Path, *, without: tuple[Path, ...] = ()) -> int:
@@ -112,7 +114,7 @@ def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, 
         except OSError:
             status = ""
         has_ended = _fields(status).get(_STATE, "Z").startswith("Z")
-        peaks[_ANONYMOUS] = max(peaks[_ANONYMOUS], anonymous_bytes(status))
+        peaks[ANONYMOUS] = max(peaks[ANONYMOUS], memory_bytes(status))
         if has_ended or number % _SAMPLES_PER_GAUGE == 0:
             for name, gauge in gauges.items():
                 peaks[name] = max(peaks[name], gauge())

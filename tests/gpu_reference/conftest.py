@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +24,7 @@ from minimax_tools.run import Run, full_run
 from minimax_tools.spec import ModelSpec
 
 Ask = Callable[..., GoldenRequest]
+Measure = Callable[..., list[dict[str, Any]]]
 
 CPU = Placement(device_map={"": "cpu"})
 
@@ -67,3 +73,23 @@ def ask(toy: Path) -> Ask:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def measure(toy: Path) -> Measure:
+    """Makes goldens one by one in another process, as `measured_golden.py` says, and tells what memory each took."""
+
+    def run(folder: Path, *cases: dict[str, Any]) -> list[dict[str, Any]]:
+        script = Path(__file__).with_name("measured_golden.py")
+        measured = subprocess.run(
+            [sys.executable, str(script), str(folder), json.dumps(cases), str(toy)],
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert measured.returncode == 0, measured.stderr
+        return [json.loads(line) for line in measured.stdout.splitlines()]
+
+    return run

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from peaks import anonymous_bytes, tree_bytes, watch
+from peaks import RESIDENT, memory_bytes, tree_bytes, watch
 
 MEGABYTE = 1 << 20
 
@@ -59,5 +59,6 @@ def test_tree_counts_all_but_what_is_left_out(tmp_path: Path) -> None:
 
 
 def test_status_without_memory_is_that_of_a_process_that_ended() -> None:
-    assert anonymous_bytes("Name:\tpython\nRssAnon:\t  12 kB\n") == 12 * 1024
-    assert anonymous_bytes("Name:\tpython\nState:\tZ (zombie)\n") == 0
+    status = "Name:\tpython\nVmRSS:\t  20 kB\nRssAnon:\t  12 kB\n"
+    assert (memory_bytes(status), memory_bytes(status, RESIDENT)) == (12 * 1024, 20 * 1024)
+    assert memory_bytes("Name:\tpython\nState:\tZ (zombie)\n") == 0

@@ -152,9 +152,7 @@ def test_damaged_tensor_is_named_and_other_layers_load_after_it(
         assert reading_threads() == []
 
 
-def test_failed_load_leaves_no_third_storage_behind(
-    damaged: Path, new_storage: NewStorage
-) -> None:
+def test_failed_load_leaves_no_third_storage_behind(damaged: Path, new_storage: NewStorage) -> None:
     made: list[LayerStorage] = []
 
     def make() -> LayerStorage:
@@ -175,11 +173,14 @@ def test_failed_load_leaves_no_third_storage_behind(
 def test_threads_end_with_the_block_whatever_ends_it(
     reader: CheckpointReader, new_storage: NewStorage
 ) -> None:
-    loader = LayerLoader(reader, new_storage, prefetch=True, num_threads=2)
-    with pytest.raises(KeyboardInterrupt), loader:
-        loader.load(0, then=1)
-        assert reading_threads()
-        raise KeyboardInterrupt
+    def load_and_stop() -> None:
+        with LayerLoader(reader, new_storage, prefetch=True, num_threads=2) as loader:
+            loader.load(0, then=1)
+            assert reading_threads()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_and_stop()
     assert reading_threads() == []
 
 

@@ -1,0 +1,78 @@
+"""How large `bench_loading.py` makes everything: full, or a toy that tries the script out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large everything is.
+
+    Args:
+        model: The model that is loaded, streamed and offloaded.
+        shard_bytes: Of its shards.
+        split_layers: How many of its layers the split model has.
+        qwen2: The quantities of the other split model.
+        expert: Experts, intermediate and hidden size of what is dequantised.
+        rounds: How often each time is taken.
+    """
+
+    model: SyntheticModel
+    shard_bytes: int
+    split_layers: int
+    qwen2: Mapping[str, int]
+    expert: tuple[int, int, int]
+    rounds: int
+
+
+SCALES: Mapping[str, Scale] = MappingProxyType(
+    {
+        # 5.05 GB in BF16: 16 layers of 307 MB.
+        "full": Scale(
+            model=SyntheticModel(
+                num_hidden_layers=16,
+                hidden_size=1024,
+                num_attention_heads=16,
+                num_key_value_heads=4,
+                head_dim=64,
+                rotary_dim=32,
+                num_local_experts=64,
+                num_experts_per_tok=8,
+                intermediate_size=768,
+                vocab_size=32000,
+            ),
+            shard_bytes=900_000_000,
+            split_layers=4,
+            qwen2={
+                "hidden_size": 1536,
+                "intermediate_size": 8960,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 2,
+                "vocab_size": 32000,
+            },
+            expert=(64, 1536, 3072),
+            rounds=3,
+        ),
+        "toy": Scale(
+            model=SyntheticModel(num_local_experts=16, num_experts_per_tok=2),
+            shard_bytes=4_000_000,
+            split_layers=4,
+            qwen2={
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 512,
+            },
+            expert=(2, 256, 256),
+            rounds=1,
+        ),
+    }
+)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.names import expert_weight
+from minimax_tools.reference.upcast import upcast_experts
+
+E, K, H, I = 6, 2, 1024, 384  # noqa: E741  # I: intermediate, as everywhere
+
+
+def weights_of(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w1": (I, H), "w3": (I, H), "w2": (H, I)}
+    return {
+        expert_weight(expert, name): (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+        for expert in range(E)
+        for name, shape in shapes.items()
+    }
+
+
+def routing(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(num_tokens, H, generator=generator)
+    # Expert 4 is never chosen.
+    chosen = torch.tensor([0, 1, 2, 3, 5])
+    order = torch.rand(num_tokens, len(chosen), generator=generator).argsort(-1)[:, :K]
+    return states, chosen[order], torch.rand(num_tokens, K, generator=generator)
+
+
+def exact(
+    weights: Mapping[str, torch.Tensor], states: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    """Each token by itself, in float64."""
+    output = torch.zeros(states.shape, dtype=torch.float64)
+    for token in range(len(states)):
+        for place in range(K):
+            gate, up, down = (
+                weights[expert_weight(int(experts[token, place]), name)].double()
+                for name in ("w1", "w3", "w2")
+            )
+            row = states[token].double()
+            hidden = torch.nn.functional.silu(gate @ row) * (up @ row)
+            output[token] += shares[token, place].double() * (down @ hidden)
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 5, 120])
+def test_every_token_goes_through_its_experts_in_float32(num_tokens: int, dtype: torch.dtype) -> None:
+    weights, arguments = weights_of(dtype), routing(num_tokens)
+    found, expected = upcast_experts(weights, *arguments), exact(weights, *arguments)
+    assert found.dtype == torch.float32
+    # Far below the 4e-3 of one rounding to BF16.
+    assert float((found.double() - expected).norm() / expected.norm()) < 2e-6
+
+
+@pytest.mark.parametrize("mistake", ["experts", "shares", "gate and up"])
+def test_another_routing_or_order_of_matrices_would_show(mistake: str) -> None:
+    weights, (states, experts, shares) = weights_of(torch.bfloat16), routing(9)
+    expected = exact(weights, states, experts, shares)
+    if mistake == "experts":
+        experts = experts.flip(-1)
+    elif mistake == "shares":
+        shares = shares.flip(0)
+    else:
+        names = [(expert_weight(expert, "w1"), expert_weight(expert, "w3")) for expert in range(E)]
+        weights |= {new: weights[old] for pair in names for new, old in (pair, pair[::-1])}
+    found = upcast_experts(weights, states, experts, shares)
+    assert float((found.double() - expected).norm() / expected.norm()) > 1e-2
+
+
+def test_sums_do_not_depend_on_the_number_of_threads() -> None:
+    weights, before = weights_of(torch.bfloat16), torch.get_num_threads()
+    for num_tokens in (5, 120):
+        arguments = routing(num_tokens)
+        sums = []
+        try:
+            for num_threads in (1, 2, 5):
+                torch.set_num_threads(num_threads)
+                sums += [upcast_experts(weights, *arguments), upcast_experts(weights, *arguments)]
+                assert torch.get_num_threads() == num_threads
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(one, sums[0]) for one in sums)
+
+
+def test_experts_nobody_chose_are_not_asked_for() -> None:
+    class Asked(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            assert ".experts.4." not in name
+            return super().__getitem__(name)
+
+    arguments = routing(40)
+    assert 4 not in arguments[1]
+    upcast_experts(Asked(weights_of(torch.bfloat16)), *arguments)
+
+
+def test_error_in_reading_a_weight_comes_out() -> None:
+    class Unreadable(Mapping[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            raise OSError(f"{name} is gone")
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(())
+
+        def __len__(self) -> int:
+            return 0
+
+    with pytest.raises(OSError, match=r"w1.weight is gone"):
+        upcast_experts(Unreadable(), *routing(3))
+
+
+def test_weights_that_want_gradients_are_only_read() -> None:
+    weights = {name: weight.requires_grad_() for name, weight in weights_of(torch.float32).items()}
+    with torch.no_grad():
+        output = upcast_experts(weights, *routing(3))
+    assert not output.requires_grad
