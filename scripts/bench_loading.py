@@ -73,13 +73,12 @@ def _stream_names(suffix: str) -> tuple[str, ...]:
 
 
 def _split_names(model_type: str) -> tuple[str, ...]:
+    names = ("peak_anonymous_over_model", "peak_resident_over_model", "load_s", "tokens_per_s")
     settings = [f"split_{model_type}_low_memory_{setting}" for setting in ("on", "off")]
-    names = [
-        f"{setting}_{name}"
-        for setting in settings
-        for name in ("peak_anonymous_over_model", "peak_resident_over_model", "load_s", "tokens_per_s")
-    ]
-    return (*names, f"split_{model_type}_logits_equal")
+    return (
+        *(f"{setting}_{name}" for setting in settings for name in names),
+        f"split_{model_type}_logits_equal",
+    )
 
 
 GROUPS: tuple[Group, ...] = (

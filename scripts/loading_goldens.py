@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate.hooks
+import numpy.ctypeslib
 import rich.live
 import rich.progress
 import torch
@@ -40,6 +41,7 @@ from minimax_tools.spec import ModelSpec
 transformers_logging.disable_progress_bar()
 _IMPORTED_EARLY = (
     accelerate.hooks,
+    numpy.ctypeslib,
     rich.live,
     rich.progress,
     transformers.integrations.moe,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +14,7 @@ from minimax_tools.checkpoint.fp8 import scale_shape
 from minimax_tools.checkpoint.module_names import SCALE_ENDING, ModuleNames, Place, Slot
 from minimax_tools.checkpoint.names import SCALE_SUFFIX, scale_name
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES
+from minimax_tools.core_pool import CorePool
 from minimax_tools.errors import CheckpointError
 
 _NUM_FAULTS_SHOWN = 12
@@ -94,9 +92,13 @@ class Binding:
                 _read_whole(source, self.sources[place], view)
             report(view.nbytes)
 
-        with _reading_threads() as pool:
-            for _ in pool.map(fill_one, self.sources):
-                pass
+        with CorePool("binding") as pool:
+            try:
+                for _ in pool.map(fill_one, self.sources):
+                    pass
+            finally:
+                # An error ends the work that waits.
+                pool.shutdown(cancel_futures=True)
         return filled
 
 
@@ -218,19 +220,6 @@ def _misfits(
 def _is_scale(name: str, stored: Mapping[str, TensorFacts]) -> bool:
     weight = stored.get(name.removesuffix(SCALE_ENDING)) if name.endswith(SCALE_SUFFIX) else None
     return weight is not None and weight.dtype == torch.float8_e4m3fn
-
-
-@contextlib.contextmanager
-def _reading_threads() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as cores, in each of which torch starts no more; an error ends the work that waits."""
-    num_threads = torch.get_num_threads()
-    with ThreadPoolExecutor(os.cpu_count(), "mm2-binding", lambda: torch.set_num_threads(1)) as pool:
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
-            # What one thread sets, torch takes for every thread that begins later.
-            torch.set_num_threads(num_threads)
 
 
 def _read_whole(source: TensorSource, name: str, view: torch.Tensor) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from types import TracebackType
 
-import torch
+from minimax_tools.core_pool import CorePool
 
 Jobs = list[Future[None]]
 
@@ -19,11 +19,7 @@ class ReadingPool:
     """
 
     def __init__(self, num_threads: int) -> None:
-        # This thread's own number is settled first: what the others set would become its default.
-        torch.get_num_threads()
-        self._threads = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="mm2-reading", initializer=_compute_alone
-        )
+        self._threads = CorePool("reading", num_threads)
 
     def start(self, fillings: Iterable[Callable[[], None]]) -> Jobs:
         """Begin, and return at once."""
@@ -51,8 +47,3 @@ class ReadingPool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _compute_alone() -> None:
-    """Each thread is one of as many as there are cores: torch must not start more in it."""
-    torch.set_num_threads(1)

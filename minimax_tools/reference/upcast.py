@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 
 from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.core_pool import CorePool
 
 # Half a megabyte in float32: it stays in a core's cache between the cast that writes it and the product that reads it.
 _BLOCK_VALUES = 2**17
@@ -70,12 +70,7 @@ def _side_by_side(device: torch.device) -> Iterator[Callable[..., Iterable[torch
         # A device runs what it is given by itself, one expert after the other.
         yield map
         return
-    with ThreadPoolExecutor(
-        torch.get_num_threads(),
-        thread_name_prefix="mm2-upcast",
-        initializer=torch.set_num_threads,
-        initargs=(1,),
-    ) as pool:
+    with CorePool("upcast") as pool:
         yield pool.map
 
 

@@ -14,7 +14,9 @@ import torch
 from gpu_reference.cli import main
 from gpu_reference.golden import open_golden
 from gpu_reference.placement import Placement
+from gpu_reference.streaming import Streaming
 from minimax_tools.capture.reader import Capture
+from minimax_tools.prompts import InputRequest
 from minimax_tools.sites import Site
 
 pytestmark = pytest.mark.gpu
@@ -144,3 +146,81 @@ def test_generation_on_the_gpu_is_saved(toy: Path, tmp_path: Path, command: Any)
     arguments = ["full", "--model", toy, "--seq-len", 8, "--max-new-tokens", 4, "--output-dir", tmp_path]
     assert command(main, *arguments, "--device-map", "cuda:0").exit_code == 0
     assert len(json.loads((tmp_path / "generation.json").read_text())["rows"][0]["generated_ids"]) == 4
+
+
+STREAMS = {
+    "alone": Streaming(device=torch.device("cuda:0"), prefetch=False),
+    "prefetching": Streaming(device=torch.device("cuda:0"), prefetch=True),
+}
+
+
+@pytest.mark.parametrize("streaming", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"noise_floor": "full"},
+        {"noise_floor": "stats", "experts_implementation": "eager", "attn_implementation": "eager"},
+        {"experts_implementation": "batched_mm"},
+        {"dtype": torch.float32},
+        {"inputs": InputRequest(seq_lens=(3, 2)), "noise_floor": "full"},
+        {"inputs": InputRequest(seq_lens=(24, 15), padding_side="left")},
+    ],
+    ids=["floor", "eager", "batched", "float32", "few", "left"],
+)
+def test_stream_over_the_gpu_has_the_bytes_of_the_model_on_it(
+    ask: Any, tmp_path: Path, options: dict[str, Any], streaming: Streaming
+) -> None:
+    whole = capture(ask(placement=ON_GPU, **options), tmp_path / "whole")
+    streamed = capture(ask(placement=ON_GPU, streaming=streaming, **options), tmp_path / "streamed")
+    assert tensor_files(streamed) == tensor_files(whole)
+    assert (streamed.directory / "manifest.json").read_bytes() == (
+        whole.directory / "manifest.json"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("lengths", [(24, 15), (3,)], ids=["many", "few"])
+def test_packed_experts_on_the_gpu_have_the_bytes_of_eager_ones(
+    ask: Any, tmp_path: Path, lengths: tuple[int, ...]
+) -> None:
+    options = {
+        "inputs": InputRequest(seq_lens=lengths),
+        "experts_implementation": "eager",
+        "noise_floor": "full",
+    }
+    packed = Streaming(device=torch.device("cuda:0"), packed=True)
+    whole = capture(ask(placement=ON_GPU, **options), tmp_path / "whole")
+    assert tensor_files(capture(ask(streaming=packed, **options), tmp_path / "packed")) == tensor_files(whole)
+
+
+def test_stream_holds_one_layer_or_two_on_the_gpu(ask: Any, tmp_path: Path) -> None:
+    peaks = {}
+    for name, streaming in STREAMS.items():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        request = ask(streaming=streaming, inputs=InputRequest(seq_lens=(8,)))
+        capture(request, tmp_path / name)
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+        torch.cuda.synchronize()
+        # cuBLAS keeps its workspace; no layer stays.
+        assert torch.cuda.memory_allocated() - before < 5 * request.footprint.layer_bytes
+    layer = ask().footprint.layer_bytes
+    assert peaks["prefetching"] - peaks["alone"] == pytest.approx(layer, rel=0.2)
+
+
+def test_command_streams_over_the_gpu_and_generates_the_same(toy: Path, tmp_path: Path, command: Any) -> None:
+    arguments = ["full", "--model", toy, "--seq-len", 9, "--max-new-tokens", 3, "--device-map", "cuda:0"]
+    for mode in ("on", "off"):
+        result = command(main, *arguments, "--stream", mode, "--quiet", "--output-dir", tmp_path / mode)
+        assert result.exit_code == 0, result.output
+    for path in (tmp_path / "off").iterdir():
+        assert (tmp_path / "on" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_model_above_a_limit_of_the_gpu_is_streamed_there(toy: Path, tmp_path: Path, command: Any) -> None:
+    arguments = ["extract-all", "--model", toy, "--seq-len", 8, "--output-dir", tmp_path]
+    result = command(main, *arguments, "--max-memory", "0:10MB")
+    assert result.exit_code == 0, result.stderr
+    assert "Streaming a layer at a time: the whole model takes" in result.stderr
+    assert Capture.open(tmp_path).description.provenance.backend == "cuda"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gpu_reference.placement import Placement
 from gpu_reference.stream_choice import choose_streaming, is_whole
 from gpu_reference.streaming import Streaming
 from minimax_tools.errors import UsageError
-from minimax_tools.memory import MemoryBudget, MemoryUsage
+from minimax_tools.memory import MemoryBudget, MemoryUsage, give_back_freed_memory
 
 CPU = torch.device("cpu")
 ON_CPU = Placement(device_map={"": "cpu"})
@@ -57,6 +58,8 @@ def limited(num_bytes: float) -> Placement:
 
 
 def in_use_and(num_bytes: float) -> MemoryBudget:
+    # What earlier tests left to be freed would be room that nobody counted on.
+    give_back_freed_memory()
     return MemoryBudget(MemoryUsage.on_host().anonymous_bytes + int(num_bytes))
 
 
@@ -81,7 +84,7 @@ def test_reason_names_what_it_takes_and_what_is_free(
 ) -> None:
     caplog.set_level(logging.INFO)
     assert choose(footprint, placement=limited(9e6)) is not None
-    assert "the whole model takes 41.6 MB, 9.0 MB are free" in caplog.text or "9 MB are free" in caplog.text
+    assert re.search(r"the whole model takes [\d.]+ MB, 9\.0 MB are free", caplog.text)
     assert "--stream off loads it all the same" in caplog.text
     assert "No layer is read ahead: two take" in caplog.text
 
@@ -195,6 +198,7 @@ def test_command_refuses_what_cannot_be(
 
 
 def test_command_streams_under_a_budget_and_says_why(toy: Path, tmp_path: Path, command: Any) -> None:
+    give_back_freed_memory()
     budget = MemoryUsage.on_host().anonymous_bytes + 30_000_000
     arguments = ["--seq-len", 8, "--noise-floor", "off", "--memory-budget", f"{budget // 1_000_000}MB"]
     result = command(main, "extract-all", "--model", toy, *arguments, "--output-dir", tmp_path / "streamed")

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from minimax_tools.pickles.inert import InertRecord
 from minimax_tools.capture.restricted import load_restricted
 from minimax_tools.errors import CaptureError
+from minimax_tools.pickles.inert import InertRecord
 
 LAYOUTS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "stream"])
 
