@@ -86,9 +86,8 @@ class Footprint:
             + 2 * spec.num_experts_per_tok
         )
         sites = num_tokens * site_width * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
-        attention = (spec.query_width + spec.key_value_width) * 2 * spec.hidden_size
-        # The twin's weights: attention whole, experts in blocks.
-        twin = (attention + spec.num_local_experts * spec.hidden_size) * _FLOAT32_BYTES
+        # The twin's weights: one of attention's at a time, the router, experts in blocks.
+        twin = (spec.query_width + spec.num_local_experts) * spec.hidden_size * _FLOAT32_BYTES
         return sites + self._expert_bytes + self._score_bytes + twin
 
     @property

@@ -36,8 +36,8 @@ _SPARE_BYTES = 2_000_000_000
 
 RUN_COMMAND = "loading_goldens:run_command"
 FORWARD_STREAMED = "loading_goldens:forward_streamed"
-FORWARD_OFFLOADED = "loading_goldens:forward_offloaded"
-LOAD_WHOLE = "loading_goldens:load_whole"
+FORWARD_OFFLOADED = "loading_rivals:forward_offloaded"
+LOAD_WHOLE = "loading_rivals:load_whole"
 READ_PLAINLY = "loading_reads:read_plainly"
 LOAD_LAYERS = "loading_reads:load_layers"
 DEQUANTISE = "loading_reads:dequantise_experts"

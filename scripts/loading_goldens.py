@@ -1,4 +1,4 @@
-"""Measured in a process of their own: goldens and forward passes, streamed and by transformers and accelerate.
+"""Measured in a process of their own: goldens by `mm2-gpu`, and the streamed forward pass alone.
 
 Every function returns numbers and digests by name; see `loading_probe.py`. What transformers, rich and mm2 import
 only when they need it is imported here, before the baseline is taken.
@@ -6,12 +6,14 @@ only when they need it is imported here, before the baseline is taken.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from pathlib import Path
 from typing import Any
 
+# First, as in the command: it settles how torch's threads wait, which torch reads when it is loaded.
+import gpu_reference
+
+# isort: split
 import accelerate.hooks
 import numpy.ctypeslib
 import rich.live
@@ -19,6 +21,7 @@ import rich.progress
 import torch
 import transformers.integrations.moe
 import transformers.masking_utils
+from loading_inputs import digest_of, open_inputs
 from transformers import MiniMaxM2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -27,19 +30,18 @@ import minimax_tools.reference.head
 import minimax_tools.reference.twin
 from gpu_reference.cli import main as mm2_gpu
 from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest, restore_router
+from gpu_reference.model import GoldenModelRequest
 from gpu_reference.placement import Placement
 from gpu_reference.streaming import Streaming
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.names import GATE, layer_of
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.inputs import Inputs
-from minimax_tools.prompts import InputRequest, build_inputs
 from minimax_tools.run import full_run
-from minimax_tools.spec import ModelSpec
 
 transformers_logging.disable_progress_bar()
 _IMPORTED_EARLY = (
+    gpu_reference,
+    MiniMaxM2ForCausalLM,
     accelerate.hooks,
     numpy.ctypeslib,
     rich.live,
@@ -89,7 +91,7 @@ def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
 def forward_streamed(model: str, seq_lens: list[int]) -> dict[str, Any]:
     """The logits, streamed, from the folder on: stand up, run, no capture and no noise floor."""
     folder = Path(model)
-    spec, inputs = _open(folder, seq_lens)
+    spec, inputs = open_inputs(folder, seq_lens)
     request = GoldenRequest(
         model=GoldenModelRequest(
             folder=folder,
@@ -110,56 +112,4 @@ def forward_streamed(model: str, seq_lens: list[int]) -> dict[str, Any]:
     with open_golden(request) as golden:
         logits = golden.forward()
         seconds = time.perf_counter() - began_s
-    return {"whole_s": seconds, "logits": _digest(logits)}
-
-
-def forward_offloaded(model: str, seq_lens: list[int], offload_folder: str) -> dict[str, Any]:
-    """The logits by accelerate's disk offload, from the folder on: every layer on disk, all else in memory."""
-    folder = Path(model)
-    spec, inputs = _open(folder, seq_lens)
-    device_map = {
-        "model.embed_tokens": "cpu",
-        "model.norm": "cpu",
-        "model.rotary_emb": "cpu",
-        "lm_head": "cpu",
-    } | {f"model.layers.{layer}": "disk" for layer in range(spec.num_hidden_layers)}
-    began_s = time.perf_counter()
-    whole = MiniMaxM2ForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16,
-        attn_implementation="sdpa",
-        experts_implementation="grouped_mm",
-        device_map=device_map,
-        offload_folder=offload_folder,
-    ).eval()
-    load_s = time.perf_counter() - began_s
-    with CheckpointReader(folder) as reader:
-        # It rounds the router; with the checkpoint's own, the logits must be the streamed ones bit for bit.
-        restore_router(whole, reader)
-    began_s = time.perf_counter()
-    with torch.no_grad():
-        logits = whole(**inputs.tensors(), use_cache=False).logits
-    forward_s = time.perf_counter() - began_s
-    return {
-        "whole_s": load_s + forward_s,
-        "load_s": load_s,
-        "forward_s": forward_s,
-        "logits": _digest(logits),
-    }
-
-
-def load_whole(model: str) -> dict[str, float]:
-    """transformers' `from_pretrained`, as anyone calls it."""
-    began_s = time.perf_counter()
-    whole = MiniMaxM2ForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    return {"load_s": time.perf_counter() - began_s, "num_parameters": whole.num_parameters()}
-
-
-def _open(folder: Path, seq_lens: list[int]) -> tuple[ModelSpec, Inputs]:
-    spec = ModelSpec.from_folder(folder)
-    return spec, build_inputs(InputRequest(seq_lens=tuple(seq_lens)), folder=folder, spec=spec)
-
-
-def _digest(logits: torch.Tensor) -> str:
-    content = logits.contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(json.dumps(list(logits.shape)).encode() + content).hexdigest()
+    return {"whole_s": seconds, "logits": digest_of(logits)}

@@ -27,7 +27,8 @@ POST_NORM = "post_attention_layernorm.weight"  # [H]
 GATE = "block_sparse_moe.gate.weight"  # [E,H]
 CORRECTION_BIAS = "block_sparse_moe.e_score_correction_bias"  # [E]
 
-ATTENTION_AND_NORM_NAMES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
+ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
+ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
 
 # The router decides in float32: these two are never rounded to the run's dtype.
 FLOAT32_NAMES = (GATE, CORRECTION_BIAS)

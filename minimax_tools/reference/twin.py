@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
+from minimax_tools.checkpoint.names import ATTENTION_MATRICES
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.modules import LAYER_TAPS, recording_layer
 from minimax_tools.reference.upcast import upcast_experts
@@ -55,6 +56,8 @@ class Float32Twin:
             self._layer = MiniMaxM2DecoderLayer(self._config, layer).eval()
         self._rotary = MiniMaxM2RotaryEmbedding(self._config).to(device)
         self._layer.load_state_dict(_small_weights(tensors, device), strict=False, assign=True)
+        for name in ATTENTION_MATRICES:
+            _upcast_on_use(self._layer, name, tensors, device)
         setattr(self._layer.mlp.experts, _TENSORS, tensors)
 
     def run(
@@ -136,12 +139,30 @@ def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:
 
 
 def _small_weights(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Everything but the experts, float32, under transformers' names."""
+    """Norms and router, float32, under transformers' names."""
     return {
         name.replace("block_sparse_moe.", "mlp."): tensors[name].to(device, torch.float32)
         for name in tensors
-        if ".experts." not in name
+        if ".experts." not in name and name not in ATTENTION_MATRICES
     }
+
+
+def _upcast_on_use(
+    layer: torch.nn.Module, name: str, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Give one of attention's projections its float32 weight while it runs, and no longer."""
+    projection = layer.get_submodule(name.removesuffix(".weight"))
+    bare = projection.get_parameter("weight")
+
+    def bind(module: torch.nn.Module, _: Any) -> None:
+        weight = tensors[name].to(device, torch.float32)
+        module._parameters["weight"] = torch.nn.Parameter(weight, requires_grad=False)
+
+    def strip(module: torch.nn.Module, *_: Any) -> None:
+        module._parameters["weight"] = bare
+
+    projection.register_forward_pre_hook(bind)
+    projection.register_forward_hook(strip)
 
 
 def _upcast_experts(

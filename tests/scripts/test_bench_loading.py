@@ -137,6 +137,17 @@ def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: Bench) -> 
             assert measured.disk_bytes / checkpoint.stored_bytes == pytest.approx(share, abs=0.05)
 
 
+@pytest.mark.parametrize(("module", "comes_first"), [("loading_goldens", True), ("loading_rivals", False)])
+def test_how_threads_wait_is_settled_for_goldens_and_not_for_rivals(module: str, comes_first: bool) -> None:
+    # torch reads it when it is loaded.
+    order = "names.index('gpu_reference') < names.index('torch')"
+    code = f"import sys, {module}; names = list(sys.modules); print({order})"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == str(comes_first)
+
+
 def test_layer_of_a_checkpoint_is_counted_as_stored(bench: Bench) -> None:
     with bench.checkpoint("fp8", dtype=FP8, num_layers=2) as checkpoint:
         stored = Checkpoint.of(checkpoint.folder)

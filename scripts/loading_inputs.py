@@ -1,0 +1,25 @@
+"""What the streamed and the offloaded model both run, and a digest that tells whether they came to the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from minimax_tools.inputs import Inputs
+from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.spec import ModelSpec
+
+
+def open_inputs(folder: Path, seq_lens: list[int]) -> tuple[ModelSpec, Inputs]:
+    """The model's quantities, and random rows of these lengths."""
+    spec = ModelSpec.from_folder(folder)
+    return spec, build_inputs(InputRequest(seq_lens=tuple(seq_lens)), folder=folder, spec=spec)
+
+
+def digest_of(logits: torch.Tensor) -> str:
+    """A digest of the logits' shape and bits."""
+    content = logits.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(json.dumps(list(logits.shape)).encode() + content).hexdigest()
