@@ -32,7 +32,7 @@ demo: $(STAMP) ## Find planted bugs in a toy port, start to end on the CPU
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## Run the tests, without the slow ones
-	@echo "Running the tests, 1-3 minutes on a CPU; what needs a device or a checkpoint is skipped and says why."
+	@echo "Running the tests, 4-8 minutes on 2 cores; what needs a device or a checkpoint is skipped and says why."
 	$(BIN)/python -m pytest -q -rs -m "not slow"
 
 slow: $(STAMP) ## Run the slow tests alone
