@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import CannotRunError, MemoryBudgetError
-from minimax_tools.memory import MemoryBudget, MemoryTracker, MemoryUsage
+from minimax_tools.memory import MemoryBudget, MemoryTracker, MemoryUsage, give_back_freed_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
 
@@ -18,6 +18,12 @@ MB = 10**6
 BLOCK = 64 * MB
 # What Python, the allocator and other threads may take meanwhile.
 SLACK = 12 * MB
+
+
+@pytest.fixture(autouse=True)
+def freed_before() -> None:
+    """What tests before left with the allocator is no memory of these."""
+    give_back_freed_memory()
 
 
 def fill(num_bytes: int) -> torch.Tensor:
