@@ -21,11 +21,11 @@ from types import MappingProxyType
 
 import torch
 from figures import Figure, print_figures
-from loading_bench import Bench, Checkpoint
-from loading_memory import measure_packed, measure_peaks
-from loading_models import measure_full_size, measure_split
-from loading_scales import SCALES
-from loading_speed import measure_dequantising, measure_offload, measure_stream, measure_warm_load
+from loading.bench import Bench, Checkpoint
+from loading.memory import measure_packed, measure_peaks
+from loading.models import measure_full_size, measure_split
+from loading.scales import SCALES
+from loading.speed import measure_dequantising, measure_offload, measure_stream, measure_warm_load
 
 from minimax_tools.checkpoint.synthetic import FP8
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from reflinks import BLOCK_BYTES, clone_range
 
+from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.names import layer_of
-from minimax_tools.checkpoint.synthetic import FP8, PlannedTensor, encode_header, plan_tensors, write_tensor
+from minimax_tools.checkpoint.synthetic import FP8, PlannedTensor, plan_tensors, write_tensor
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.checkpoint.synthetic_weights import SyntheticWeights
 

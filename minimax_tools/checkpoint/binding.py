@@ -15,9 +15,7 @@ from minimax_tools.checkpoint.module_names import SCALE_ENDING, ModuleNames, Pla
 from minimax_tools.checkpoint.names import SCALE_SUFFIX, scale_name
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES
 from minimax_tools.core_pool import CorePool
-from minimax_tools.errors import CheckpointError
-
-_NUM_FAULTS_SHOWN = 12
+from minimax_tools.errors import CheckpointError, list_faults
 
 
 class TensorFacts(Protocol):
@@ -143,10 +141,19 @@ def plan_binding(
     for place, name in chosen.items():
         faults += _misfits(name, stored, expected=place.shape_in(slots[place.slot]), slot=slots[place.slot])
     if faults:
-        raise _unfit(where, faults)
+        raise unfit_checkpoint(where, faults)
     position = {name: number for number, name in enumerate(stored)}
     sources = dict(sorted(chosen.items(), key=lambda item: position[item[1]]))
     return Binding(slots=MappingProxyType(dict(slots)), sources=MappingProxyType(sources))
+
+
+def unfit_checkpoint(where: Path, faults: list[str]) -> CheckpointError:
+    """The error that lists in what the tensors at `where` differ from the model that its config.json describes."""
+    return CheckpointError(
+        f"the tensors at {where} are not the model that its config.json describes",
+        found=list_faults(faults),
+        next_step="Check that config.json belongs to these files, and fetch what is missing.",
+    )
 
 
 class MappedTensors:
@@ -229,14 +236,3 @@ def _read_whole(source: TensorSource, name: str, view: torch.Tensor) -> None:
     host = torch.empty(view.shape, dtype=view.dtype)
     source.read_into(name, host)
     view.copy_(host)
-
-
-def _unfit(where: Path, faults: list[str]) -> CheckpointError:
-    shown = faults[:_NUM_FAULTS_SHOWN]
-    if len(faults) > len(shown):
-        shown.append(f"and {len(faults) - len(shown)} more")
-    return CheckpointError(
-        f"the tensors at {where} are not the model that its config.json describes",
-        found="; ".join(shown),
-        next_step="Check that config.json belongs to these files, and fetch what is missing.",
-    )

@@ -28,7 +28,7 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 
-_FINGERPRINTED_NAMES = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS)
+FINGERPRINTED_NAMES = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +51,19 @@ class ModelFingerprint:
     layer_tensors: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, reader: CheckpointReader, spec: ModelSpec, span: Span) -> ModelFingerprint:
-        """The fingerprint of a checkpoint with the layers of `span`.
+    def of(cls, reader: CheckpointReader, spec: ModelSpec, layers: Span | range) -> ModelFingerprint:
+        """The fingerprint of a checkpoint with these layers.
 
         Other layers are left out, here or not: it stays the same when more shards are fetched.
 
         Raises:
             CheckpointError: A layer's norms, router gate or bias cannot be read.
         """
-        shapes = {layer: reader.index.digest(layer) for layer in span}
+        shapes = {layer: reader.index.digest(layer) for layer in layers}
         return cls(
             spec_digest=spec.digest(),
             tensors_digest=reader.index.digest(None),
-            layers=MappingProxyType({layer: _layer_digest(reader, layer) for layer in span}),
+            layers=MappingProxyType({layer: _layer_digest(reader, layer) for layer in layers}),
             layer_tensors=MappingProxyType({layer: digest for layer, digest in shapes.items() if digest}),
         )
 
@@ -113,7 +113,7 @@ class ModelFingerprint:
 
 def _layer_digest(reader: CheckpointReader, layer: int) -> str:
     digest = hashlib.sha256()
-    for name in _FINGERPRINTED_NAMES:
+    for name in FINGERPRINTED_NAMES:
         # float32 holds BF16 exactly: a copy that stores a norm in the other dtype gives the same bytes.
         values = reader.read_weight(layer_prefix(layer) + name, torch.float32)
         digest.update(f"{name} {list(values.shape)}\n".encode())

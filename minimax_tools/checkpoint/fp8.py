@@ -14,8 +14,9 @@ from minimax_tools.spec import ModelSpec
 
 BLOCK_SIZE = 128
 
-# What lies between the passes stays in the processor's cache; one row of scales serves so many rows.
-_CHUNK_ROWS = BLOCK_SIZE
+# What lies between the passes stays in the processor's cache, and a chunk is large enough for other threads to get
+# their turn at Python meanwhile.
+_CHUNK_CODES = 256 * 3072
 _EXPONENT_GAP = 2.0**120
 _MANTISSA_SHIFT = 4
 # Bit 15, the sign, and bits 10 to 4, all else of a code: in every 16 bits of a signed 64-bit integer.
@@ -67,9 +68,8 @@ def dequantise(
             f"out is {result.dtype} {list(result.shape)}, expected {dtype} {list(weight_fp8.shape)}"
         )
     # The product must be float32: rounding the scale or the product early gives other BF16 bits.
-    if weight_fp8.numel() and _survives_bfloat16(weight_fp8, scale_inv):
-        _multiply_as_bfloat16(weight_fp8, scale_inv, result)
-    else:
+    fits = _fits_words(weight_fp8) and _fits_bfloat16(scale_inv)
+    if not fits or _multiply_as_bfloat16(weight_fp8, scale_inv, result):
         _multiply(weight_fp8, scale_inv, result)
     return result
 
@@ -87,47 +87,76 @@ def _check(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> None:
         )
 
 
-def _survives_bfloat16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> bool:
-    if weight_fp8.device.type != "cpu":
+def _fits_words(weight_fp8: torch.Tensor) -> bool:
+    if weight_fp8.device.type != "cpu" or not weight_fp8.is_contiguous() or not weight_fp8.numel():
         return False
-    if weight_fp8.shape[1] % _CODES_PER_WORD or not weight_fp8.is_contiguous():
-        return False
-    # NaN is 0x7f and 0xff: the largest code read as a signed byte, and the largest read as an unsigned one.
-    has_nan = weight_fp8.view(torch.int8).max() == 0x7F or weight_fp8.view(torch.uint8).max() == 0xFF
+    num_columns = weight_fp8.shape[1]
+    return num_columns % min(BLOCK_SIZE, num_columns) == 0 and num_columns % _CODES_PER_WORD == 0
+
+
+def _fits_bfloat16(scale_inv: torch.Tensor) -> bool:
     # Written so that a scale that is NaN does not pass; one that is no more than zero would turn zeros' signs.
-    return not has_nan and bool(((scale_inv > 0) & (scale_inv < _LARGEST_SCALE)).all())
+    return bool(((scale_inv > 0) & (scale_inv < _LARGEST_SCALE)).all())
 
 
-def _multiply_as_bfloat16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
+def _multiply_as_bfloat16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> bool:
+    """Multiply where no code is NaN; whether one was, and the result is none."""
     num_rows, num_columns = weight_fp8.shape
-    codes = weight_fp8.view(torch.int8)
+    # A piece: a row's codes of one block, which share a scale.
+    width = min(BLOCK_SIZE, num_columns)
     # Exact, being a power of two; the float32 product below is then that of the code and its own scale.
-    scale = _spread_columns(scale_inv * _EXPONENT_GAP, num_columns)
-    multiply = _ColumnProduct(num_columns) if result.dtype == torch.bfloat16 else _multiply_columns
-    integers = torch.empty(min(_CHUNK_ROWS, num_rows), num_columns, dtype=torch.int16)
-    for start in range(0, num_rows, _CHUNK_ROWS):
-        rows = slice(start, min(start + _CHUNK_ROWS, num_rows))
-        chunk = integers[: rows.stop - start]
-        # Four codes a word: what a shift carries into a neighbour is masked away.
-        words = chunk.copy_(codes[rows]).view(torch.int64)
-        words.bitwise_left_shift_(_MANTISSA_SHIFT).bitwise_and_(_BFLOAT16_MASK)
-        multiply(chunk.view(torch.bfloat16), scale[start // BLOCK_SIZE], result[rows])
+    scale = (scale_inv * _EXPONENT_GAP).repeat_interleave(BLOCK_SIZE, dim=0)[:num_rows].flatten()
+    num_pieces = min(_CHUNK_CODES // width, len(scale))
+    codes = weight_fp8.view(torch.int8).flatten().split(num_pieces * width)
+    # NaN is 0x7f and 0xff: the largest code read as a signed byte, and the largest read as an unsigned one.
+    largest = torch.empty(len(codes), dtype=torch.int8)
+    largest_unsigned = torch.empty(len(codes), dtype=torch.uint8)
+    chunks = zip(
+        codes,
+        scale.split(num_pieces),
+        result.view(1, -1, width).split(num_pieces, dim=1),
+        largest.unbind(),
+        largest_unsigned.unbind(),
+        strict=True,
+    )
+    product: _PieceProduct | None = None
+    for chunk, factors, out, signed, unsigned in chunks:
+        if product is None or len(factors) != product.num_pieces:
+            product = _PieceProduct(len(factors), width)
+        torch.amax(chunk, 0, out=signed)
+        torch.amax(chunk.view(torch.uint8), 0, out=unsigned)
+        product(chunk, factors, out)
+    return bool((largest == 0x7F).any() or (largest_unsigned == 0xFF).any())
 
 
-class _ColumnProduct:
-    """BF16 values times one float32 factor per column, in float32, rounded once, in a single pass.
+class _PieceProduct:
+    """Pieces of codes, a float32 factor each, as BF16 or float32: their product in float32, rounded once.
 
     Of torch's operations only batch normalisation takes BF16 values with float32 factors as they are: with mean 0,
-    variance 1 and a bias of −0, which leaves every sum as it is, it is that product.
+    variance 1 and a bias of −0, which leaves every sum as it is, it is that product in a single pass.
+
+    Args:
+        num_pieces: How many.
+        width: Codes in each.
     """
 
-    def __init__(self, num_columns: int) -> None:
-        self._bias, self._mean = -torch.zeros(num_columns), torch.zeros(num_columns)
-        self._variance, self._unused = torch.ones(num_columns), torch.empty(0)
+    def __init__(self, num_pieces: int, width: int) -> None:
+        self.num_pieces = num_pieces
+        self._integers = torch.empty(num_pieces * width, dtype=torch.int16)
+        self._words = self._integers.view(torch.int64)
+        self._values = self._integers.view(torch.bfloat16).view(1, num_pieces, width)
+        self._bias, self._mean = -torch.zeros(num_pieces), torch.zeros(num_pieces)
+        self._variance, self._unused = torch.ones(num_pieces), torch.empty(0)
 
-    def __call__(self, values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
-        torch.ops.aten.native_batch_norm.out(
-            values,
+    def __call__(self, codes: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
+        self._integers.copy_(codes)
+        # Four codes a word: what a shift carries into a neighbour is masked away.
+        self._words.bitwise_left_shift_(_MANTISSA_SHIFT).bitwise_and_(_BFLOAT16_MASK)
+        if out.dtype != torch.bfloat16:
+            out.copy_(self._values.to(torch.float32).mul_(factors[:, None]))
+            return
+        torch.native_batch_norm(
+            self._values,
             factors,
             self._bias,
             self._mean,
@@ -135,22 +164,12 @@ class _ColumnProduct:
             False,  # not training: mean and variance are those given
             0.0,
             0.0,
-            out=out,
-            save_mean=self._unused,
-            save_invstd=self._unused,
+            out=(out, self._unused, self._unused),
         )
 
 
-def _multiply_columns(values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(values.to(torch.float32).mul_(factors))
-
-
 def _multiply(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
-    scale = _spread_columns(scale_inv, weight_fp8.shape[1])
+    scale = scale_inv.repeat_interleave(BLOCK_SIZE, dim=1)[:, : weight_fp8.shape[1]]
     for start in range(0, weight_fp8.shape[0], BLOCK_SIZE):
         rows = slice(start, start + BLOCK_SIZE)
         result[rows].copy_(weight_fp8[rows].to(torch.float32).mul_(scale[start // BLOCK_SIZE]))
-
-
-def _spread_columns(scale_inv: torch.Tensor, num_columns: int) -> torch.Tensor:
-    return scale_inv.repeat_interleave(BLOCK_SIZE, dim=1)[:, :num_columns]

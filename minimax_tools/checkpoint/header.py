@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from minimax_tools.errors import CheckpointError
 
 _LENGTH = struct.Struct("<Q")
+LENGTH_BYTES = _LENGTH.size
 _METADATA = "__metadata__"
+# Where the data begin: safetensors reads tensors where they lie.
+_ALIGNMENT = 8
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -34,6 +37,27 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "BOOL": torch.bool,
     }
 )
+DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+class DescribedTensor(Protocol):
+    """A tensor as a header tells of it, its place aside."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its elements are stored as."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +86,60 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
     try:
         file_size_bytes = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(_LENGTH.size)
-            if len(prefix) < _LENGTH.size:
-                raise _damaged(path, f"{len(prefix)} bytes, too short for a header")
-            (header_size_bytes,) = _LENGTH.unpack(prefix)
-            data_start = _LENGTH.size + header_size_bytes
-            if data_start > file_size_bytes:
-                raise _damaged(path, f"a header of {header_size_bytes} bytes in a file of {file_size_bytes}")
-            text = file.read(header_size_bytes)
+            prefix = file.read(LENGTH_BYTES)
+            data_start = data_start_of(path, prefix, file_size_bytes=file_size_bytes)
+            text = file.read(data_start - LENGTH_BYTES)
     except OSError as error:
         raise _damaged(path, str(error)) from error
+    return parse_header(path, text, file_size_bytes=file_size_bytes)
+
+
+def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
+    """Where a shard's data begin, as its first `LENGTH_BYTES` bytes say; the header's text lies between.
+
+    Raises:
+        CheckpointError: The file is too short for such a header.
+    """
+    if len(prefix) < LENGTH_BYTES:
+        raise _damaged(path, f"{len(prefix)} bytes, too short for a header")
+    (header_size_bytes,) = _LENGTH.unpack(prefix)
+    if LENGTH_BYTES + header_size_bytes > file_size_bytes:
+        raise _damaged(path, f"a header of {header_size_bytes} bytes in a file of {file_size_bytes}")
+    return LENGTH_BYTES + int(header_size_bytes)
+
+
+def parse_header(path: Path, text: bytes, *, file_size_bytes: int) -> tuple[TensorEntry, ...]:
+    """The tensors that a header's text declares, in the order of their data, wherever the text came from.
+
+    Args:
+        path: The shard, which need not be here.
+        text: The whole header, without the length before it.
+        file_size_bytes: The shard's size.
+
+    Raises:
+        CheckpointError: The header is damaged, or the file's size is not what it adds up to.
+    """
+    data_start = LENGTH_BYTES + len(text)
     entries = _parse(path, text, data_start)
     _check_layout(path, entries, data_start=data_start, file_size_bytes=file_size_bytes)
     return entries
+
+
+def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGNMENT) -> bytes:
+    """The header of a shard that holds `tensors`, filled up with spaces so that the data begin on `alignment`."""
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.size_bytes
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH.size + len(text)) % alignment)
+    return _LENGTH.pack(len(text)) + text
 
 
 def _parse(path: Path, text: bytes, data_start: int) -> tuple[TensorEntry, ...]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from minimax_tools.checkpoint.index import INDEX_FILE, read_weight_map
 from minimax_tools.checkpoint.names import layer_of
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 CONFIG_FILE = "config.json"
 # Read by tokenizers and by whoever loads the model; pictures and remote code stay where they are.
-_DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")
+DESCRIBING_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 # Best first: a repository that has safetensors is read from those alone.
 _SHARD_SUFFIXES = (".safetensors", ".bin")
 _INDEX_FILES = {".safetensors": INDEX_FILE, ".bin": "pytorch_model.bin.index.json"}
@@ -59,6 +59,31 @@ def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
         return snapshot.folder
 
     return _locate(model, access, folder=lambda folder: folder, snapshot=fetch)
+
+
+def is_on_hub(model: str) -> bool:
+    """Whether a model is asked for by a hub's id: a folder wins over an id that reads the same."""
+    return not model or not Path(model).expanduser().is_dir()
+
+
+def work_on_hub(
+    model: str, work: Callable[[HubSnapshot], Result], *, access: HubAccess | None = None
+) -> Result:
+    """The result of `work` on the snapshot of a hub's model, its description fetched.
+
+    Raises:
+        UsageError: The model is a folder.
+        CheckpointError: As for `resolve_model`; and what `work` raises.
+    """
+
+    def refuse(folder: Path) -> Result:
+        raise UsageError(f"{folder} is a folder, and no hub's model", next_step="Give a hub id: owner/name.")
+
+    def describe_and_work(snapshot: HubSnapshot) -> Result:
+        _fetch_description(snapshot)
+        return work(snapshot)
+
+    return _locate(model, access, folder=refuse, snapshot=describe_and_work)
 
 
 def list_files(model: str, *, access: HubAccess | None = None) -> tuple[str, ...]:
@@ -131,17 +156,17 @@ def _find_in_folder(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 def _fetch_model(snapshot: HubSnapshot, layers: range | None) -> Path:
     _fetch_description(snapshot)
-    snapshot.fetch(_find_shards(snapshot, layers))
+    snapshot.fetch(find_shards(snapshot, layers))
     return snapshot.folder
 
 
 def _fetch_description(snapshot: HubSnapshot) -> None:
     """Config, index and tokenizer: all that tells about the weights without holding them."""
-    names = {name for name in snapshot.files if "/" not in name and name.endswith(_DESCRIBING_SUFFIXES)}
+    names = {name for name in snapshot.files if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)}
     snapshot.fetch(names | {CONFIG_FILE})
 
 
-def _find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
+def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
     """The shards to fetch; whatever an index does not name belongs to another format or another use."""
     for suffix in _SHARD_SUFFIXES:
         index_file = _INDEX_FILES[suffix]

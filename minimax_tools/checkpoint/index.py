@@ -17,10 +17,9 @@ from types import MappingProxyType
 
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.names import SCALE_SUFFIX, layer_of, layer_prefix
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, list_faults
 
 INDEX_FILE = "model.safetensors.index.json"
-_NUM_FAULTS_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +100,7 @@ class TensorIndex:
             is_whole = not any(name.startswith(layer_prefix(layer)) for name in self.absent)
         if not is_whole:
             return None
-        digest = hashlib.sha256()
-        for name in names:
-            if not name.endswith(SCALE_SUFFIX):
-                digest.update(f"{name} {list(self.entries[name].shape)}\n".encode())
-        return digest.hexdigest()
+        return digest_shapes({name: self.entries[name].shape for name in names})
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -133,6 +128,15 @@ class TensorIndex:
                 found=f"{len(self.entries)} tensors of {_named_layers(self.layers)}",
                 next_step="Fetch the shards that are missing, or choose layers that this folder holds.",
             ) from None
+
+
+def digest_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """sha256 over tensors' names and shapes, block scales left out."""
+    digest = hashlib.sha256()
+    for name in sorted(shapes):
+        if not name.endswith(SCALE_SUFFIX):
+            digest.update(f"{name} {list(shapes[name])}\n".encode())
+    return digest.hexdigest()
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
@@ -233,12 +237,9 @@ def _needed_but_absent(absent: Mapping[str, str], layers: range | None) -> list[
 
 
 def _faulty(folder: Path, faults: list[str]) -> CheckpointError:
-    shown = faults[:_NUM_FAULTS_SHOWN]
-    if len(faults) > len(shown):
-        shown.append(f"and {len(faults) - len(shown)} more")
     return CheckpointError(
         f"the checkpoint at {folder} has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
-        found="; ".join(shown),
+        found=list_faults(faults),
         next_step=f"Fetch the named files again; if only {INDEX_FILE} is wrong, fetch or remove that.",
     )
 

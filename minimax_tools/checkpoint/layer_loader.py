@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
@@ -14,19 +13,19 @@ from minimax_tools.checkpoint.names import EXPERT_MATRICES, expert_weight, layer
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import Jobs, ReadingPool
 
-logger = logging.getLogger(__name__)
-
 
 class LayerLoader:
     """Fills one layer's storage after the other; with `prefetch`, two take turns.
 
-    Tensors are read and dequantised one by one, each by one thread, straight into their places.
+    Tensors are read and dequantised one by one, each by one thread, straight into their places. Whole layers are read
+    past the page cache, because their turn comes once; single experts, which every token may ask for again, are not.
 
     Args:
         reader: The checkpoint, its layers verified.
         new_storage: Makes the storage; called once, or twice with `prefetch`.
         prefetch: Whether to fill the next layer's storage while the current one is in use.
-        num_threads: How many threads read.
+        num_threads: How many threads read; None for two on each core that torch computes with, so that some
+            dequantise while others wait for the disk.
     """
 
     def __init__(
@@ -35,12 +34,12 @@ class LayerLoader:
         new_storage: Callable[[], LayerStorage],
         *,
         prefetch: bool,
-        num_threads: int,
+        num_threads: int | None = None,
     ) -> None:
         self._reader = reader
         self._new_storage = new_storage
         self._prefetch = prefetch
-        self._pool = ReadingPool(num_threads)
+        self._pool = ReadingPool(num_threads or 2 * torch.get_num_threads())
         self._idle: list[LayerStorage] = []
         self._current: tuple[int, LayerStorage] | None = None
         self._coming: tuple[int, LayerStorage, Jobs] | None = None
@@ -56,31 +55,27 @@ class LayerLoader:
             CheckpointError: A tensor cannot be read.
         """
         self._retire()
-        coming, self._coming = self._coming, None
-        if coming is not None and coming[0] == layer:
-            _, storage, jobs = coming
+        if self._coming is not None and self._coming[0] == layer:
+            (_, storage, jobs), self._coming = self._coming, None
         else:
-            if coming is not None:
-                self._abandon(coming[1], coming[2])
+            self._drop_coming()
             storage = self._take_storage()
-            jobs = self._start(layer, storage, storage.places)
+            jobs = self._start(layer, storage, storage.places, past_cache=True)
         self._finish(storage, jobs)
         self._current = (layer, storage)
         if self._prefetch and then is not None:
             following = self._take_storage()
-            self._coming = (then, following, self._start(then, following, following.places))
+            jobs = self._start(then, following, following.places, past_cache=True)
+            self._coming = (then, following, jobs)
         return storage
 
     def load_without_experts(self, layer: int) -> LayerStorage:
         """The layer's storage with all but the experts filled; `load_experts` reads those that are needed."""
         self._retire()
-        if self._coming is not None:
-            self._abandon(self._coming[1], self._coming[2])
-            self._coming = None
+        self._drop_coming()
         storage = self._take_storage()
-        self._finish(
-            storage, self._start(layer, storage, [name for name in storage.places if EXPERTS not in name])
-        )
+        names = [name for name in storage.places if EXPERTS not in name]
+        self._finish(storage, self._start(layer, storage, names, past_cache=False))
         self._current = (layer, storage)
         return storage
 
@@ -91,7 +86,8 @@ class LayerLoader:
         weights = [expert_weight(expert, name) for expert in experts for name in EXPERT_MATRICES]
         names = (*weights, *(scale_name(weight) for weight in weights))
         # Only storage that keeps FP8 as it is has places for scales.
-        self._pool.finish(self._start(layer, storage, [name for name in names if name in storage.places]))
+        names_placed = [name for name in names if name in storage.places]
+        self._pool.finish(self._start(layer, storage, names_placed, past_cache=False))
 
     @property
     def current(self) -> LayerStorage:
@@ -99,11 +95,15 @@ class LayerLoader:
         assert self._current is not None, "no layer is loaded"
         return self._current[1]
 
+    def keep_current(self) -> LayerStorage:
+        """The current layer's storage, which is its caller's from now on: no layer fills it again."""
+        storage, self._current = self.current, None
+        return storage
+
     def release(self) -> None:
         """Give all storage back; the next `load` allocates anew."""
-        if self._coming is not None:
-            self._abandon(self._coming[1], self._coming[2])
-        self._coming = self._current = None
+        self._drop_coming()
+        self._current = None
         self._idle.clear()
 
     def close(self) -> None:
@@ -132,11 +132,12 @@ class LayerLoader:
     def _take_storage(self) -> LayerStorage:
         return self._idle.pop() if self._idle else self._new_storage()
 
-    def _start(self, layer: int, storage: LayerStorage, names: Iterable[str]) -> Jobs:
+    def _start(self, layer: int, storage: LayerStorage, names: Iterable[str], *, past_cache: bool) -> Jobs:
         prefix, index = layer_prefix(layer), self._reader.index
         # A disk reads fastest from front to back.
         ordered = sorted(names, key=lambda name: index[prefix + name].position)
-        return self._pool.start(partial(self._fill, prefix + name, storage.places[name]) for name in ordered)
+        fill = partial(self._fill, past_cache=past_cache)
+        return self._pool.start(partial(fill, prefix + name, storage.places[name]) for name in ordered)
 
     def _finish(self, storage: LayerStorage, jobs: Jobs) -> None:
         try:
@@ -146,24 +147,29 @@ class LayerLoader:
             self._abandon(storage, jobs)
             raise
 
+    def _drop_coming(self) -> None:
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self._abandon(coming[1], coming[2])
+
     def _abandon(self, storage: LayerStorage, jobs: Jobs) -> None:
         self._pool.abandon(jobs)
         self._idle.append(storage)
 
-    def _fill(self, name: str, place: torch.Tensor) -> None:
+    def _fill(self, name: str, place: torch.Tensor, *, past_cache: bool) -> None:
         if place.device.type == "cuda":
             # A stream of its own: the copy runs beside what the device computes.
             stream = torch.cuda.Stream(place.device)
             with torch.cuda.stream(stream):
-                self._fill_place(name, place)
+                self._fill_place(name, place, past_cache=past_cache)
             stream.synchronize()
         else:
-            self._fill_place(name, place)
+            self._fill_place(name, place, past_cache=past_cache)
 
-    def _fill_place(self, name: str, place: torch.Tensor) -> None:
+    def _fill_place(self, name: str, place: torch.Tensor, *, past_cache: bool) -> None:
         if place.dtype != PACKED_DTYPE:
-            self._reader.read_weight_into(name, place)
+            self._reader.read_weight_into(name, place, past_cache=past_cache)
         elif place.device.type == "cpu":
-            self._reader.read_into(name, place)
+            self._reader.read_into(name, place, past_cache=past_cache)
         else:
             place.copy_(self._reader.read(name))

@@ -14,10 +14,9 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader, find_scale
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.spec import ModelSpec
 
-_NUM_FAULTS_SHOWN = 12
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -208,11 +207,8 @@ def _scale_faults(index: TensorIndex, entry: TensorEntry) -> list[str]:
 
 
 def _unfit(index: TensorIndex, layer: int, faults: list[str]) -> CheckpointError:
-    shown = faults[:_NUM_FAULTS_SHOWN]
-    if len(faults) > len(shown):
-        shown.append(f"and {len(faults) - len(shown)} more")
     return CheckpointError(
         f"layer {layer} of the checkpoint at {index.folder} is not the one config.json describes",
-        found="; ".join(shown),
+        found=list_faults(faults),
         next_step="Check that config.json belongs to these shards, and fetch what is missing.",
     )

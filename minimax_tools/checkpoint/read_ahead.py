@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.shard_files import is_cached
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class ReadAhead:
                 with file.open("rb", buffering=0) as shard:
                     while start < stop and not self._is_closed.is_set():
                         piece = scratch[: stop - start]
-                        if _is_cached(shard.fileno(), start, start + len(piece)):
+                        # Copying what is there would only cost time.
+                        if is_cached(shard.fileno(), start, start + len(piece)):
                             start += len(piece)
                             continue
                         count = os.preadv(shard.fileno(), [piece], start)
@@ -74,17 +76,6 @@ class ReadAhead:
                         start += count
         except OSError as error:
             logger.debug("Layer %d is not read ahead: %s", layer, error)
-
-
-def _is_cached(descriptor: int, start: int, stop: int) -> bool:
-    """Whether a piece's first and last byte are in memory: copying what is there would only cost time."""
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    try:
-        return all(os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) for place in (start, stop - 1))
-    except OSError:
-        # Not in memory; or a file system that does not tell.
-        return False
 
 
 def stored_layer_bytes(index: TensorIndex, layer: int) -> int:

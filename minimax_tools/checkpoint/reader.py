@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import scale_name
+from minimax_tools.checkpoint.shard_files import ShardFiles
 from minimax_tools.errors import CheckpointError
 
 # What a weight may be stored as; other types hold codes whose meaning mm2 does not know.
@@ -44,7 +44,7 @@ class CheckpointReader:
         self, folder: Path, *, index: TensorIndex | None = None, layers: range | None = None
     ) -> None:
         self.index = TensorIndex.from_folder(folder, layers=layers) if index is None else index
-        self._descriptors: dict[Path, int] = {}
+        self._files = ShardFiles()
         self._lock = threading.Lock()
         self._staging = threading.local()
         self._num_bytes_read = 0
@@ -65,13 +65,15 @@ class CheckpointReader:
         Raises:
             CheckpointError: There is no such tensor, or its shard became shorter or unreadable.
         """
-        entry = self.index[name]
-        out = torch.empty(entry.shape, dtype=entry.dtype)
-        self._fill(entry, out)
-        return out
+        return self._read(self.index[name], past_cache=False)
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: torch.Tensor, *, past_cache: bool = False) -> None:
         """Fill `out`, contiguous on the CPU and of the stored shape and dtype, with the tensor's bytes.
+
+        Args:
+            name: The tensor.
+            out: Where its bytes go.
+            past_cache: Whether to leave the page cache as it is (see `ShardFiles`): for what is read once.
 
         Raises:
             CheckpointError: As for `read`.
@@ -81,7 +83,7 @@ class CheckpointReader:
         _check_out(entry, out)
         if out.dtype != entry.dtype or not _is_fillable(out):
             raise ValueError(f"{name} is {entry.dtype}: out must be the same, contiguous and on the CPU")
-        self._fill(entry, out)
+        self._fill(entry, out, past_cache=past_cache)
 
     def read_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor's values on the CPU in `dtype`: FP8 times its scales in float32, then rounded once.
@@ -94,8 +96,13 @@ class CheckpointReader:
         self.read_weight_into(name, out)
         return out
 
-    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
+    def read_weight_into(self, name: str, out: torch.Tensor, *, past_cache: bool = False) -> None:
         """Fill `out`, of the stored shape and any float dtype, with the tensor's values (see `read_weight`).
+
+        Args:
+            name: The tensor.
+            out: Where its values go.
+            past_cache: As for `read_into`.
 
         Raises:
             CheckpointError: As for `read_weight`.
@@ -111,18 +118,15 @@ class CheckpointReader:
                 next_step="Use the FP8 repository of the hub, or a BF16 copy of it.",
             )
         if entry.dtype == torch.float8_e4m3fn:
-            self._dequantise_into(entry, out)
+            self._dequantise_into(entry, out, past_cache=past_cache)
         elif entry.dtype == out.dtype and _is_fillable(out):
-            self._fill(entry, out)
+            self._fill(entry, out, past_cache=past_cache)
         else:
-            out.copy_(self.read(name))
+            out.copy_(self._read(entry, past_cache=past_cache))
 
     def close(self) -> None:
         """Close every shard that was opened; reading again opens it anew."""
-        with self._lock:
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+        self._files.close()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -132,10 +136,15 @@ class CheckpointReader:
     ) -> None:
         self.close()
 
-    def _dequantise_into(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        scale = find_scale(self.index, entry)
-        weight_fp8, scale_inv = self._staged(entry), self.read(scale.name)
-        self._fill(entry, weight_fp8)
+    def _read(self, entry: TensorEntry, *, past_cache: bool) -> torch.Tensor:
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+        self._fill(entry, out, past_cache=past_cache)
+        return out
+
+    def _dequantise_into(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+        scale_inv = self._read(find_scale(self.index, entry), past_cache=past_cache)
+        weight_fp8 = self._staged(entry)
+        self._fill(entry, weight_fp8, past_cache=past_cache)
         if out.device.type == "cpu":
             dequantise(weight_fp8, scale_inv, out=out, dtype=out.dtype)
         else:
@@ -148,28 +157,18 @@ class CheckpointReader:
             buffer = self._staging.buffer = torch.empty(entry.size_bytes, dtype=torch.uint8)
         return buffer[: entry.size_bytes].view(entry.dtype).view(entry.shape)
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
         if entry.size_bytes == 0:
             return
-        buffer = out.view(-1).view(torch.uint8).numpy().data
-        position = 0
+        memory = out.view(-1).view(torch.uint8)
         try:
-            descriptor = self._descriptor(entry.file)
-            while position < entry.size_bytes:
-                count = os.preadv(descriptor, [buffer[position:]], entry.offset + position)
-                if count == 0:
-                    raise _unreadable(entry, f"the file ends after {position} of {entry.size_bytes} bytes")
-                position += count
+            count = self._files.read_into(entry.file, entry.offset, memory, past_cache=past_cache)
         except OSError as error:
             raise _unreadable(entry, str(error)) from error
+        if count < entry.size_bytes:
+            raise _unreadable(entry, f"the file ends after {count} of {entry.size_bytes} bytes")
         with self._lock:
-            self._num_bytes_read += position
-
-    def _descriptor(self, file: Path) -> int:
-        with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptors[file]
+            self._num_bytes_read += count
 
 
 def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:

@@ -9,25 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import shutil
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
 
 from minimax_tools.checkpoint import names
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths, scale_shape
-from minimax_tools.checkpoint.header import DTYPES
+from minimax_tools.checkpoint.header import encode_header
+from minimax_tools.checkpoint.new_folder import new_folder
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.checkpoint.synthetic_tokenizer import write_tokenizer
 from minimax_tools.checkpoint.synthetic_weights import SyntheticWeights
-from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.errors import UsageError
 from minimax_tools.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -36,10 +31,7 @@ FP8 = torch.float8_e4m3fn
 
 _HUB_SHARD_BYTES = 1_840_000_000
 _LEAST_SHARDS = 4
-_ALIGNMENT = 8
-_LENGTH = struct.Struct("<Q")
 _INDEX = "model.safetensors.index.json"
-_DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +83,8 @@ def synthesize(
         shard_size_bytes = min(_HUB_SHARD_BYTES, -(-size_bytes // _LEAST_SHARDS))
     shards = _split(plan, shard_size_bytes)
     weights = SyntheticWeights(model.spec(), seed=seed)
-    with _new_folder(output, size_bytes=size_bytes) as folder:
+    remedy = "Name an --output with more room, or ask for fewer layers."
+    with new_folder(output, size_bytes=size_bytes, remedy=remedy) as folder:
         ids = write_tokenizer(folder, vocab_size=model.vocab_size)
         _write_json(folder / "config.json", model.config(dtype=dtype, token_ids=ids))
         for file_name, shard in shards.items():
@@ -141,23 +134,6 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedT
     return tuple(sorted(plan, key=lambda tensor: tensor.name))
 
 
-def encode_header(tensors: Sequence[PlannedTensor], *, alignment: int = _ALIGNMENT) -> bytes:
-    """The header of a shard that holds `tensors`, filled up with spaces so that the data begin on `alignment`."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        end = position + tensor.size_bytes
-        header[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH.size + len(text)) % alignment)
-    return _LENGTH.pack(len(text)) + text
-
-
 def write_tensor(file: BinaryIO, tensor: PlannedTensor, weights: SyntheticWeights) -> None:
     """Append a tensor's data, made part by part."""
     start = file.tell()
@@ -190,50 +166,6 @@ def _split(plan: tuple[PlannedTensor, ...], shard_size_bytes: int) -> dict[str, 
     return {
         f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards)
     }
-
-
-@contextmanager
-def _new_folder(output: Path, *, size_bytes: int) -> Iterator[Path]:
-    # A temporary sibling that takes the place of `output` if all goes well, and is removed if not.
-    output = output.absolute()
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    try:
-        _refuse_occupied(output)
-        _refuse_full_disk(output, size_bytes)
-        partial.mkdir(parents=True)
-        yield partial
-        partial.replace(output)
-    except OSError as error:
-        raise _no_room(output, size_bytes, reason=f", {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _refuse_occupied(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(
-            f"{output} exists",
-            expected="a new or empty folder",
-            next_step="Name another --output, or remove it.",
-        )
-
-
-def _refuse_full_disk(output: Path, size_bytes: int) -> None:
-    if _free_bytes(output) < size_bytes:
-        raise _no_room(output, size_bytes, reason="")
-
-
-def _free_bytes(output: Path) -> int:
-    return shutil.disk_usage(next(parent for parent in output.parents if parent.exists())).free
-
-
-def _no_room(output: Path, size_bytes: int, *, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{output} cannot be written",
-        expected=f"{size_bytes} bytes",
-        found=f"{_free_bytes(output)} bytes free{reason}",
-        next_step="Name an --output with more room, or ask for fewer layers.",
-    )
 
 
 def _write_shard(path: Path, shard: list[PlannedTensor], weights: SyntheticWeights) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import read_weight_map
-from minimax_tools.errors import CheckpointError
+from minimax_tools.errors import CheckpointError, list_faults
 
-_NUM_FAULTS_SHOWN = 12
+_NUM_NAMES_SHOWN = 12
 
 
 def read_index_json(path: Path) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def read_index_json(path: Path) -> dict[str, Any]:
     if strange:
         raise CheckpointError(
             f"{path} names files that do not lie beside it",
-            found=", ".join(strange[:_NUM_FAULTS_SHOWN]),
+            found=", ".join(strange[:_NUM_NAMES_SHOWN]),
             next_step="Fetch the file again from a source that you trust.",
         )
     # Some tools write null there.
@@ -75,12 +75,9 @@ def contradictions(weight_map: Mapping[str, str], headers: Mapping[str, Iterable
 
 def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
     """The error that lists the faults of a checkpoint, as many as a reader can take in."""
-    shown = faults[:_NUM_FAULTS_SHOWN]
-    if len(faults) > len(shown):
-        shown.append(f"and {len(faults) - len(shown)} more")
     return CheckpointError(
         f"the checkpoint at {folder} has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
-        found="; ".join(shown),
+        found=list_faults(faults),
         next_step="Fetch the named files again; if only the index is wrong, fetch or remove that.",
     )
 

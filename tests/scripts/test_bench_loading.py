@@ -9,9 +9,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_loading
-import loading_bench
-from loading_bench import Bench, Checkpoint
-from loading_scales import SCALES
+from loading import bench as loading_bench
+from loading.bench import Bench, Checkpoint
+from loading.scales import SCALES
 from page_cache import Cache
 
 from minimax_tools.checkpoint.synthetic import FP8
@@ -95,7 +95,7 @@ def test_probe_that_fails_ends_the_benchmark(bench: Bench, capsys: pytest.Captur
     with pytest.raises(SystemExit) as ended:
         bench.probe(loading_bench.LOAD_LAYERS, model=str(bench.scratch / "absent"), prefetch=False)
     assert ended.value.code == 3
-    assert "loading_reads:load_layers ended with 1" in capsys.readouterr().err
+    assert "loading.reads:load_layers ended with 1" in capsys.readouterr().err
 
 
 def test_probe_that_would_not_fit_the_memory_is_not_run(
@@ -137,7 +137,7 @@ def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: Bench) -> 
             assert measured.disk_bytes / checkpoint.stored_bytes == pytest.approx(share, abs=0.05)
 
 
-@pytest.mark.parametrize(("module", "comes_first"), [("loading_goldens", True), ("loading_rivals", False)])
+@pytest.mark.parametrize(("module", "comes_first"), [("loading.goldens", True), ("loading.rivals", False)])
 def test_how_threads_wait_is_settled_for_goldens_and_not_for_rivals(module: str, comes_first: bool) -> None:
     # torch reads it when it is loaded.
     order = "names.index('gpu_reference') < names.index('torch')"

@@ -19,10 +19,10 @@ import torch
 from safetensors import safe_open
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.checkpoint.header import read_header
+from minimax_tools.checkpoint.header import encode_header, read_header
 from minimax_tools.checkpoint.names import layer_of, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import FP8, PlannedTensor, encode_header, synthesize
+from minimax_tools.checkpoint.synthetic import FP8, PlannedTensor, synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.errors import CannotRunError
 from minimax_tools.span import Span

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from minimax_tools.checkpoint.architecture import ARCHITECTURES, Architecture
@@ -123,8 +125,8 @@ def test_name_that_only_resembles_a_part_belongs_to_none(name: str) -> None:
         ("model.layers.0.input_layernorm.weight", ParamMapper.is_final_norm),
     ],
 )
-def test_module_inside_a_layer_is_no_part_of_its_own(name: str, role: object) -> None:
-    assert not role(name, "llama")  # type: ignore[operator]
+def test_module_inside_a_layer_is_no_part_of_its_own(name: str, role: Any) -> None:
+    assert not role(name, "llama")
 
 
 def test_layer_behind_the_last_predicts_further_tokens_and_is_no_decoder_layer() -> None:
@@ -151,9 +153,9 @@ def test_layer_behind_the_last_predicts_further_tokens_and_is_no_decoder_layer()
         ParamMapper.is_lm_head,
     ],
 )
-def test_unknown_model_type_is_named_with_the_known_ones(ask: object) -> None:
+def test_unknown_model_type_is_named_with_the_known_ones(ask: Any) -> None:
     with pytest.raises(UsageError, match=r"'t5'.*minimax_m2, llama, qwen2, qwen3, qwen3_moe, mixtral, gpt2"):
-        ask("model.layers.0.mlp.weight", "t5")  # type: ignore[operator]
+        ask("model.layers.0.mlp.weight", "t5")
 
 
 @pytest.mark.parametrize(

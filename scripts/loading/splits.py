@@ -1,6 +1,6 @@
 """Measured in a process of their own: `ModelFactory.create_split_models`, and a model to split.
 
-Every function returns numbers and digests by name; see `loading_probe.py`.
+Every function returns numbers and digests by name; see `loading/probe.py`.
 """
 
 from __future__ import annotations

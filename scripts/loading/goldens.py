@@ -1,6 +1,6 @@
 """Measured in a process of their own: goldens by `mm2-gpu`, and the streamed forward pass alone.
 
-Every function returns numbers and digests by name; see `loading_probe.py`. What transformers, rich and mm2 import
+Every function returns numbers and digests by name; see `loading/probe.py`. What transformers, rich and mm2 import
 only when they need it is imported here, before the baseline is taken.
 """
 
@@ -21,7 +21,6 @@ import rich.progress
 import torch
 import transformers.integrations.moe
 import transformers.masking_utils
-from loading_inputs import digest_of, open_inputs
 from transformers import MiniMaxM2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -33,6 +32,7 @@ from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
 from gpu_reference.placement import Placement
 from gpu_reference.streaming import Streaming
+from loading.inputs import digest_of, open_inputs
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.names import GATE, layer_of
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -71,11 +71,11 @@ class IdleReader(WatchedReader):
     arithmetic is the same, on as many numbers.
     """
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
         layer = layer_of(entry.name)
         is_matrix = len(entry.shape) == 2 and entry.name.endswith(".weight") and not entry.name.endswith(GATE)
         if layer is None or layer < 2 or not is_matrix:
-            super()._fill(entry, out)
+            super()._fill(entry, out, past_cache=past_cache)
 
 
 def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """One measurement in a process of its own, started by `bench_loading.py`.
 
-    python scripts/loading_probe.py MODULE:FUNCTION ARGUMENTS REPORT
+    python -m loading.probe MODULE:FUNCTION ARGUMENTS REPORT
 
 Importing MODULE imports all that the measured function needs; what this process holds then is its baseline. Then
 the function is called with ARGUMENTS, a JSON object, and REPORT, a file, gets what it took, as JSON.

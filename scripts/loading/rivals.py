@@ -1,6 +1,6 @@
 """Measured in a process of their own: the same model loaded and run by transformers and accelerate alone.
 
-Every function returns numbers and digests by name; see `loading_probe.py`. Nothing of mm2 is imported before torch:
+Every function returns numbers and digests by name; see `loading/probe.py`. Nothing of mm2 is imported before torch:
 what it settles for its own command must not settle how these run.
 """
 
@@ -19,9 +19,8 @@ from transformers import MiniMaxM2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 # isort: split
-from loading_inputs import digest_of, open_inputs
-
 from gpu_reference.model import restore_router
+from loading.inputs import digest_of, open_inputs
 from minimax_tools.checkpoint.reader import CheckpointReader
 
 transformers_logging.disable_progress_bar()

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from figures import Figure
-from loading_bench import LOAD_LAYERS, LOAD_WHOLE, Bench, Checkpoint, bf16_layer_bytes, say
+
+from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Bench, Checkpoint, bf16_layer_bytes, say
 
 _EAGER = ("--experts-implementation", "eager")
 _ALONE = ("--stream", "on", "--no-prefetch")

@@ -18,31 +18,32 @@ from typing import Any, NoReturn
 
 import psutil
 import torch
-from loading_scales import Scale
 from page_cache import Cache
 from peaks import tree_bytes, watch
 
+from loading.scales import Scale
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import layer_of
 from minimax_tools.checkpoint.synthetic import FP8, plan_tensors, synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 
-PROBE = Path(__file__).parent / "loading_probe.py"
+PROBE = "loading.probe"
+_SCRIPTS = Path(__file__).parents[1]
 COULD_NOT_RUN = 3
 _ATTEMPTS = 4
 # Above the weights: what a process needs beside them while a model loads.
 _SPARE_BYTES = 2_000_000_000
 
-RUN_COMMAND = "loading_goldens:run_command"
-FORWARD_STREAMED = "loading_goldens:forward_streamed"
-FORWARD_OFFLOADED = "loading_rivals:forward_offloaded"
-LOAD_WHOLE = "loading_rivals:load_whole"
-READ_PLAINLY = "loading_reads:read_plainly"
-LOAD_LAYERS = "loading_reads:load_layers"
-DEQUANTISE = "loading_reads:dequantise_experts"
-SPLIT = "loading_splits:split"
-WRITE_QWEN2 = "loading_splits:write_qwen2"
+RUN_COMMAND = "loading.goldens:run_command"
+FORWARD_STREAMED = "loading.goldens:forward_streamed"
+FORWARD_OFFLOADED = "loading.rivals:forward_offloaded"
+LOAD_WHOLE = "loading.rivals:load_whole"
+READ_PLAINLY = "loading.reads:read_plainly"
+LOAD_LAYERS = "loading.reads:load_layers"
+DEQUANTISE = "loading.reads:dequantise_experts"
+SPLIT = "loading.splits:split"
+WRITE_QWEN2 = "loading.splits:write_qwen2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ class Bench:
         """Call a function in a process of its own.
 
         Args:
-            place: The function, as `loading_goldens:run_command`.
+            place: The function, as `loading.goldens:run_command`.
             cache: What of the checkpoint the page cache shall hold; where something else drives it out of the
                 cache, the probe is run again.
             checkpoint: What it reads, where `cache` matters.
@@ -210,7 +211,7 @@ class Bench:
         report = self.scratch / "reports" / "report.json"
         report.parent.mkdir(exist_ok=True)
         report.unlink(missing_ok=True)
-        words = [sys.executable, str(PROBE), place, json.dumps(arguments), str(report)]
+        words = [sys.executable, "-m", PROBE, place, json.dumps(arguments), str(report)]
         environment, before_bytes = self._environment(), self._scratch_bytes()
         watched = watch(words, environment=environment, gauges={"scratch": self._scratch_bytes})
         if watched.exit_code != 0 or not report.exists():
@@ -241,6 +242,7 @@ class Bench:
         return {
             "PJRT_DEVICE": "CPU",
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(_SCRIPTS), os.environ.get("PYTHONPATH")))),
             "TMPDIR": str(temporary),
             "HF_HOME": str(temporary),
             "HF_HUB_OFFLINE": "1",

@@ -1,10 +1,11 @@
 """Measured in a process of their own: reading a checkpoint's layers and dequantising, without a model.
 
-Every function returns numbers by name; see `loading_probe.py`.
+Every function returns numbers by name; see `loading/probe.py`.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -38,9 +39,7 @@ def load_layers(model: str, *, prefetch: bool) -> dict[str, float]:
     with CheckpointReader(Path(model)) as reader:
         began_s = time.perf_counter()
         new_storage = partial(GroupedStorage, spec, dtype=torch.bfloat16, device=torch.device("cpu"))
-        with LayerLoader(
-            reader, new_storage, prefetch=prefetch, num_threads=torch.get_num_threads()
-        ) as loader:
+        with LayerLoader(reader, new_storage, prefetch=prefetch) as loader:
             for layer in range(spec.num_hidden_layers):
                 following = layer + 1
                 loader.load(layer, then=following if following < spec.num_hidden_layers else None)
@@ -57,6 +56,7 @@ def read_plainly(
     memory_bytes: int,
     layers_only: bool,
     num_layers: int | None = None,
+    past_cache: bool = False,
 ) -> dict[str, float]:
     """The bytes of all tensors, or of those of the layers, read piece by piece into memory that is used again.
 
@@ -66,6 +66,7 @@ def read_plainly(
         memory_bytes: How much memory they fill, all together, before they begin anew in it.
         layers_only: Whether to leave out embedding, final norm and lm_head.
         num_layers: Of how many layers; None for all of them.
+        past_cache: Whether they come straight from the disk, in whole pages.
     """
     entries = [
         entry
@@ -75,18 +76,26 @@ def read_plainly(
     extents = list(
         _extents(entry for entry in entries if not layers_only or layer_of(entry.name) is not None)
     )
-    descriptors = {path: os.open(path, os.O_RDONLY) for path, _, _ in extents}
+    flags = os.O_RDONLY | (os.O_DIRECT if past_cache else 0)
+    descriptors = {path: os.open(path, flags) for path, _, _ in extents}
     share_bytes = max(memory_bytes // num_threads // _PIECE_BYTES, 1) * _PIECE_BYTES
     own = threading.local()
 
     def read_piece(path: Path, offset: int, size: int) -> None:
         if not hasattr(own, "memory"):
-            own.memory, own.position = memoryview(bytearray(share_bytes)), 0
+            # Memory of its own pages, as direct reads need it.
+            own.memory, own.position = memoryview(mmap.mmap(-1, share_bytes + 2 * mmap.PAGESIZE)), 0
+        skip = offset % mmap.PAGESIZE if past_cache else 0
+        size += skip + (-(skip + size) % mmap.PAGESIZE if past_cache else 0)
         place = own.memory[own.position : own.position + size]
         own.position = (own.position + _PIECE_BYTES) % share_bytes
         done = 0
         while done < size:
-            done += os.preadv(descriptors[path], [place[done:]], offset + done)
+            count = os.preadv(descriptors[path], [place[done:]], offset - skip + done)
+            if count == 0:
+                # A file's last page is not whole.
+                break
+            done += count
 
     pieces = [
         (path, offset + start, min(_PIECE_BYTES, size - start))

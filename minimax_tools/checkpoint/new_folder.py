@@ -1,0 +1,112 @@
+"""A folder that is written whole or not at all: to a temporary sibling first, which takes its name at the end."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from minimax_tools.errors import CheckpointError, UsageError
+
+
+@contextmanager
+def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
+    """An empty folder to be filled, which becomes `output` if the block ends well and is removed if not.
+
+    Until then it is `.NAME.partial-…` beside it. What a killed process left under such a name is removed first.
+
+    Args:
+        output: A folder that does not exist yet or is empty.
+        size_bytes: What will be written to it.
+        remedy: What to do where there is no room for it.
+
+    Raises:
+        UsageError: `output` holds something.
+        CheckpointError: There is no room, or the folder cannot be written.
+    """
+    output = output.absolute()
+    refuse_occupied(output)
+    partial = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
+    try:
+        _remove_abandoned(output)
+        if _free_bytes(output) < size_bytes:
+            raise _no_room(output, size_bytes, reason="", remedy=remedy)
+        partial.mkdir(parents=True)
+        with _held(partial):
+            yield partial
+            partial.replace(output)
+        sync_path(output.parent)
+    except OSError as error:
+        raise _no_room(output, size_bytes, reason=f", {error}", remedy=remedy) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_occupied(output: Path) -> None:
+    """Check that a folder may be written there.
+
+    Raises:
+        UsageError: Something is there.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(
+            f"{output} exists",
+            expected="a new or empty folder",
+            next_step="Name another --output, or remove it.",
+        )
+
+
+def sync_path(path: Path) -> None:
+    """See that a file's data, or a folder's entries, are on the disk.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Lock the folder: the system lets go of it even where this process is killed.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(output: Path) -> None:
+    for partial in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
+        try:
+            with _held(partial):
+                shutil.rmtree(partial)
+        except OSError:
+            # Somebody writes it, or may remove it: nothing that is in the way here.
+            continue
+
+
+def _free_bytes(output: Path) -> int:
+    return shutil.disk_usage(next(parent for parent in output.parents if parent.exists())).free
+
+
+def _no_room(output: Path, size_bytes: int, *, reason: str, remedy: str) -> CheckpointError:
+    return CheckpointError(
+        f"{output} cannot be written",
+        expected=f"{size_bytes} bytes",
+        found=f"{_free_bytes(output)} bytes free{reason}",
+        next_step=remedy,
+    )

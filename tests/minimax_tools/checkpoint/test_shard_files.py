@@ -1,0 +1,141 @@
+"""Bytes of files through the page cache and past it: the same bytes, and the cache left as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.shard_files import ShardFiles, is_cached
+
+PIECE = 1 << 20
+NUM_BYTES = 3 * PIECE + 12_345
+
+
+@pytest.fixture(scope="module")
+def content() -> torch.Tensor:
+    return torch.frombuffer(bytearray(os.urandom(NUM_BYTES)), dtype=torch.uint8)
+
+
+@pytest.fixture
+def path(content: torch.Tensor, tmp_path: Path) -> Path:
+    path = tmp_path / "shard"
+    path.write_bytes(content.numpy().tobytes())
+    return path
+
+
+@pytest.fixture
+def files() -> Iterator[ShardFiles]:
+    files = ShardFiles()
+    yield files
+    files.close()
+
+
+def drop(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def cached(path: Path, start: int, stop: int) -> bool:
+    """Asked of a descriptor of its own, which fetches a page at most."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        return is_cached(descriptor, start, stop)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def droppable(path: Path) -> Path:
+    drop(path)
+    if cached(path, 0, NUM_BYTES):
+        pytest.skip("this file system keeps its files in memory (tmpfs?): nothing can be read past its cache")
+    drop(path)
+    return path
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+@pytest.mark.parametrize("is_cold", [False, True])
+@pytest.mark.parametrize(
+    ("offset", "size"),
+    [
+        (0, NUM_BYTES),
+        (0, 1),
+        (4095, 2),
+        (4096, 4096),
+        (1, PIECE),
+        (PIECE - 1, PIECE + 2),
+        (777, 2 * PIECE + 4321),
+        (NUM_BYTES - 1, 1),
+        (NUM_BYTES - 5000, 5000),
+    ],
+)
+def test_bytes_are_those_of_the_file(
+    files: ShardFiles,
+    path: Path,
+    content: torch.Tensor,
+    offset: int,
+    size: int,
+    is_cold: bool,
+    past_cache: bool,
+) -> None:
+    if is_cold:
+        drop(path)
+    # Filled, so that a byte that is left out shows; and not aligned.
+    memory = torch.full((size + 1,), 7, dtype=torch.uint8)[1:]
+    assert files.read_into(path, offset, memory, past_cache=past_cache) == size
+    assert torch.equal(memory, content[offset : offset + size])
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+@pytest.mark.parametrize("offset", [0, NUM_BYTES - 10, NUM_BYTES, NUM_BYTES + 9999])
+def test_a_file_that_ends_early_gives_what_it_has(
+    files: ShardFiles, path: Path, content: torch.Tensor, offset: int, past_cache: bool
+) -> None:
+    drop(path)
+    memory = torch.full((NUM_BYTES + PIECE,), 7, dtype=torch.uint8)
+    count = files.read_into(path, offset, memory, past_cache=past_cache)
+    assert count == max(NUM_BYTES - offset, 0)
+    assert torch.equal(memory[:count], content[offset:])
+    assert (memory[count:] == 7).all(), "nothing is written past the file's end"
+
+
+def test_what_was_just_written_is_read_past_the_cache_too(files: ShardFiles, path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(PIECE)
+        file.write(b"new bytes")
+    memory = torch.empty(9, dtype=torch.uint8)
+    files.read_into(path, PIECE, memory, past_cache=True)
+    assert memory.numpy().tobytes() == b"new bytes"
+
+
+def test_cache_is_left_as_it_was(files: ShardFiles, droppable: Path) -> None:
+    files.read_into(droppable, 0, torch.empty(2 * PIECE, dtype=torch.uint8), past_cache=True)
+    assert not cached(droppable, PIECE // 4, PIECE // 2)
+
+
+def test_cache_is_filled_by_a_read_through_it(files: ShardFiles, droppable: Path) -> None:
+    files.read_into(droppable, 0, torch.empty(2 * PIECE, dtype=torch.uint8), past_cache=False)
+    assert cached(droppable, PIECE // 4, PIECE // 2)
+
+
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_a_file_that_is_not_there_is_an_error(files: ShardFiles, tmp_path: Path, past_cache: bool) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        files.read_into(tmp_path / "absent", 0, torch.empty(1, dtype=torch.uint8), past_cache=past_cache)
+
+
+def test_closed_files_are_opened_anew(files: ShardFiles, path: Path, content: torch.Tensor) -> None:
+    memory = torch.empty(10, dtype=torch.uint8)
+    files.read_into(path, 0, memory, past_cache=True)
+    num_open = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) < num_open  # noqa: PTH208
+    files.read_into(path, 5, memory, past_cache=True)
+    assert torch.equal(memory, content[5:15])
