@@ -12,6 +12,10 @@ import torch
 
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import PRESETS
+from minimax_tools.commands.extract import extract_command
+from minimax_tools.commands.fetch import fetch_command
+from minimax_tools.commands.plan import plan_command
+from minimax_tools.commands.verify import verify_command
 from minimax_tools.console import Mm2Group, print_json
 from minimax_tools.options import output_options, parse_size_option
 
@@ -96,6 +100,12 @@ def synthesize_command(
         click.echo(
             f"{made.folder}: {made.num_tensors} tensors in {made.num_shards} shards, {made.size_bytes} bytes"
         )
+
+
+mm2_split.add_command(extract_command)
+mm2_split.add_command(plan_command)
+mm2_split.add_command(fetch_command)
+mm2_split.add_command(verify_command)
 
 
 def main() -> None:

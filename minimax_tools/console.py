@@ -64,6 +64,12 @@ def show_progress(ctx: click.Context, _: click.Parameter, quiet: bool) -> bool:
     return quiet
 
 
+def show_warnings_only() -> None:
+    """Silence what is no warning: of several ranks one tells of the progress of all."""
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(logging.WARNING)
+
+
 def print_json(value: Any) -> None:
     """Write one JSON object to stdout."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))

@@ -20,6 +20,8 @@ from __future__ import annotations
 from minimax_tools.extras import install_command
 from minimax_tools.size import word_size
 
+_NUM_FAULTS_SHOWN = 12
+
 
 class Mm2Error(Exception):
     """An error with the three parts that a reader needs.
@@ -136,6 +138,14 @@ class MissingExtraError(CannotRunError):
             f"{needed_for} needs the package {package!r}, which is not installed here",
             next_step=f"Install it with: {install_command(extra)}",
         )
+
+
+def list_faults(faults: list[str]) -> str:
+    """Faults as one text for an error's `found`: as many as a reader can take in, and how many more there are."""
+    shown = faults[:_NUM_FAULTS_SHOWN]
+    if len(faults) > len(shown):
+        shown.append(f"and {len(faults) - len(shown)} more")
+    return "; ".join(shown)
 
 
 def _round_up(num_bytes: int) -> str:

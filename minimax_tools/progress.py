@@ -58,14 +58,21 @@ class LayerProgress:
     Args:
         num_layers: How many layers the run has, those done before included.
         label: What stands before the bar.
+        unit: What the run goes over, where that is no layers.
         clock: Tells seconds.
     """
 
     def __init__(
-        self, num_layers: int, *, label: str = "Layers", clock: Callable[[], float] = time.monotonic
+        self,
+        num_layers: int,
+        *,
+        label: str = "Layers",
+        unit: str = "layer",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_layers = num_layers
         self._label = label
+        self._unit = unit
         self._clock = clock
         self._lock = threading.Lock()
         self._bar: ExitStack | None = None
@@ -99,7 +106,7 @@ class LayerProgress:
             self._num_fresh += 1
             self._num_bytes += num_bytes
             self._latest_s = self._clock()
-            line = f"Layer {layer} ({self._num_done} of {self._num_layers}): {', '.join(self._words())}"
+            line = f"{self._place(layer)}: {', '.join(self._words())}"
         if self._bar is None:
             logger.info(line)
 
@@ -111,7 +118,7 @@ class LayerProgress:
             if not self._num_fresh:
                 # What it took to look at layers done before tells nothing about those to come.
                 self._begun_s = self._latest_s = self._clock()
-            line = f"Layer {layer} ({self._num_done} of {self._num_layers}): done before"
+            line = f"{self._place(layer)}: done before"
         if self._bar is None:
             logger.info(line)
 
@@ -141,7 +148,7 @@ class LayerProgress:
         from rich.text import Text
 
         with self._lock:
-            layer = [f"layer {self._layer}"] if self._layer is not None else []
+            layer = [f"{self._unit} {self._layer}"] if self._layer is not None else []
             words = " · ".join([f"{self._num_done}/{self._num_layers}", *layer, *self._words()])
             bar = ProgressBar(total=self._num_layers, completed=self._num_done)
         table = Table.grid(expand=True, padding=(0, 1))
@@ -150,6 +157,9 @@ class LayerProgress:
         table.add_column(no_wrap=True)
         table.add_row(Text(self._label), bar, Text(words))
         return table
+
+    def _place(self, layer: int) -> str:
+        return f"{self._unit.capitalize()} {layer} ({self._num_done} of {self._num_layers})"
 
     def _words(self) -> list[str]:
         """Time, rate and memory in use, as far as they are known: the first are cut last in a narrow terminal."""

@@ -245,15 +245,16 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.is_corrupt:
             middle = len(data) // 2
             data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        status, start = 200, 0
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        status, start, stop = 200, 0, len(data)
         if asked and not fault.ignores_range:
             status, start = 206, int(asked[1])
             if start >= len(data):
                 self._send(416, {"Content-Range": f"bytes */{len(data)}"}, b"")
                 return
-            headers = {**headers, "Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
-        self._send(status, headers, data[start:], fault)
+            stop = min(int(asked[2]) + 1, len(data)) if asked[2] else len(data)
+            headers = {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+        self._send(status, headers, data[start:stop], fault)
 
     def _send(self, status: int, headers: Mapping[str, str], body: bytes, fault: Fault | None = None) -> None:
         self.server_hub.note(

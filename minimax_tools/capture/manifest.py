@@ -82,6 +82,18 @@ class Description:
             "noise_floor": self.noise_floor,
         }
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Description:
+        """The description that stands in a manifest."""
+        return cls(
+            side=record["side"],
+            run=Run.from_json(record["run"]),
+            provenance=Provenance.from_json(record["provenance"]),
+            inputs_digest=record["inputs_digest"],
+            input_source=record["input_source"],
+            noise_floor=record["noise_floor"],
+        )
+
     def differences(self, other: Description) -> list[str]:
         """Where `other` is another capture, such as `options.attn_implementation`; none if it may resume."""
         return _differences(self.as_json(), other.as_json())
@@ -143,13 +155,13 @@ class Manifest:
         return replace(self, is_complete=True)
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a capture directory.
+    def read(cls, directory: Path, *, name: str = MANIFEST_NAME) -> Manifest:
+        """Read the manifest of a capture directory, or another of that form beside it.
 
         Raises:
             CaptureError: The directory holds no manifest, or one that this version cannot read.
         """
-        path = directory / MANIFEST_NAME
+        path = directory / name
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -205,16 +217,8 @@ def _damaged(path: Path, found: str) -> CaptureError:
 
 
 def _from_record(record: Mapping[str, Any]) -> Manifest:
-    description = Description(
-        side=record["side"],
-        run=Run.from_json(record["run"]),
-        provenance=Provenance.from_json(record["provenance"]),
-        inputs_digest=record["inputs_digest"],
-        input_source=record["input_source"],
-        noise_floor=record["noise_floor"],
-    )
     return Manifest(
-        description=description,
+        description=Description.from_json(record),
         entries=tuple(_entry(entry) for entry in record["entries"]),
         not_exposed={
             int(layer): tuple(parse_site(name) for name in names)

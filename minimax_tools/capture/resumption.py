@@ -10,6 +10,7 @@ import torch
 
 from minimax_tools.capture.lock import LOCK_NAME
 from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Entry, Manifest, digest_tensor
+from minimax_tools.capture.parts import merge_parts
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.replacement import is_temporary
 from minimax_tools.errors import CaptureError
@@ -35,7 +36,7 @@ def find_resumable(
     if not (directory / MANIFEST_NAME).exists():
         return None
     try:
-        manifest = Manifest.read(directory)
+        manifest = merge_parts(directory, Manifest.read(directory))
     except CaptureError as error:
         logger.warning("Starting anew in %s: %s", directory, error)
         return None

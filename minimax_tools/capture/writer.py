@@ -12,6 +12,7 @@ import torch
 
 from minimax_tools.capture.lock import locked_directory
 from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
+from minimax_tools.capture.parts import merge_parts, remove_parts
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.replacement import remove_temporaries, replacing
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
@@ -21,11 +22,18 @@ from minimax_tools.sites import ModelSite, Site
 
 
 class CaptureWriter:
-    """A capture directory being written; made by `open_capture`."""
+    """A capture directory being written; made by `open_capture`.
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    Args:
+        directory: The capture directory.
+        manifest: What is in it already.
+        manifest_name: The file to list everything in; that of a rank where several write (see `parts`).
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, *, manifest_name: str = MANIFEST_NAME) -> None:
         self.directory = directory
         self.manifest = manifest
+        self._manifest_name = manifest_name
 
     @property
     def complete_layers(self) -> tuple[int, ...]:
@@ -86,8 +94,9 @@ class CaptureWriter:
         )
 
     def finish(self) -> None:
-        """Mark the capture as complete."""
-        self._update(self.manifest.finished())
+        """Mark the capture as complete, with what other ranks listed in parts of their own."""
+        self._update(merge_parts(self.directory, self.manifest).finished())
+        remove_parts(self.directory)
 
     def read_layer_output(self, layer: int) -> torch.Tensor:
         """The output [B,S,H] of a layer that is already stored."""
@@ -144,7 +153,7 @@ class CaptureWriter:
             )
 
     def _update(self, manifest: Manifest) -> None:
-        self.write_json(MANIFEST_NAME, manifest.as_json())
+        self.write_json(self._manifest_name, manifest.as_json())
         self.manifest = manifest
 
 
@@ -177,6 +186,7 @@ def open_capture(
         writer = CaptureWriter(directory, manifest)
         # The manifest comes first: what it lies in is a capture, however early the run is killed.
         writer.write_json(MANIFEST_NAME, manifest.as_json())
+        remove_parts(directory)
         if callable(hidden_states):
             hidden_states = writer.read_hidden_states() if manifest.complete_layers else hidden_states()
         writer.write_inputs(inputs, hidden_states)

@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -60,14 +60,15 @@ class HubSnapshot:
         wanted = sorted(set(names))
         missing = [name for name in wanted if name not in self.files]
         if missing:
-            raise self._lacking(missing)
+            raise self.lacking(missing)
         absent = [self.files[name] for name in wanted if not self.commit.holds(self.files[name])]
         if absent:
             self._require_disk(absent)
             self._transfer(absent)
         return {name: self.folder / name for name in wanted}
 
-    def _lacking(self, missing: list[str]) -> CheckpointError:
+    def lacking(self, missing: Sequence[str]) -> CheckpointError:
+        """The error for files that are needed and cannot be had: there are none, or only the hub has them."""
         shown = ", ".join(missing[:_NUM_NAMES_SHOWN])
         more = f" and {len(missing) - _NUM_NAMES_SHOWN} more" if len(missing) > _NUM_NAMES_SHOWN else ""
         if self.is_listed:
@@ -123,7 +124,7 @@ class HubSnapshot:
                     bar.update(num_bytes)
 
             transfer = HubTransfer(self.commit, stop=stop, on_bytes=show)
-            _run_all(transfer.fetch, absent, num_workers=self.commit.access.num_workers, stop=stop)
+            run_all(transfer.fetch, absent, num_workers=self.commit.access.num_workers, stop=stop)
         self._remember_revision()
 
     def _remember_revision(self) -> None:
@@ -235,7 +236,7 @@ def _is_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and "\\" not in name
 
 
-def _run_all(
+def run_all(
     work: Callable[[HubFile], object], files: list[HubFile], *, num_workers: int, stop: threading.Event
 ) -> None:
     """Run `work` on all files; the first error ends the others."""

@@ -237,19 +237,9 @@ class HubTransfer:
                 attempts.fail(error)
 
     def _receive_once(self, file: HubFile, part: Path) -> None:
-        from huggingface_hub import hf_hub_url
-
         start = _size(part)
-        headers = {
-            **hub_tools().build_hf_headers(token=self._access.token),
-            # Compressed, the bytes of a range would be others than those of the file.
-            "Accept-Encoding": "identity",
-            **({"Range": f"bytes={start}-"} if start else {}),
-        }
-        url = hf_hub_url(
-            self._commit.model, file.name, revision=self._commit.commit, endpoint=self._access.endpoint
-        )
-        with _stream(url, headers=headers, timeout_s=self._access.timeout_s) as (response, chunks):
+        byte_range = f"bytes={start}-" if start else None
+        with open_body(self._commit, file.name, byte_range=byte_range) as (response, chunks):
             is_continued = response.status_code == 206
             if start and not is_continued:
                 self._on_bytes(-start)
@@ -274,16 +264,35 @@ class HubTransfer:
 
 
 @contextmanager
-def _stream(url: str, *, headers: dict[str, str], timeout_s: float) -> Iterator[tuple[Any, Iterator[bytes]]]:
-    """A response as it comes, through huggingface_hub's session: of requests before 1.0, of httpx since."""
-    tools = hub_tools()
+def open_body(
+    commit: HubCommit, name: str, *, byte_range: str | None = None
+) -> Iterator[tuple[Any, Iterator[bytes]]]:
+    """The answer to a request for a file, and its body piece by piece as it comes.
+
+    It goes through huggingface_hub's session: of requests before 1.0, of httpx since.
+
+    Args:
+        commit: Whose file it is.
+        name: The file.
+        byte_range: The header `Range`, as in `bytes=0-7`; None for all of it.
+    """
+    from huggingface_hub import hf_hub_url
+
+    tools, access = hub_tools(), commit.access
+    headers = {
+        **tools.build_hf_headers(token=access.token),
+        # Compressed, the bytes of a range would be others than those of the file.
+        "Accept-Encoding": "identity",
+        **({"Range": byte_range} if byte_range else {}),
+    }
+    url = hf_hub_url(commit.model, name, revision=commit.commit, endpoint=access.endpoint)
     session = tools.get_session()
     if callable(getattr(session, "stream", None)):
-        with session.stream("GET", url, headers=headers, timeout=timeout_s) as response:
+        with session.stream("GET", url, headers=headers, timeout=access.timeout_s) as response:
             tools.hf_raise_for_status(response)
             yield response, response.iter_bytes()
     else:
-        with session.get(url, headers=headers, timeout=timeout_s, stream=True) as response:
+        with session.get(url, headers=headers, timeout=access.timeout_s, stream=True) as response:
             tools.hf_raise_for_status(response)
             yield response, response.iter_content(_CHUNK_BYTES)
 

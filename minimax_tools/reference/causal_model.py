@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from minimax_tools.checkpoint.binding import unfit_checkpoint
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.errors import CheckpointError
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     CausalConfig: TypeAlias = PreTrainedConfig
     CausalModel: TypeAlias = PreTrainedModel
 
-_NUM_FAULTS_SHOWN = 12
 # What reading a checkpoint's files can raise on its way through transformers.
 _FAULTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError)
 
@@ -138,20 +138,9 @@ def load_whole(
     faults = [f"{name}: found nothing" for name in sorted(info["missing_keys"])]
     faults += [f"{name}: the model has no place for it" for name in sorted(info["unexpected_keys"])]
     if faults:
-        raise _unfit(folder, faults)
+        raise unfit_checkpoint(folder, faults)
     whole: PreTrainedModel = model.eval()
     return whole
-
-
-def _unfit(folder: Path, faults: list[str]) -> CheckpointError:
-    shown = faults[:_NUM_FAULTS_SHOWN]
-    if len(faults) > len(shown):
-        shown.append(f"and {len(faults) - len(shown)} more")
-    return CheckpointError(
-        f"the tensors at {folder} are not the model that its config.json describes",
-        found="; ".join(shown),
-        next_step="Check that config.json belongs to these files, and fetch what is missing.",
-    )
 
 
 def _quantization(config: PreTrainedConfig) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""`mm2-split extract`: slices cut out of a checkpoint along a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.errors import UsageError
+from minimax_tools.options import output_options, parse_size_option
+from minimax_tools.partition.extract import DEFAULT_FOLDER, cut_slice
+from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.partition.slice_cut import FileFormat
+from minimax_tools.partition.slice_folder import SliceFolder, write_slice
+from minimax_tools.partition.source import open_source
+from minimax_tools.progress import LayerProgress
+from minimax_tools.size import word_size
+
+
+@click.command("extract", cls=Mm2Command)
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    help="The plan: a file that mm2-split plan wrote.",
+)
+@click.option("--node", "nodes", multiple=True, metavar="NAME", help="Whose slice; repeat for several.")
+@click.option("--all-nodes", is_flag=True, help="The slices of all nodes that hold something.")
+@click.option(
+    "--model", metavar="FOLDER|HUB_ID", help="The checkpoint, where it lies elsewhere than the plan says."
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The slice's folder; of several slices the folder of their folders. "
+    f"[default: ./{DEFAULT_FOLDER}/NODE]",
+)
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice([file_format.value for file_format in FileFormat]),
+    default=FileFormat.SAFETENSORS.value,
+    show_default=True,
+    help="How tensors are stored: a safetensors checkpoint, or one PyTorch state dict.",
+)
+@click.option(
+    "--shard-size",
+    "shard_size_bytes",
+    callback=parse_size_option,
+    metavar="500MB|2GB",
+    help="Most a shard holds; else one shard for each of the checkpoint's.",
+)
+@click.option(
+    "--digests", "with_digests", is_flag=True, help="Note each tensor's sha256, which reads it once more."
+)
+@output_options
+def extract_command(
+    plan_file: Path,
+    nodes: tuple[str, ...],
+    all_nodes: bool,
+    model: str | None,
+    output: Path | None,
+    file_format: str,
+    shard_size_bytes: int | None,
+    with_digests: bool,
+    as_json: bool,
+) -> None:
+    """Cut nodes' slices out of a checkpoint, byte for byte, into folders of their own.
+
+    Example: mm2-split extract --plan plan.json --node a100
+    """
+    if bool(nodes) == all_nodes:
+        raise UsageError("whose slice?", expected="--node NAME or --all-nodes")
+    plan = PartitionPlan.read(plan_file)
+    source = open_source(plan.model if model is None else model)
+    names = tuple(dict.fromkeys(nodes)) or tuple(slice_.node.name for slice_ in plan.used)
+    cuts = [
+        cut_slice(plan, name, source, file_format=FileFormat(file_format), shard_size_bytes=shard_size_bytes)
+        for name in names
+    ]
+    slices = []
+    for name, cut in zip(names, cuts, strict=True):
+        folder = output if output is not None and len(nodes) == 1 else (output or DEFAULT_FOLDER) / name
+        with LayerProgress(len(cut.shards), label=name, unit="file") as progress:
+            slices.append(write_slice(cut, folder, with_digests=with_digests, progress=progress))
+    if as_json:
+        print_json({"plan": str(plan_file), "slices": [_as_values(slice_) for slice_ in slices]})
+        return
+    for slice_ in slices:
+        click.echo(_as_line(slice_))
+
+
+def _as_values(slice_: SliceFolder) -> dict[str, Any]:
+    layers = slice_.description.layers
+    return {
+        "node": slice_.description.node,
+        "folder": str(slice_.folder),
+        "layers": None if layers is None else [layers.start, layers.stop],
+        "has_embedding": slice_.description.has_embedding,
+        "has_head": slice_.description.has_head,
+        "num_tensors": len(slice_.description.tensors),
+        "size_bytes": slice_.size_bytes,
+        "files": [file.name for file in slice_.files],
+        "is_new": slice_.is_new,
+    }
+
+
+def _as_line(slice_: SliceFolder) -> str:
+    num_files = len(slice_.files)
+    count = f"{len(slice_.description.tensors)} tensors in {num_files} file{'s' if num_files > 1 else ''}"
+    was_there = "" if slice_.is_new else ", was there already, byte for byte"
+    return f"{slice_.description.node}: {slice_.folder}, {count}, {word_size(slice_.size_bytes)}{was_there}"

@@ -1,0 +1,104 @@
+"""`mm2-split plan`: who holds what of a model, worked out before anything is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import torch
+
+from minimax_tools.commands.plan_text import describe_plan, plan_values
+from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.options import DTYPES, model_option, output_options
+from minimax_tools.partition.cost import Workload, measure_costs
+from minimax_tools.partition.node import Node, check_nodes, read_nodes
+from minimax_tools.partition.plan import assign_tensors
+from minimax_tools.partition.planners import PLANNERS
+from minimax_tools.partition.source import open_source
+
+
+def _parse_dtype(_: click.Context, __: click.Parameter, value: str) -> torch.dtype:
+    return DTYPES[value]
+
+
+@click.command("plan", cls=Mm2Command)
+@model_option
+@click.option(
+    "--node",
+    "node_texts",
+    multiple=True,
+    metavar="NAME:memory=40GB,tflops=312",
+    help="A machine and what a slice may take of it; repeat for several. tflops for compute and balanced, "
+    "layers=A:B (half-open) for manual.",
+)
+@click.option(
+    "--nodes-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help='Further machines: a JSON list of {"name": …, "memory": "40GB", "tflops": 312}.',
+)
+@click.option(
+    "--planner",
+    type=click.Choice(list(PLANNERS)),
+    default="memory",
+    show_default=True,
+    help="Layers by memory, by throughput, for the fastest slowest stage, or by hand.",
+)
+@click.option(
+    "--context-length",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Tokens of a row that keys, values and activations are to be kept for.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Rows.")
+@click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    default="bfloat16",
+    show_default=True,
+    callback=_parse_dtype,
+    help="Dtype of weights and activations in memory.",
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan here, as JSON."
+)
+@output_options
+def plan_command(
+    model: str,
+    node_texts: tuple[str, ...],
+    nodes_file: Path | None,
+    planner: str,
+    context_length: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Divide a model among machines: layers, bytes, memory and time of each.
+
+    Headers and config.json are all that is read; of a hub's MiniMax-M2 no weight is downloaded.
+
+    Example: mm2-split plan --model MiniMaxAI/MiniMax-M2 --node a:memory=640GB --node b:memory=80GB --output plan.json
+    """
+    nodes = [Node.parse(text) for text in node_texts]
+    nodes += read_nodes(nodes_file) if nodes_file is not None else ()
+    check_nodes(nodes)
+    source = open_source(model, headers=True)
+    workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
+    cost = measure_costs(source.tensors, source.architecture, source.config, workload)
+    plan = assign_tensors(
+        model=model,
+        architecture=source.architecture,
+        tensors=source.tensors,
+        folder=source.folder if source.entries is not None else None,
+        planner=planner,
+        cost=cost,
+        nodes=nodes,
+    )
+    plan.validate(source.entries, source.architecture, folder=source.folder)
+    if output is not None:
+        plan.write(output)
+    if as_json:
+        print_json(plan_values(plan, cost, output=output))
+    else:
+        click.echo(describe_plan(plan, cost, output=output))

@@ -1,0 +1,173 @@
+"""A plan for people and for machines: what each node holds, what the parts cost, and what bounds the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.partition.cost import ModelCost, PartCost
+from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.size import word_size
+from minimax_tools.span import Span
+
+_SIZES = ("stored", "loaded", "KV", "activations")
+_WORK = ("parameters", "GFLOPs/token")
+_NODE_COLUMNS = ("node", "holds", "share", *_SIZES, "memory", *_WORK, "ms/token", "files")
+_PART_COLUMNS = ("part", *_SIZES, *_WORK)
+_WORDS = ("node", "holds", "part")
+
+
+def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> str:
+    """The plan in tables: nodes, the files that they touch, the model's parts, the slowest stage."""
+    blocks = [
+        f"{plan.model}: {plan.num_hidden_layers} layers on {len(plan.used)} of {len(plan.slices)} nodes, "
+        f"by {plan.planner}",
+        "\n".join(_draw([_NODE_COLUMNS, *(_node_row(plan, slice_) for slice_ in plan.slices)])),
+        "\n".join(_draw([_PART_COLUMNS, *(_part_row(name, part) for name, part in _parts(cost))])),
+        "\n".join((*_files(plan), *_notes(plan))),
+    ]
+    if output is not None:
+        blocks.append(f"Written to {output}.")
+    return "\n\n".join(block for block in blocks if block)
+
+
+def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> dict[str, Any]:
+    """The plan as JSON: all but the tensors themselves, which are in its file."""
+    values = plan.to_values()
+    slowest = _slowest(plan)
+    nodes = [
+        {
+            **slice_values,
+            "files": list(slice_.files),
+            "num_tensors": len(slice_.tensors),
+            "share_of_layers": len(slice_.stage.layers) / plan.num_hidden_layers,
+            "memory_needed_bytes": slice_.cost.memory_bytes,
+            "seconds_per_token": slice_.seconds_per_token,
+        }
+        for slice_, slice_values in zip(plan.slices, values.pop("slices"), strict=True)
+    ]
+    return {
+        **values,
+        "nodes": nodes,
+        "parts": {name: asdict(part) for name, part in _parts(cost)},
+        "layers": [asdict(layer) for layer in cost.layers],
+        "slowest_node": None if slowest is None else slowest.node.name,
+        "plan": None if output is None else str(output),
+    }
+
+
+def _node_row(plan: PartitionPlan, slice_: Slice) -> tuple[str, ...]:
+    cost, node = slice_.cost, slice_.node
+    if not slice_.stage.is_used:
+        return (
+            node.name,
+            "idle",
+            "",
+            "",
+            "",
+            "",
+            "",
+            f"0 B of {word_size(node.memory_bytes)}",
+            "",
+            "",
+            "",
+            "",
+        )
+    seconds = slice_.seconds_per_token
+    return (
+        node.name,
+        _held(slice_),
+        f"{len(slice_.stage.layers) / plan.num_hidden_layers:.1%}",
+        *_sizes(cost),
+        f"{word_size(cost.memory_bytes)} of {word_size(node.memory_bytes)} "
+        f"({cost.memory_bytes / node.memory_bytes:.0%})",
+        *_work(cost),
+        "-" if seconds is None else f"{seconds * 1e3:.4g}",
+        str(len(slice_.files)) if slice_.files else "-",
+    )
+
+
+def _part_row(name: str, part: PartCost) -> tuple[str, ...]:
+    return (name, *_sizes(part), *_work(part))
+
+
+def _sizes(cost: PartCost) -> tuple[str, ...]:
+    return tuple(
+        word_size(size)
+        for size in (cost.stored_bytes, cost.loaded_bytes, cost.kv_bytes, cost.activation_bytes)
+    )
+
+
+def _work(cost: PartCost) -> tuple[str, str]:
+    return _count(cost.num_parameters), f"{cost.flops_per_token / 1e9:.3f}"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.3f} {unit}"
+    return str(number)
+
+
+def _held(slice_: Slice) -> str:
+    stage = slice_.stage
+    layers = [str(Span(stage.layers.start, stage.layers.stop))] if stage.layers else []
+    return " + ".join(["embedding"] * stage.has_embedding + layers + ["head"] * stage.has_head)
+
+
+def _parts(cost: ModelCost) -> Iterator[tuple[str, PartCost]]:
+    yield "embedding", cost.embedding
+    start = 0
+    for stop in range(1, len(cost.layers) + 1):
+        if stop == len(cost.layers) or cost.layers[stop] != cost.layers[start]:
+            span = Span(start, stop)
+            yield f"each of {span}" if len(span) > 1 else str(span), cost.layers[start]
+            start = stop
+    yield "final norm", cost.final_norm
+    yield "lm_head, tied" if cost.is_tied else "lm_head", cost.lm_head
+    if cost.rest != PartCost():
+        yield "else stored", cost.rest
+    yield "whole model", cost.whole
+
+
+def _files(plan: PartitionPlan) -> Iterator[str]:
+    for slice_ in plan.used:
+        if slice_.files:
+            yield f"{slice_.node.name} reads {', '.join(slice_.files)}"
+    if not any(slice_.files for slice_ in plan.used):
+        yield "Which files hold what is not known yet: this plan is from config.json alone."
+
+
+def _notes(plan: PartitionPlan) -> Iterator[str]:
+    for name, reason in plan.shared.items():
+        yield f"{name} is held twice: {reason}."
+    slowest = _slowest(plan)
+    if slowest is not None and slowest.seconds_per_token is not None:
+        total = sum(slice_.seconds_per_token or 0.0 for slice_ in plan.used)
+        yield (
+            f"{slowest.node.name} bounds the pipeline: {slowest.seconds_per_token * 1e3:.4g} ms for a token, "
+            f"{1 / slowest.seconds_per_token:.4g} tokens/s; through all nodes a token takes {total * 1e3:.4g} ms."
+        )
+    else:
+        fullest = max(plan.used, key=lambda slice_: slice_.cost.memory_bytes / slice_.node.memory_bytes)
+        yield f"{fullest.node.name} is the fullest node; give tflops to learn which is the slowest."
+
+
+def _slowest(plan: PartitionPlan) -> Slice | None:
+    """The node that bounds the pipeline; None where not every throughput is known."""
+    if any(slice_.seconds_per_token is None for slice_ in plan.used):
+        return None
+    return max(plan.used, key=lambda slice_: slice_.seconds_per_token or 0.0)
+
+
+def _draw(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows in columns, words to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if title in _WORDS else cell.rjust(width)
+            for title, cell, width in zip(rows[0], row, widths, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,80 @@
+"""`mm2-split verify`: who loads which slice, and whether that is so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.options import output_options
+from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.partition.verification_text import render_details, render_summary
+from minimax_tools.partition.verify import verify
+
+# From this level of the variable DEBUG on everything is shown.
+_DETAILED_LEVEL = 11
+
+
+@click.command("verify", cls=Mm2Command)
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    help="The plan: a file that mm2-split plan wrote.",
+)
+@click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only this node; repeat for several.")
+@click.option(
+    "--model", metavar="FOLDER|HUB_ID", help="The checkpoint, where it lies elsewhere than the plan says."
+)
+@click.option(
+    "--slices",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The folder of the slices' folders: every byte of them is read and held against the checkpoint.",
+)
+@click.option(
+    "--records",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A run's capture directory, or its folder of read records: what each node read.",
+)
+@click.option("--verbose", is_flag=True, help=f"Show every section, as DEBUG={_DETAILED_LEVEL} does.")
+@output_options
+@click.pass_context
+def verify_command(
+    context: click.Context,
+    plan_file: Path,
+    nodes: tuple[str, ...],
+    model: str | None,
+    slices: Path | None,
+    records: Path | None,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    """Prove that each node loads its own slice, that all slices make up the model, and that no byte is wrong.
+
+    Exits with 1 where a verdict fails.
+
+    Example: mm2-split verify --plan plan.json --slices model_shards
+    """
+    plan = PartitionPlan.read(plan_file)
+    verification = verify(plan, nodes=nodes, model=model, slices=slices, records=records)
+    if as_json:
+        print_json(verification.to_values())
+    else:
+        is_detailed = verbose or _debug_level() >= _DETAILED_LEVEL
+        render = render_details if is_detailed else render_summary
+        click.echo(render(verification, with_marks=_shows_pictures()))
+    if not verification.holds:
+        context.exit(1)
+
+
+def _debug_level() -> int:
+    text = os.environ.get("DEBUG", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _shows_pictures() -> bool:
+    return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"

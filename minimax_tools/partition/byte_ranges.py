@@ -1,0 +1,115 @@
+"""Byte ranges of files, joined where they lie together, and copied from file to file by the kernel.
+
+`copy_file_range` moves bytes without bringing them into this process. Where the system or the file system does not
+offer it, as between two file systems, they pass through one small buffer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO
+
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.errors import CheckpointError
+
+# So much at once: often enough to be interrupted, seldom enough to cost nothing.
+_PIECE_BYTES = 64 << 20
+_BUFFER_BYTES = 1 << 20
+_UNSUPPORTED = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """Bytes `start` to `stop` of a file."""
+
+    file: Path
+    start: int
+    stop: int
+
+
+def join_ranges(entries: Iterable[TensorEntry]) -> Iterator[ByteRange]:
+    """The ranges in which tensors lie, in their order: one for all that follow each other without a gap."""
+    joined: ByteRange | None = None
+    for entry in entries:
+        stop = entry.offset + entry.size_bytes
+        if joined is not None and (joined.file, joined.stop) == (entry.file, entry.offset):
+            joined = replace(joined, stop=stop)
+            continue
+        if joined is not None:
+            yield joined
+        joined = ByteRange(file=entry.file, start=entry.offset, stop=stop)
+    if joined is not None:
+        yield joined
+
+
+def copy_ranges(ranges: Iterable[ByteRange], target: BinaryIO) -> None:
+    """Append the ranges to a file that is open for writing.
+
+    Raises:
+        CheckpointError: A source cannot be opened, or has become shorter.
+        OSError: The target cannot be written, or a source cannot be read.
+    """
+    target.flush()
+    for file, group in groupby(ranges, key=lambda found: found.file):
+        try:
+            source = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(
+                f"{file} cannot be opened", found=str(error), next_step="Fetch the file again."
+            ) from error
+        try:
+            for found in group:
+                _copy_range(found, source, target.fileno())
+        finally:
+            os.close(source)
+
+
+def _copy_range(found: ByteRange, source: int, target: int) -> None:
+    position = _copy_in_kernel(source, target, found.start, found.stop)
+    position = _copy_through_buffer(source, target, position, found.stop)
+    if position < found.stop:
+        raise CheckpointError(
+            f"{found.file} became shorter",
+            expected=f"bytes {found.start} to {found.stop}",
+            found=f"an end at {position}",
+            next_step="Fetch the file again.",
+        )
+
+
+def _copy_in_kernel(source: int, target: int, start: int, stop: int) -> int:
+    """Copy what can be copied so; gives where it ended."""
+    # Absent on other systems than Linux.
+    if not hasattr(os, "copy_file_range"):
+        return start
+    while start < stop:
+        try:
+            count = os.copy_file_range(source, target, min(stop - start, _PIECE_BYTES), start)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return start
+        if count == 0:
+            return start
+        start += count
+    return start
+
+
+def _copy_through_buffer(source: int, target: int, start: int, stop: int) -> int:
+    """Copy up to the source's end; gives where it ended."""
+    if start == stop:
+        return start
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    while start < stop:
+        count = os.preadv(source, [buffer[: min(stop - start, _BUFFER_BYTES)]], start)
+        if count == 0:
+            return start
+        written = 0
+        while written < count:
+            written += os.write(target, buffer[written:count])
+        start += count
+    return start

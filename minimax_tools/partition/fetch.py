@@ -1,0 +1,154 @@
+"""Fetching by slice: of a hub's model only the files that hold a node's tensors, or only the tensors' bytes."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimax_tools.checkpoint.hub import fetch_files, is_on_hub, list_files
+from minimax_tools.checkpoint.new_folder import refuse_occupied
+from minimax_tools.errors import UsageError
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.ranges import NoRangesError
+from minimax_tools.partition.extract import cut_slice
+from minimax_tools.partition.holding import Holding
+from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.partition.slice_files import SliceFiles
+from minimax_tools.partition.slice_folder import write_slice
+from minimax_tools.partition.source import Source, open_source
+from minimax_tools.partition.sparse_source import fetch_sparse_source
+from minimax_tools.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedSlice:
+    """What was fetched of a slice.
+
+    Args:
+        node: Whose it is.
+        folder: Where it lies: the hub's cache, or the slice's own folder.
+        files: The slice's files there, relative to it.
+        size_bytes: Of the files, or of the tensors where only their bytes were asked for.
+        bytes_fetched: What came for that from the hub, headers aside; None where the cache decides.
+    """
+
+    node: str
+    folder: Path
+    files: tuple[str, ...]
+    size_bytes: int
+    bytes_fetched: int | None
+
+
+def fetch_slice(
+    plan: PartitionPlan, node: str, *, model: str | None = None, access: HubAccess | None = None
+) -> FetchedSlice:
+    """Fetch the files that hold a node's tensors into the hub's cache, and what describes the model.
+
+    Transfers are resumed, verified by hash and tried again. Of a folder nothing is fetched: its files are found.
+
+    Args:
+        plan: Who holds what.
+        node: Whose files.
+        model: Where the checkpoint is, if not where the plan says.
+        access: The hub; None for the one that the environment names.
+
+    Raises:
+        UsageError: The plan has no such node.
+        CheckpointError: The hub does not answer, or its model is not the plan's.
+    """
+    slice_ = plan.slice_of(node)
+    source = open_source(model or plan.model, access=access)
+    needed = SliceFiles.of(slice_, source, list_files(source.model, access=access))
+    paths = fetch_files(source.model, needed.all, access=access)
+    return FetchedSlice(
+        node=node,
+        folder=source.folder,
+        files=needed.all,
+        size_bytes=sum(path.stat().st_size for path in paths.values()),
+        bytes_fetched=None,
+    )
+
+
+def fetch_slice_ranges(
+    plan: PartitionPlan,
+    node: str,
+    output: Path,
+    *,
+    model: str | None = None,
+    access: HubAccess | None = None,
+    progress: Progress | None = None,
+) -> FetchedSlice:
+    """Fetch only the bytes of a node's tensors, and write them as `mm2-split extract` writes a slice.
+
+    The digests in its slice.json are those of what came. A hub tells hashes of whole files only: that these are the
+    source's bytes can be proved where the source is.
+
+    Args:
+        plan: Who holds what.
+        node: Whose slice.
+        output: The slice's folder: new, empty, or this slice.
+        model: The hub's model, if not the plan's.
+        access: The hub; None for the one that the environment names.
+        progress: Told of each shard.
+
+    Raises:
+        UsageError: The plan has no such node, the model is a folder, or `output` holds something else.
+        NoRangesError: The server sends whole files only.
+        CheckpointError: The hub does not answer, or its model is not the plan's.
+    """
+    slice_ = plan.slice_of(node)
+    if not slice_.tensors:
+        raise UsageError(f"node {node} holds nothing in this plan: there is nothing to fetch")
+    found = _find_whole(slice_, output)
+    if found is not None:
+        return found
+    source = _open_remote(model or plan.model, access)
+    sparse_folder = output.absolute().with_name(f".{output.name}.fetched")
+    fetched = fetch_sparse_source(plan, node, source, sparse_folder, access=access, progress=progress)
+    cut = cut_slice(plan, node, fetched.source)
+    written = write_slice(cut, output, with_digests=True)
+    shutil.rmtree(sparse_folder)
+    return FetchedSlice(
+        node=node,
+        folder=output,
+        files=tuple(file.name for file in written.files),
+        size_bytes=fetched.bytes_asked,
+        bytes_fetched=fetched.bytes_fetched,
+    )
+
+
+def _find_whole(slice_: Slice, output: Path) -> FetchedSlice | None:
+    """The slice that is in the folder already, by the digests that its slice.json notes; None in an empty folder.
+
+    Raises:
+        UsageError: Something else is there.
+    """
+    holding = Holding.found(slice_, output)
+    is_planned = not holding.faults and holding.sizes.keys() == set(slice_.names)
+    if not is_planned or holding.digests != holding.noted or holding.record is None:
+        refuse_occupied(output)
+        return None
+    return FetchedSlice(
+        node=slice_.node.name,
+        folder=output,
+        files=tuple(sorted(holding.record.files)),
+        size_bytes=holding.record.bytes_asked,
+        bytes_fetched=0,
+    )
+
+
+def _open_remote(model: str, access: HubAccess | None) -> Source:
+    if not is_on_hub(model):
+        raise UsageError(
+            f"{model} is a folder: there is nothing to fetch by byte ranges",
+            next_step="Cut the slice out of it: mm2-split extract.",
+        )
+    source = open_source(model, headers=True, access=access)
+    if source.entries is None:
+        raise NoRangesError(
+            f"the tensors of {model} cannot be located from here",
+            found="a server that sends whole files only, weights that are no safetensors, or a hub that is not asked",
+            next_step="Fetch whole files: leave out --byte-ranges.",
+        )
+    return source

@@ -1,0 +1,124 @@
+"""Node: a machine, or a device of one, that can hold a slice of a model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.errors import UsageError, list_faults
+from minimax_tools.size import parse_size
+from minimax_tools.span import Span
+
+MAX_NODES = 64
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_EXAMPLE = "NAME:memory=40GB,tflops=312 (tflops and layers=A:B where the planner needs them)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine that can hold a slice.
+
+    Args:
+        name: Its name, of letters, digits, `.`, `_` and `-`: it names files too.
+        memory_bytes: What a slice may take of its memory, all included.
+        tflops: Its throughput, in 10¹² floating-point operations a second; None where nobody said.
+        layers: The layers it is to hold, where they were chosen by hand.
+
+    Raises:
+        UsageError: The name is no name, or a quantity is not positive.
+    """
+
+    name: str
+    memory_bytes: int
+    tflops: float | None = None
+    layers: Span | None = None
+
+    def __post_init__(self) -> None:
+        faults: list[str] = []
+        if not _NAME.fullmatch(self.name):
+            faults.append(f"the name is {self.name!r}")
+        if self.memory_bytes < 1:
+            faults.append(f"memory is {self.memory_bytes} bytes")
+        if self.tflops is not None and not (math.isfinite(self.tflops) and self.tflops > 0):
+            faults.append(f"tflops is {self.tflops}")
+        if faults:
+            raise UsageError(f"{self.name!r} is no node", expected=_EXAMPLE, found="; ".join(faults))
+
+    @classmethod
+    def parse(cls, text: str) -> Node:
+        """Read `a100:memory=40GB,tflops=312`.
+
+        Raises:
+            UsageError: The text is not of that form.
+        """
+        name, _, rest = text.partition(":")
+        pairs = [pair.partition("=") for pair in rest.split(",")] if rest else []
+        values = {key.strip(): value.strip() for key, _, value in pairs}
+        if len(values) != len(pairs) or "name" in values:
+            raise UsageError(f"node {text!r} says something twice", expected=_EXAMPLE)
+        return cls.from_values({"name": name.strip(), **values})
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Node:
+        """A node from its fields as text or numbers, as a node file holds them.
+
+        Raises:
+            UsageError: A field is missing, unknown or not what it should be.
+        """
+        unknown = sorted(values.keys() - {"name", "memory", "tflops", "layers"})
+        if unknown or "name" not in values or "memory" not in values:
+            raise UsageError(
+                f"node {values.get('name', '')!r} cannot be understood",
+                expected=_EXAMPLE,
+                found=f"unknown: {', '.join(unknown)}" if unknown else "no name or no memory",
+            )
+        try:
+            memory, tflops, layers = values["memory"], values.get("tflops"), values.get("layers")
+            return cls(
+                name=str(values["name"]),
+                memory_bytes=memory if type(memory) is int else parse_size(str(memory)),
+                tflops=None if tflops is None else float(tflops),
+                layers=None if layers is None else Span.parse(str(layers)),
+            )
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"node {values['name']!r} cannot be understood", expected=_EXAMPLE, found=str(error)
+            ) from error
+
+
+def check_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes, 1 to 64 of them with names of their own.
+
+    Raises:
+        UsageError: There are none, too many, or two of one name.
+    """
+    if not 1 <= len(nodes) <= MAX_NODES:
+        raise UsageError(
+            f"{len(nodes)} nodes cannot share a model", expected=f"1 to {MAX_NODES}", next_step="Give --node."
+        )
+    names = [node.name for node in nodes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError("nodes share a name", found=list_faults(twice))
+    return tuple(nodes)
+
+
+def read_nodes(path: Path) -> tuple[Node, ...]:
+    """The nodes of a JSON file: a list of objects with `name`, `memory`, and where needed `tflops` and `layers`.
+
+    Raises:
+        UsageError: The file is no such list.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read", found=str(error)) from error
+    if not isinstance(found, list) or not all(isinstance(values, dict) for values in found):
+        raise UsageError(f"{path} holds no list of nodes", expected='[{"name": "a", "memory": "40GB"}, …]')
+    return tuple(Node.from_values(values) for values in found)

@@ -1,0 +1,319 @@
+"""PartitionPlan: which node holds which tensors of a checkpoint, as a value and as one JSON file.
+
+The file drives whatever follows: what is downloaded, cut out, proved and run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimax_tools.checkpoint.architecture import Architecture
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.param_mapper import ParamMapper
+from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, list_faults
+from minimax_tools.partition.cost import (
+    PART_EMBEDDING,
+    ModelCost,
+    TensorSize,
+    Workload,
+    measure_costs,
+    part_of,
+)
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan_faults import find_entry_faults, find_holding_faults, find_stage_faults
+from minimax_tools.partition.planned_slice import PlannedTensor, Slice, belongs
+from minimax_tools.partition.planners import Stage, plan_stages, stage_cost
+
+# A plan is read together with its slices.
+__all__ = ["PartitionPlan", "PlannedTensor", "Slice", "assign_tensors", "make_plan"]
+
+SCHEMA_VERSION = 1
+
+# A tensor's name and bytes, or two bounds, as `json` breaks them into lines.
+_NUMBER = r"\n\s*(\d+|null)"
+_PAIRS = re.compile(rf"\[{_NUMBER},{_NUMBER}\n\s*\]")
+_TENSORS = re.compile(rf'\[\n\s*("[^"\n]*"),{_NUMBER},{_NUMBER}\n\s*\]')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionPlan:
+    """Who holds what.
+
+    Args:
+        model: The checkpoint: a folder or a hub id, as it was given.
+        model_type: As config.json calls it.
+        planner: Which one divided the layers.
+        workload: What for.
+        num_hidden_layers: Of the whole model.
+        slices: In the order in which a token passes them; idle nodes last.
+        shared: Tensors that several slices hold on purpose, and why; by name.
+    """
+
+    model: str
+    model_type: str
+    planner: str
+    workload: Workload
+    num_hidden_layers: int
+    slices: tuple[Slice, ...]
+    shared: Mapping[str, str]
+
+    def slice_of(self, node: str) -> Slice:
+        """The slice of the node of that name.
+
+        Raises:
+            UsageError: The plan has no such node.
+        """
+        for slice_ in self.slices:
+            if slice_.node.name == node:
+                return slice_
+        names = ", ".join(slice_.node.name for slice_ in self.slices)
+        raise UsageError(f"the plan has no node {node!r}", expected=f"one of {names}")
+
+    @property
+    def used(self) -> tuple[Slice, ...]:
+        """The slices that hold something."""
+        return tuple(slice_ for slice_ in self.slices if slice_.stage.is_used)
+
+    def find_faults(
+        self,
+        entries: Mapping[str, TensorEntry] | None,
+        architecture: Architecture,
+        *,
+        folder: Path | None = None,
+    ) -> list[str]:
+        """All that is wrong with the plan, each fault in words; nothing where it is whole.
+
+        Layers must meet from the first to the last, embedding and head stand at the ends, every node have the memory;
+        every tensor must lie in exactly one slice, or where it is `shared` in the first and the last; scales must lie
+        with their weights; a slice holds only what belongs to its parts; files and byte ranges must be those of the
+        headers.
+
+        Args:
+            entries: The checkpoint's tensors by name; None where only what the plan says of itself is to be checked.
+            architecture: How they are named.
+            folder: Of the checkpoint, where `entries` is given.
+        """
+        faults = find_stage_faults(self.slices, self.num_hidden_layers)
+        faults += find_holding_faults(self.slices, self.shared, architecture)
+        if entries is not None:
+            faults += find_entry_faults(self.slices, entries, architecture, folder)
+        return faults
+
+    def validate(
+        self,
+        entries: Mapping[str, TensorEntry] | None,
+        architecture: Architecture,
+        *,
+        folder: Path | None = None,
+    ) -> None:
+        """Pass, or raise with everything that `find_faults` finds.
+
+        Raises:
+            CheckpointError: The plan is not whole, or not this checkpoint's.
+        """
+        faults = self.find_faults(entries, architecture, folder=folder)
+        if faults:
+            raise CheckpointError(
+                f"the plan for {self.model} has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
+                found=list_faults(faults),
+                next_step="Make it anew: mm2-split plan.",
+            )
+
+    def write(self, path: Path) -> None:
+        """Write the plan as JSON, a line for each tensor, to a temporary sibling that then takes its place.
+
+        Raises:
+            CannotRunError: The file cannot be written.
+        """
+        text = _PAIRS.sub(r"[\1, \2]", json.dumps(self.to_values(), indent=1))
+        text = _TENSORS.sub(r"[\1, \2, \3]", text)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            try:
+                temporary.write_text(text + "\n", encoding="utf-8")
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise CannotRunError(
+                f"cannot write the plan {path}",
+                found=error.strerror or str(error),
+                next_step="Choose another place for it.",
+            ) from error
+
+    def to_values(self) -> dict[str, Any]:
+        """The plan as JSON holds it."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "model_type": self.model_type,
+            "planner": self.planner,
+            "context_length": self.workload.context_length,
+            "batch_size": self.workload.batch_size,
+            "dtype": str(self.workload.dtype).removeprefix("torch."),
+            "num_hidden_layers": self.num_hidden_layers,
+            "shared": dict(self.shared),
+            "slices": [slice_.to_values() for slice_ in self.slices],
+        }
+
+    @classmethod
+    def read(cls, path: Path) -> PartitionPlan:
+        """Read a plan that `write` wrote.
+
+        Raises:
+            UsageError: The file is no plan, or one of another version.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            version = values["schema_version"]
+            if version == SCHEMA_VERSION:
+                return cls.from_values(values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+            raise UsageError(
+                f"{path} is no plan",
+                found=f"{type(error).__name__}: {error}",
+                next_step="Make one: mm2-split plan --output PLAN.json.",
+            ) from error
+        raise UsageError(
+            f"{path} is a plan of another version",
+            expected=str(SCHEMA_VERSION),
+            found=str(version),
+            next_step="Make it anew: mm2-split plan --output PLAN.json.",
+        )
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> PartitionPlan:
+        """The plan of `to_values`."""
+        return cls(
+            model=values["model"],
+            model_type=values["model_type"],
+            planner=values["planner"],
+            workload=Workload(
+                context_length=values["context_length"],
+                batch_size=values["batch_size"],
+                dtype=_dtype(values["dtype"]),
+            ),
+            num_hidden_layers=values["num_hidden_layers"],
+            slices=tuple(Slice.from_values(found) for found in values["slices"]),
+            shared=dict(values["shared"]),
+        )
+
+
+def make_plan(
+    *,
+    model: str,
+    config: Mapping[str, Any],
+    architecture: Architecture,
+    tensors: Sequence[TensorEntry] | Sequence[TensorSize],
+    folder: Path | None,
+    planner: str,
+    nodes: Sequence[Node],
+    workload: Workload,
+) -> PartitionPlan:
+    """Divide a model among nodes.
+
+    Args:
+        model: The checkpoint, as the plan names it.
+        config: The keys of its config.json.
+        architecture: How its tensors are named.
+        tensors: All of them, from the headers; or as config.json tells them, with places unknown.
+        folder: The checkpoint's folder, where the tensors come from headers.
+        planner: One of `PLANNERS`.
+        nodes: 1 to 64.
+        workload: What the model is to run.
+
+    Raises:
+        UsageError: The planner is unknown, or the nodes do not say what it needs.
+        CannotRunError: The nodes cannot hold the model.
+        CheckpointError: The checkpoint is not whole.
+    """
+    return assign_tensors(
+        model=model,
+        architecture=architecture,
+        tensors=tensors,
+        folder=folder,
+        planner=planner,
+        cost=measure_costs(tensors, architecture, config, workload),
+        nodes=nodes,
+    )
+
+
+def assign_tensors(
+    *,
+    model: str,
+    architecture: Architecture,
+    tensors: Sequence[TensorEntry] | Sequence[TensorSize],
+    folder: Path | None,
+    planner: str,
+    cost: ModelCost,
+    nodes: Sequence[Node],
+) -> PartitionPlan:
+    """As `make_plan`, of a model whose costs are known already.
+
+    Raises:
+        UsageError: As there.
+        CannotRunError: As there.
+    """
+    stages = plan_stages(planner, cost, nodes)
+    located = {
+        tensor.name: PlannedTensor.located(tensor, folder)
+        if isinstance(tensor, TensorEntry)
+        else PlannedTensor(name=tensor.name)
+        for tensor in tensors
+    }
+    shared = _shared(located, stages, cost, architecture)
+    parts: dict[int | str, list[PlannedTensor]] = {}
+    for tensor in located.values():
+        parts.setdefault(part_of(tensor.name, architecture), []).append(tensor)
+    return PartitionPlan(
+        model=model,
+        model_type=architecture.model_type,
+        planner=planner,
+        workload=cost.workload,
+        num_hidden_layers=len(cost.layers),
+        slices=tuple(
+            Slice(
+                stage=stage,
+                cost=stage_cost(cost, stage),
+                tensors=_tensors_of(stage, parts, shared),
+            )
+            for stage in stages
+        ),
+        shared=shared,
+    )
+
+
+def _shared(
+    names: Iterable[str], stages: Sequence[Stage], cost: ModelCost, architecture: Architecture
+) -> dict[str, str]:
+    if not cost.is_tied or any(stage.has_embedding and stage.has_head for stage in stages):
+        return {}
+    return {
+        name: "the lm_head is tied to the embedding"
+        for name in names
+        if ParamMapper.is_token_embedding(name, architecture)
+    }
+
+
+def _tensors_of(
+    stage: Stage, parts: Mapping[int | str, Sequence[PlannedTensor]], shared: Mapping[str, str]
+) -> tuple[PlannedTensor, ...]:
+    own = [tensor for part, tensors in parts.items() if belongs(part, stage) for tensor in tensors]
+    if stage.has_head:
+        own += [tensor for tensor in parts.get(PART_EMBEDDING, ()) if tensor.name in shared]
+    return tuple(sorted(own, key=lambda tensor: (tensor.file or "", tensor.start or 0, tensor.name)))
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype

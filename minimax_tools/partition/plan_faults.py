@@ -1,0 +1,115 @@
+"""What is wrong with the slices of a plan, each fault in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from minimax_tools.checkpoint.architecture import Architecture
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.names import SCALE_SUFFIX
+from minimax_tools.checkpoint.param_mapper import ParamMapper
+from minimax_tools.partition.cost import part_of
+from minimax_tools.partition.planned_slice import PlannedTensor, Slice, belongs
+
+
+def find_stage_faults(slices: Sequence[Slice], num_hidden_layers: int) -> list[str]:
+    """Of layers that do not meet, ends in the wrong place, and nodes that have not the memory."""
+    used = [slice_ for slice_ in slices if slice_.stage.is_used]
+    faults, due = [], 0
+    names = [slice_.node.name for slice_ in slices]
+    faults += [f"node {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+    for slice_ in slices:
+        layers, cost = slice_.stage.layers, slice_.cost
+        if not 0 <= layers.start <= layers.stop:
+            faults.append(f"node {slice_.node.name} has layers {layers.start} to {layers.stop}")
+        if cost.memory_bytes > slice_.node.memory_bytes:
+            faults.append(
+                f"node {slice_.node.name} needs {cost.memory_bytes} bytes of memory, and has "
+                f"{slice_.node.memory_bytes}"
+            )
+    for slice_ in used:
+        layers = slice_.stage.layers
+        if layers.start != due:
+            faults.append(f"node {slice_.node.name} begins with layer {layers.start}, layer {due} was due")
+        due = max(layers.stop, layers.start)
+    if due != num_hidden_layers:
+        faults.append(f"the slices end with layer {due - 1}, the model with {num_hidden_layers - 1}")
+    return faults + _end_faults(slices, used)
+
+
+def _end_faults(slices: Sequence[Slice], used: Sequence[Slice]) -> list[str]:
+    faults = []
+    first, last = (used[0], used[-1]) if used else (None, None)
+    for part, place, due, holders in (
+        ("embedding", "first", first, [slice_ for slice_ in slices if slice_.stage.has_embedding]),
+        ("head", "last", last, [slice_ for slice_ in slices if slice_.stage.has_head]),
+    ):
+        if len(holders) != 1:
+            faults.append(f"{len(holders)} nodes hold the {part}")
+        faults += [
+            f"node {slice_.node.name} holds the {part}, and is not the {place}"
+            for slice_ in holders
+            if slice_ is not due
+        ]
+    return faults
+
+
+def find_holding_faults(
+    slices: Sequence[Slice], shared: Collection[str], architecture: Architecture
+) -> list[str]:
+    """Of tensors that lie with a node that has not their part, with several, or apart from their weights."""
+    faults = []
+    holders: dict[str, list[str]] = {}
+    for slice_ in slices:
+        node, own = slice_.node.name, set(slice_.names)
+        for name in slice_.names:
+            holders.setdefault(name, []).append(node)
+            if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) + ".weight" not in own:
+                faults.append(f"node {node} holds {name} without its weight")
+            is_lent = name in shared and slice_.stage.has_head
+            if not is_lent and not belongs(part_of(name, architecture), slice_.stage):
+                faults.append(f"node {node} holds {name}, which is no part of it")
+    for name, nodes in holders.items():
+        if len(nodes) > 1 and (name not in shared or len(set(nodes)) < len(nodes)):
+            faults.append(f"{name} is held by {' and '.join(nodes)}")
+    for name in shared:
+        nodes = holders.get(name, [])
+        if len(set(nodes)) < 2:
+            faults.append(f"{name} is shared, and {f'{nodes[0]} alone' if nodes else 'no node'} holds it")
+        if not ParamMapper.is_token_embedding(name, architecture):
+            faults.append(f"{name} is shared, and only an embedding that is the lm_head too may be")
+    return faults
+
+
+def find_entry_faults(
+    slices: Sequence[Slice],
+    entries: Mapping[str, TensorEntry],
+    architecture: Architecture,
+    folder: Path | None,
+) -> list[str]:
+    """Of tensors that nobody holds, that the checkpoint lacks, or that lie elsewhere."""
+    faults = []
+    held = {tensor.name for slice_ in slices for tensor in slice_.tensors}
+    faults += [f"no node holds {name}" for name in entries if name not in held]
+    for slice_ in slices:
+        for tensor in slice_.tensors:
+            entry = entries.get(tensor.name)
+            if entry is None:
+                faults.append(f"node {slice_.node.name} holds {tensor.name}, which the checkpoint lacks")
+            elif tensor.file is not None and not _lies_at(tensor, PlannedTensor.located(entry, folder)):
+                place = "" if tensor.start is None else f"bytes {tensor.start} to {tensor.stop} of "
+                faults.append(f"{tensor.name} does not lie at {place}{tensor.file}")
+    if any(ParamMapper.is_lm_head(name, architecture) for name in entries):
+        return faults
+    tied = [name for name in entries if ParamMapper.is_token_embedding(name, architecture)]
+    return faults + [
+        f"node {slice_.node.name} has the head, and lacks {name}, which is the lm_head too"
+        for slice_ in slices
+        for name in tied
+        if slice_.stage.has_head and name not in slice_.names
+    ]
+
+
+def _lies_at(tensor: PlannedTensor, place: PlannedTensor) -> bool:
+    return tensor.file == place.file and (tensor.start is None or tensor == place)

@@ -1,0 +1,286 @@
+"""Planners: who gets which layers.
+
+| planner | layers go |
+|---|---|
+| `memory` | by the nodes' memory, the most first: each is as full as the others |
+| `compute` | by the nodes' throughput, the fastest first: each works as long as the others |
+| `balanced` | so that the slowest node is as fast as it can be |
+| `manual` | as each node says |
+
+Every one keeps to the nodes' memory, embedding, head and activations included. All but `manual` find a division
+wherever there is one (see `find_order` for the one exception). `memory` and `compute` give each node at least one
+layer where there are enough that fit, and leave the last nodes idle where there are more than layers. The same nodes
+and costs give the same division, in whatever order the nodes are given.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+
+from minimax_tools.errors import CannotRunError, UsageError, list_faults
+from minimax_tools.partition.chain import Chain, count_room, divide, find_order
+from minimax_tools.partition.cost import ModelCost, PartCost
+from minimax_tools.partition.node import Node, check_nodes
+from minimax_tools.size import word_size
+
+# To one part in 10⁹ the slowest stage is the fastest possible: further than any throughput is known.
+_PRECISION = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A node and what it holds.
+
+    Args:
+        node: The node.
+        layers: Its layers; may be none.
+        has_embedding: Whether it holds the embedding.
+        has_head: Whether it holds the final norm and the lm_head.
+    """
+
+    node: Node
+    layers: range
+    has_embedding: bool = False
+    has_head: bool = False
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it holds anything."""
+        return bool(self.layers) or self.has_embedding or self.has_head
+
+
+def plan_stages(planner: str, cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
+    """The stages in the order in which a token passes them; nodes that are not needed come last, and hold nothing.
+
+    Args:
+        planner: One of `PLANNERS`.
+        cost: Of the model's parts.
+        nodes: The nodes.
+
+    Raises:
+        UsageError: The planner is unknown, or a node does not say what it needs.
+        CannotRunError: The nodes cannot hold the model.
+    """
+    if planner not in PLANNERS:
+        raise UsageError(f"no planner {planner!r}", expected="one of " + ", ".join(PLANNERS))
+    return PLANNERS[planner](cost, check_nodes(nodes))
+
+
+def _plan_memory(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
+    nodes = sorted(nodes, key=lambda node: (node.memory_bytes, node.name), reverse=True)
+    chain = Chain(cost)
+    order = _need_order(chain, cost, nodes)
+    return _stages(nodes, order, divide(chain, order, _targets_by_memory(chain, order)))
+
+
+def _plan_compute(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
+    nodes = _by_speed(nodes, "compute")
+    chain = Chain(cost)
+    order = _need_order(chain, cost, nodes)
+    return _stages(nodes, order, divide(chain, order, _targets_by_speed(chain, order)))
+
+
+def _plan_balanced(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
+    nodes = _by_speed(nodes, "balanced")
+    chain = Chain(cost)
+    order = _need_order(chain, cost, nodes)
+    runs = divide(chain, order, _targets_by_speed(chain, order))
+    slowest = _slowest(chain, order, runs)
+    ends = chain.ends(is_first=True, is_last=True)
+    impossible = (chain.flops[-1] + ends.flops) / (1e12 * sum(map(_tflops, nodes))) * (1 - _PRECISION)
+    while slowest > impossible * (1 + _PRECISION):
+        seconds = (impossible + slowest) / 2
+        faster = find_order(chain, nodes, seconds)
+        if faster is None:
+            impossible = seconds
+            continue
+        order = faster
+        runs = divide(chain, order, _targets_by_speed(chain, order), seconds)
+        # What was found may be faster than what was asked for.
+        slowest = min(slowest, _slowest(chain, order, runs))
+    return _stages(nodes, order, runs)
+
+
+def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
+    without = [node.name for node in nodes if node.layers is None]
+    if without:
+        raise UsageError(
+            "the manual planner needs each node's layers",
+            found=f"none for {list_faults(without)}",
+            next_step="Write --node NAME:memory=40GB,layers=A:B, half-open.",
+        )
+    runs = sorted(
+        ((node, node.layers) for node in nodes if node.layers is not None), key=lambda found: found[1]
+    )
+    bounds = [0, *(bound for _, span in runs for bound in (span.start, span.stop)), len(cost.layers)]
+    if bounds[::2] != bounds[1::2]:
+        raise UsageError(
+            "these layers are not the model's, each once",
+            expected=f"runs that meet, from layer 0 to {len(cost.layers) - 1}",
+            found=", ".join(f"{node.name}: {span}" for node, span in runs),
+        )
+    order = [node for node, _ in runs]
+    stages = _stages(nodes, order, [range(span.start, span.stop) for _, span in runs])
+    too_large = [
+        f"{stage.node.name} needs {word_size(needed)} and has {word_size(stage.node.memory_bytes)}"
+        for stage in stages
+        if (needed := stage_cost(cost, stage).memory_bytes) > stage.node.memory_bytes
+    ]
+    if too_large:
+        raise CannotRunError(
+            "these layers do not fit the nodes they were given to",
+            found=list_faults(too_large),
+            next_step="Give them fewer layers, or let a planner divide: --planner memory.",
+        )
+    return stages
+
+
+PLANNERS: Mapping[str, Callable[[ModelCost, Sequence[Node]], tuple[Stage, ...]]] = MappingProxyType(
+    {"memory": _plan_memory, "compute": _plan_compute, "balanced": _plan_balanced, "manual": _plan_manual}
+)
+
+
+def stage_cost(cost: ModelCost, stage: Stage) -> PartCost:
+    """What a stage takes."""
+    return cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
+
+
+def _stages(nodes: Sequence[Node], order: Sequence[Node], runs: Sequence[range]) -> tuple[Stage, ...]:
+    stages = [
+        Stage(node=node, layers=layers, has_embedding=position == 0, has_head=position == len(order) - 1)
+        for position, (node, layers) in enumerate(zip(order, runs, strict=True))
+    ]
+    used = [stage for stage in stages if stage.is_used]
+    end = used[-1].layers.stop
+    idle = [node for node in nodes if node not in {stage.node for stage in used}]
+    return (*used, *(Stage(node=node, layers=range(end, end)) for node in idle))
+
+
+def _targets_by_memory(chain: Chain, order: Sequence[Node]) -> list[float]:
+    """Where each node's run would end if layers could be cut and each were to use the same share of its memory."""
+    ends = chain.ends(is_first=len(order) == 1, is_last=True)
+    embedding = chain.ends(is_first=True, is_last=False).held_bytes
+    activations = [chain.activation_bytes] * len(order)
+    total = chain.memory[-1] + ends.held_bytes + embedding * (len(order) > 1) + sum(activations)
+    memory = [node.memory_bytes for node in order]
+    targets = [
+        _position(chain.memory, total * (share / sum(memory)) - embedding - before)
+        for share, before in zip(accumulate(memory), accumulate(activations), strict=True)
+    ]
+    return _round_shares(targets) if chain.is_uniform else targets
+
+
+def _targets_by_speed(chain: Chain, order: Sequence[Node]) -> list[float]:
+    """Where each node's run would end if layers could be cut and each were to work as long as the others."""
+    total = chain.flops[-1] + chain.ends(is_first=True, is_last=True).flops
+    embedding = chain.ends(is_first=True, is_last=False).flops
+    speeds = [_tflops(node) for node in order]
+    targets = [
+        _position(chain.flops, total * (share / sum(speeds)) - embedding) for share in accumulate(speeds)
+    ]
+    return _round_shares(targets) if chain.is_uniform else targets
+
+
+def _round_shares(targets: Sequence[float]) -> list[float]:
+    """The targets moved so that each share is whole: what is left after rounding down goes to the largest fractions.
+
+    Rounding the targets themselves could give a node more than a larger one.
+    """
+    shares = [max(stop - start, 0.0) for start, stop in zip([0.0, *targets], targets, strict=False)]
+    whole = [int(share) for share in shares]
+    left = round(targets[-1]) - sum(whole)
+    by_fraction = sorted(range(len(shares)), key=lambda place: (whole[place] - shares[place], place))
+    for place in by_fraction[: max(left, 0)]:
+        whole[place] += 1
+    return [float(stop) for stop in accumulate(whole)]
+
+
+def _position(prefix: Sequence[int], value: float) -> float:
+    """How many layers, whole and in part, make up so much of what `prefix` sums up; at most all."""
+    layer = min(max(bisect_right(prefix, value) - 1, 0), len(prefix) - 2)
+    size = prefix[layer + 1] - prefix[layer]
+    part = (value - prefix[layer]) / size if size else 0.0
+    return layer + min(max(part, 0.0), 1.0)
+
+
+def _tflops(node: Node) -> float:
+    assert node.tflops is not None, "checked by the planner"
+    return node.tflops
+
+
+def _by_speed(nodes: Sequence[Node], planner: str) -> list[Node]:
+    without = [node.name for node in nodes if node.tflops is None]
+    if without:
+        raise UsageError(
+            f"the {planner} planner needs each node's throughput",
+            found=f"none for {list_faults(without)}",
+            next_step="Write --node NAME:memory=40GB,tflops=312.",
+        )
+    return sorted(nodes, key=lambda node: (_tflops(node), node.memory_bytes, node.name), reverse=True)
+
+
+def _slowest(chain: Chain, order: Sequence[Node], runs: Sequence[range]) -> float:
+    return max(
+        chain.seconds(node, layers, is_first=position == 0, is_last=position == len(order) - 1)
+        for position, (node, layers) in enumerate(zip(order, runs, strict=True))
+    )
+
+
+def _need_order(chain: Chain, cost: ModelCost, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """An order of the nodes that can share the model: of as many as there are layers where that will do."""
+    able = [node for node in nodes if chain.longest(node)]
+    for chosen in (able[: chain.num_layers], able, nodes):
+        order = find_order(chain, chosen) if chosen else None
+        if order is not None:
+            return order
+    raise CannotRunError(
+        f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} cannot hold the model",
+        expected=_needs(cost, nodes),
+        found=f"{list_faults(_lacks(chain, cost, nodes))} ({_rooms(chain, nodes)})",
+        next_step="Add nodes or memory, or plan for a shorter context or fewer rows.",
+    )
+
+
+def _needs(cost: ModelCost, nodes: Sequence[Node]) -> str:
+    layer = max(cost.layers, key=lambda layer: layer.held_bytes)
+    return (
+        f"room for {word_size(cost.whole.held_bytes)} of weights, keys and values, in pieces of a layer "
+        f"({word_size(layer.held_bytes)}), and on each node {word_size(layer.activation_bytes)} of activations"
+    )
+
+
+def _lacks(chain: Chain, cost: ModelCost, nodes: Sequence[Node]) -> list[str]:
+    """What keeps the nodes from sharing the model."""
+    lacks = [
+        f"no node has the {word_size(part.memory_bytes)} that the {name} takes"
+        for name, part in (("embedding", cost.embedding), ("head", cost.head))
+        if max(node.memory_bytes for node in nodes) < part.memory_bytes
+    ]
+    if lacks:
+        return lacks
+    total = sum(node.memory_bytes for node in nodes)
+    needed = cost.whole.held_bytes + cost.layers[0].activation_bytes
+    if total < needed:
+        return [f"{word_size(total)} in all, {word_size(needed - total)} too little"]
+    room = count_room(chain, nodes)
+    if chain.is_uniform and room >= 0:
+        missing = chain.num_layers - room
+        return [
+            f"room for {room} of {chain.num_layers} layers beside embedding, head and activations: "
+            f"{missing} layer{'s' if missing > 1 else ''} of {word_size(cost.layers[0].held_bytes)} too many"
+        ]
+    return [f"{word_size(total)} in all, which no order of the nodes makes do"]
+
+
+def _rooms(chain: Chain, nodes: Sequence[Node]) -> str:
+    return list_faults(
+        [
+            f"{node.name}: {word_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"
+            for node in nodes
+            for longest in (chain.longest(node),)
+        ]
+    )

@@ -1,0 +1,81 @@
+"""slice.json: what a slice's folder says of itself, and the digests that tie it to its source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minimax_tools.errors import CheckpointError
+
+SLICE_FILE = "slice.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceDescription:
+    """What a slice holds.
+
+    Args:
+        node: Whose it is.
+        layers: Its decoder layers; None where tensors were chosen one by one, as are the next two.
+        has_embedding: Whether it holds the embedding.
+        has_head: Whether it holds the final norm and the lm_head.
+        source: The checkpoint it was cut from: a folder or a hub id, as it was given.
+        tensors: By name the sha256 of the bytes, one element after the other; None where nobody computed it.
+    """
+
+    node: str
+    layers: range | None
+    has_embedding: bool | None
+    has_head: bool | None
+    source: str
+    tensors: Mapping[str, str | None] = field(repr=False)
+
+    def write(self, folder: Path) -> None:
+        """Write `slice.json` into the folder, in place of one that is there."""
+        values = {
+            "schema_version": SCHEMA_VERSION,
+            "node": self.node,
+            "layers": None if self.layers is None else [self.layers.start, self.layers.stop],
+            "has_embedding": self.has_embedding,
+            "has_head": self.has_head,
+            "source": self.source,
+            "tensors": dict(self.tensors),
+        }
+        temporary = folder / f".{SLICE_FILE}.tmp"
+        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(folder / SLICE_FILE)
+
+    @classmethod
+    def read(cls, folder: Path) -> SliceDescription:
+        """Read the folder's `slice.json`.
+
+        Raises:
+            CheckpointError: The folder has none, or it is damaged or of another version.
+        """
+        path = folder / SLICE_FILE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            version, layers = values["schema_version"], values["layers"]
+            description = cls(
+                node=str(values["node"]),
+                layers=None if layers is None else range(*map(int, layers)),
+                has_embedding=values["has_embedding"],
+                has_head=values["has_head"],
+                source=str(values["source"]),
+                tensors=dict(values["tensors"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder} holds no slice",
+                expected=f"a folder with {SLICE_FILE}",
+                found=repr(error),
+                next_step="Cut it out: mm2-split extract.",
+            ) from error
+        if version != SCHEMA_VERSION:
+            raise CheckpointError(
+                f"{path} is of another version", expected=str(SCHEMA_VERSION), found=str(version)
+            )
+        return description

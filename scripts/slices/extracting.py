@@ -1,0 +1,155 @@
+"""The figures of `bench_slices.py` that tell of extraction: its speed against `cp`, and the memory it takes.
+
+Both sides of a ratio read from the page cache, write as many bytes to the same file system and see that they are on
+the disk. The rounds alternate, and the figure is the median of their ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+from figures import Figure
+from page_cache import warm_cache
+
+from minimax_tools.checkpoint.new_folder import sync_path
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.extract import cut_slice
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.slice_folder import write_slice
+from minimax_tools.partition.source import open_source
+from minimax_tools.span import Span
+
+# 2.1 GB in FP8, of which the slice is nine tenths; and 15 MB, too little for its ratio to mean anything.
+_MODELS = {
+    "full": SyntheticModel(
+        num_hidden_layers=10, hidden_size=1536, intermediate_size=768, num_local_experts=56, vocab_size=32000
+    ),
+    "toy": SyntheticModel(),
+}
+_SHARD_BYTES = {"full": 500_000_000, "toy": 4_000_000}
+_ROUNDS = {"full": 7, "toy": 2}
+_NODE = "a"
+
+# Anonymous memory above that of the imports, at most at once.
+_MEASURE = """
+import json, sys
+from pathlib import Path
+from minimax_tools.commands.extract import LayerProgress, PartitionPlan, cut_slice, open_source, write_slice
+from minimax_tools.memory import MemoryTracker
+
+plan_file, node, output = sys.argv[1:]
+with MemoryTracker(interval_s=0.001) as tracker:
+    before = tracker.get_current_usage()["anonymous_bytes"]
+    plan = PartitionPlan.read(Path(plan_file))
+    cut = cut_slice(plan, node, open_source(plan.model))
+    with LayerProgress(len(cut.shards)) as progress:
+        write_slice(cut, Path(output), progress=progress)
+print(json.dumps({"before": before, "peak": tracker.peak.anonymous_bytes}))
+"""
+
+
+def measure(scale: str) -> Iterator[Figure]:
+    """Extraction of most of a checkpoint.
+
+    Args:
+        scale: `full`, 2 GB that take minutes and 6 GB of disk where temporary files go; or `toy`.
+    """
+    with tempfile.TemporaryDirectory(prefix="mm2-extracting-") as scratch:
+        folder = Path(scratch)
+        plan_file = _make_checkpoint(folder, scale)
+        yield from _measure_speed(folder, plan_file, rounds=_ROUNDS[scale])
+        yield from _measure_memory(folder, plan_file)
+
+
+def _make_checkpoint(folder: Path, scale: str) -> Path:
+    model = _MODELS[scale]
+    synthesize(
+        folder / "model",
+        model=model,
+        dtype=torch.float8_e4m3fn,
+        shard_size_bytes=_SHARD_BYTES[scale],
+        seed=0,
+    )
+    source = open_source(str(folder / "model"))
+    last = model.num_hidden_layers - 1
+    plan = make_plan(
+        model=source.model,
+        config=source.config,
+        architecture=source.architecture,
+        tensors=source.tensors,
+        folder=source.folder,
+        planner="manual",
+        nodes=[
+            Node(name=_NODE, memory_bytes=1 << 40, layers=Span(0, last)),
+            Node(name="b", memory_bytes=1 << 40, layers=Span(last, last + 1)),
+        ],
+        workload=Workload(context_length=1024),
+    )
+    plan.write(folder / "plan.json")
+    return folder / "plan.json"
+
+
+def _measure_speed(folder: Path, plan_file: Path, *, rounds: int) -> Iterator[Figure]:
+    sources = tuple(sorted((folder / "model").glob("*.safetensors")))
+    slice_folder, kept, copied = folder / "slice", folder / "kept", folder / "copied"
+    num_bytes = _extract(plan_file, kept)
+    extractions: list[float] = []
+    copies: list[float] = []
+    for number in range(rounds + 1):
+        measured = [
+            (extractions, sources, slice_folder, lambda: _extract(plan_file, slice_folder)),
+            (copies, tuple(kept.iterdir()), copied, lambda: _copy(kept, copied)),
+        ]
+        for times, read, target, work in measured[:: 1 if number % 2 else -1]:
+            warm_cache(read)
+            seconds = _time(work)
+            shutil.rmtree(target)
+            # What is freed costs the disk's journal something: not the next one's.
+            os.sync()
+            # The first round of each only warms up.
+            if number:
+                times.append(seconds)
+    ratios = [copy_s / extract_s for copy_s, extract_s in zip(copies, extractions, strict=True)]
+    yield Figure.at_least("extract_over_cp", median(ratios), 0.8)
+    yield Figure.plain("extract_gb_per_s", num_bytes / median(extractions) / 1e9)
+    yield Figure.plain("cp_gb_per_s", num_bytes / median(copies) / 1e9)
+    yield Figure.plain("extract_over_cp_least", min(ratios))
+
+
+def _measure_memory(folder: Path, plan_file: Path) -> Iterator[Figure]:
+    words = [sys.executable, "-c", _MEASURE, str(plan_file), _NODE, str(folder / "slice")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout.splitlines()[-1])
+    yield Figure.at_most("extract_peak_anonymous_mb", (told["peak"] - told["before"]) / 1e6, 50)
+    yield Figure.plain("extract_anonymous_mb_of_imports", told["before"] / 1e6)
+
+
+def _extract(plan_file: Path, output: Path) -> int:
+    """Extract as the command does, from reading the plan on; gives the size of the data."""
+    plan = PartitionPlan.read(plan_file)
+    return write_slice(cut_slice(plan, _NODE, open_source(plan.model)), output).size_bytes
+
+
+def _copy(folder: Path, output: Path) -> None:
+    subprocess.run(["cp", "--reflink=never", "-r", str(folder), str(output)], check=True)
+    for path in (*output.iterdir(), output, output.parent):
+        sync_path(path)
+
+
+def _time(work: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s

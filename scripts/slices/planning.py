@@ -1,0 +1,271 @@
+"""Plans: found wherever there is one, valid, near the optimum, quick.
+
+Clusters are drawn around a division of MiniMax-M2's 62 layers, so that one is known to fit each of them; the rival
+is exo's rule, which divides by memory and then sees whether that fits. For the optimum every division of a small
+model is tried.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from figures import Figure
+
+from minimax_tools.checkpoint.architecture import Architecture
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.checkpoint.synthetic_tokenizer import TokenIds
+from minimax_tools.errors import CannotRunError
+from minimax_tools.partition.cost import ModelCost, PartCost, Workload, expected_tensors, measure_costs
+from minimax_tools.partition.node import MAX_NODES, Node
+from minimax_tools.partition.planners import Stage, plan_stages
+from minimax_tools.spec import ModelSpec
+
+PLANNERS = ("memory", "compute", "balanced")
+# What is free on a node beyond what the known division takes of it, at most, as a share of that. So drawn, the rival
+# rejects about a sixth of the clusters: nearly all tight ones of many nodes, and loose ones where rounding does it.
+_TIGHT_SLACK, _LOOSE_SLACK = 0.04, 8.0
+_TIGHT_SHARE = 0.04
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How much is tried.
+
+    Args:
+        num_clusters: Drawn around a known division.
+        balanced_every: Of so many clusters one is planned by `balanced` too, which takes longer.
+        num_small: Clusters whose optimum is found by trying all.
+        num_times: How often the largest plan is timed.
+    """
+
+    num_clusters: int
+    balanced_every: int
+    num_small: int
+    num_times: int
+
+
+SCALES: Mapping[str, Scale] = MappingProxyType(
+    {
+        "full": Scale(num_clusters=20_000, balanced_every=10, num_small=1000, num_times=15),
+        "toy": Scale(num_clusters=60, balanced_every=10, num_small=20, num_times=3),
+    }
+)
+
+
+def measure(scale: str) -> Iterator[Figure]:
+    """The figures of planning."""
+    cost = true_size_cost()
+    yield from _measure_feasible(cost, SCALES[scale])
+    yield from _measure_optimum(SCALES[scale])
+    yield from _measure_time(cost, SCALES[scale])
+
+
+def true_size_cost() -> ModelCost:
+    """Of MiniMax-M2 in FP8, with 4096 tokens of context."""
+    token_ids = TokenIds(bos_token_id=0, eos_token_id=0)
+    config = SyntheticModel.m2().config(dtype=torch.float8_e4m3fn, token_ids=token_ids)
+    return measure_costs(
+        expected_tensors(ModelSpec.from_config(config)),
+        Architecture.of("minimax_m2"),
+        config,
+        Workload(context_length=4096),
+    )
+
+
+def _measure_feasible(cost: ModelCost, scale: Scale) -> Iterator[Figure]:
+    rng = random.Random(0)
+    num_found = num_planned = num_invalid = num_rejected = 0
+    for number in range(scale.num_clusters):
+        nodes = draw_cluster(cost, rng)
+        num_rejected += not rival_fits(cost, nodes)
+        for planner in PLANNERS if number % scale.balanced_every == 0 else PLANNERS[:2]:
+            num_planned += 1
+            try:
+                stages = plan_stages(planner, cost, nodes)
+            except CannotRunError:
+                continue
+            num_found += 1
+            num_invalid += not is_valid(cost, nodes, stages)
+    yield Figure.exactly("feasible_plans_found", num_found / num_planned, 1)
+    yield Figure.exactly("invalid_plans", num_invalid, 0)
+    yield Figure.plain("clusters", scale.num_clusters)
+    yield Figure.plain("rival_rejected_share", num_rejected / scale.num_clusters)
+
+
+def draw_cluster(cost: ModelCost, rng: random.Random) -> tuple[Node, ...]:
+    """1 to 64 nodes that can hold the model: around a division of it, in any order."""
+    num_layers = len(cost.layers)
+    num_nodes = min(round(math.exp(rng.uniform(0, math.log(MAX_NODES + 1)))), MAX_NODES)
+    slack = _TIGHT_SLACK if rng.random() < _TIGHT_SHARE else _LOOSE_SLACK
+    # Each holds at least one layer, as long as there are enough of them.
+    num_holders = min(num_nodes, num_layers)
+    bounds = sorted(rng.sample(range(1, num_layers), num_holders - 1))
+    nodes = []
+    for position, (start, stop) in enumerate(zip([0, *bounds], [*bounds, num_layers], strict=True)):
+        held = cost.of_slice(
+            range(start, stop), has_embedding=position == 0, has_head=position == num_holders - 1
+        )
+        nodes.append(math.ceil(held.memory_bytes * (1 + rng.random() * slack)))
+    nodes += [rng.randint(10**9, 10**10) for _ in range(num_nodes - num_holders)]
+    rng.shuffle(nodes)
+    return tuple(
+        Node(name=f"node{number}", memory_bytes=memory, tflops=rng.choice((91.0, 125.0, 312.0, 989.0)))
+        for number, memory in enumerate(nodes)
+    )
+
+
+def rival_fits(cost: ModelCost, nodes: Sequence[Node]) -> bool:
+    """Whether exo's rule divides the layers so that they fit.
+
+    By memory, the most first; shares rounded down, what is left to the largest fractions, at least one layer each.
+    """
+    num_layers = len(cost.layers)
+    if len(nodes) > num_layers:
+        return False
+    order = sorted(nodes, key=lambda node: (node.memory_bytes, node.name), reverse=True)
+    total = sum(node.memory_bytes for node in order)
+    shares = [node.memory_bytes * num_layers / total for node in order]
+    counts = [max(int(share), 1) for share in shares]
+    by_fraction = sorted(range(len(order)), key=lambda place: int(shares[place]) - shares[place])
+    for place in by_fraction[: max(num_layers - sum(counts), 0)]:
+        counts[place] += 1
+    while sum(counts) > num_layers:
+        counts[counts.index(max(counts))] -= 1
+    start = 0
+    for position, (node, count) in enumerate(zip(order, counts, strict=True)):
+        held = cost.of_slice(
+            range(start, start + count), has_embedding=position == 0, has_head=position == len(order) - 1
+        )
+        if held.memory_bytes > node.memory_bytes:
+            return False
+        start += count
+    return True
+
+
+def is_valid(cost: ModelCost, nodes: Sequence[Node], stages: Sequence[Stage]) -> bool:
+    """Whether a plan holds every layer once, in order, embedding first and head last, within every node's memory."""
+    layers = [layer for stage in stages for layer in stage.layers]
+    used = [stage for stage in stages if stage.is_used]
+    fits = all(
+        cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head).memory_bytes
+        <= stage.node.memory_bytes
+        for stage in stages
+    )
+    return (
+        fits
+        and layers == list(range(len(cost.layers)))
+        and Counter(stage.node.name for stage in stages) == Counter(node.name for node in nodes)
+        and [stage.has_embedding for stage in used] == [True] + [False] * (len(used) - 1)
+        and [stage.has_head for stage in used] == [False] * (len(used) - 1) + [True]
+    )
+
+
+def _measure_optimum(scale: Scale) -> Iterator[Figure]:
+    rng = random.Random(1)
+    ratios: list[float] = []
+    while len(ratios) < scale.num_small:
+        cost, nodes = draw_small(rng)
+        optimum = find_optimum(cost, nodes)
+        if math.isinf(optimum):
+            continue
+        stages = plan_stages("balanced", cost, nodes)
+        slowest = max(_seconds(cost, stage) for stage in stages)
+        ratios.append(slowest / optimum if is_valid(cost, nodes, stages) else math.inf)
+    yield Figure.at_most("slowest_stage_over_optimum", max(ratios), 1.02)
+    yield Figure.plain("slowest_stage_over_optimum_median", statistics.median(ratios))
+
+
+def draw_small(rng: random.Random) -> tuple[ModelCost, tuple[Node, ...]]:
+    """A model of up to 8 layers, alike or not, and up to 4 nodes that may just hold it or just not."""
+    num_layers, num_nodes = rng.randint(1, 8), rng.randint(1, 4)
+    kinds = [
+        PartCost(
+            loaded_bytes=rng.randint(40, 200), flops_per_token=rng.randint(1, 30) * 10**8, activation_bytes=12
+        )
+        for _ in range(rng.choice((1, 1, 2, 3)))
+    ]
+    layers = rng.choices(kinds, k=num_layers)
+    cost = ModelCost(
+        embedding=PartCost(loaded_bytes=rng.randint(0, 150), activation_bytes=3),
+        layers=tuple(layers),
+        final_norm=PartCost(loaded_bytes=1),
+        lm_head=PartCost(
+            loaded_bytes=rng.randint(1, 150), flops_per_token=rng.randint(1, 20) * 10**8, activation_bytes=30
+        ),
+        workload=Workload(context_length=1),
+    )
+    mean = cost.whole.memory_bytes / num_nodes
+    nodes = tuple(
+        Node(name=f"n{number}", memory_bytes=int(mean * rng.uniform(0.6, 2)) + 1, tflops=rng.uniform(1, 9))
+        for number in range(num_nodes)
+    )
+    return cost, nodes
+
+
+def find_optimum(cost: ModelCost, nodes: Sequence[Node]) -> float:
+    """Seconds of the slowest stage in the best of all divisions among any of the nodes in any order; inf for none."""
+    num_layers = len(cost.layers)
+    best = math.inf
+
+    def place(start: int, rest: Sequence[Node], slowest: float) -> None:
+        nonlocal best
+        for node in rest:
+            others = [other for other in rest if other is not node]
+            is_first = len(others) == len(nodes) - 1
+            for is_last in (False, True):
+                for stop in [num_layers] if is_last else range(start, num_layers + 1):
+                    stage = Stage(
+                        node=node, layers=range(start, stop), has_embedding=is_first, has_head=is_last
+                    )
+                    seconds = max(slowest, _seconds(cost, stage))
+                    if seconds >= best or _memory(cost, stage) > node.memory_bytes:
+                        continue
+                    if is_last:
+                        best = seconds
+                    else:
+                        place(stop, others, seconds)
+
+    place(0, nodes, 0.0)
+    return best
+
+
+def _memory(cost: ModelCost, stage: Stage) -> int:
+    return cost.of_slice(
+        stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head
+    ).memory_bytes
+
+
+def _seconds(cost: ModelCost, stage: Stage) -> float:
+    held = cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
+    return held.flops_per_token / ((stage.node.tflops or 0.0) * 1e12)
+
+
+def _measure_time(cost: ModelCost, scale: Scale) -> Iterator[Figure]:
+    rng = random.Random(2)
+    nodes = [
+        Node(
+            name=f"node{number}",
+            memory_bytes=rng.randint(10, 80) * 10**9,
+            tflops=rng.choice((91.0, 125.0, 312.0, 989.0)),
+        )
+        for number in range(MAX_NODES)
+    ]
+    medians = {}
+    for planner in PLANNERS:
+        times = []
+        for _ in range(scale.num_times):
+            begun = time.perf_counter()
+            plan_stages(planner, cost, nodes)
+            times.append(time.perf_counter() - begun)
+        medians[planner] = statistics.median(times) * 1e3
+    yield Figure.at_most("plan_62_layers_64_nodes_ms", max(medians.values()), 50)
+    for planner, milliseconds in medians.items():
+        yield Figure.plain(f"plan_62_layers_64_nodes_{planner}_ms", milliseconds)

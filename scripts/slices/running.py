@@ -1,0 +1,124 @@
+"""The figures of `bench_slices.py` that tell of runs along a plan: what a rank reads, and what two ranks gain.
+
+`two_ranks_over_one` is the time of two ranks, each with one thread on a core of its own, over that of one process with
+one thread on one core: the same golden capture of eight prompts, noise floor and all, from the page cache. What bounds
+it is that the batch goes through the layers whole (see `gpu_reference.pipeline`): forward passes follow one another,
+so with a share S of them in the single process's time it is (1 + S) / 2 at best, however many prompts there are.
+Reading, dequantising, the float32 twins, statistics, digests and writing are halved. Start-up, about ten seconds of
+imports in each process, is left out on both sides.
+
+The rounds alternate, and the figure is the median of their ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+from figures import Figure
+from page_cache import warm_cache
+
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.errors import CannotRunError
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.read_record import RECORDS_FOLDER, read_records
+from minimax_tools.partition.source import open_source
+from minimax_tools.span import Span
+
+# 0.5 GB in FP8; and 15 MB, too little for its ratio to mean anything.
+_MODELS = {
+    "full": SyntheticModel(
+        num_hidden_layers=12,
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        intermediate_size=512,
+        vocab_size=8192,
+    ),
+    "toy": SyntheticModel(),
+}
+_LENGTHS = {"full": (96, 61, 96, 80, 72, 96, 64, 90), "toy": (24, 15, 24, 9, 20, 24, 12, 18)}
+_ROUNDS = {"full": 3, "toy": 1}
+_SCRIPTS = Path(__file__).parents[1]
+
+
+def measure(scale: str) -> Iterator[Figure]:
+    """A golden capture by two ranks and by one process.
+
+    Args:
+        scale: `full`, half a gigabyte of checkpoint and several minutes; or `toy`.
+    """
+    with tempfile.TemporaryDirectory(prefix="mm2-running-") as scratch:
+        folder, plan_file, output = (Path(scratch) / name for name in ("model", "plan.json", "capture"))
+        model = _MODELS[scale]
+        synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=100_000_000, seed=0)
+        plan = _make_plan(folder, model)
+        plan.write(plan_file)
+        warm_cache(tuple(folder.glob("*.safetensors")))
+        lengths = ",".join(map(str, _LENGTHS[scale]))
+        ratios, seconds = [], []
+        for _ in range(_ROUNDS[scale]):
+            one = _time([sys.executable], folder, output, lengths)
+            two = _time([*_launcher(), "--nproc-per-node", "2"], folder, output, lengths, str(plan_file))
+            ratios.append(two / one)
+            seconds.append((one, two))
+        yield Figure.exactly("bytes_read_over_slice", _read_over_slice(plan, output), 1.0)
+        yield Figure.at_most("two_ranks_over_one", median(ratios), 0.6)
+        yield Figure.plain("one_process_s", median(one for one, _ in seconds))
+        yield Figure.plain("two_ranks_s", median(two for _, two in seconds))
+
+
+def _make_plan(folder: Path, model: SyntheticModel) -> PartitionPlan:
+    source, middle = open_source(str(folder)), model.num_hidden_layers // 2
+    spans = {"a": Span(0, middle), "b": Span(middle, model.num_hidden_layers)}
+    return make_plan(
+        model=str(folder),
+        config=source.config,
+        architecture=source.architecture,
+        tensors=source.tensors,
+        folder=source.folder,
+        planner="manual",
+        nodes=[Node(name=name, memory_bytes=2**40, layers=span) for name, span in spans.items()],
+        workload=Workload(context_length=96, batch_size=8),
+    )
+
+
+def _launcher() -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def _time(launcher: list[str], folder: Path, output: Path, *arguments: str) -> float:
+    if output.exists():
+        shutil.rmtree(output)
+    done = subprocess.run(
+        [*launcher, "-m", "slices.timed_capture", str(folder), str(output), *arguments],
+        cwd=_SCRIPTS,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{_SCRIPTS.parent}{os.pathsep}{_SCRIPTS}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise CannotRunError("a timed capture failed", found=done.stderr[-2000:])
+    return float(json.loads(done.stdout)["seconds"])
+
+
+def _read_over_slice(plan: PartitionPlan, capture: Path) -> float:
+    """Bytes read over bytes planned, of the rank where it differs most from one."""
+    records = read_records(capture / RECORDS_FOLDER, [part.node.name for part in plan.used])
+    ratios = [
+        records[part.node.name].bytes_read / sum(tensor.size_bytes for tensor in part.tensors)
+        for part in plan.used
+    ]
+    return max(ratios, key=lambda ratio: abs(ratio - 1))

@@ -1,0 +1,96 @@
+"""One process of a timed golden capture, on one core: the only one, or a rank that torchrun started.
+
+    python -m slices.timed_capture MODEL OUTPUT SEQ_LENS [PLAN]
+
+Prints one JSON object, from rank 0 alone: the seconds from when all are there, with all imported, to when the capture
+is complete.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from gpu_reference.golden import GoldenRequest, open_golden
+from gpu_reference.model import GoldenModelRequest
+from gpu_reference.pipeline import capture_by_ranks
+from gpu_reference.placement import Placement
+from gpu_reference.ranks import RankPlace, Ranks, open_ranks
+from gpu_reference.streaming import Streaming
+from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.progress import NoProgress
+from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.run import full_run
+from minimax_tools.spec import ModelSpec
+
+_CPU = torch.device("cpu")
+
+
+def main(model: str, output: str, lengths: str, plan_file: str | None = None) -> None:
+    """Capture, and print how long it took."""
+    importlib.import_module("transformers.models.minimax_m2.modeling_minimax_m2")
+    place = RankPlace.from_environment()
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[place.rank % len(cores)]})
+    if plan_file is None:
+        streaming = Streaming(device=_CPU)
+        with open_golden(_request(Path(model), lengths, streaming)) as golden:
+            start = time.perf_counter()
+            golden.capture(Path(output), extra={})
+        _tell(start)
+        return
+    plan = PartitionPlan.read(Path(plan_file))
+    stages = [part.stage for part in plan.used]
+    with open_ranks(place) as ranks:
+        ranks.assign([stage.node.name for stage in stages])
+        ranks.join(_CPU)
+        streaming = Streaming(device=_CPU, prefetch=False, part=plan.used[place.rank], holds_part=True)
+        with open_golden(_request(Path(model), lengths, streaming)) as golden:
+            _meet(ranks)
+            start = time.perf_counter()
+            capture_by_ranks(golden, ranks, stages, Path(output), progress=NoProgress())
+    if place.rank == 0:
+        _tell(start)
+
+
+def _request(folder: Path, lengths: str, streaming: Streaming) -> GoldenRequest:
+    spec = ModelSpec.from_folder(folder)
+    num_layers = spec.num_hidden_layers if streaming.part is None else streaming.part.stage.layers.stop
+    rows = InputRequest(seq_lens=tuple(map(int, lengths.split(","))))
+    return GoldenRequest(
+        model=GoldenModelRequest(
+            folder=folder,
+            spec=spec,
+            num_hidden_layers=num_layers,
+            dtype=torch.bfloat16,
+            placement=Placement(device_map={"": "cpu"}),
+            attn_implementation="sdpa",
+            experts_implementation="grouped_mm",
+        ),
+        model_source=str(folder),
+        run=full_run(spec.num_hidden_layers, sites_level="all"),
+        inputs=build_inputs(rows, folder=folder, spec=spec),
+        noise_floor="full",
+        streaming=streaming,
+    )
+
+
+def _meet(ranks: Ranks) -> None:
+    ranks.say(f"here/{ranks.rank}", True)
+    for rank in range(ranks.num_ranks):
+        ranks.ask(f"here/{rank}")
+
+
+def _tell(start: float) -> None:
+    print(json.dumps({"seconds": time.perf_counter() - start}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.cli import mm2_split
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import make_plan
+from minimax_tools.partition.source import open_source
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def plan_file(toy: Path, tmp_path: Path) -> Path:
+    source = open_source(str(toy))
+    plan = make_plan(
+        model=source.model,
+        config=source.config,
+        architecture=source.architecture,
+        tensors=source.tensors,
+        folder=source.folder,
+        planner="manual",
+        nodes=[Node.parse("a:memory=1GB,layers=0:1"), Node.parse("b:memory=1GB,layers=1:4")],
+        workload=Workload(context_length=16),
+    )
+    plan.write(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_a_nodes_slice_goes_to_the_folder_that_was_named(
+    command: Run, plan_file: Path, tmp_path: Path
+) -> None:
+    result = command(mm2_split, "extract", "--plan", plan_file, "--node", "a", "--output", tmp_path / "mine")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"a: {tmp_path / 'mine'}, ")
+    assert "File 1 (1 of " in result.stderr
+    assert TensorIndex.from_folder(tmp_path / "mine").layers == (0,)
+    again = command(
+        mm2_split, "extract", "--plan", plan_file, "--node", "a", "--output", tmp_path / "mine", "--quiet"
+    )
+    assert again.exit_code == 0
+    assert "was there already, byte for byte" in again.stdout
+    assert again.stderr == ""
+
+
+def test_all_slices_go_to_model_shards(
+    command: Run, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command(mm2_split, "extract", "--plan", plan_file, "--all-nodes", "--json", "--digests")
+    assert result.exit_code == 0, result.output
+    slices = json.loads(result.stdout)["slices"]
+    assert [(slice_["node"], slice_["folder"], slice_["layers"]) for slice_ in slices] == [
+        ("a", "model_shards/a", [0, 1]),
+        ("b", "model_shards/b", [1, 4]),
+    ]
+    for slice_ in slices:
+        index = TensorIndex.from_folder(Path(slice_["folder"]))
+        assert (len(index), sum(entry.size_bytes for entry in index.entries.values())) == (
+            slice_["num_tensors"],
+            slice_["size_bytes"],
+        )
+        described = json.loads((Path(slice_["folder"]) / "slice.json").read_text())
+        assert all(len(digest) == 64 for digest in described["tensors"].values())
+
+
+def test_a_state_dict_is_written_on_request(command: Run, plan_file: Path, tmp_path: Path) -> None:
+    words = (
+        "extract",
+        "--plan",
+        plan_file,
+        "--node",
+        "b",
+        "--output",
+        tmp_path / "b",
+        "--format",
+        "pth",
+        "--json",
+    )
+    result = command(mm2_split, *words)
+    assert json.loads(result.stdout)["slices"][0]["files"] == ["model.pth"]
+    assert "lm_head.weight" in torch.load(tmp_path / "b" / "model.pth", weights_only=True)
+
+
+def test_the_checkpoint_may_lie_elsewhere_than_the_plan_says(
+    command: Run, toy: Path, plan_file: Path, tmp_path: Path
+) -> None:
+    plan = json.loads(plan_file.read_text())
+    plan_file.write_text(json.dumps({**plan, "model": "nobody/has-this"}))
+    words = ("extract", "--plan", plan_file, "--node", "a", "--output", tmp_path / "a", "--model", toy)
+    assert command(mm2_split, *words).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "message"),
+    [
+        ((), 2, "whose slice?"),
+        (("--node", "a", "--all-nodes"), 2, "expected --node NAME or --all-nodes"),
+        (("--node", "z"), 2, "no node 'z'"),
+        (("--node", "a", "--shard-size", "12"), 2, "expected a size"),
+        (("--node", "a", "--model", "."), 3, "config.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_is_told(
+    words: tuple[str, ...],
+    exit_code: int,
+    message: str,
+    command: Run,
+    plan_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command(mm2_split, "extract", "--plan", plan_file, *words)
+    assert result.exit_code == exit_code
+    assert message in result.stderr
+    assert not (tmp_path / "model_shards").exists()
+
+
+def test_what_is_no_plan_is_refused(command: Run, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    result = command(mm2_split, "extract", "--plan", tmp_path / "plan.json", "--all-nodes")
+    assert result.exit_code == 2
+    assert "is no plan" in result.stderr

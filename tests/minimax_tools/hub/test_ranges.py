@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from minimax_tools.checkpoint.hub import work_on_hub
+from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.attempts import StoppedError
+from minimax_tools.hub.ranges import HubRanges, NoRangesError
+from minimax_tools.hub.snapshot import HubSnapshot
+
+MODEL, SHARD = "owner/name", "model.safetensors"
+DATA = bytes(range(256)) * 2_000
+CUT = 150_000
+
+
+@pytest.fixture
+def access(hub: Any, tmp_path: Path) -> HubAccess:
+    hub.add(MODEL, {"config.json": b"{}", SHARD: DATA})
+    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=5)
+
+
+def read(access: HubAccess, start: int, stop: int, *, is_stopped: bool = False) -> bytes:
+    stopping = threading.Event()
+    if is_stopped:
+        stopping.set()
+
+    def work(snapshot: HubSnapshot) -> bytes:
+        return HubRanges(snapshot.commit, stop=stopping).read(snapshot.files[SHARD], start, stop)
+
+    return work_on_hub(MODEL, work, access=access)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 8), (1, 2), (500, 300_000), (0, len(DATA)), (7, 7)])
+def test_a_range_is_what_comes_and_all_that_comes(access: HubAccess, hub: Any, start: int, stop: int) -> None:
+    assert read(access, start, stop) == DATA[start:stop]
+    asked = [request.range for request in hub.asked("GET", SHARD)]
+    assert asked == ([f"bytes={start}-{stop - 1}"] if stop > start else [])
+
+
+@pytest.mark.parametrize("ending", ["close", "reset"])
+def test_a_range_that_breaks_off_goes_on_where_it_was(
+    access: HubAccess, hub: Any, hub_module: ModuleType, ending: str
+) -> None:
+    hub.plant("GET", "/content/", hub_module.Fault(after_bytes=CUT, ending=ending), times=2)
+    assert read(access, 100, 500_000) == DATA[100:500_000]
+    starts = [int(request.range.partition("=")[2].partition("-")[0]) for request in hub.asked("GET", SHARD)]
+    assert len(starts) == 3
+    assert starts == sorted(set(starts))
+
+
+def test_a_server_without_ranges_is_named_and_its_file_left_alone(
+    access: HubAccess, hub: Any, hub_module: ModuleType
+) -> None:
+    hub.plant("GET", "/content/", hub_module.Fault(ignores_range=True))
+    with pytest.raises(NoRangesError, match="gives no part of model.safetensors.*status 200"):
+        read(access, 0, 8)
+    assert len(hub.asked("GET", SHARD)) == 1
+
+
+def test_a_hub_that_stays_down_is_a_network_error(
+    access: HubAccess, hub: Any, hub_module: ModuleType
+) -> None:
+    hub.plant("GET", "/content/", hub_module.Fault(status=503), times=99)
+    with pytest.raises(CheckpointError, match="does not answer, or breaks off") as caught:
+        read(access, 0, 8)
+    assert not isinstance(caught.value, NoRangesError)
+
+
+def test_a_range_past_the_end_is_refused(access: HubAccess) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read(access, len(DATA) + 5, len(DATA) + 9)
+
+
+def test_a_part_of_another_file_is_not_taken(access: HubAccess, hub: Any) -> None:
+    hub.add(MODEL, {"config.json": b"{}", SHARD: DATA}, claimed_sizes={SHARD: len(DATA) + 1})
+    with pytest.raises(CheckpointError, match=r"bytes from 0 on of 512001 were asked for"):
+        read(access, 0, 8)
+
+
+def test_what_is_stopped_fetches_nothing(access: HubAccess) -> None:
+    with pytest.raises(StoppedError):
+        read(access, 0, 8, is_stopped=True)
+
+
+def test_a_folder_is_no_hub(tmp_path: Path, access: HubAccess) -> None:
+    with pytest.raises(UsageError, match="is a folder"):
+        work_on_hub(str(tmp_path), lambda snapshot: snapshot, access=access)
+
+
+def test_offline_nothing_is_asked(access: HubAccess, hub: Any) -> None:
+    with pytest.raises(CheckpointError, match="the hub is not asked"):
+        read(dataclasses.replace(access, is_offline=True), 0, 8)
+    assert not hub.log

@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
+from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import PartitionPlan, PlannedTensor, Slice, make_plan
+from minimax_tools.partition.source import Source, open_source
+from minimax_tools.span import Span
+from minimax_tools.spec import ModelSpec
+
+WORKLOAD = Workload(context_length=100)
+EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def source(toy: Path) -> Source:
+    return open_source(str(toy))
+
+
+def nodes_of(*layers: tuple[int, int]) -> tuple[Node, ...]:
+    return tuple(
+        Node(name="abcdef"[place], memory_bytes=10**9, tflops=place + 0.5, layers=Span(*span))
+        for place, span in enumerate(layers)
+    )
+
+
+def plan_of(
+    source: Source, *, nodes: tuple[Node, ...] | None = None, planner: str = "manual"
+) -> PartitionPlan:
+    return make_plan(
+        model=source.model,
+        config=source.config,
+        architecture=source.architecture,
+        tensors=source.tensors,
+        folder=source.folder,
+        planner=planner,
+        nodes=nodes or nodes_of((0, 1), (1, 3), (3, 4)),
+        workload=WORKLOAD,
+    )
+
+
+def tied(source: Source) -> Source:
+    assert source.entries is not None
+    entries = {name: entry for name, entry in source.entries.items() if name != LM_HEAD}
+    return replace(source, entries=entries)
+
+
+def faults_of(plan: PartitionPlan, source: Source) -> list[str]:
+    return plan.find_faults(source.entries, source.architecture, folder=source.folder)
+
+
+def change(plan: PartitionPlan, position: int, edit: Callable[[Slice], Slice]) -> PartitionPlan:
+    slices = list(plan.slices)
+    slices[position] = edit(slices[position])
+    return replace(plan, slices=tuple(slices))
+
+
+def without(name: str) -> Callable[[Slice], Slice]:
+    return lambda slice_: replace(
+        slice_, tensors=tuple(tensor for tensor in slice_.tensors if tensor.name != name)
+    )
+
+
+def with_tensor(plan: PartitionPlan, name: str) -> Callable[[Slice], Slice]:
+    tensor = next(tensor for slice_ in plan.slices for tensor in slice_.tensors if tensor.name == name)
+    return lambda slice_: replace(slice_, tensors=(*slice_.tensors, tensor))
+
+
+def staged(**changes: Any) -> Callable[[Slice], Slice]:
+    return lambda slice_: replace(slice_, stage=replace(slice_.stage, **changes))
+
+
+def test_plan_holds_every_tensor_of_the_checkpoint_once(source: Source) -> None:
+    plan = plan_of(source)
+    assert source.entries is not None
+    assert faults_of(plan, source) == []
+    plan.validate(source.entries, source.architecture, folder=source.folder)
+    names = [name for slice_ in plan.slices for name in slice_.names]
+    assert sorted(names) == sorted(source.entries)
+    for slice_ in plan.slices:
+        assert slice_.cost.stored_bytes == sum(tensor.size_bytes for tensor in slice_.tensors)
+        for tensor in slice_.tensors:
+            entry = source.entries[tensor.name]
+            assert tensor.file == entry.file.name
+            assert (tensor.start, tensor.stop) == (entry.offset, entry.offset + entry.size_bytes)
+
+
+def test_slice_holds_its_layers_and_the_ends_what_stands_there(source: Source) -> None:
+    first, middle, last = plan_of(source).slices
+    assert EMBEDDING in first.names
+    assert {NORM, LM_HEAD} <= set(last.names)
+    assert {name.split(".")[2] for name in middle.names} == {"1", "2"}
+    assert Q_PROJ + "_scale_inv" in middle.names
+    assert middle.files == tuple(sorted({tensor.file for tensor in middle.tensors}))
+    assert middle.seconds_per_token == pytest.approx(middle.cost.flops_per_token / 1.5e12)
+
+
+def test_plan_of_config_alone_knows_names_and_costs_and_no_places(source: Source) -> None:
+    from_headers = plan_of(source)
+    names_alone = make_plan(
+        model=source.model,
+        config=source.config,
+        architecture=source.architecture,
+        tensors=tuple(expected_tensors(ModelSpec.from_config(source.config))),
+        folder=None,
+        planner="manual",
+        nodes=nodes_of((0, 1), (1, 3), (3, 4)),
+        workload=WORKLOAD,
+    )
+    for mine, theirs in zip(names_alone.slices, from_headers.slices, strict=True):
+        assert sorted(mine.names) == sorted(theirs.names)
+        assert mine.cost == theirs.cost
+        assert mine.files == ()
+        assert {tensor.size_bytes for tensor in mine.tensors} == {0}
+    assert faults_of(names_alone, source) == []
+    assert names_alone.find_faults(None, source.architecture) == []
+
+
+@pytest.mark.parametrize("planner", ["memory", "compute", "balanced", "manual"])
+def test_plan_that_was_written_and_read_is_the_same(planner: str, source: Source, tmp_path: Path) -> None:
+    nodes = nodes_of((0, 1), (1, 3), (3, 4))
+    if planner != "manual":
+        nodes = (*nodes, *(Node(name=f"spare{number}", memory_bytes=10**5, tflops=1) for number in range(2)))
+    plan = plan_of(source, nodes=nodes, planner=planner)
+    plan.write(tmp_path / "plan.json")
+    assert PartitionPlan.read(tmp_path / "plan.json") == plan
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_plan_of_a_tied_model_and_one_without_places_survive_the_file_too(
+    source: Source, tmp_path: Path
+) -> None:
+    sizes = tuple(expected_tensors(ModelSpec.from_config({**source.config, "tie_word_embeddings": True})))
+    plan = make_plan(
+        model="owner/name",
+        config=source.config,
+        architecture=source.architecture,
+        tensors=sizes,
+        folder=None,
+        planner="memory",
+        nodes=nodes_of((0, 1), (1, 4)),
+        workload=WORKLOAD,
+    )
+    assert plan.shared
+    plan.write(tmp_path / "plan.json")
+    assert PartitionPlan.read(tmp_path / "plan.json") == plan
+
+
+def test_file_has_a_line_for_each_tensor(source: Source, tmp_path: Path) -> None:
+    plan = plan_of(source)
+    plan.write(tmp_path / "plan.json")
+    lines = (tmp_path / "plan.json").read_text().splitlines()
+    num_tensors = sum(len(slice_.tensors) for slice_ in plan.slices)
+    assert sum(line.strip().startswith('["model.layers.') for line in lines) == num_tensors - 3
+    assert len(lines) < num_tensors + 150
+
+
+def test_plan_that_cannot_be_written_leaves_nothing_behind(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CannotRunError, match="cannot write the plan"):
+        plan_of(source).write(tmp_path / "taken")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda values: values.pop("slices"),
+        lambda values: values.update(dtype="nn"),
+        lambda values: values.update(dtype="bf17"),
+        lambda values: values["slices"][0].update(node="../a"),
+        lambda values: values["slices"][0].update(layers=[0]),
+        lambda values: values["slices"][0].update(memory_bytes="much"),
+        lambda values: values["slices"][0]["cost"].update(speed=3),
+        lambda values: values["slices"][0]["files"][0].update(file="../model.safetensors"),
+        lambda values: values["slices"][0]["files"][0].update(file="/etc/passwd"),
+        lambda values: values["slices"][0]["files"][0].update(file="..\\model.safetensors"),
+        lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", 5, 3]),
+        lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", -1, 3]),
+        lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", "0", 3]),
+        lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", None, 3]),
+    ],
+)
+def test_file_that_is_no_plan_is_refused(
+    edit: Callable[[dict[str, Any]], None], source: Source, tmp_path: Path
+) -> None:
+    values = plan_of(source).to_values()
+    edit(values)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(UsageError, match="plan.json is no plan"):
+        PartitionPlan.read(path)
+
+
+def test_plan_of_another_version_or_none_is_refused(source: Source, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**plan_of(source).to_values(), "schema_version": 2}))
+    with pytest.raises(UsageError, match="is a plan of another version: expected 1, found 2"):
+        PartitionPlan.read(path)
+    for text in ("", "[]", "null", "{}"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="is no plan"):
+            PartitionPlan.read(path)
+    with pytest.raises(UsageError, match="is no plan: found FileNotFoundError"):
+        PartitionPlan.read(tmp_path / "absent.json")
+
+
+def test_tied_embedding_lies_with_the_head_too_and_is_named(source: Source) -> None:
+    source = tied(source)
+    plan = plan_of(source)
+    assert plan.shared == {EMBEDDING: "the lm_head is tied to the embedding"}
+    assert [EMBEDDING in slice_.names for slice_ in plan.slices] == [True, False, True]
+    assert faults_of(plan, source) == []
+    for slice_ in plan.slices:
+        assert slice_.cost.stored_bytes == sum(tensor.size_bytes for tensor in slice_.tensors)
+
+
+def test_one_node_shares_nothing_with_itself(source: Source) -> None:
+    source = tied(source)
+    plan = plan_of(source, nodes=nodes_of((0, 4)))
+    assert plan.shared == {}
+    assert faults_of(plan, source) == []
+    assert plan.slices[0].cost.stored_bytes == sum(tensor.size_bytes for tensor in plan.slices[0].tensors)
+
+
+@pytest.mark.parametrize(
+    ("position", "edit", "said"),
+    [
+        (0, staged(layers=range(2)), ["node b begins with layer 1, layer 2 was due"]),
+        (1, staged(layers=range(1, 2)), ["node c begins with layer 3, layer 2 was due"]),
+        (2, staged(layers=range(3, 3)), ["the slices end with layer 2, the model with 3"]),
+        (2, staged(layers=range(3, 5)), ["the slices end with layer 4, the model with 3"]),
+        (
+            1,
+            staged(layers=range(3, 1)),
+            ["node b has layers 3 to 1", "node c begins with layer 3, layer 1 was due"],
+        ),
+        (0, staged(has_embedding=False), ["0 nodes hold the embedding"]),
+        (
+            1,
+            staged(has_embedding=True),
+            ["2 nodes hold the embedding", "node b holds the embedding, and is not the first"],
+        ),
+        (2, staged(has_head=False), ["0 nodes hold the head"]),
+        (1, staged(has_head=True), ["2 nodes hold the head", "node b holds the head, and is not the last"]),
+        (1, staged(node=nodes_of((0, 1))[0]), ["node a is there twice"]),
+        (
+            1,
+            lambda slice_: replace(slice_, cost=replace(slice_.cost, loaded_bytes=10**9)),
+            [" bytes of memory, and has 1000000000"],
+        ),
+        (
+            1,
+            without(Q_PROJ),
+            [f"no node holds {Q_PROJ}", f"node b holds {Q_PROJ}_scale_inv without its weight"],
+        ),
+        (1, without(Q_PROJ + "_scale_inv"), [f"no node holds {Q_PROJ}_scale_inv"]),
+        (0, without(EMBEDDING), [f"no node holds {EMBEDDING}"]),
+        (
+            1,
+            lambda slice_: replace(slice_, tensors=(*slice_.tensors, slice_.tensors[0])),
+            [" is held by b and b"],
+        ),
+        (
+            1,
+            lambda slice_: replace(
+                slice_, tensors=(*slice_.tensors, PlannedTensor(name="model.layers.2.new"))
+            ),
+            ["node b holds model.layers.2.new, which the checkpoint lacks"],
+        ),
+        (
+            1,
+            lambda slice_: replace(
+                slice_,
+                tensors=tuple(
+                    replace(tensor, start=(tensor.start or 0) + 1) if tensor.name == Q_PROJ else tensor
+                    for tensor in slice_.tensors
+                ),
+            ),
+            [f"{Q_PROJ} does not lie at bytes "],
+        ),
+        (
+            1,
+            lambda slice_: replace(
+                slice_,
+                tensors=tuple(
+                    PlannedTensor(name=tensor.name, file="other.safetensors")
+                    if tensor.name == Q_PROJ
+                    else tensor
+                    for tensor in slice_.tensors
+                ),
+            ),
+            [f"{Q_PROJ} does not lie at other.safetensors"],
+        ),
+    ],
+)
+def test_each_fault_is_found(
+    position: int, edit: Callable[[Slice], Slice], said: list[str], source: Source
+) -> None:
+    faults = faults_of(change(plan_of(source), position, edit), source)
+    for text in said:
+        assert any(text in fault for fault in faults), faults
+
+
+def test_tensor_with_another_node_than_its_parts_is_found(source: Source) -> None:
+    plan = plan_of(source)
+    assert faults_of(change(plan, 0, with_tensor(plan, Q_PROJ)), source) == [
+        f"node a holds {Q_PROJ}, which is no part of it",
+        f"{Q_PROJ} is held by a and b",
+    ]
+    moved = change(change(plan, 1, without(Q_PROJ)), 2, with_tensor(plan, Q_PROJ))
+    assert set(faults_of(moved, source)) == {
+        f"node c holds {Q_PROJ}, which is no part of it",
+        f"node b holds {Q_PROJ}_scale_inv without its weight",
+    }
+
+
+def test_wrong_sharing_is_found(source: Source) -> None:
+    source = tied(source)
+    plan = plan_of(source)
+    assert faults_of(change(plan, 1, with_tensor(plan, EMBEDDING)), source) == [
+        f"node b holds {EMBEDDING}, which is no part of it"
+    ]
+    assert faults_of(change(plan, 2, without(EMBEDDING)), source) == [
+        f"{EMBEDDING} is shared, and a alone holds it",
+        f"node c has the head, and lacks {EMBEDDING}, which is the lm_head too",
+    ]
+    unnamed = replace(plan, shared={})
+    assert faults_of(unnamed, source) == [
+        f"node c holds {EMBEDDING}, which is no part of it",
+        f"{EMBEDDING} is held by a and c",
+    ]
+    assert f"{NORM} is shared, and only an embedding that is the lm_head too may be" in faults_of(
+        replace(plan, shared={**plan.shared, NORM: "why not"}), source
+    )
+    assert "gone is shared, and no node holds it" in faults_of(replace(plan, shared={"gone": ""}), source)
+
+
+def test_all_faults_are_told_at_once(source: Source) -> None:
+    plan = plan_of(source)
+    plan = change(plan, 0, staged(has_embedding=False))
+    plan = change(plan, 1, without(Q_PROJ))
+    plan = change(plan, 2, with_tensor(plan, NORM))
+    faults = faults_of(plan, source)
+    assert faults == [
+        "0 nodes hold the embedding",
+        f"node a holds {EMBEDDING}, which is no part of it",
+        f"node b holds {Q_PROJ}_scale_inv without its weight",
+        f"{NORM} is held by c and c",
+        f"no node holds {Q_PROJ}",
+    ]
+    with pytest.raises(CheckpointError) as raised:
+        plan.validate(source.entries, source.architecture, folder=source.folder)
+    assert f"the plan for {source.model} has 5 faults" in str(raised.value)
+    for fault in faults:
+        assert fault in str(raised.value)
+
+
+def test_plan_of_another_checkpoint_is_found_out(source: Source) -> None:
+    assert source.entries is not None
+    plan = plan_of(source)
+    entries = {name: entry for name, entry in source.entries.items() if ".3." not in name}
+    faults = plan.find_faults(entries, source.architecture, folder=source.folder)
+    assert faults
+    assert all("which the checkpoint lacks" in fault for fault in faults)
+
+
+def test_slice_is_asked_for_by_its_nodes_name(source: Source) -> None:
+    plan = plan_of(source)
+    assert plan.slice_of("b") is plan.slices[1]
+    with pytest.raises(UsageError, match="the plan has no node 'x': expected one of a, b, c"):
+        plan.slice_of("x")
+
+
+def test_headers_that_lack_a_layer_make_no_plan(source: Source) -> None:
+    sizes = [
+        TensorSize(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+        for tensor in source.tensors
+        if ".layers.3." not in tensor.name
+    ]
+    with pytest.raises(CheckpointError, match="the checkpoint is not whole: found nothing of layer 3"):
+        make_plan(
+            model=source.model,
+            config=source.config,
+            architecture=source.architecture,
+            tensors=sizes,
+            folder=None,
+            planner="memory",
+            nodes=nodes_of((0, 1)),
+            workload=WORKLOAD,
+        )
