@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from minimax_tools.checkpoint.names import (
     CORRECTION_BIAS,
     EXPERT_DOWN,
     EXPERT_GATE,
+    EXPERT_MATRICES,
     EXPERT_UP,
     GATE,
     expert_weight,
+    scale_name,
 )
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import GoldenRefusedError
@@ -28,6 +30,13 @@ from minimax_tools.spec import ModelSpec
 _UPGRADE = f"Install the transformers that mm2 knows: {install_command('golden')}"
 _ROUTER_GATE = "mlp.gate.weight"
 _PROVED = ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
+# What the proofs of a layer read of the checkpoint beside experts, relative to the layer; scales where it has some.
+PROVED_NAMES = (
+    GATE,
+    CORRECTION_BIAS,
+    *ATTENTION_AND_NORM_NAMES,
+    *(scale_name(name) for name in ATTENTION_AND_NORM_NAMES),
+)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -56,6 +65,12 @@ def certify(
         prove_float32_router(layer, tensors, index)
         prove_weights(layer, tensors, index)
     return _PROVED
+
+
+def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
+    """As `PROVED_NAMES`, of the experts, where these are loaded."""
+    weights = [expert_weight(expert, name) for expert in _proved_experts(experts) for name in EXPERT_MATRICES]
+    return (*weights, *map(scale_name, weights))
 
 
 def certify_streamed(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
@@ -212,11 +227,15 @@ def _weights(layer: torch.nn.Module, loaded: tuple[int, ...] | None) -> Iterator
     experts = layer.get_submodule("mlp.experts")
     gate_up, down = _matrices(experts, "gate_up_proj"), _matrices(experts, "down_proj")
     loaded = tuple(range(len(down))) if loaded is None else loaded
-    for expert in {loaded[0], loaded[-1]}:
+    for expert in _proved_experts(loaded):
         gate, up = gate_up[expert].chunk(2)
         yield expert_weight(expert, EXPERT_GATE), gate
         yield expert_weight(expert, EXPERT_UP), up
         yield expert_weight(expert, EXPERT_DOWN), down[expert]
+
+
+def _proved_experts(loaded: Sequence[int]) -> list[int]:
+    return sorted({loaded[0], loaded[-1]})
 
 
 def _matrices(experts: torch.nn.Module, name: str) -> torch.Tensor | PackedMatrices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,23 @@ import torch
 from gpu_reference.generation import GENERATION_NAME, Sampling, generate, read_generation, render_generation
 from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
-from gpu_reference.options import golden_options, sampling_options
-from gpu_reference.placement import parse_placement
-from gpu_reference.stream_choice import choose_streaming, is_whole
+from gpu_reference.options import golden_options, plan_options, sampling_options
+from gpu_reference.pipeline import capture_by_ranks
+from gpu_reference.placement import Placement, parse_placement
+from gpu_reference.ranks import RankPlace, ToldError, open_ranks
+from gpu_reference.slice_index import validate_plan
+from gpu_reference.stream_choice import choose_part_streaming, choose_streaming, is_whole
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.index import find_absent_shards
-from minimax_tools.console import Mm2Group, print_json
+from minimax_tools.console import Mm2Group, print_json, show_warnings_only
+from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import layer_option, output_options, read_input_request, read_span, span_options
-from minimax_tools.progress import LayerProgress
+from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.prompts import build_inputs
 from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
 from minimax_tools.span import Span
@@ -45,11 +51,19 @@ def main() -> None:
 
 @main.command(
     "extract-all",
-    epilog="\b\nExample: mm2-gpu extract-all --model DIR --max-memory 40GB --seq-len 96,61",
+    epilog="\b\n"
+    "By a plan of two slices: torchrun --nproc-per-node 2 -m gpu_reference extract-all --plan P.json --model DIR\n"
+    "Example: mm2-gpu extract-all --model DIR --max-memory 40GB --seq-len 96,61",
 )
+@plan_options
 @golden_options
-def extract_all(**options: Any) -> None:
-    """Capture every layer of the model from one forward pass."""
+def extract_all(plan_file: Path | None, slices_folder: Path | None, **options: Any) -> None:
+    """Capture every layer of the model from one forward pass, on one machine or, by a plan, on several."""
+    if plan_file is not None:
+        _run_planned(options, plan_file, slices_folder)
+        return
+    if slices_folder is not None:
+        raise UsageError("--slices belongs to a plan", next_step="Give --plan too.")
     _run_golden(options, _whole_model(options))
 
 
@@ -127,9 +141,7 @@ def _run_golden(options: Options, make_run: MakeRun, sampling: Sampling | None =
             layers = golden.run()
             record, text = statistics_record(layers), render_statistics(layers)
         else:
-            directory = options["output_dir"] or capture_directory(
-                options["captures"], GOLDEN_SIDE, request.run.name
-            )
+            directory = _directory(options, request.run)
             with LayerProgress(len(request.run.span), label="Golden") as progress:
                 golden.capture(
                     directory, extra={GENERATION_NAME: generated} if generated else {}, progress=progress
@@ -142,21 +154,86 @@ def _run_golden(options: Options, make_run: MakeRun, sampling: Sampling | None =
         click.echo(text + render_generation(generated))
 
 
-def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
-    placement = parse_placement(
+def _run_planned(options: Options, plan_file: Path, slices_folder: Path | None) -> None:
+    """Run one rank's slice of a plan; rank 0 prints what came of all."""
+    if options["no_save"]:
+        raise UsageError("--plan writes a capture", found="--no-save", next_step="Leave one of them out.")
+    place = RankPlace.from_environment()
+    if place.rank > 0:
+        show_warnings_only()
+    try:
+        with open_ranks(place) as ranks:
+            plan = PartitionPlan.read(plan_file)
+            stages = [part.stage for part in plan.used]
+            ranks.assign([stage.node.name for stage in stages])
+            request = _read_planned_request(options, plan, plan.used[place.rank], place, slices_folder)
+            assert request.streaming is not None, "a slice is streamed"
+            ranks.join(request.streaming.device)
+            directory = _directory(options, request.run)
+            with open_golden(request) as golden, _progress_of(place, request.run) as progress:
+                capture_by_ranks(golden, ranks, stages, directory, progress=progress)
+    except ToldError as error:
+        click.get_current_context().exit(error.exit_code)
+    if place.rank == 0:
+        _print_capture(Capture.open(directory), as_json=options["as_json"])
+
+
+def _progress_of(place: RankPlace, run: Run) -> AbstractContextManager[Progress]:
+    return nullcontext(NoProgress()) if place.rank else LayerProgress(len(run.span), label="Golden")
+
+
+def _directory(options: Options, run: Run) -> Path:
+    directory: Path | None = options["output_dir"]
+    return directory or capture_directory(options["captures"], GOLDEN_SIDE, run.name)
+
+
+def _print_capture(capture: Capture, *, as_json: bool) -> None:
+    if as_json:
+        print_json(capture_record(capture))
+    else:
+        click.echo(render_capture(capture))
+
+
+def _read_planned_request(
+    options: Options, plan: PartitionPlan, part: Slice, place: RankPlace, slices_folder: Path | None
+) -> GoldenRequest:
+    """What one rank runs: the layers up to its last, of which those before its first stand aside."""
+    placement = _read_placement(options)
+    if slices_folder is not None:
+        folder = slices_folder / part.node.name
+    else:
+        folder = resolve_model(options["model"], layers=part.stage.layers)
+    spec = ModelSpec.from_folder(folder)
+    validate_plan(plan, folder, spec, part, is_slice=slices_folder is not None)
+    num_layers = max(part.stage.layers.stop, 1)
+    request = _make_request(options, folder, spec, _whole_model(options)(spec), placement, num_layers)
+    streaming = choose_part_streaming(
+        options["stream"],
+        request.footprint,
+        placement,
+        part,
+        place=place,
+        prefetch=options["prefetch"],
+        packed=options["packed_experts"],
+        budget=request.budget,
+    )
+    return replace(request, streaming=streaming)
+
+
+def _read_placement(options: Options) -> Placement:
+    return parse_placement(
         options["device_map"], max_memory=options["max_memory"], offload_folder=options["offload_folder"]
     )
-    spec = ModelSpec.from_folder(resolve_config(options["model"]))
-    run = make_run(spec)
-    run.span.within(spec.num_hidden_layers)
-    # transformers loads a model only where all its shards are; a stream reads those of its layers.
-    is_all = is_whole(options["stream"], placement) or run.span.stop == spec.num_hidden_layers
-    folder = resolve_model(options["model"], layers=None if is_all else range(run.span.stop))
-    request = GoldenRequest(
+
+
+def _make_request(
+    options: Options, folder: Path, spec: ModelSpec, run: Run, placement: Placement, num_layers: int
+) -> GoldenRequest:
+    return GoldenRequest(
         model=GoldenModelRequest(
             folder=folder,
             spec=spec,
-            num_hidden_layers=run.span.stop,
+            num_hidden_layers=num_layers,
             dtype=options["dtype"],
             placement=placement,
             attn_implementation=options["attn_implementation"],
@@ -169,6 +246,17 @@ def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
         noise_floor="off" if options["dtype"] == torch.float32 else options["noise_floor"],
         budget=MemoryBudget(options["memory_budget"]),
     )
+
+
+def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
+    placement = _read_placement(options)
+    spec = ModelSpec.from_folder(resolve_config(options["model"]))
+    run = make_run(spec)
+    run.span.within(spec.num_hidden_layers)
+    # transformers loads a model only where all its shards are; a stream reads those of its layers.
+    is_all = is_whole(options["stream"], placement) or run.span.stop == spec.num_hidden_layers
+    folder = resolve_model(options["model"], layers=None if is_all else range(run.span.stop))
+    request = _make_request(options, folder, spec, run, placement, run.span.stop)
     streaming = choose_streaming(
         options["stream"],
         request.footprint,

@@ -15,6 +15,7 @@ from minimax_tools.checkpoint.layer_storage import EXPERTS
 from minimax_tools.checkpoint.names import expected_layer_shapes
 from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
 from minimax_tools.inputs import Inputs
+from minimax_tools.partition.planners import Stage
 from minimax_tools.spec import ModelSpec
 
 # Loading holds, beside what is loaded, the pieces being stacked: 1.8 layers were measured where one was loaded.
@@ -63,6 +64,14 @@ class Footprint:
         """The weights that are in memory at once where layers are streamed."""
         return (1 + prefetch) * (self.packed_layer_bytes if packed else self.layer_bytes)
 
+    def held_bytes(self, stage: Stage, *, packed: bool) -> int:
+        """What a slice takes that is held whole: its weights, and its layers' sites until they are written."""
+        layer = (
+            self.packed_layer_bytes if packed else self.layer_bytes
+        ) + self._site_values * self.dtype.itemsize
+        vocabulary = self.vocabulary_bytes * (stage.has_embedding + stage.has_head)
+        return len(stage.layers) * layer + vocabulary
+
     @property
     def vocabulary_bytes(self) -> int:
         """The embedding's weights; the lm_head takes as much."""
@@ -77,15 +86,8 @@ class Footprint:
     @property
     def activation_bytes(self) -> int:
         """What one layer takes beside its weights: its sites, their float32 twins, and what lies between."""
-        spec, num_tokens = self.spec, self.inputs.input_ids.numel()
-        site_width = (
-            7 * spec.hidden_size
-            + 4 * spec.query_width
-            + 5 * spec.key_value_width
-            + spec.num_local_experts
-            + 2 * spec.num_experts_per_tok
-        )
-        sites = num_tokens * site_width * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
+        spec = self.spec
+        sites = self._site_values * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
         # The twin's weights: one of attention's at a time, the router, experts in blocks.
         twin = (spec.query_width + spec.num_local_experts) * spec.hidden_size * _FLOAT32_BYTES
         return sites + self._expert_bytes + self._score_bytes + twin
@@ -98,6 +100,19 @@ class Footprint:
         num_values = self.inputs.input_ids.numel() * self.spec.vocab_size
         # On the device and on the host; the twin, and the error of all, of ordinary and of massive channels.
         return num_values * (2 * self.dtype.itemsize + 4 * _FLOAT32_BYTES)
+
+    @property
+    def _site_values(self) -> int:
+        """Of all sites of a layer."""
+        spec = self.spec
+        width = (
+            7 * spec.hidden_size
+            + 4 * spec.query_width
+            + 5 * spec.key_value_width
+            + spec.num_local_experts
+            + 2 * spec.num_experts_per_tok
+        )
+        return self.inputs.input_ids.numel() * width
 
     @property
     def _expert_bytes(self) -> int:

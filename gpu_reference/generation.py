@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_reference.placement import watched_memory
+from gpu_reference.placement import input_device, watched_memory
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.inputs import Inputs
 from minimax_tools.tokenizer import decode_rows, has_tokenizer
@@ -124,7 +124,7 @@ def _real_rows(inputs: Inputs) -> list[list[int]]:
 def _continue_row(model: MiniMaxM2ForCausalLM, row: list[int], sampling: Sampling) -> list[int]:
     # transformers types `generate` for a mixin that its models do not match.
     generator: Any = model
-    input_ids = torch.tensor([row], device=_input_device(model))
+    input_ids = torch.tensor([row], device=input_device(model))
     torch.manual_seed(sampling.seed)
     with torch.no_grad(), watched_memory():
         output = generator.generate(
@@ -138,13 +138,3 @@ def _continue_row(model: MiniMaxM2ForCausalLM, row: list[int], sampling: Samplin
         )
     new: list[int] = output[0, len(row) :].tolist()
     return new
-
-
-def _input_device(model: MiniMaxM2ForCausalLM) -> torch.device:
-    device = model.get_submodule("model.embed_tokens").get_parameter("weight").device
-    if device.type != "meta":
-        return device
-    # Streamed, it goes to the one device there is; offloaded, accelerate moves what it is given to where it runs.
-    devices: Any = model.hf_device_map
-    placed = devices.get("", "disk")
-    return torch.device("cpu" if placed == "disk" else placed)

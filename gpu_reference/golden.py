@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,18 +12,23 @@ import torch
 
 from gpu_reference.certify import certify, certify_streamed, refuse_ragged_blocks
 from gpu_reference.footprint import Footprint
+from gpu_reference.golden_writer import GoldenWriter, kept_sites
 from gpu_reference.model import GoldenModelRequest, load_golden_model
-from gpu_reference.noise_floor import FLOOR_SITES, NoiseFloor
-from gpu_reference.placement import describe_devices, watched_memory
+from gpu_reference.noise_floor import NoiseFloor
+from gpu_reference.once_reader import OnceReader
+from gpu_reference.placement import describe_devices, input_device, watched_memory
 from gpu_reference.recording import recording_layers, recording_model
 from gpu_reference.resumption import skipping_layers
+from gpu_reference.slice_index import read_slice_index
 from gpu_reference.streaming import Streaming, open_streamed_model
 from gpu_reference.weights import CheckpointWeights, GoldenWeights
 from minimax_tools.capture.manifest import Description, dtype_name
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.fingerprint import FINGERPRINTED_NAMES, ModelFingerprint
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_tensors import verify_layer
+from minimax_tools.checkpoint.names import layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.inputs import Inputs
 from minimax_tools.memory import MemoryBudget
@@ -35,8 +39,6 @@ from minimax_tools.sites import ModelSite, Site
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +81,10 @@ class Golden:
     """A loaded golden model, proved and ready to run; made by `open_golden`.
 
     Attributes:
+        request: What was asked for.
         model: transformers' model.
         reader: Its checkpoint, which counts what is read of it.
+        weights: What it computes with.
     """
 
     def __init__(
@@ -91,15 +95,15 @@ class Golden:
         weights: GoldenWeights,
         proved: tuple[str, ...],
     ) -> None:
-        self._request = request
+        self.request = request
         self.reader = reader
-        self._weights = weights
+        self.weights = weights
         self._proved = proved
         self.model = model
 
     def describe(self) -> Description:
         """What a capture of this golden is."""
-        request = self._request
+        request = self.request
         backend, devices = describe_devices(self.model)
         options: dict[str, Any] = {
             "attn_implementation": request.model.attn_implementation,
@@ -112,7 +116,7 @@ class Golden:
             side=GOLDEN_SIDE,
             run=request.run,
             provenance=Provenance(
-                model=ModelFingerprint.of(self.reader, request.model.spec, request.run.span),
+                model=self._fingerprint(),
                 model_source=request.model_source,
                 backend=backend,
                 device=devices,
@@ -129,6 +133,17 @@ class Golden:
             noise_floor=request.noise_floor,
         )
 
+    def _fingerprint(self) -> ModelFingerprint:
+        request = self.request
+        part = None if request.streaming is None else request.streaming.part
+        layers = request.run.span if part is None else part.stage.layers
+        if isinstance(self.reader, OnceReader):
+            # They are read again with their layers.
+            self.reader.expect_again(
+                layer_prefix(layer) + name for layer in layers for name in FINGERPRINTED_NAMES
+            )
+        return ModelFingerprint.of(self.reader, request.model.spec, layers)
+
     def capture(self, directory: Path, *, extra: Mapping[str, Any], progress: Progress | None = None) -> None:
         """Run the inputs once and write the capture; a killed capture resumes.
 
@@ -141,7 +156,7 @@ class Golden:
             CaptureError: The directory is in use, holds something else, or the disk is full.
             BackendError: A GPU ran out of memory.
         """
-        with open_capture(directory, self.describe(), inputs=self._request.inputs) as writer:
+        with open_capture(directory, self.describe(), inputs=self.request.inputs) as writer:
             self._run_into(writer, progress or NoProgress())
             for name, value in extra.items():
                 writer.write_json(name, value)
@@ -156,11 +171,11 @@ class Golden:
         layers: dict[int, Mapping[Site, torch.Tensor]] = {}
 
         def keep(layer: int, captured: Mapping[Site, torch.Tensor], _: torch.device) -> None:
-            layers[layer] = self._kept(layer, captured)
+            layers[layer] = kept_sites(self.request.run, layer, captured)
 
-        run = self._request.run
+        run = self.request.run
         with recording_layers(
-            self.model, tuple(run.span), sites=frozenset(run.sites), inputs=self._request.inputs, sink=keep
+            self.model, tuple(run.span), sites=frozenset(run.sites), inputs=self.request.inputs, sink=keep
         ):
             self._run_layers()
         return layers
@@ -175,30 +190,25 @@ class Golden:
         """
         with torch.no_grad(), watched_memory():
             output = self.model(
-                **self._model_inputs(),
+                **self.model_inputs(),
                 use_cache=False,
-                logits_to_keep=0 if ModelSite.LOGITS in self._request.run.model_sites else 1,
+                logits_to_keep=0 if ModelSite.LOGITS in self.request.run.model_sites else 1,
             )
         logits: torch.Tensor = output.logits
         return logits
 
     def _run_layers(self) -> None:
         """Run the inputs once, and the head only where its sites are wanted."""
-        if self._request.run.model_sites:
+        if self.request.run.model_sites:
             self.forward()
             return
         with torch.no_grad(), watched_memory():
-            self.model.get_submodule("model")(**self._model_inputs(), use_cache=False)
+            self.model.get_submodule("model")(**self.model_inputs(), use_cache=False)
 
-    def _model_inputs(self) -> dict[str, torch.Tensor]:
-        inputs = self._request.inputs
-        device = self.model.get_submodule("model.embed_tokens").get_parameter("weight").device
-        streaming = self._request.streaming
-        if streaming is not None:
-            device = streaming.device
-        elif device.type == "meta":
-            # An offloaded embedding has no device of its own; accelerate moves the inputs to where it runs.
-            device = torch.device("cpu")
+    def model_inputs(self) -> dict[str, torch.Tensor]:
+        """Token ids, mask and positions as transformers' model takes them, where it takes them."""
+        inputs = self.request.inputs
+        device = input_device(self.model)
         return {
             "input_ids": inputs.input_ids.to(device),
             "attention_mask": inputs.attention_mask.to(device),
@@ -206,7 +216,7 @@ class Golden:
         }
 
     def _run_into(self, writer: CaptureWriter, progress: Progress) -> None:
-        run, inputs = self._request.run, self._request.inputs
+        run, inputs = self.request.run, self.request.inputs
         pending = tuple(layer for layer in run.span if layer not in writer.complete_layers)
         if not pending and (writer.has_model_sites or not run.model_sites):
             return
@@ -214,64 +224,46 @@ class Golden:
         is_resumed = num_passed > run.span.start
         for layer in range(run.span.start, num_passed):
             progress.skip(layer)
-        floor = self._noise_floor()
-        num_bytes_read = self.reader.num_bytes_read
-
-        def write(layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-            nonlocal num_bytes_read
-            twin = floor.run_layer(layer, captured, sites=run.computed_sites, device=device) if floor else {}
-            writer.write_layer(
-                layer,
-                self._kept(layer, captured),
-                twin=twin if self._keeps_twins else None,
-                floor=floor.measure_layer(layer, captured, twin) if floor else None,
-            )
-            progress.advance(layer, num_bytes=self.reader.num_bytes_read - num_bytes_read)
-            num_bytes_read = self.reader.num_bytes_read
-
-        wanted = frozenset(run.sites) | (FLOOR_SITES if floor else frozenset())
+        golden_writer = self.writing_to(writer, progress)
         with (
             skipping_layers(
                 self.model,
                 num_passed if is_resumed else 0,
                 writer.read_layer_output(num_passed - 1) if is_resumed else None,
             ),
-            recording_layers(self.model, pending, sites=wanted, inputs=inputs, sink=write),
+            recording_layers(
+                self.model,
+                pending,
+                sites=golden_writer.wanted_sites,
+                inputs=inputs,
+                sink=golden_writer.write_layer,
+            ),
             recording_model(self.model, run.model_sites) as model_tensors,
         ):
             self._run_layers()
         if run.model_sites:
-            self._write_model(writer, model_tensors, floor)
+            golden_writer.write_model(model_tensors, hidden_states=writer.read_layer_output(run.span.last))
 
-    def _write_model(
-        self, writer: CaptureWriter, captured: Mapping[ModelSite, torch.Tensor], floor: NoiseFloor | None
-    ) -> None:
-        twin = floor.run_head(writer.read_layer_output(self._request.run.span.last)) if floor else {}
-        writer.write_model(
-            captured,
-            twin=twin if self._keeps_twins else None,
-            floor=floor.measure_head(captured, twin) if floor else None,
+    def writing_to(self, writer: CaptureWriter, progress: Progress) -> GoldenWriter:
+        """What writes this golden's layers to a capture."""
+        return GoldenWriter(
+            writer,
+            self.request.run,
+            floor=self._noise_floor(),
+            keeps_twins=self.request.noise_floor == "full",
+            reader=self.reader,
+            progress=progress,
         )
 
-    @property
-    def _keeps_twins(self) -> bool:
-        return self._request.noise_floor == "full"
-
     def _noise_floor(self) -> NoiseFloor | None:
-        if self._request.noise_floor == "off":
+        if self.request.noise_floor == "off":
             return None
         return NoiseFloor(
             config=self.model.config,
-            weights=self._weights,
-            spec=self._request.model.spec,
-            inputs=self._request.inputs,
+            weights=self.weights,
+            spec=self.request.model.spec,
+            inputs=self.request.inputs,
         )
-
-    def _kept(self, layer: int, captured: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
-        """The sites to store: a layer's input only where it is not the output of the layer before."""
-        run = self._request.run
-        repeats = layer > run.span.start and Site.OUTPUT in run.sites
-        return {site: captured[site] for site in run.sites if not (site is Site.INPUT and repeats)}
 
 
 @contextmanager
@@ -285,23 +277,43 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
         BackendError: A GPU's memory is too small.
         MemoryBudgetError: The budget would be broken.
     """
+    model, streaming = request.model, request.streaming
+    # What the headers tell is told before hundreds of gigabytes are loaded.
+    refuse_ragged_blocks(model.spec)
+    if streaming is None:
+        with CheckpointReader(model.folder) as reader:
+            _verify_layers(reader.index, request)
+            yield _load_whole(request, reader)
+        return
+    once_reader = OnceReader(model.folder, index=_streamed_index(request, streaming))
+    with once_reader:
+        _verify_layers(once_reader.index, request)
+        with open_streamed_model(
+            model, once_reader, streaming, footprint=request.footprint, budget=request.budget
+        ) as streamed:
+            proved = certify_streamed(streamed.model, spec=model.spec, dtype=model.dtype)
+            yield Golden(request, streamed.model, once_reader, streamed, proved)
+
+
+def _load_whole(request: GoldenRequest, reader: CheckpointReader) -> Golden:
     model = request.model
-    is_part = request.streaming is not None and model.num_hidden_layers < model.spec.num_hidden_layers
-    layers = range(model.num_hidden_layers) if is_part else None
-    with CheckpointReader(model.folder, layers=layers) as reader:
-        # What the headers tell is told before hundreds of gigabytes are loaded.
-        refuse_ragged_blocks(model.spec)
-        for layer in range(model.num_hidden_layers):
-            verify_layer(reader.index, model.spec, layer)
-        if request.streaming is not None:
-            with open_streamed_model(
-                model, reader, request.streaming, footprint=request.footprint, budget=request.budget
-            ) as streamed:
-                proved = certify_streamed(streamed.model, spec=model.spec, dtype=model.dtype)
-                yield Golden(request, streamed.model, reader, streamed, proved)
-            return
-        request.budget.require(request.footprint.loading_bytes, "loading the model whole")
-        loaded = load_golden_model(model, reader)
-        proved = certify(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
-        weights = CheckpointWeights(reader=reader, spec=model.spec, dtype=model.dtype)
-        yield Golden(request, loaded, reader, weights, proved)
+    request.budget.require(request.footprint.loading_bytes, "loading the model whole")
+    loaded = load_golden_model(model, reader)
+    proved = certify(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
+    weights = CheckpointWeights(reader=reader, spec=model.spec, dtype=model.dtype)
+    return Golden(request, loaded, reader, weights, proved)
+
+
+def _streamed_index(request: GoldenRequest, streaming: Streaming) -> TensorIndex:
+    model = request.model
+    if streaming.part is not None:
+        return read_slice_index(model.folder, streaming.part)
+    is_cut = model.num_hidden_layers < model.spec.num_hidden_layers
+    return TensorIndex.from_folder(model.folder, layers=range(model.num_hidden_layers) if is_cut else None)
+
+
+def _verify_layers(index: TensorIndex, request: GoldenRequest) -> None:
+    part = None if request.streaming is None else request.streaming.part
+    layers = range(request.model.num_hidden_layers) if part is None else part.stage.layers
+    for layer in layers:
+        verify_layer(index, request.model.spec, layer)

@@ -81,6 +81,20 @@ _computation_options = (
     ),
     click.option("--no-save", is_flag=True, help="Print statistics, write nothing."),
 )
+plan_options = stack_options(
+    click.option(
+        "--plan",
+        "plan_file",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="Divide the run as this plan of mm2-split says, a slice for each rank of torchrun.",
+    ),
+    click.option(
+        "--slices",
+        "slices_folder",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        help="With --plan: read each slice from its own folder in this one, as mm2-split extract writes them.",
+    ),
+)
 sampling_options = stack_options(
     click.option(
         "--max-new-tokens",

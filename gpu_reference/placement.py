@@ -137,6 +137,18 @@ def describe_devices(model: PreTrainedModel) -> tuple[str, str]:
     return "cuda", ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the model takes its token ids.
+
+    Streamed, they go to the one device there is; offloaded, accelerate moves them to where the embedding runs.
+    """
+    device = model.get_submodule("model.embed_tokens").get_parameter("weight").device
+    if device.type != "meta":
+        return device
+    placed = _device_map(model).get("", "disk")
+    return torch.device("cpu" if placed == "disk" else placed)
+
+
 @contextmanager
 def watched_memory() -> Iterator[None]:
     """Turn a GPU's running out of memory within the block into an error that says what to do.

@@ -1,4 +1,4 @@
-"""Resumption: a forward pass that takes up behind layers that are captured already."""
+"""Resumption: a forward pass that takes up behind layers that are captured already, or that runs elsewhere."""
 
 from __future__ import annotations
 
@@ -32,6 +32,32 @@ def skipping_layers(
     finally:
         for number, layer in enumerate(skipped):
             layers[number] = layer
+
+
+@contextmanager
+def running_only(model: PreTrainedModel, layers: range, *, with_head: bool) -> Iterator[None]:
+    """Let every other layer, and where no head is wanted the final norm, stand aside while the block lasts.
+
+    The model is given the first layer's input as `inputs_embeds`; its base gives the last one's output then.
+
+    Args:
+        model: transformers' model.
+        layers: The layers to run; may be none.
+        with_head: Whether the final norm runs.
+    """
+    base: Any = model.get_submodule("model")
+    replaced = {number: layer for number, layer in enumerate(base.layers) if number not in layers}
+    norm = base.norm
+    for number in replaced:
+        base.layers[number] = _Passed(None)
+    if not with_head:
+        base.norm = _Passed(None)
+    try:
+        yield
+    finally:
+        base.norm = norm
+        for number, layer in replaced.items():
+            base.layers[number] = layer
 
 
 class _Passed(torch.nn.Module):

@@ -8,9 +8,11 @@ import torch
 
 from gpu_reference.footprint import Footprint
 from gpu_reference.placement import Placement
+from gpu_reference.ranks import RankPlace
 from gpu_reference.streaming import Streaming
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget, available_bytes
+from minimax_tools.partition.plan import Slice
 from minimax_tools.size import word_size
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,61 @@ def choose_streaming(
     streaming = Streaming(device=device, prefetch=prefetch, packed=packed)
     _refuse_too_low_limit(footprint, placement, streaming)
     return streaming
+
+
+def choose_part_streaming(
+    mode: str,
+    footprint: Footprint,
+    placement: Placement,
+    part: Slice,
+    *,
+    place: RankPlace,
+    prefetch: bool | None,
+    packed: bool,
+    budget: MemoryBudget,
+) -> Streaming:
+    """How a rank runs its slice: held whole where it fits, so that it is read while the ranks before compute.
+
+    Args:
+        mode: `on` to stream the slice a layer at a time, `off` to hold it, `auto` to hold it where it fits.
+        footprint: What the golden takes.
+        placement: Where the user wants it; with several GPUs here each rank has the one of its number.
+        part: The slice.
+        place: The rank's.
+        prefetch: Whether to read ahead where it is not held; None for where two layers fit.
+        packed: Whether experts stay FP8.
+        budget: What may be taken.
+
+    Raises:
+        UsageError: Options contradict each other.
+    """
+    if _is_placed_by_hand(placement):
+        raise UsageError(
+            "a slice runs on one device",
+            found="a --device-map of modules, or an --offload-folder",
+            next_step="Leave them out: the plan says who holds what.",
+        )
+    _refuse_contradictions(mode if mode != "auto" else "on", placement, prefetch=prefetch, packed=False)
+    devices = [device for device in _devices(placement) if device.type == "cuda"] or _devices(placement)
+    device = devices[place.local_rank % len(devices)]
+    # Ranks of one machine share its memory.
+    num_sharing = place.num_local if device.type == "cpu" else -(-place.num_local // len(devices))
+    free = _free(placement, device, budget) // num_sharing
+    needed = footprint.held_bytes(part.stage, packed=packed) + footprint.activation_bytes
+    holds = mode == "off" or (mode == "auto" and needed <= free)
+    if mode == "auto" and not holds:
+        logger.info(
+            "Streaming a layer at a time: the slice of node %s takes %s, %s are free. Ranks wait for each other then.",
+            part.node.name,
+            word_size(needed),
+            word_size(free),
+        )
+    if prefetch is None:
+        two = footprint.streamed_bytes(prefetch=True, packed=packed) + footprint.activation_bytes
+        prefetch = holds or two <= free
+    return Streaming(
+        device=device, prefetch=prefetch and not holds, packed=packed, part=part, holds_part=holds
+    )
 
 
 def is_whole(mode: str, placement: Placement) -> bool:

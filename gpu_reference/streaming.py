@@ -7,8 +7,7 @@ on a model that was loaded, and nothing of them is written a second time.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu_reference.certify import prove_float32_router, prove_weights
+from gpu_reference.certify import PROVED_NAMES, prove_float32_router, prove_weights, proved_expert_names
 from gpu_reference.footprint import Footprint
 from gpu_reference.model import GoldenModelRequest, build_golden_model
+from gpu_reference.once_reader import OnceReader
 from gpu_reference.weights import head_name
 from minimax_tools.checkpoint.layer_loader import LayerLoader
 from minimax_tools.checkpoint.layer_storage import (
@@ -33,11 +33,10 @@ from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, expected_layer
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget, give_back_freed_pages
+from minimax_tools.partition.plan import Slice
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +47,21 @@ class Streaming:
         device: Where the layers run.
         prefetch: Whether the next layer is read while one runs; two layers are in memory then.
         packed: Whether experts stay FP8 and are dequantised one by one when they are used.
+        part: The slice of the model that runs here, read whole; None for all of the model.
+        holds_part: Whether all layers of the slice are read before they run, and stay.
     """
 
     device: torch.device
     prefetch: bool = True
     packed: bool = False
+    part: Slice | None = None
+    holds_part: bool = False
 
 
 @contextmanager
 def open_streamed_model(
     request: GoldenModelRequest,
-    reader: CheckpointReader,
+    reader: OnceReader,
     streaming: Streaming,
     *,
     footprint: Footprint,
@@ -82,15 +85,18 @@ def open_streamed_model(
         _refuse_unpackable(request, reader)
     limits = MemoryLimits(footprint=footprint, budget=budget, is_on_host=streaming.device.type == "cpu")
     model = build_golden_model(request, device=streaming.device)
-    weights = footprint.streamed_bytes(prefetch=streaming.prefetch, packed=streaming.packed)
     # What is known to come is told before anything is read.
-    limits.allow(weights + footprint.activation_bytes, "streaming " + _word_layers(streaming))
-    limits.allow(footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits")
+    if streaming.holds_part and streaming.part is not None:
+        held = footprint.held_bytes(streaming.part.stage, packed=streaming.packed)
+        limits.allow(held + footprint.activation_bytes, "holding a slice")
+    else:
+        weights = footprint.streamed_bytes(prefetch=streaming.prefetch, packed=streaming.packed)
+        limits.allow(weights + footprint.activation_bytes, "streaming " + _word_layers(streaming))
+    if streaming.part is None or streaming.part.stage.has_head:
+        limits.allow(footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits")
     new_storage = partial(_new_storage, request, streaming, limits)
-    with LayerLoader(
-        reader, new_storage, prefetch=streaming.prefetch, num_threads=torch.get_num_threads()
-    ) as loader:
-        streamed = StreamedModel(request, model, reader, loader, device=streaming.device, limits=limits)
+    with LayerLoader(reader, new_storage, prefetch=streaming.prefetch) as loader:
+        streamed = StreamedModel(request, model, reader, loader, streaming=streaming, limits=limits)
         with streamed.attached():
             yield streamed
 
@@ -126,23 +132,26 @@ class StreamedModel:
         self,
         request: GoldenModelRequest,
         model: MiniMaxM2ForCausalLM,
-        reader: CheckpointReader,
+        reader: OnceReader,
         loader: LayerLoader,
         *,
-        device: torch.device,
+        streaming: Streaming,
         limits: MemoryLimits,
     ) -> None:
         self.model = model
         self._request = request
         self._reader = reader
         self._loader = loader
-        self._device = device
+        self._streaming = streaming
         self._limits = limits
+        self._held: dict[int, LayerStorage] = {}
         self._running: int | None = None
         self._is_proved = False
 
     def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
-        """The weights of the layer that ran last."""
+        """The weights of the layer that ran last, or of one that is held."""
+        if layer in self._held:
+            return self._held[layer].weights
         assert layer == self._running, f"layer {layer} is not in memory: {self._running} is"
         return self._loader.current.weights
 
@@ -150,6 +159,21 @@ class StreamedModel:
         """Final norm and lm_head: they stay bound after the forward pass."""
         norm, lm_head = (self.model.get_submodule(name) for name in ("model.norm", "lm_head"))
         return norm.get_parameter("weight"), lm_head.get_parameter("weight")
+
+    def hold(self, layers: range, *, with_head: bool) -> None:
+        """Read layers that are going to run, and keep them; with the final norm and the lm_head, where wanted.
+
+        Raises:
+            CheckpointError: A tensor cannot be read.
+        """
+        if layers:
+            self._expect_proof(layers[0], self._names_of_whole_proof())
+        for layer in layers:
+            self._loader.load(layer, then=layer + 1 if layer + 1 in layers else None)
+            self._held[layer] = self._loader.keep_current()
+        if with_head:
+            self._fetch_norm(self.model.get_submodule("model.norm"), None)
+            self._bind_weight(self.model.get_submodule("lm_head"), head_name(self._request.spec))
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -177,17 +201,22 @@ class StreamedModel:
 
     def _fetch_embedding(self, module: torch.nn.Module, _: Any) -> None:
         # A new pass begins: the last one's head goes before more comes.
-        for name in ("model.norm", "lm_head"):
-            _strip(self.model.get_submodule(name))
+        if not self._streaming.holds_part:
+            for name in ("model.norm", "lm_head"):
+                _strip(self.model.get_submodule(name))
         self._limits.allow(self._limits.footprint.vocabulary_bytes, "the embedding")
         self._bind_weight(module, EMBEDDING)
 
     def _fetch_layer(self, number: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         # What the layer before left is in pieces that nothing large fits into: kept, they would add up.
         give_back_freed_pages()
-        if self._reads_routed_only(inputs[0]):
+        if number in self._held:
+            storage = self._held[number]
+        elif self._reads_routed_only(inputs[0]):
+            self._expect_proof(number, PROVED_NAMES)
             storage = self._loader.load_without_experts(number)
         else:
+            self._expect_proof(number, self._names_of_whole_proof())
             following = number + 1
             storage = self._loader.load(
                 number, then=following if following < self._request.num_hidden_layers else None
@@ -204,12 +233,15 @@ class StreamedModel:
         hidden_states, top_k_index = inputs[0], inputs[1]
         if self._reads_routed_only(hidden_states):
             experts = tuple(top_k_index.unique().tolist())
+            self._expect_proof(number, proved_expert_names(experts))
             self._loader.load_experts(experts)
             if not self._is_proved:
                 self._prove(layer, number, experts=experts)
 
     def _reads_routed_only(self, hidden_states: torch.Tensor) -> bool:
         """Whether so few tokens run that most experts would be read for nothing."""
+        if self._streaming.part is not None:
+            return False
         spec = self._request.spec
         num_tokens = hidden_states.numel() // spec.hidden_size
         return num_tokens * spec.num_experts_per_tok < spec.num_local_experts
@@ -218,6 +250,8 @@ class StreamedModel:
         self._bind_weight(module, FINAL_NORM)
 
     def _fetch_head(self, module: torch.nn.Module, _: Any) -> None:
+        if not module.get_parameter("weight").is_meta:
+            return
         self._loader.release()
         self._running = None
         footprint = self._limits.footprint
@@ -225,8 +259,17 @@ class StreamedModel:
         self._bind_weight(module, head_name(self._request.spec))
 
     def _bind_weight(self, module: torch.nn.Module, name: str) -> None:
-        weight = self._reader.read_weight(name, self._request.dtype).to(self._device)
-        _set(module, "weight", weight)
+        if module.get_parameter("weight").is_meta:
+            weight = self._reader.read_weight(name, self._request.dtype).to(self._streaming.device)
+            _set(module, "weight", weight)
+
+    def _names_of_whole_proof(self) -> tuple[str, ...]:
+        return (*PROVED_NAMES, *proved_expert_names(range(self._request.spec.num_local_experts)))
+
+    def _expect_proof(self, layer: int, names: Iterable[str]) -> None:
+        """Have what `_prove` compares read once, for the layer and for the proof."""
+        if not self._is_proved:
+            self._reader.expect_again(layer_prefix(layer) + name for name in names)
 
     def _prove(self, module: torch.nn.Module, number: int, *, experts: tuple[int, ...] | None) -> None:
         """The first layer against the checkpoint; all others are read in the same way."""
@@ -300,10 +343,11 @@ def _refuse_unpackable(request: GoldenModelRequest, reader: CheckpointReader) ->
             found="one without a quantization_config",
             next_step="Leave --packed-experts out.",
         )
+    experts = [name for name in expected_layer_shapes(request.spec) if EXPERTS in name]
     for layer in range(request.num_hidden_layers):
-        for name in expected_layer_shapes(request.spec):
+        for name in experts:
             entry = reader.index[layer_prefix(layer) + name]
-            if EXPERTS in name and entry.dtype != PACKED_DTYPE:
+            if entry.dtype != PACKED_DTYPE:
                 raise UsageError(
                     f"packed experts need every expert in FP8, and {entry.name} is not",
                     found=str(entry.dtype),

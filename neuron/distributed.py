@@ -6,7 +6,6 @@ Ports ask torch.distributed for their rank even when they run alone, so a group 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed
 
 from minimax_tools.errors import BackendError
+from minimax_tools.native_output import native_output_dropped
 from neuron.backend import Backend
 
 _OWN_PROCESS = "Start mm2-test in a process of its own."
@@ -29,7 +29,7 @@ def process_group(backend: Backend) -> Iterator[None]:
     _refuse_several_ranks(backend)
     if torch.distributed.is_initialized():
         raise BackendError("torch.distributed is initialised already", next_step=_OWN_PROCESS)
-    with _native_output_dropped():
+    with native_output_dropped():
         _open_group(backend)
     try:
         yield
@@ -119,17 +119,3 @@ def _open_group(backend: Backend) -> None:
             found=f"{type(error).__name__}: {error}",
             next_step="See --debug for the traceback.",
         ) from error
-
-
-@contextmanager
-def _native_output_dropped() -> Iterator[None]:
-    """gloo greets its peers on standard output, where results belong; its errors are exceptions."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)

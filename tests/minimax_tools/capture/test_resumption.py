@@ -232,7 +232,7 @@ class TestHiddenStatesThatAreMade:
             made.append("made")
             return self.FED
 
-        recipe.write(directory, until=until, hidden_states=make)  # type: ignore[arg-type]
+        recipe.write(directory, until=until, hidden_states=make)
 
     def test_are_not_made_again_behind_a_stored_layer(self, recipe: Recipe, tmp_path: Path) -> None:
         made: list[str] = []
