@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import sys
 import threading
 import time
@@ -27,7 +28,9 @@ def freed_before() -> None:
 
 
 def fill(num_bytes: int) -> torch.Tensor:
-    return torch.ones(num_bytes, dtype=torch.uint8)
+    """A tensor in pages of its own, which are gone with it: the allocator might take a hole that it keeps."""
+    tensor = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    return tensor.fill_(1)
 
 
 def anonymous() -> int:
