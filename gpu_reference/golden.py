@@ -19,7 +19,6 @@ from gpu_reference.once_reader import OnceReader
 from gpu_reference.placement import describe_devices, input_device, watched_memory
 from gpu_reference.recording import recording_layers, recording_model
 from gpu_reference.resumption import skipping_layers
-from gpu_reference.slice_index import read_slice_index
 from gpu_reference.streaming import Streaming, open_streamed_model
 from gpu_reference.weights import CheckpointWeights, GoldenWeights
 from minimax_tools.capture.manifest import Description, dtype_name
@@ -32,6 +31,7 @@ from minimax_tools.checkpoint.names import layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.inputs import Inputs
 from minimax_tools.memory import MemoryBudget
+from minimax_tools.partition.slice_index import read_slice_index
 from minimax_tools.progress import NoProgress, Progress
 from minimax_tools.provenance import Provenance
 from minimax_tools.run import Run

@@ -1,39 +1,15 @@
-"""The headers of one slice: all that a rank may read of a checkpoint."""
+"""Whether a plan is a checkpoint's, as far as its headers are here."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from minimax_tools.checkpoint.architecture import Architecture
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.errors import CheckpointError
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.spec import ModelSpec
-
-
-def read_slice_index(folder: Path, part: Slice) -> TensorIndex:
-    """The index of a slice's tensors, and of no others.
-
-    Args:
-        folder: The whole checkpoint's, which may lack shards of other slices; or the slice's own.
-        part: The slice.
-
-    Raises:
-        CheckpointError: Tensors of the slice are missing, or the folder's shards have faults.
-    """
-    index = TensorIndex.from_folder(folder, layers=part.stage.layers)
-    missing = [name for name in part.names if name not in index]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks tensors of node {part.node.name}'s slice",
-            found=list_faults(missing),
-            next_step="Check that the plan is this checkpoint's (mm2-split plan), or fetch the slice: mm2-split fetch.",
-        )
-    own = frozenset(part.names)
-    entries = {name: entry for name, entry in index.entries.items() if name in own}
-    return TensorIndex(folder=folder, entries=MappingProxyType(entries))
 
 
 def validate_plan(plan: PartitionPlan, folder: Path, spec: ModelSpec, part: Slice, *, is_slice: bool) -> None:

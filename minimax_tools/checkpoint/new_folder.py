@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -12,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from minimax_tools.errors import CheckpointError, UsageError
+
+# The disk, a quota or a limit on files is used up.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextmanager
@@ -29,7 +33,8 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
         UsageError: `output` holds something.
         CheckpointError: There is no room, or the folder cannot be written.
     """
-    output = output.absolute()
+    # Where it is a link to an empty folder, that folder is replaced.
+    output = output.resolve()
     refuse_occupied(output)
     partial = output.with_name(f".{output.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
@@ -37,12 +42,16 @@ def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
         if _free_bytes(output) < size_bytes:
             raise _no_room(output, size_bytes, reason="", remedy=remedy)
         partial.mkdir(parents=True)
-        with _held(partial):
+        with held(partial):
             yield partial
             partial.replace(output)
         sync_path(output.parent)
     except OSError as error:
-        raise _no_room(output, size_bytes, reason=f", {error}", remedy=remedy) from error
+        if error.errno in _FULL:
+            raise _no_room(output, size_bytes, reason=f", {error}", remedy=remedy) from error
+        raise CheckpointError(
+            f"{output} cannot be written", found=str(error), next_step="Name another --output."
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -75,8 +84,8 @@ def sync_path(path: Path) -> None:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Lock the folder: the system lets go of it even where this process is killed.
+def held(folder: Path) -> Iterator[None]:
+    """Lock a folder while the block lasts: the system lets go of it even where this process is killed.
 
     Raises:
         BlockingIOError: Another process holds it.
@@ -92,7 +101,7 @@ def _held(folder: Path) -> Iterator[None]:
 def _remove_abandoned(output: Path) -> None:
     for partial in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
         try:
-            with _held(partial):
+            with held(partial):
                 shutil.rmtree(partial)
         except OSError:
             # Somebody writes it, or may remove it: nothing that is in the way here.

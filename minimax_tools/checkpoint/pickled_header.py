@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -61,8 +61,12 @@ def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
     return tuple(sorted(entries, key=lambda entry: (entry.offset, entry.name)))
 
 
-def read_pickled_index(path: Path) -> TensorIndex:
+def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIndex:
     """The index of a `.bin` file, or of the folder whose `.bin` files belong to one checkpoint.
+
+    Args:
+        path: The file or the folder.
+        may_lack_shards: Whether files that the index file names may be missing: their tensors are `absent`.
 
     Raises:
         CheckpointError: As for `read_pickled_header`; or listing every fault at once: a shard is missing or
@@ -81,11 +85,14 @@ def read_pickled_index(path: Path) -> TensorIndex:
         )
     weight_map = None if files.index_file is None else read_index_json(path / files.index_file)["weight_map"]
     shards = files.shards if weight_map is None else tuple(sorted(set(weight_map.values())))
-    return _index(path, _read_shards(path, shards, weight_map))
+    missing = {shard for shard in shards if may_lack_shards and not (path / shard).is_file()}
+    entries = _read_shards(path, [shard for shard in shards if shard not in missing], weight_map)
+    absent = {name: file for name, file in (weight_map or {}).items() if file in missing}
+    return _index(path, entries, absent)
 
 
 def _read_shards(
-    folder: Path, shards: tuple[str, ...], weight_map: Mapping[str, str] | None
+    folder: Path, shards: Sequence[str], weight_map: Mapping[str, str] | None
 ) -> dict[str, PickledEntry]:
     entries: dict[str, PickledEntry] = {}
     headers: dict[str, tuple[PickledEntry, ...]] = {}
@@ -110,8 +117,14 @@ def _read_shards(
     return entries
 
 
-def _index(folder: Path, entries: Mapping[str, TensorEntry]) -> TensorIndex:
-    return TensorIndex(folder=folder, entries=MappingProxyType(dict(sorted(entries.items()))))
+def _index(
+    folder: Path, entries: Mapping[str, TensorEntry], absent: Mapping[str, str] | None = None
+) -> TensorIndex:
+    return TensorIndex(
+        folder=folder,
+        entries=MappingProxyType(dict(sorted(entries.items()))),
+        absent=MappingProxyType(dict(sorted((absent or {}).items()))),
+    )
 
 
 def _state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:

@@ -15,6 +15,7 @@ from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.slice_cut import FileFormat
 from minimax_tools.partition.slice_folder import SliceFolder, write_slice
 from minimax_tools.partition.source import open_source
+from minimax_tools.partition.stored_weights import StoredWeights
 from minimax_tools.progress import LayerProgress
 from minimax_tools.size import word_size
 
@@ -70,19 +71,21 @@ def extract_command(
 ) -> None:
     """Cut nodes' slices out of a checkpoint, byte for byte, into folders of their own.
 
+    A node's slice is held against the headers of its own files; --all-nodes holds the whole plan against all.
+
     Example: mm2-split extract --plan plan.json --node a100
     """
     if bool(nodes) == all_nodes:
         raise UsageError("whose slice?", expected="--node NAME or --all-nodes")
-    plan = PartitionPlan.read(plan_file)
-    source = open_source(plan.model if model is None else model)
-    names = tuple(dict.fromkeys(nodes)) or tuple(slice_.node.name for slice_ in plan.used)
-    cuts = [
-        cut_slice(plan, name, source, file_format=FileFormat(file_format), shard_size_bytes=shard_size_bytes)
-        for name in names
-    ]
+    names = tuple(dict.fromkeys(nodes)) or _check_all(plan_file, model)
     slices = []
-    for name, cut in zip(names, cuts, strict=True):
+    for name in names:
+        # One slice's tensors at a time: those of all take a hundred megabytes.
+        plan = PartitionPlan.read(plan_file, tensors_of=name)
+        source = StoredWeights.of_slice(model or plan.model, plan.slice_of(name))
+        cut = cut_slice(
+            plan, name, source, file_format=FileFormat(file_format), shard_size_bytes=shard_size_bytes
+        )
         folder = output if output is not None and len(nodes) == 1 else (output or DEFAULT_FOLDER) / name
         with LayerProgress(len(cut.shards), label=name, unit="file") as progress:
             slices.append(write_slice(cut, folder, with_digests=with_digests, progress=progress))
@@ -91,6 +94,14 @@ def extract_command(
         return
     for slice_ in slices:
         click.echo(_as_line(slice_))
+
+
+def _check_all(plan_file: Path, model: str | None) -> tuple[str, ...]:
+    """The nodes of a plan that is whole, and this checkpoint's."""
+    plan = PartitionPlan.read(plan_file)
+    source = open_source(model or plan.model)
+    plan.validate(source.entries, source.architecture, folder=source.folder)
+    return tuple(slice_.node.name for slice_ in plan.used)
 
 
 def _as_values(slice_: SliceFolder) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Node:
 
     def __post_init__(self) -> None:
         faults: list[str] = []
-        if not _NAME.fullmatch(self.name):
+        if not is_node_name(self.name):
             faults.append(f"the name is {self.name!r}")
         if self.memory_bytes < 1:
             faults.append(f"memory is {self.memory_bytes} bytes")
@@ -90,6 +90,11 @@ class Node:
             raise UsageError(
                 f"node {values['name']!r} cannot be understood", expected=_EXAMPLE, found=str(error)
             ) from error
+
+
+def is_node_name(name: str) -> bool:
+    """Whether a node may be called so: its name becomes that of files and folders."""
+    return _NAME.fullmatch(name) is not None
 
 
 def check_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:

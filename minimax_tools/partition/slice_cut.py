@@ -64,10 +64,8 @@ class SliceCut:
             raise UsageError(
                 "a .pth file has no shards", next_step="Leave the size out, or ask for --format safetensors."
             )
-        with source.open() as reader:
-            entries = sorted(
-                (reader.index[name] for name in description.tensors), key=lambda entry: entry.position
-            )
+        index = source.headers
+        entries = sorted((index[name] for name in description.tensors), key=lambda entry: entry.position)
         if file_format is FileFormat.PTH:
             shards = {PTH_FILE: tuple(entries)}
         else:

@@ -55,7 +55,7 @@ class SliceFolder:
 def write_slice(
     cut: SliceCut, output: Path, *, with_digests: bool = False, progress: Progress | None = None
 ) -> SliceFolder:
-    """Write a slice; one that is there already, byte for byte, is left as it is.
+    """Write a slice; one that is there already, every tensor byte for byte, is left as it is.
 
     From safetensors the kernel copies: nothing of the tensors passes through this process, whatever their size. From
     `.bin` files one tensor is in memory at a time. A `.pth` file is written by torch from mapped safetensors, whose
@@ -75,9 +75,8 @@ def write_slice(
     with cut.source.open() as reader:
         if _holds_something(output):
             return _find_same(cut, output, reader, with_digests=with_digests)
-        headers = [encode_header(shard) for shard in cut.shards.values()] if _is_safetensors(cut) else []
         describing = tuple(_describing_files(cut.source.folder))
-        size_bytes = cut.size_bytes + sum(map(len, headers)) + sum(file.stat().st_size for file in describing)
+        size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
         with new_folder(output, size_bytes=size_bytes, remedy=_REMEDY) as folder:
             for file in describing:
                 shutil.copyfile(file, folder / file.name)
@@ -99,6 +98,16 @@ def write_slice(
     return SliceFolder(
         folder=output, description=description, files=files, size_bytes=cut.size_bytes, is_new=True
     )
+
+
+def open_slice(folder: Path) -> CheckpointReader:
+    """A reader of a slice's tensors, in whichever format they are stored.
+
+    Raises:
+        CheckpointError: Its files are missing or damaged, or contradict their index.
+    """
+    pth = folder / PTH_FILE
+    return PickledReader(pth) if pth.is_file() else CheckpointReader(folder)
 
 
 def _write_shard(path: Path, entries: Sequence[TensorEntry], reader: CheckpointReader) -> None:
@@ -136,7 +145,9 @@ def _mapped(entry: TensorEntry, content: mmap.mmap) -> torch.Tensor:
 def _write_index(folder: Path, cut: SliceCut) -> None:
     weight_map = {entry.name: file for file, shard in cut.shards.items() for entry in shard}
     content = {"metadata": {"total_size": cut.size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with (folder / INDEX_FILE).open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
 
 
 def _describing_files(folder: Path) -> Iterator[Path]:
@@ -158,7 +169,7 @@ def _find_same(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_di
     """
     try:
         description = SliceDescription.read(output)
-        with _open(output, cut.file_format) as existing:
+        with open_slice(output) as existing:
             difference = _find_difference(cut, description, existing)
             digests = (
                 {} if difference else {entry.name: digest_tensor(reader, entry) for entry in cut.entries}
@@ -182,17 +193,13 @@ def _find_same(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_di
     )
 
 
-def _open(folder: Path, file_format: FileFormat) -> CheckpointReader:
-    if file_format is FileFormat.PTH:
-        return PickledReader(folder / PTH_FILE)
-    return CheckpointReader(folder)
-
-
 def _find_difference(cut: SliceCut, found: SliceDescription, existing: CheckpointReader) -> str | None:
     """What is first found to differ, bytes aside, between a slice that is to be written and one that is there."""
     if replace(found, tensors={}) != replace(cut.description, tensors={}):
         return f"another slice, of node {found.node}, cut from {found.source}"
-    if (existing.folder / CONFIG_FILE).read_bytes() != (cut.source.folder / CONFIG_FILE).read_bytes():
+    if (existing.folder / PTH_FILE).is_file() == _is_safetensors(cut):
+        return "the slice in another format"
+    if _read_config(existing.folder) != _read_config(cut.source.folder):
         return f"another {CONFIG_FILE}"
     if not set(existing.index.names) == found.tensors.keys() == cut.description.tensors.keys():
         return "a slice of other tensors"
@@ -201,6 +208,12 @@ def _find_difference(cut: SliceCut, found: SliceDescription, existing: Checkpoin
         if (other.dtype, other.shape) != (entry.dtype, entry.shape):
             return f"another shape or dtype of {entry.name}"
     return None
+
+
+def _read_config(folder: Path) -> bytes | None:
+    # A state dict that was saved by itself has none.
+    path = folder / CONFIG_FILE
+    return path.read_bytes() if path.is_file() else None
 
 
 def _find_other_bytes(

@@ -17,6 +17,7 @@ from pathlib import Path
 from minimax_tools.checkpoint.names import SCALE_SUFFIX, scale_name
 from minimax_tools.errors import UsageError, list_faults
 from minimax_tools.partition.extract import DEFAULT_FOLDER
+from minimax_tools.partition.node import is_node_name
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.slice_cut import FileFormat, SliceCut
 from minimax_tools.partition.slice_file import SliceDescription
@@ -38,7 +39,8 @@ class SplitPlan:
         compute_utilization: How busy the node will be, 0 to 1.
 
     Raises:
-        UsageError: The compute is below zero, or the utilization not between 0 and 1.
+        UsageError: The node's name is none for a folder, the compute is below zero, or the utilization not between 0
+            and 1.
     """
 
     node_id: str
@@ -47,6 +49,11 @@ class SplitPlan:
     compute_utilization: float
 
     def __post_init__(self) -> None:
+        if not is_node_name(self.node_id):
+            raise UsageError(
+                f"{self.node_id!r} is no node: its shard goes to a folder of that name",
+                expected="letters, digits, '.', '_' and '-', the first a letter or a digit",
+            )
         if not self.total_compute >= 0 or not 0 <= self.compute_utilization <= 1:
             raise UsageError(
                 f"the split plan of {self.node_id} cannot be",
@@ -118,11 +125,13 @@ class ModelSplitter:
             raise UsageError(
                 f"the split plan has no node {node_id!r}", expected="one of " + ", ".join(config.split_plan)
             )
-        names = config.split_plan[node_id].layer_names
+        own = config.split_plan[node_id]
+        if own.node_id != node_id:
+            raise _faulty([f"the plan of {node_id} names node {own.node_id}"])
+        names = own.layer_names
         logger.info("Splitting %s: the tensors of %s", config.model_name, node_id)
         source = StoredWeights.of(str(config.model_path))
-        with source.open() as reader:
-            known = {*reader.index.names, *reader.index.absent}
+        known = {*source.headers.names, *source.headers.absent}
         faults = _find_name_faults(names, known, node_id)
         if faults:
             raise _faulty(faults)

@@ -30,6 +30,7 @@ from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.partition.slice_folder import write_slice
 from minimax_tools.partition.source import open_source
+from minimax_tools.partition.stored_weights import StoredWeights
 from minimax_tools.span import Span
 
 # 2.1 GB in FP8, of which the slice is nine tenths; and 15 MB, too little for its ratio to mean anything.
@@ -47,14 +48,14 @@ _NODE = "a"
 _MEASURE = """
 import json, sys
 from pathlib import Path
-from minimax_tools.commands.extract import LayerProgress, PartitionPlan, cut_slice, open_source, write_slice
+from minimax_tools.commands.extract import LayerProgress, PartitionPlan, StoredWeights, cut_slice, write_slice
 from minimax_tools.memory import MemoryTracker
 
 plan_file, node, output = sys.argv[1:]
 with MemoryTracker(interval_s=0.001) as tracker:
     before = tracker.get_current_usage()["anonymous_bytes"]
-    plan = PartitionPlan.read(Path(plan_file))
-    cut = cut_slice(plan, node, open_source(plan.model))
+    plan = PartitionPlan.read(Path(plan_file), tensors_of=node)
+    cut = cut_slice(plan, node, StoredWeights.of_slice(plan.model, plan.slice_of(node)))
     with LayerProgress(len(cut.shards)) as progress:
         write_slice(cut, Path(output), progress=progress)
 print(json.dumps({"before": before, "peak": tracker.peak.anonymous_bytes}))
@@ -139,8 +140,9 @@ def _measure_memory(folder: Path, plan_file: Path) -> Iterator[Figure]:
 
 def _extract(plan_file: Path, output: Path) -> int:
     """Extract as the command does, from reading the plan on; gives the size of the data."""
-    plan = PartitionPlan.read(plan_file)
-    return write_slice(cut_slice(plan, _NODE, open_source(plan.model)), output).size_bytes
+    plan = PartitionPlan.read(plan_file, tensors_of=_NODE)
+    source = StoredWeights.of_slice(plan.model, plan.slice_of(_NODE))
+    return write_slice(cut_slice(plan, _NODE, source), output).size_bytes
 
 
 def _copy(folder: Path, output: Path) -> None:
