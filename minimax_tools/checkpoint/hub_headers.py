@@ -22,6 +22,9 @@ from minimax_tools.hub.ranges import HubRanges, NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, run_all
 from minimax_tools.hub.transfer import HubFile
 
+# The most that safetensors itself reads: what a header says of its own length is not to be trusted.
+_MAX_HEADER_BYTES = 100_000_000
+
 
 def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
     """Every tensor of a hub's model by name; of shards that are not here two short ranges each are fetched.
@@ -94,5 +97,12 @@ def _read_remote_header(ranges: HubRanges, file: HubFile, snapshot: HubSnapshot)
         raise CheckpointError(f"the hub does not say how long {file.name} is")
     prefix = ranges.read(file, 0, min(LENGTH_BYTES, file.size_bytes))
     data_start = data_start_of(path, prefix, file_size_bytes=file.size_bytes)
+    if data_start - LENGTH_BYTES > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} is damaged",
+            expected=f"a header of at most {_MAX_HEADER_BYTES} bytes",
+            found=f"one of {data_start - LENGTH_BYTES}",
+            next_step="Check the id; if it is right, tell the model's owner.",
+        )
     text = ranges.read(file, LENGTH_BYTES, data_start)
     return parse_header(path, text, file_size_bytes=file.size_bytes)

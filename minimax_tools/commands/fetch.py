@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.detail import shows_details, shows_pictures
 from minimax_tools.errors import UsageError
 from minimax_tools.options import output_options
+from minimax_tools.partition.download import Download, DownloadedFile, Repository
 from minimax_tools.partition.extract import DEFAULT_FOLDER
 from minimax_tools.partition.fetch import FetchedSlice, fetch_slice, fetch_slice_ranges
-from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.partition.slice_folder import open_slice
+from minimax_tools.partition.source import Source, open_source
+from minimax_tools.partition.verification_text import render_completion, render_download
 from minimax_tools.progress import LayerProgress
 from minimax_tools.size import word_size
 
@@ -43,6 +50,8 @@ def fetch_command(
 ) -> None:
     """Fetch the files that hold a node's tensors into the hub's cache, or only the tensors' bytes.
 
+    With DEBUG=11 every section of mm2-split verify --verbose that tells of it is shown while it runs.
+
     Example: mm2-split fetch --plan plan.json --node a100
     """
     if output is not None and not byte_ranges:
@@ -51,20 +60,61 @@ def fetch_command(
             next_step="Set HF_HOME to have the cache elsewhere.",
         )
     plan = PartitionPlan.read(plan_file)
+    slice_ = plan.slice_of(node)
+    source = open_source(model or plan.model) if shows_details() else None
+    if source is not None:
+        model = source.model
+        _show_download(plan, slice_, source)
     if byte_ranges:
-        num_shards = len(plan.slice_of(node).files)
-        with LayerProgress(num_shards, label=node, unit="file") as progress:
+        with LayerProgress(len(slice_.files), label=node, unit="file") as progress:
             fetched = fetch_slice_ranges(
                 plan, node, output or DEFAULT_FOLDER / node, model=model, progress=progress
             )
     else:
         fetched = fetch_slice(plan, node, model=model)
+    if source is not None:
+        _show_completion(plan, slice_, source, fetched)
     if as_json:
         print_json(_as_values(fetched))
     else:
         came = "" if fetched.bytes_fetched is None else f", {word_size(fetched.bytes_fetched)} fetched"
         size = word_size(fetched.size_bytes)
         click.echo(f"{fetched.node}: {fetched.folder}, {len(fetched.files)} files, {size}{came}")
+
+
+def _show_download(plan: PartitionPlan, slice_: Slice, source: Source) -> None:
+    sizes = source.measure_tensors(plan)
+    text = render_download(
+        plan,
+        slice_,
+        Download.of(slice_, source, Repository.of(source, plan)),
+        model=source.model,
+        slice_bytes=sum(sizes.get(name, 0) for name in slice_.names),
+        with_marks=shows_pictures(sys.stderr),
+    )
+    click.echo(f"{text}\n", err=True)
+
+
+def _show_completion(plan: PartitionPlan, slice_: Slice, source: Source, fetched: FetchedSlice) -> None:
+    if fetched.bytes_fetched is None:
+        files = Download.of(slice_, source, Repository.of(source, plan)).files
+    else:
+        files = tuple(_find_tensors(fetched, source.measure_tensors(plan)))
+    text = render_completion(slice_, files, model=source.model, with_marks=shows_pictures(sys.stderr))
+    click.echo(f"{text}\n", err=True)
+
+
+def _find_tensors(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[DownloadedFile]:
+    """A slice's own files, which no repository has: as large as their tensors, each as its source gives it."""
+    with open_slice(fetched.folder) as reader:
+        entries = tuple(reader.index.entries.values())
+    for file in fetched.files:
+        held = [entry for entry in entries if entry.file.name == file]
+        yield DownloadedFile(
+            name=file,
+            expected_bytes=sum(sizes.get(entry.name, entry.size_bytes) for entry in held),
+            actual_bytes=sum(entry.size_bytes for entry in held),
+        )
 
 
 def _as_values(fetched: FetchedSlice) -> dict[str, Any]:

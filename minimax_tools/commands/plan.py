@@ -87,7 +87,7 @@ def plan_command(
     workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
     cost = measure_costs(source.tensors, source.architecture, source.config, workload)
     plan = assign_tensors(
-        model=model,
+        model=source.model,
         architecture=source.architecture,
         tensors=source.tensors,
         folder=source.folder if source.entries is not None else None,

@@ -42,7 +42,7 @@ def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) ->
             **slice_values,
             "files": list(slice_.files),
             "num_tensors": len(slice_.tensors),
-            "share_of_layers": len(slice_.stage.layers) / plan.num_hidden_layers,
+            "share_of_layers": plan.share(slice_),
             "memory_needed_bytes": slice_.cost.memory_bytes,
             "seconds_per_token": slice_.seconds_per_token,
         }
@@ -79,7 +79,7 @@ def _node_row(plan: PartitionPlan, slice_: Slice) -> tuple[str, ...]:
     return (
         node.name,
         _held(slice_),
-        f"{len(slice_.stage.layers) / plan.num_hidden_layers:.1%}",
+        f"{plan.share(slice_):.1%}",
         *_sizes(cost),
         f"{word_size(cost.memory_bytes)} of {word_size(node.memory_bytes)} "
         f"({cost.memory_bytes / node.memory_bytes:.0%})",

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import click
 
 from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.detail import DETAILED_LEVEL, shows_details, shows_pictures
 from minimax_tools.options import output_options
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.verification_text import render_details, render_summary
 from minimax_tools.partition.verify import verify
-
-# From this level of the variable DEBUG on everything is shown.
-_DETAILED_LEVEL = 11
 
 
 @click.command("verify", cls=Mm2Command)
@@ -40,7 +37,7 @@ _DETAILED_LEVEL = 11
     type=click.Path(path_type=Path, file_okay=False),
     help="A run's capture directory, or its folder of read records: what each node read.",
 )
-@click.option("--verbose", is_flag=True, help=f"Show every section, as DEBUG={_DETAILED_LEVEL} does.")
+@click.option("--verbose", is_flag=True, help=f"Show every section, as DEBUG={DETAILED_LEVEL} does.")
 @output_options
 @click.pass_context
 def verify_command(
@@ -64,17 +61,7 @@ def verify_command(
     if as_json:
         print_json(verification.to_values())
     else:
-        is_detailed = verbose or _debug_level() >= _DETAILED_LEVEL
-        render = render_details if is_detailed else render_summary
-        click.echo(render(verification, with_marks=_shows_pictures()))
+        render = render_details if verbose or shows_details() else render_summary
+        click.echo(render(verification, with_marks=shows_pictures(sys.stdout)))
     if not verification.holds:
         context.exit(1)
-
-
-def _debug_level() -> int:
-    text = os.environ.get("DEBUG", "")
-    return int(text) if text.isdecimal() else 0
-
-
-def _shows_pictures() -> bool:
-    return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"

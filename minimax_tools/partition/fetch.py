@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimax_tools.checkpoint.hub import fetch_files, is_on_hub, list_files
+from minimax_tools.checkpoint.hub import fetch_files, is_on_hub
 from minimax_tools.checkpoint.new_folder import refuse_occupied
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
+from minimax_tools.partition.download import Download, Repository
 from minimax_tools.partition.extract import cut_slice
 from minimax_tools.partition.holding import Holding
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.partition.slice_files import SliceFiles
 from minimax_tools.partition.slice_folder import write_slice
 from minimax_tools.partition.source import Source, open_source
-from minimax_tools.partition.sparse_source import fetch_sparse_source
+from minimax_tools.partition.sparse_source import sparse_source
 from minimax_tools.progress import Progress
 
 
@@ -59,12 +58,12 @@ def fetch_slice(
     """
     slice_ = plan.slice_of(node)
     source = open_source(model or plan.model, access=access)
-    needed = SliceFiles.of(slice_, source, list_files(source.model, access=access))
-    paths = fetch_files(source.model, needed.all, access=access)
+    names = Download.of(slice_, source, Repository.of(source, plan, access=access)).names
+    paths = fetch_files(source.model, names, access=access)
     return FetchedSlice(
         node=node,
         folder=source.folder,
-        files=needed.all,
+        files=names,
         size_bytes=sum(path.stat().st_size for path in paths.values()),
         bytes_fetched=None,
     )
@@ -87,7 +86,7 @@ def fetch_slice_ranges(
     Args:
         plan: Who holds what.
         node: Whose slice.
-        output: The slice's folder: new, empty, or this slice.
+        output: The slice's folder: new, empty, or this slice, of the same commit.
         model: The hub's model, if not the plan's.
         access: The hub; None for the one that the environment names.
         progress: Told of each shard.
@@ -95,20 +94,19 @@ def fetch_slice_ranges(
     Raises:
         UsageError: The plan has no such node, the model is a folder, or `output` holds something else.
         NoRangesError: The server sends whole files only.
-        CheckpointError: The hub does not answer, or its model is not the plan's.
+        CheckpointError: The hub does not answer, its model is not the plan's, or another process fetches the slice.
     """
     slice_ = plan.slice_of(node)
     if not slice_.tensors:
         raise UsageError(f"node {node} holds nothing in this plan: there is nothing to fetch")
-    found = _find_whole(slice_, output)
+    source = open_source(model or plan.model, access=access)
+    found = _find_whole(slice_, output, source.model)
     if found is not None:
         return found
-    source = _open_remote(model or plan.model, access)
-    sparse_folder = output.absolute().with_name(f".{output.name}.fetched")
-    fetched = fetch_sparse_source(plan, node, source, sparse_folder, access=access, progress=progress)
-    cut = cut_slice(plan, node, fetched.source)
-    written = write_slice(cut, output, with_digests=True)
-    shutil.rmtree(sparse_folder)
+    source = _open_remote(source.model, access)
+    working_folder = output.absolute().with_name(f".{output.name}.fetched")
+    with sparse_source(plan, node, source, working_folder, access=access, progress=progress) as fetched:
+        written = write_slice(cut_slice(plan, node, fetched.source), output, with_digests=True)
     return FetchedSlice(
         node=node,
         folder=output,
@@ -118,22 +116,35 @@ def fetch_slice_ranges(
     )
 
 
-def _find_whole(slice_: Slice, output: Path) -> FetchedSlice | None:
+def _find_whole(slice_: Slice, output: Path, model: str) -> FetchedSlice | None:
     """The slice that is in the folder already, by the digests that its slice.json notes; None in an empty folder.
 
     Raises:
         UsageError: Something else is there.
     """
-    holding = Holding.found(slice_, output)
-    is_planned = not holding.faults and holding.sizes.keys() == set(slice_.names)
-    if not is_planned or holding.digests != holding.noted or holding.record is None:
+    if not output.is_dir() or not any(output.iterdir()):
         refuse_occupied(output)
         return None
+    holding = Holding.found(slice_, output)
+    difference = next(iter(holding.faults), None)
+    if difference is None and holding.source != model:
+        difference = f"one cut from {holding.source}"
+    if difference is None and holding.sizes.keys() != set(slice_.names):
+        difference = "a slice of other tensors"
+    if difference is None and holding.digests != holding.noted:
+        difference = "other bytes than its slice.json notes"
+    if difference is not None:
+        raise UsageError(
+            f"{output} exists",
+            expected=f"a new or empty folder, or the slice of node {slice_.node.name} of {model}",
+            found=difference,
+            next_step="Name another --output, or remove it.",
+        )
     return FetchedSlice(
         node=slice_.node.name,
         folder=output,
-        files=tuple(sorted(holding.record.files)),
-        size_bytes=holding.record.bytes_asked,
+        files=holding.files,
+        size_bytes=holding.size_bytes,
         bytes_fetched=0,
     )
 

@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from minimax_tools.checkpoint.pickled import PickledReader
-from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
 from minimax_tools.partition.plan import Slice
-from minimax_tools.partition.read_record import ReadRecord
-from minimax_tools.partition.slice_cut import PTH_FILE
 from minimax_tools.partition.slice_file import SliceDescription
+from minimax_tools.partition.slice_folder import open_slice
 from minimax_tools.partition.tensor_digest import digest_tensor
 
 
@@ -24,22 +21,24 @@ class Holding:
     Args:
         node: Its name.
         folder: Of its slice; None where it is only planned.
+        source: What the folder was cut from, as it says itself.
         sizes: Bytes by tensor.
+        files: The weight files in the folder, sorted.
         shapes: Dtype and shape of each tensor that was found, in words.
         digests: sha256 of each tensor that was found.
         noted: The digests that the slice's own slice.json notes.
         faults: Why the folder cannot be read, or is not the node's.
-        record: What it took to read all of it; None where nothing was read.
     """
 
     node: str
     folder: Path | None = None
+    source: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
+    files: tuple[str, ...] = ()
     shapes: Mapping[str, str] = field(default_factory=dict, repr=False)
     digests: Mapping[str, str] = field(default_factory=dict, repr=False)
     noted: Mapping[str, str | None] = field(default_factory=dict, repr=False)
     faults: tuple[str, ...] = ()
-    record: ReadRecord | None = field(default=None, repr=False)
 
     @classmethod
     def planned(cls, slice_: Slice, sizes: Mapping[str, int]) -> Holding:
@@ -47,10 +46,9 @@ class Holding:
 
         Args:
             slice_: Its slice.
-            sizes: Bytes of every tensor of the checkpoint.
+            sizes: Bytes of its tensors.
         """
-        held = {tensor.name: sizes.get(tensor.name, tensor.size_bytes) for tensor in slice_.tensors}
-        return cls(node=slice_.node.name, sizes=held)
+        return cls(node=slice_.node.name, sizes={name: sizes.get(name, 0) for name in slice_.names})
 
     @classmethod
     def found(cls, slice_: Slice, folder: Path) -> Holding:
@@ -65,6 +63,11 @@ class Holding:
             return cls(node=node, folder=folder, faults=(str(error),))
 
     @property
+    def size_bytes(self) -> int:
+        """Of all its tensors."""
+        return sum(self.sizes.values())
+
+    @property
     def digest(self) -> str:
         """sha256 over the names and digests of all tensors that were found: two slices that agree in it are one."""
         lines = (f"{name} {digest}\n" for name, digest in sorted(self.digests.items()))
@@ -72,23 +75,20 @@ class Holding:
 
 
 def _read_folder(node: str, folder: Path, description: SliceDescription, faults: tuple[str, ...]) -> Holding:
-    is_pth = (folder / PTH_FILE).is_file()
-    with PickledReader(folder / PTH_FILE) if is_pth else CheckpointReader(folder) as reader:
+    with open_slice(folder) as reader:
         entries = reader.index.entries
-        sizes = {name: entry.size_bytes for name, entry in entries.items()}
         digests = {name: digest_tensor(reader, entry) for name, entry in entries.items()}
-    files: dict[str, int] = {}
-    for entry in entries.values():
-        files[entry.file.name] = files.get(entry.file.name, 0) + entry.size_bytes
+        files = tuple(file.name for file in reader.index.files)
     return Holding(
         node=node,
         folder=folder,
-        sizes=sizes,
+        source=description.source,
+        sizes={name: entry.size_bytes for name, entry in entries.items()},
+        files=files,
         shapes={name: f"{entry.dtype} {list(entry.shape)}" for name, entry in entries.items()},
         digests=digests,
         noted=description.tensors,
         faults=faults,
-        record=ReadRecord.of(node, sizes, bytes_read=sum(sizes.values()), files=files),
     )
 
 

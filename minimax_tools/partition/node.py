@@ -43,7 +43,7 @@ class Node:
         faults: list[str] = []
         if not is_node_name(self.name):
             faults.append(f"the name is {self.name!r}")
-        if self.memory_bytes < 1:
+        if type(self.memory_bytes) is not int or self.memory_bytes < 1:
             faults.append(f"memory is {self.memory_bytes} bytes")
         if self.tflops is not None and not (math.isfinite(self.tflops) and self.tflops > 0):
             faults.append(f"tflops is {self.tflops}")

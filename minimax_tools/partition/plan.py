@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,16 @@ class PartitionPlan:
     """Who holds what.
 
     Args:
-        model: The checkpoint: a folder or a hub id, as it was given.
+        model: The checkpoint: a folder as it was given, or `owner/name@commit` of a hub's model.
         model_type: As config.json calls it.
         planner: Which one divided the layers.
         workload: What for.
         num_hidden_layers: Of the whole model.
         slices: In the order in which a token passes them; idle nodes last.
         shared: Tensors that several slices hold on purpose, and why; by name.
+
+    Raises:
+        UsageError: That is no plan of any model.
     """
 
     model: str
@@ -64,6 +67,18 @@ class PartitionPlan:
     num_hidden_layers: int
     slices: tuple[Slice, ...]
     shared: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        # A plan may come from anywhere.
+        texts = (self.model, self.model_type, self.planner, *self.shared, *self.shared.values())
+        counts = (self.num_hidden_layers, self.workload.context_length, self.workload.batch_size)
+        faults = [f"{text!r}, which is no text" for text in texts if not isinstance(text, str)]
+        faults += [
+            f"{count!r}, which counts nothing" for count in counts if type(count) is not int or count < 1
+        ]
+        faults += [] if self.slices else ["no slice"]
+        if faults:
+            raise UsageError("this is no plan of a model", found=list_faults(faults))
 
     def slice_of(self, node: str) -> Slice:
         """The slice of the node of that name.
@@ -82,12 +97,23 @@ class PartitionPlan:
         """The slices that hold something."""
         return tuple(slice_ for slice_ in self.slices if slice_.stage.is_used)
 
+    def share(self, slice_: Slice) -> float:
+        """How much of the model's layers a slice has, 0 to 1."""
+        return len(slice_.stage.layers) / self.num_hidden_layers
+
+    def memory_weight(self, slice_: Slice) -> tuple[float, float]:
+        """Where the memory of a slice's node begins and ends among all nodes' memory, 0 to 1."""
+        memory = [other.node.memory_bytes for other in self.slices]
+        rank = self.slices.index(slice_)
+        return sum(memory[:rank]) / sum(memory), sum(memory[: rank + 1]) / sum(memory)
+
     def find_faults(
         self,
         entries: Mapping[str, TensorEntry] | None,
         architecture: Architecture,
         *,
         folder: Path | None = None,
+        names: Set[str] | None = None,
     ) -> list[str]:
         """All that is wrong with the plan, each fault in words; nothing where it is whole.
 
@@ -100,11 +126,13 @@ class PartitionPlan:
             entries: The checkpoint's tensors by name; None where only what the plan says of itself is to be checked.
             architecture: How they are named.
             folder: Of the checkpoint, where `entries` is given.
+            names: Of all tensors, where `entries` holds only some of them.
         """
         faults = find_stage_faults(self.slices, self.num_hidden_layers)
         faults += find_holding_faults(self.slices, self.shared, architecture)
         if entries is not None:
-            faults += find_entry_faults(self.slices, entries, architecture, folder)
+            names = entries.keys() if names is None else names
+            faults += find_entry_faults(self.slices, entries, architecture, folder, names=names)
         return faults
 
     def validate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 
 from minimax_tools.checkpoint.architecture import Architecture
@@ -87,22 +87,34 @@ def find_entry_faults(
     entries: Mapping[str, TensorEntry],
     architecture: Architecture,
     folder: Path | None,
+    *,
+    names: Set[str],
 ) -> list[str]:
-    """Of tensors that nobody holds, that the checkpoint lacks, or that lie elsewhere."""
+    """Of tensors that nobody holds, that the checkpoint lacks, or that lie elsewhere.
+
+    Args:
+        slices: The plan's.
+        entries: Those tensors of the checkpoint whose headers are known.
+        architecture: How they are named.
+        folder: Of the checkpoint.
+        names: Of all its tensors.
+    """
     faults = []
     held = {tensor.name for slice_ in slices for tensor in slice_.tensors}
-    faults += [f"no node holds {name}" for name in entries if name not in held]
+    faults += [f"no node holds {name}" for name in sorted(names - held)]
     for slice_ in slices:
         for tensor in slice_.tensors:
             entry = entries.get(tensor.name)
-            if entry is None:
+            if tensor.name not in names:
                 faults.append(f"node {slice_.node.name} holds {tensor.name}, which the checkpoint lacks")
+            elif entry is None:
+                continue
             elif tensor.file is not None and not _lies_at(tensor, PlannedTensor.located(entry, folder)):
                 place = "" if tensor.start is None else f"bytes {tensor.start} to {tensor.stop} of "
                 faults.append(f"{tensor.name} does not lie at {place}{tensor.file}")
-    if any(ParamMapper.is_lm_head(name, architecture) for name in entries):
+    if any(ParamMapper.is_lm_head(name, architecture) for name in names):
         return faults
-    tied = [name for name in entries if ParamMapper.is_token_embedding(name, architecture)]
+    tied = [name for name in sorted(names) if ParamMapper.is_token_embedding(name, architecture)]
     return faults + [
         f"node {slice_.node.name} has the head, and lacks {name}, which is the lm_head too"
         for slice_ in slices

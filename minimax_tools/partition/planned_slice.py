@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import UsageError, list_faults
 from minimax_tools.partition.cost import PART_EMBEDDING, PartCost
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.planners import Stage
@@ -32,11 +32,12 @@ class PlannedTensor:
 
     def __post_init__(self) -> None:
         # A plan may come from anywhere, and what follows opens and writes files by these names.
+        is_name = isinstance(self.name, str) and self.name != ""
         is_file = self.file is None or (isinstance(self.file, str) and _is_inside(self.file))
         is_run = self.start is None and self.stop is None
         if type(self.start) is int and type(self.stop) is int:
             is_run = self.file is not None and 0 <= self.start <= self.stop
-        if not (is_file and is_run):
+        if not (is_name and is_file and is_run):
             raise UsageError(
                 f"{self.name} lies nowhere in a checkpoint",
                 found=f"bytes {self.start} to {self.stop} of {self.file!r}",
@@ -62,11 +63,22 @@ class Slice:
         stage: The node and its parts of the model.
         cost: What they take.
         tensors: What it reads of the checkpoint, in the order of files and places.
+
+    Raises:
+        UsageError: Its ends are neither there nor not, or it costs less than nothing.
     """
 
     stage: Stage
     cost: PartCost
     tensors: tuple[PlannedTensor, ...]
+
+    def __post_init__(self) -> None:
+        ends = (self.stage.has_embedding, self.stage.has_head)
+        faults = [f"an end that is {end!r}" for end in ends if not isinstance(end, bool)]
+        costs = asdict(self.cost).items()
+        faults += [f"{name} of {cost!r}" for name, cost in costs if type(cost) is not int or cost < 0]
+        if faults:
+            raise UsageError(f"{self.stage.node.name} holds no slice", found=list_faults(faults))
 
     @property
     def node(self) -> Node:

@@ -22,7 +22,7 @@ class SliceDescription:
         layers: Its decoder layers; None where tensors were chosen one by one, as are the next two.
         has_embedding: Whether it holds the embedding.
         has_head: Whether it holds the final norm and the lm_head.
-        source: The checkpoint it was cut from: a folder or a hub id, as it was given.
+        source: The checkpoint it was cut from: a folder as it was given, or a hub id.
         tensors: By name the sha256 of the bytes, one element after the other; None where nobody computed it.
     """
 
@@ -32,6 +32,14 @@ class SliceDescription:
     has_head: bool | None
     source: str
     tensors: Mapping[str, str | None] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for end in (self.has_embedding, self.has_head):
+            if not (end is None or isinstance(end, bool)):
+                raise TypeError(f"an end of the model that is {end!r}")
+        for name, digest in self.tensors.items():
+            if not (digest is None or isinstance(digest, str)):
+                raise TypeError(f"a digest of {name} that is {digest!r}")
 
     def write(self, folder: Path) -> None:
         """Write `slice.json` into the folder, in place of one that is there."""

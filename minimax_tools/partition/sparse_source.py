@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -19,6 +20,7 @@ from typing import BinaryIO, TextIO
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.hub import DESCRIBING_SUFFIXES, work_on_hub
 from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.new_folder import held
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import HubRanges
@@ -50,7 +52,8 @@ class SparseSource:
     bytes_fetched: int
 
 
-def fetch_sparse_source(
+@contextmanager
+def sparse_source(
     plan: PartitionPlan,
     node: str,
     source: Source,
@@ -58,52 +61,87 @@ def fetch_sparse_source(
     *,
     access: HubAccess | None = None,
     progress: Progress | None = None,
-) -> SparseSource:
-    """Fetch the bytes of a node's tensors from the hub, and no others.
+) -> Iterator[SparseSource]:
+    """Fetch the bytes of a node's tensors from the hub, and no others; while the block lasts they are there.
 
     Args:
         plan: Who holds what.
         node: Whose.
         source: The hub's checkpoint, its headers known.
-        folder: Where the files of holes go; what an earlier call left there is used.
+        folder: Where the files of holes go; what an earlier call left there is used. It is removed when the block
+            ends well.
         access: The hub; None for the one that the environment names.
         progress: Told of each shard.
 
     Raises:
         NoRangesError: The server sends whole files only.
-        CheckpointError: The plan is not this checkpoint's, the hub does not answer, or there is no room.
+        CheckpointError: The plan is not this checkpoint's, the hub does not answer, there is no room, or another
+            process is at it.
     """
     assert source.entries is not None, "the caller has the headers"
     plan.validate(source.entries, source.architecture, folder=source.folder)
-    entries = sorted(
-        (source.entries[name] for name in plan.slice_of(node).names), key=lambda entry: entry.position
-    )
-    shown = NoProgress() if progress is None else progress
+    names = plan.slice_of(node).names
+    entries = sorted((source.entries[name] for name in names), key=lambda entry: entry.position)
+    with _claimed(folder):
+        bytes_fetched = _fetch_into(
+            folder, source, entries, access, NoProgress() if progress is None else progress
+        )
+        every = {
+            name: replace(entry, file=folder / entry.file.relative_to(source.folder))
+            for name, entry in source.entries.items()
+        }
+        index = TensorIndex(folder=folder, entries={entry.name: every[entry.name] for entry in entries})
+        yield SparseSource(
+            source=replace(source, folder=folder, index=index, entries=every),
+            bytes_asked=sum(entry.size_bytes for entry in entries),
+            bytes_fetched=bytes_fetched,
+        )
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Keep other processes out of the folder: two that write into it would each trust the other's journal."""
+    with ExitStack() as claim:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            claim.enter_context(held(folder))
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process fetches into {folder}", next_step="Wait for it, or name another --output."
+            ) from error
+        except OSError as error:
+            raise _cannot_store(folder, error) from error
+        yield
+
+
+def _fetch_into(
+    folder: Path,
+    source: Source,
+    entries: Sequence[TensorEntry],
+    access: HubAccess | None,
+    progress: Progress,
+) -> int:
+    """Fetch the tensors and what describes the model; gives how many bytes of tensors came."""
 
     def fetch(snapshot: HubSnapshot) -> int:
-        return _fetch_all(entries, snapshot, folder, shown)
+        return _fetch_all(entries, snapshot, folder, progress)
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         bytes_fetched = work_on_hub(source.model, fetch, access=access)
         for path in source.folder.iterdir():
             if path.is_file() and path.name.endswith(DESCRIBING_SUFFIXES):
                 shutil.copyfile(path, folder / path.name)
     except OSError as error:
-        raise CheckpointError(
-            f"the slice cannot be stored in {folder}",
-            found=str(error),
-            next_step="Make room there or mend its permissions, or name another --output.",
-        ) from error
-    every = {
-        name: replace(entry, file=folder / entry.file.relative_to(source.folder))
-        for name, entry in source.entries.items()
-    }
-    here = {entry.name: every[entry.name] for entry in entries}
-    return SparseSource(
-        source=replace(source, folder=folder, index=TensorIndex(folder=folder, entries=here), entries=every),
-        bytes_asked=sum(entry.size_bytes for entry in entries),
-        bytes_fetched=bytes_fetched,
+        raise _cannot_store(folder, error) from error
+    return bytes_fetched
+
+
+def _cannot_store(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the slice cannot be stored in {folder}",
+        found=str(error),
+        next_step="Make room there or mend its permissions, or name another --output.",
     )
 
 

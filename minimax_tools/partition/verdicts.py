@@ -2,12 +2,13 @@
 
 | verdict | it holds where |
 |---|---|
-| `plan_is_whole` | the plan contradicts neither itself nor the checkpoint's headers |
-| `nodes_differ` | no two nodes hold the same tensors |
+| `plan_is_whole` | the plan contradicts neither itself nor what is known of the checkpoint |
+| `nodes_differ` | no two nodes have the same layers, or hold the same tensors |
+| `downloads_differ` | no two nodes download the same weight files |
 | `cover_everything` | every tensor of the checkpoint is on some node |
 | `overlap_nowhere` | no tensor is on two nodes, but for those the plan shares |
-| `memory_in_proportion` | each slice fits its node; divided by memory, layers go with it, within one |
-| `nobody_holds_the_whole` | no node of several holds every tensor |
+| `memory_in_proportion` | each slice fits its node; divided by memory, all are equally full, within a layer |
+| `nobody_holds_the_whole` | no node of several holds every tensor, or downloads every weight file |
 | `downloads_complete` | the files of the nodes asked for are here in their sizes |
 | `slices_as_planned` | each folder holds the plan's tensors, no other, and can be read |
 | `digests_match` | each tensor of a folder has its source's bytes, and those that slice.json notes |
@@ -16,11 +17,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 
-from minimax_tools.checkpoint.architecture import Architecture
+from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.download import Download
 from minimax_tools.partition.holding import Holding
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -30,6 +31,7 @@ from minimax_tools.size import word_size
 _PLANNER_BY_MEMORY = "memory"
 # A share is seldom a whole number of layers: rounded, and one more.
 _MOST_LAYERS_ASIDE = 1.5
+_BY_RANGES = "mm2-split fetch --byte-ranges fetches its tensors alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,34 +62,54 @@ class Verdict:
         return cls(name=name, claim=claim, holds=None, found=(reason,))
 
 
-def judge_difference(holdings: Sequence[Holding]) -> Verdict:
-    """Whether all nodes that hold something hold different things."""
-    used = [holding for holding in holdings if holding.sizes]
+def judge_difference(slices: Sequence[Slice], holdings: Mapping[str, Holding]) -> Verdict:
+    """Whether all nodes that hold something hold different things, of different layers."""
+    faults = []
+    for first, second in combinations([slice_ for slice_ in slices if holdings[slice_.node.name].sizes], 2):
+        names = f"{first.node.name} and {second.node.name}"
+        held = holdings[first.node.name].sizes.keys()
+        if first.stage.layers and first.stage.layers == second.stage.layers:
+            faults.append(f"{names} have the same {len(first.stage.layers)} layers")
+        if held == holdings[second.node.name].sizes.keys():
+            faults.append(f"{names} hold the same {len(held)} tensors")
+    return Verdict.of("nodes_differ", "all nodes hold different layers and tensors", faults)
+
+
+def judge_files(downloads: Mapping[str, Download]) -> Verdict:
+    """Whether no two nodes download the same weight files.
+
+    Args:
+        downloads: Of each node; none where nothing is downloaded as whole files.
+    """
+    claim = "all nodes download different weight files"
+    if not downloads:
+        return Verdict.open("downloads_differ", claim, "no node downloads whole files")
+    weights = {node: {file.name for file in download.weights} for node, download in downloads.items()}
     return Verdict.of(
-        "nodes_differ",
-        "all nodes hold different tensors",
+        "downloads_differ",
+        claim,
         (
-            f"{first.node} and {second.node} hold the same {len(first.sizes)} tensors"
-            for first, second in combinations(used, 2)
-            if first.sizes.keys() == second.sizes.keys()
+            f"{first} and {second} download the same {len(weights[first])} weight files: {_BY_RANGES}"
+            for first, second in combinations(weights, 2)
+            if weights[first] and weights[first] == weights[second]
         ),
     )
 
 
-def judge_coverage(holdings: Sequence[Holding], sizes: Mapping[str, int]) -> Verdict:
-    """Whether the nodes together hold every tensor of the checkpoint, of which `sizes` has the bytes."""
-    held = {name for holding in holdings for name in holding.sizes}
-    return Verdict.of(
-        "cover_everything",
-        "all nodes together hold the whole model",
-        (f"no node holds {name}" for name in sorted(sizes.keys() - held)),
-    )
+def judge_coverage(holdings: Mapping[str, Holding], names: Set[str] | None) -> Verdict:
+    """Whether the nodes together hold every tensor of the checkpoint, of which `names` are all that there are."""
+    claim = "all nodes together hold the whole model"
+    if names is None:
+        reason = "neither headers nor an index file tell here what the checkpoint holds"
+        return Verdict.open("cover_everything", claim, reason)
+    held = {name for holding in holdings.values() for name in holding.sizes}
+    return Verdict.of("cover_everything", claim, (f"no node holds {name}" for name in sorted(names - held)))
 
 
-def judge_overlap(holdings: Sequence[Holding], shared: Mapping[str, str]) -> Verdict:
+def judge_overlap(holdings: Mapping[str, Holding], shared: Mapping[str, str]) -> Verdict:
     """Whether no tensor lies on two nodes, but for `shared` ones."""
     holders: dict[str, list[str]] = {}
-    for holding in holdings:
+    for holding in holdings.values():
         for name in holding.sizes:
             holders.setdefault(name, []).append(holding.node)
     return Verdict.of(
@@ -101,38 +123,58 @@ def judge_overlap(holdings: Sequence[Holding], shared: Mapping[str, str]) -> Ver
     )
 
 
-def judge_whole(holdings: Sequence[Holding], sizes: Mapping[str, int]) -> Verdict:
-    """Whether no node of several holds the whole model."""
-    return Verdict.of(
-        "nobody_holds_the_whole",
-        "no node holds the whole model" + ("; there is one node" if len(holdings) == 1 else ""),
-        (
-            f"{holding.node} holds all {len(sizes)} tensors"
-            for holding in holdings
-            if len(holdings) > 1 and sizes.keys() <= holding.sizes.keys()
-        ),
-    )
-
-
-def judge_proportion(
-    plan: PartitionPlan, holdings: Sequence[Holding], architecture: Architecture, sizes: Mapping[str, int]
+def judge_whole(
+    holdings: Mapping[str, Holding], names: Set[str] | None, downloads: Mapping[str, Download]
 ) -> Verdict:
+    """Whether no node of several that are used holds or downloads the whole model.
+
+    Args:
+        holdings: Of each node.
+        names: All the checkpoint's tensors; None where only the nodes' are known.
+        downloads: As for `judge_files`.
+    """
+    used = [holding for holding in holdings.values() if holding.sizes]
+    if len(used) == 1:
+        return Verdict.of("nobody_holds_the_whole", "one node is used, which holds the whole model", ())
+    everything = names or {name for holding in used for name in holding.sizes}
+    faults = [
+        f"{holding.node} holds all {len(everything)} tensors"
+        for holding in used
+        if everything <= holding.sizes.keys()
+    ]
+    faults += [
+        f"{node} downloads every weight file, {len(download.weights)} in all: {_BY_RANGES}"
+        for node, download in downloads.items()
+        if download.weights and download.repository.weights <= set(download.names)
+    ]
+    return Verdict.of("nobody_holds_the_whole", "no node holds or downloads the whole model", faults)
+
+
+def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> Verdict:
     """Whether what the nodes hold goes with their memory.
 
-    Every slice must fit. Where the plan divides by memory, it is a fault that a node has over a layer more than its
-    share, rounded, while another with room has over a layer less: nothing forced it then, as one layer for each node
-    and a full memory may. Other planners do not divide by memory.
+    Every slice must fit. Where the plan divides by memory, all nodes must be equally full of all that they hold:
+    it is a fault that a node with layers to give has over a layer more than its share, rounded, while another has
+    over a layer less and room for one. Nothing forced it then, as a large embedding or a full memory may. Other
+    planners do not divide by memory.
+
+    Args:
+        plan: The plan.
+        cost: Of the model's parts as its tensors tell it; None where they are not known, and the plan's own figures
+            must do.
     """
-    claim = "each slice fits its node's memory"
+    costs = {
+        slice_.node.name: slice_.cost if cost is None else _recount(slice_, cost) for slice_ in plan.slices
+    }
+    claim = "each slice fits its node's memory" + (", by the plan's own figures" if cost is None else "")
     faults = [
-        f"{slice_.node.name} has {word_size(slice_.node.memory_bytes)} and needs "
-        f"{word_size(slice_.cost.memory_bytes)}"
-        for slice_ in plan.used
-        if slice_.cost.memory_bytes > slice_.node.memory_bytes
+        f"{slice_.node.name} has {word_size(slice_.node.memory_bytes)} and needs {word_size(needed)}"
+        for slice_ in plan.slices
+        if (needed := costs[slice_.node.name].memory_bytes) > slice_.node.memory_bytes
     ]
     if plan.planner == _PLANNER_BY_MEMORY:
-        claim += ", and layers go with memory, within one"
-        faults += _disproportions(plan, holdings, architecture, sizes)
+        claim += ", and all nodes are equally full, within a layer"
+        faults += _disproportions(plan, costs, cost)
     return Verdict.of("memory_in_proportion", claim, faults)
 
 
@@ -241,54 +283,46 @@ def _byte_faults(
         yield f"{where} has sha256 {found[:12]}, slice.json notes {noted[:12]}"
 
 
-def _disproportions(
-    plan: PartitionPlan, holdings: Sequence[Holding], architecture: Architecture, sizes: Mapping[str, int]
-) -> list[str]:
-    layers: dict[int, int] = {}
-    for name, size in sizes.items():
-        layer = architecture.layer_of(name)
-        if layer is not None:
-            layers[layer] = layers.get(layer, 0) + size
-    whole, unit = sum(layers.values()), max(layers.values(), default=0)
-    memory = sum(slice_.node.memory_bytes for slice_ in plan.slices)
-    held = {
-        holding.node: sum(
-            size for name, size in holding.sizes.items() if architecture.layer_of(name) is not None
-        )
-        for holding in holdings
-    }
-    # Of each node, how many layers it has above its share.
-    above = {
-        slice_.node.name: (held[slice_.node.name] - whole * slice_.node.memory_bytes / memory) / max(unit, 1)
+def _recount(slice_: Slice, cost: ModelCost) -> PartCost:
+    """What a slice takes; layers that the model has not take nothing."""
+    stage = slice_.stage
+    layers = range(max(stage.layers.start, 0), min(stage.layers.stop, len(cost.layers)))
+    return cost.of_slice(layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
+
+
+def _disproportions(plan: PartitionPlan, costs: Mapping[str, PartCost], cost: ModelCost | None) -> list[str]:
+    layer = _largest_layer(plan) if cost is None else max(cost.layers, key=lambda part: part.held_bytes)
+    # As the planner sees it: a node is charged a layer's activations, and the logits come and go.
+    full = {
+        slice_.node.name: costs[slice_.node.name].held_bytes
+        + (layer.activation_bytes if slice_.stage.is_used else 0)
         for slice_ in plan.slices
     }
-    room_for = _layer_memory(plan)
+    memory = sum(slice_.node.memory_bytes for slice_ in plan.slices)
+    # Of each node, how many layers it has above its share.
+    above = {
+        slice_.node.name: (full[slice_.node.name] - sum(full.values()) * slice_.node.memory_bytes / memory)
+        / max(layer.held_bytes, 1)
+        for slice_ in plan.slices
+    }
     takers = [
         slice_.node.name
         for slice_ in plan.slices
-        if above[slice_.node.name] < -_MOST_LAYERS_ASIDE and _room(slice_, plan) >= room_for
+        if above[slice_.node.name] < -_MOST_LAYERS_ASIDE
+        and (costs[slice_.node.name] + layer).memory_bytes <= slice_.node.memory_bytes
     ]
     return [
         f"{slice_.node.name} has {above[slice_.node.name]:.1f} layers more than its share of the memory, while "
         f"{takers[0]} has {-above[takers[0]]:.1f} less and room for one"
         for slice_ in plan.used
-        if takers and above[slice_.node.name] > _MOST_LAYERS_ASIDE and held[slice_.node.name] > unit
+        if takers and above[slice_.node.name] > _MOST_LAYERS_ASIDE and len(slice_.stage.layers) > 1
     ]
 
 
-def _layer_memory(plan: PartitionPlan) -> int:
-    """What a layer takes in memory, rather too much: where a slice has embedding or head they are in it."""
-    return max(
-        (
-            (slice_.cost.loaded_bytes + slice_.cost.kv_bytes) // len(slice_.stage.layers)
-            for slice_ in plan.used
-            if slice_.stage.layers
-        ),
-        default=0,
+def _largest_layer(plan: PartitionPlan) -> PartCost:
+    """What a layer takes by the plan's own figures, rather too much: embedding or head may be in it."""
+    costs = [(slice_.cost, len(slice_.stage.layers)) for slice_ in plan.used if slice_.stage.layers]
+    return PartCost(
+        loaded_bytes=max((part.held_bytes // count for part, count in costs), default=0),
+        activation_bytes=min((part.activation_bytes for part, _ in costs), default=0),
     )
-
-
-def _room(slice_: Slice, plan: PartitionPlan) -> int:
-    """Memory that a node has left while it runs."""
-    activations = max(other.cost.activation_bytes for other in plan.slices)
-    return slice_.node.memory_bytes - slice_.cost.loaded_bytes - slice_.cost.kv_bytes - activations

@@ -7,12 +7,15 @@ against the source; with the records of a run (see `read_record`), what was read
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.checkpoint.architecture import Architecture
+from minimax_tools.checkpoint.hub import is_on_hub
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.access import HubAccess
+from minimax_tools.partition.cost import ModelCost, measure_costs
 from minimax_tools.partition.download import Download, Repository
 from minimax_tools.partition.holding import Holding
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -25,6 +28,7 @@ from minimax_tools.partition.verdicts import (
     judge_difference,
     judge_digests,
     judge_downloads,
+    judge_files,
     judge_overlap,
     judge_proportion,
     judge_reads,
@@ -40,22 +44,18 @@ class NodeVerification:
 
     Args:
         slice: Its part of the plan.
-        rank: Its place in the plan, from 0.
-        memory_weight: Where its memory begins and ends among all nodes' memory, 0 to 1.
         download: Its files.
         holding: What it holds: its folder where one was given, else as planned.
-        record: What it read: in a run, else when its folder was verified; None where nothing was.
-        layers: The layers that it loads: of the record's tensors, or, where there is none, of the plan.
+        record: What it read in a run; None where nobody noted it.
+        layers: The layers that it loaded, as the record has it; None where there is none.
         slice_bytes: Of its tensors.
     """
 
     slice: Slice
-    rank: int
-    memory_weight: tuple[float, float]
     download: Download
     holding: Holding
     record: ReadRecord | None
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] | None
     slice_bytes: int
 
 
@@ -67,14 +67,12 @@ class Verification:
         plan: The plan.
         model: Where the checkpoint was looked for.
         nodes: Those asked for, in the plan's order.
-        map: Every node's slice with its memory weight, in the plan's order.
         verdicts: Over all nodes.
     """
 
     plan: PartitionPlan
     model: str
     nodes: tuple[NodeVerification, ...]
-    map: tuple[tuple[Slice, tuple[float, float]], ...] = field(repr=False)
     verdicts: tuple[Verdict, ...]
 
     @property
@@ -84,32 +82,29 @@ class Verification:
 
     def to_values(self) -> dict[str, Any]:
         """The verification as JSON holds it."""
+        plan = self.plan
         return {
             "model": self.model,
-            "planner": self.plan.planner,
-            "num_hidden_layers": self.plan.num_hidden_layers,
-            "active_nodes": len(self.plan.used),
-            "total_layers_assigned": sum(len(slice_.stage.layers) for slice_, _ in self.map),
+            "planner": plan.planner,
+            "num_hidden_layers": plan.num_hidden_layers,
+            "active_nodes": len(plan.used),
+            "total_layers_assigned": sum(len(slice_.stage.layers) for slice_ in plan.slices),
             "partition_map": [
                 {
                     "node": slice_.node.name,
                     "layers": [slice_.stage.layers.start, slice_.stage.layers.stop],
                     "num_layers": len(slice_.stage.layers),
-                    "share": self.share(slice_),
-                    "memory_weight": list(weight),
+                    "share": plan.share(slice_),
+                    "memory_weight": list(plan.memory_weight(slice_)),
                     "has_embedding": slice_.stage.has_embedding,
                     "has_head": slice_.stage.has_head,
                 }
-                for slice_, weight in self.map
+                for slice_ in plan.slices
             ],
-            "nodes": [_node_values(node, self.share(node.slice)) for node in self.nodes],
+            "nodes": [_node_values(node, plan) for node in self.nodes],
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
             "holds": self.holds,
         }
-
-    def share(self, slice_: Slice) -> float:
-        """How much of the model's layers a slice has, 0 to 1."""
-        return len(slice_.stage.layers) / self.plan.num_hidden_layers
 
 
 def verify(
@@ -128,7 +123,8 @@ def verify(
         nodes: The nodes whose files, folders and records are looked at; none for all. Their downloads are judged
             where they are named and no folders are given: this machine need not have the others' files, and who has
             a slice needs none.
-        model: Where the checkpoint is, if not where the plan says.
+        model: Where the checkpoint is, if not where the plan says. A node's machine may have the node's files alone:
+            what is not here is judged by the index file and the plan.
         slices: The folder that holds `{node}/` as `mm2-split extract` writes them.
         records: The folder that holds `{node}.json`, or a capture directory (see `read_record`).
         access: The hub; None for the one that the environment names.
@@ -143,50 +139,49 @@ def verify(
         if folder is not None and not folder.is_dir():
             raise UsageError(f"{folder} is no folder", next_step="Name the folder that holds one per node.")
     source = open_source(model or plan.model, headers=True, access=access)
-    sizes = {tensor.name: tensor.size_bytes for tensor in source.tensors}
+    sizes = source.measure_tensors(plan)
     holdings = {slice_.node.name: Holding.planned(slice_, sizes) for slice_ in plan.slices}
     if slices is not None:
         holdings |= {slice_.node.name: Holding.found(slice_, slices / slice_.node.name) for slice_ in chosen}
-    names = [slice_.node.name for slice_ in chosen]
-    run = read_records(records, names) if records is not None else {}
-    repository = Repository.of(source, access=access)
-    downloads = {slice_.node.name: Download.check(slice_, plan, source, repository) for slice_ in chosen}
-    weights = _memory_weights(plan)
+    run = read_records(records, [slice_.node.name for slice_ in chosen]) if records is not None else {}
+    repository = Repository.of(source, plan, access=access)
+    downloads = {slice_.node.name: Download.of(slice_, source, repository) for slice_ in plan.slices}
+    fetched = downloads if slices is None and is_on_hub(source.model) else {}
     found = tuple(
-        _verify_node(
-            slice_,
-            plan,
-            memory_weight=weights[slice_.node.name],
+        NodeVerification(
+            slice=slice_,
             download=downloads[slice_.node.name],
             holding=holdings[slice_.node.name],
-            record=run.get(slice_.node.name, holdings[slice_.node.name].record),
-            source=source,
-            sizes=sizes,
+            record=run.get(slice_.node.name),
+            layers=layers_read(run.get(slice_.node.name), source.architecture),
+            slice_bytes=sum(sizes.get(name, 0) for name in slice_.names),
         )
         for slice_ in chosen
     )
+    names = source.names or frozenset(tensor.name for tensor in source.find_tensors() or ()) or None
     verdicts = [
-        Verdict.of(
-            "plan_is_whole",
-            "the plan agrees with itself and the checkpoint",
-            plan.find_faults(source.entries, source.architecture, folder=source.folder),
+        _judge_plan(plan, source),
+        judge_difference(plan.slices, holdings),
+        judge_files(fetched),
+        judge_coverage(holdings, names),
+        judge_overlap(holdings, plan.shared),
+        judge_proportion(plan, _measure_costs(plan, source)),
+        judge_whole(holdings, names, fetched),
+        _judge_downloads(
+            {node.slice.node.name: node.download for node in found}, is_here=bool(nodes) and slices is None
         ),
-        judge_difference([*holdings.values()]),
-        judge_coverage([*holdings.values()], sizes),
-        judge_overlap([*holdings.values()], plan.shared),
-        judge_proportion(plan, [*holdings.values()], source.architecture, sizes),
-        judge_whole([*holdings.values()], sizes),
-        _judge_downloads(downloads, is_here=bool(nodes) and slices is None),
         *_judge_folders(chosen, holdings, source, slices=slices),
-        _judge_reads(chosen, found, sizes, is_run=records is not None),
+        _judge_reads(chosen, run, sizes, is_run=records is not None),
     ]
-    return Verification(
-        plan=plan,
-        model=source.model,
-        nodes=found,
-        map=tuple((slice_, weights[slice_.node.name]) for slice_ in plan.slices),
-        verdicts=tuple(verdicts),
-    )
+    return Verification(plan=plan, model=source.model, nodes=found, verdicts=tuple(verdicts))
+
+
+def layers_read(record: ReadRecord | None, architecture: Architecture) -> tuple[int, ...] | None:
+    """The layers of which a run opened tensors, ascending; None where nobody noted what it read."""
+    if record is None:
+        return None
+    found = {architecture.layer_of(name) for name in record.tensors}
+    return tuple(sorted(layer for layer in found if layer is not None))
 
 
 def _choose(plan: PartitionPlan, nodes: Sequence[str]) -> tuple[Slice, ...]:
@@ -195,41 +190,20 @@ def _choose(plan: PartitionPlan, nodes: Sequence[str]) -> tuple[Slice, ...]:
     return tuple(slice_ for slice_ in plan.slices if not nodes or slice_.node.name in nodes)
 
 
-def _memory_weights(plan: PartitionPlan) -> dict[str, tuple[float, float]]:
-    whole = sum(slice_.node.memory_bytes for slice_ in plan.slices)
-    weights, before = {}, 0
-    for slice_ in plan.slices:
-        after = before + slice_.node.memory_bytes
-        weights[slice_.node.name] = (before / whole, after / whole)
-        before = after
-    return weights
+def _judge_plan(plan: PartitionPlan, source: Source) -> Verdict:
+    """Whether the plan is the checkpoint's, as far as headers and index file tell here."""
+    names = source.names
+    entries = None if names is None else source.headers_known
+    faults = plan.find_faults(entries, source.architecture, folder=source.folder, names=names)
+    return Verdict.of("plan_is_whole", "the plan agrees with itself and the checkpoint", faults)
 
 
-def _verify_node(
-    slice_: Slice,
-    plan: PartitionPlan,
-    *,
-    memory_weight: tuple[float, float],
-    download: Download,
-    holding: Holding,
-    record: ReadRecord | None,
-    source: Source,
-    sizes: Mapping[str, int],
-) -> NodeVerification:
-    layers: set[int] = set(slice_.stage.layers)
-    if record is not None:
-        opened = {source.architecture.layer_of(name) for name in record.tensors}
-        layers = {layer for layer in opened if layer is not None}
-    return NodeVerification(
-        slice=slice_,
-        rank=plan.slices.index(slice_),
-        memory_weight=memory_weight,
-        download=download,
-        holding=holding,
-        record=record,
-        layers=tuple(sorted(layers)),
-        slice_bytes=sum(sizes.get(name, 0) for name in slice_.names),
-    )
+def _measure_costs(plan: PartitionPlan, source: Source) -> ModelCost | None:
+    """What the parts of the model take, whatever the plan says of it; None where its tensors are not known."""
+    tensors = source.find_tensors()
+    if tensors is None:
+        return None
+    return measure_costs(tensors, source.architecture, source.config, plan.workload)
 
 
 def _judge_downloads(downloads: Mapping[str, Download], *, is_here: bool) -> Verdict:
@@ -271,20 +245,20 @@ def _source_digests(source: Source, names: set[str]) -> dict[str, str]:
 
 
 def _judge_reads(
-    chosen: Sequence[Slice], found: Sequence[NodeVerification], sizes: Mapping[str, int], *, is_run: bool
+    chosen: Sequence[Slice], run: Mapping[str, ReadRecord], sizes: Mapping[str, int], *, is_run: bool
 ) -> Verdict:
-    records = {node.slice.node.name: node.record for node in found if node.record is not None}
-    if not is_run and not records:
-        claim = "each node read its slice's tensors, 1.00 times"
-        return Verdict.open("reads_match", claim, "no records of a run were given")
-    return judge_reads(chosen, records, sizes)
+    verdict = judge_reads(chosen, run, sizes)
+    if is_run:
+        return verdict
+    return Verdict.open(verdict.name, verdict.claim, "no records of a run were given")
 
 
-def _node_values(node: NodeVerification, share: float) -> dict[str, Any]:
-    download, record = node.download, node.record
+def _node_values(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:
+    download, record, holding = node.download, node.record, node.holding
+    share = plan.share(node.slice)
     return {
         "node": node.slice.node.name,
-        "partition_index": node.rank,
+        "partition_index": plan.slices.index(node.slice),
         "layers": [node.slice.stage.layers.start, node.slice.stage.layers.stop],
         "share": share,
         "memory_reduction": 1 - share,
@@ -292,8 +266,9 @@ def _node_values(node: NodeVerification, share: float) -> dict[str, Any]:
         "slice_bytes": node.slice_bytes,
         "allow_patterns": list(download.patterns),
         "download": {
-            "num_repository_files": download.num_repository_files,
-            "repository_bytes": download.repository_bytes,
+            "num_repository_files": len(download.repository.sizes),
+            "repository_bytes": download.repository.size_bytes,
+            "is_repository_known": download.repository.is_known,
             "num_files": len(download.files),
             "expected_bytes": download.size_bytes,
             "actual_bytes": download.actual_bytes,
@@ -301,7 +276,20 @@ def _node_values(node: NodeVerification, share: float) -> dict[str, Any]:
             "is_complete": download.is_complete,
             "files": [{**asdict(file), "is_complete": file.is_complete} for file in download.files],
         },
-        "runtime": {"loaded_layers": list(node.layers), "is_seen": record is not None},
+        "folder": None
+        if holding.folder is None
+        else {
+            "path": str(holding.folder),
+            "source": holding.source,
+            "num_tensors": len(holding.sizes),
+            "bytes": holding.size_bytes,
+            "digest": holding.digest,
+            "digests": dict(holding.digests),
+        },
+        "runtime": {
+            "is_seen": record is not None,
+            "loaded_layers": None if node.layers is None else list(node.layers),
+        },
         "reads": None
         if record is None
         else {
@@ -311,6 +299,4 @@ def _node_values(node: NodeVerification, share: float) -> dict[str, Any]:
             "bytes_read_over_slice": read_over_slice(record, node.slice_bytes) if node.slice_bytes else None,
             "files": dict(record.files),
         },
-        "digest": node.holding.digest if node.holding.folder is not None else None,
-        "digests": dict(node.holding.digests),
     }
