@@ -14,10 +14,11 @@ import torch
 from gpu_reference.generation import GENERATION_NAME, Sampling, generate, read_generation, render_generation
 from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
-from gpu_reference.options import golden_options, plan_options, sampling_options
+from gpu_reference.options import golden_options, planned_golden_options, sampling_options
 from gpu_reference.pipeline import capture_by_ranks
 from gpu_reference.placement import Placement, parse_placement
-from gpu_reference.ranks import RankPlace, ToldError, open_ranks
+from gpu_reference.rank_place import RankPlace, warn_of_idle_cores
+from gpu_reference.ranks import ToldError, open_ranks
 from gpu_reference.slice_index import validate_plan
 from gpu_reference.stream_choice import choose_part_streaming, choose_streaming, is_whole
 from minimax_tools.capture.locate import open_source
@@ -52,11 +53,11 @@ def main() -> None:
 @main.command(
     "extract-all",
     epilog="\b\n"
-    "By a plan of two slices: torchrun --nproc-per-node 2 -m gpu_reference extract-all --plan P.json --model DIR\n"
+    "By a plan of two slices, on 16 cores:\n"
+    "  OMP_NUM_THREADS=8 torchrun --nproc-per-node 2 -m gpu_reference extract-all --plan P.json --seq-len 96,61\n"
     "Example: mm2-gpu extract-all --model DIR --max-memory 40GB --seq-len 96,61",
 )
-@plan_options
-@golden_options
+@planned_golden_options
 def extract_all(plan_file: Path | None, slices_folder: Path | None, **options: Any) -> None:
     """Capture every layer of the model from one forward pass, on one machine or, by a plan, on several."""
     if plan_file is not None:
@@ -64,6 +65,8 @@ def extract_all(plan_file: Path | None, slices_folder: Path | None, **options: A
         return
     if slices_folder is not None:
         raise UsageError("--slices belongs to a plan", next_step="Give --plan too.")
+    if options["model"] is None:
+        raise UsageError("no checkpoint is named", next_step="Give --model, or a --plan, which names one.")
     _run_golden(options, _whole_model(options))
 
 
@@ -164,14 +167,15 @@ def _run_planned(options: Options, plan_file: Path, slices_folder: Path | None) 
     try:
         with open_ranks(place) as ranks:
             plan = PartitionPlan.read(plan_file)
-            stages = [part.stage for part in plan.used]
-            ranks.assign([stage.node.name for stage in stages])
+            ranks.assign([part.node.name for part in plan.used])
+            warn_of_idle_cores(place)
+            options["model"] = options["model"] or plan.model
             request = _read_planned_request(options, plan, plan.used[place.rank], place, slices_folder)
             assert request.streaming is not None, "a slice is streamed"
             ranks.join(request.streaming.device)
             directory = _directory(options, request.run)
             with open_golden(request) as golden, _progress_of(place, request.run) as progress:
-                capture_by_ranks(golden, ranks, stages, directory, progress=progress)
+                capture_by_ranks(golden, ranks, plan, directory, progress=progress)
     except ToldError as error:
         click.get_current_context().exit(error.exit_code)
     if place.rank == 0:

@@ -30,12 +30,18 @@ class OnceReader(CheckpointReader):
         self._repeats: Counter[str] = Counter()
         self._kept: dict[str, torch.Tensor] = {}
         self._sizes: dict[str, int] = {}
+        self._bytes_read: Counter[str] = Counter()
         self._keeping = threading.Lock()
 
     @property
     def sizes_read(self) -> Mapping[str, int]:
         """Bytes of every tensor that was asked for, each counted once, by name."""
         return dict(self._sizes)
+
+    @property
+    def bytes_read_by_name(self) -> Mapping[str, int]:
+        """Bytes that came from the files, by tensor: what was read twice counts twice."""
+        return dict(self._bytes_read)
 
     def expect_again(self, names: Iterable[str]) -> None:
         """Announce, before they are read, that each of these will be asked for once more.
@@ -58,5 +64,6 @@ class OnceReader(CheckpointReader):
         super()._fill(entry, out, past_cache=past_cache)
         with self._keeping:
             self._sizes[entry.name] = entry.size_bytes
+            self._bytes_read[entry.name] += entry.size_bytes
             if self._repeats[entry.name]:
                 self._kept[entry.name] = out.view(-1).view(torch.uint8).clone()

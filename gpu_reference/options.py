@@ -12,6 +12,7 @@ from minimax_tools.options import (
     input_options,
     memory_budget_option,
     model_option,
+    optional_model_option,
     output_options,
     run_options,
     stack_options,
@@ -81,12 +82,13 @@ _computation_options = (
     ),
     click.option("--no-save", is_flag=True, help="Print statistics, write nothing."),
 )
-plan_options = stack_options(
+_plan_options = stack_options(
     click.option(
         "--plan",
         "plan_file",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="Divide the run as this plan of mm2-split says, a slice for each rank of torchrun.",
+        help="Divide the run as this plan of mm2-split says, a slice for each rank of torchrun; "
+        "set OMP_NUM_THREADS to cores per rank, or torchrun makes it 1.",
     ),
     click.option(
         "--slices",
@@ -114,8 +116,7 @@ sampling_options = stack_options(
 )
 
 
-golden_options = stack_options(
-    model_option,
+_run_golden_options = stack_options(
     input_options,
     run_options,
     store_options,
@@ -124,3 +125,5 @@ golden_options = stack_options(
     *_computation_options,
     output_options,
 )
+golden_options = stack_options(model_option, _run_golden_options)
+planned_golden_options = stack_options(optional_model_option, _plan_options, _run_golden_options)

@@ -4,15 +4,19 @@ What overlaps. The batch goes from rank to rank whole: rows apart would be other
 promises to be the same bits (cuBLAS and oneDNN choose their kernels by the number of rows), and a golden is one
 forward pass of transformers. So the layers' forward passes follow one another, and everything else goes on at once on
 all ranks: a rank reads its slice while those before it compute, passes its hidden states on as soon as its last layer
-has run, and only then measures noise floors, digests and writes. With S the share of the forward passes in a single
-process's time, N ranks take S + (1 − S) / N of it. A rank whose memory does not hold its slice streams it instead,
-floors and all, and those behind it wait.
+has run, and only then measures noise floors, digests and writes. Of a single process's time let S be the share of the
+forward passes, R that of reading, W that of floors and writing, and x the share of the layers that the first of two
+ranks has. Then two ranks take max(x, 1 − x, S + W + x (R − W)): the second rank waits for the first one's reading and
+forward pass, and writes last. An equal split makes that S + (1 − S) / 2; where floors and writing cost more than
+reading, as they do unless they are switched off, the first rank should have more of the layers. A rank whose memory
+does not hold its slice streams it instead, floors and all, and those behind it wait.
 
-`torch.distributed.pipelining` has nothing for this: its schedules interleave micro-batches of one stage function,
-with the stages' weights in memory and no part for what is written between the layers.
+`torch.distributed.pipelining` has nothing for one whole batch: its schedules gain by interleaving micro-batches of it,
+with all of a stage's weights in memory, and have no part for what is written between the layers.
 
 All ranks write into one capture directory, which must be on a file system that all of them see. Each lists its layers
-in a manifest of its own, and rank 0 merges them: files and manifest are those of a single process.
+in a manifest of its own, for a run that resumes theirs, and tells rank 0 of them when it is done: files and manifest
+are those of a single process.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,85 +31,39 @@ import torch
 
 from gpu_reference.golden import Golden
 from gpu_reference.once_reader import OnceReader
+from gpu_reference.opening import Introduction, open_together
 from gpu_reference.placement import watched_memory
 from gpu_reference.ranks import Ranks
 from gpu_reference.recording import recording_layers, recording_model
 from gpu_reference.resumption import running_only
+from gpu_reference.steps import Step, plan_steps
 from gpu_reference.streaming import StreamedModel, Streaming
-from minimax_tools.capture.manifest import Description, Manifest
-from minimax_tools.capture.parts import merge_parts, part_name
+from gpu_reference.weights import head_name
+from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.checkpoint.index import digest_shapes
-from minimax_tools.checkpoint.names import layer_of
+from minimax_tools.capture.sharing import read_shared, refuse_other_owner
+from minimax_tools.capture.writer import CaptureWriter
 from minimax_tools.errors import CannotRunError, CaptureError
-from minimax_tools.partition.planners import Stage
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.progress import Progress
+from minimax_tools.run import Run
 from minimax_tools.sites import ModelSite, Site
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What a rank has to do, of what is not stored yet.
-
-    Args:
-        layers: The layers to run; may be none.
-        runs_head: Whether the final norm and the lm_head run.
-        source: Where the first layer's input comes from: `tokens`, `stored`, or `rank` for the rank before.
-        passes_on: Whether the rank behind needs its output.
-    """
-
-    layers: range
-    runs_head: bool
-    source: str
-    passes_on: bool
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.layers or self.runs_head or self.passes_on)
-
-
-def plan_steps(
-    stages: Sequence[Stage], complete: Sequence[int], *, has_model_sites: bool
-) -> tuple[Step, ...]:
-    """What every rank has to do; all ranks find the same.
-
-    Args:
-        stages: One for each rank, in the order in which a token passes them.
-        complete: Layers that are stored whole.
-        has_model_sites: Whether the sites outside the layers are stored.
-    """
-    steps: list[Step] = []
-    needed_behind = False
-    for stage in reversed(stages):
-        pending = [layer for layer in stage.layers if layer not in complete]
-        first = pending[0] if pending else stage.layers.stop
-        is_begun = first == 0 and stage.has_embedding
-        source = "tokens" if is_begun else "stored" if first - 1 in complete else "rank"
-        step = Step(
-            layers=range(first, stage.layers.stop),
-            runs_head=stage.has_head and not has_model_sites,
-            source=source,
-            passes_on=needed_behind,
-        )
-        needed_behind = not step.is_idle and source == "rank"
-        steps.append(step)
-    return tuple(reversed(steps))
+_FIRST_INPUT = "first_input"
 
 
 def capture_by_ranks(
-    golden: Golden, ranks: Ranks, stages: Sequence[Stage], directory: Path, *, progress: Progress
+    golden: Golden, ranks: Ranks, plan: PartitionPlan, directory: Path, *, progress: Progress
 ) -> None:
     """Run the inputs once, this rank its slice of them, and write the capture; a killed capture resumes.
 
     Args:
         golden: Opened with this rank's slice.
         ranks: All of them, joined.
-        stages: Theirs, in order.
+        plan: Theirs.
         directory: The capture directory, which all ranks see.
         progress: Told of every layer, on rank 0.
 
@@ -114,26 +71,30 @@ def capture_by_ranks(
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
         CannotRunError: The ranks would make different captures; or one of them died.
     """
-    with _shared_capture(golden, ranks, directory, progress) as writer:
-        steps = plan_steps(stages, writer.complete_layers, has_model_sites=writer.has_model_sites)
-        rank_run = _RankRun(golden, ranks, writer, steps[ranks.rank])
-        if not steps[ranks.rank].is_idle:
-            rank_run.run()
-            rank_run.write_record(directory / RECORDS_FOLDER)
-        ranks.say(f"written/{ranks.rank}", True)
+    introduction = Introduction.of(golden, plan)
+    with open_together(ranks, introduction, golden, directory) as writer:
+        steps = plan_steps(
+            [part.stage for part in plan.used], writer.complete_layers, has_model_sites=writer.has_model_sites
+        )
+        with _showing_progress(ranks, writer.complete_layers, golden.request.run, progress):
+            rank_run = _RankRun(golden, ranks, writer, steps[ranks.rank], plan=introduction.plan)
+            if not steps[ranks.rank].is_idle:
+                rank_run.run()
+            ranks.flush()
+            parts = _gather_parts(ranks, writer.manifest)
         if ranks.rank == 0:
-            for rank in range(ranks.num_ranks):
-                ranks.ask(f"written/{rank}")
+            ranks.settle()
+            for part in parts:
+                writer.add_part(part)
+            _require_whole(writer.manifest, golden.request.run, directory)
             writer.finish()
-            ranks.say("finished", True)
-        ranks.ask("finished")
-    ranks.finish()
+    ranks.leave()
 
 
 class _RankRun:
     """One rank's slice, run once."""
 
-    def __init__(self, golden: Golden, ranks: Ranks, writer: CaptureWriter, step: Step) -> None:
+    def __init__(self, golden: Golden, ranks: Ranks, writer: CaptureWriter, step: Step, *, plan: str) -> None:
         self._golden = golden
         self._ranks = ranks
         self._writer = writer
@@ -142,18 +103,22 @@ class _RankRun:
         assert streaming is not None, "a slice is streamed"
         assert streaming.part is not None, "a slice is part of a plan"
         self._streaming: Streaming = streaming
-        self._part = streaming.part
         self._golden_writer = golden.writing_to(writer, _ToldProgress(ranks))
         self._waiting: list[tuple[int, Mapping[Site, torch.Tensor], torch.device]] = []
         self._last_output: torch.Tensor | None = None
+        self._records_folder = writer.directory / RECORDS_FOLDER
+        self._earlier = ReadRecord.begun(streaming.part.node.name, plan=plan)
+        if writer.complete_layers:
+            self._earlier = _read_earlier(self._records_folder, self._earlier)
 
     def run(self) -> None:
         """Read, run, pass on, write."""
         step, streaming = self._step, self._streaming
+        pending = tuple(layer for layer in step.layers if layer not in self._writer.complete_layers)
+        self._expect_tied_head()
         if streaming.holds_part and isinstance(self._golden.weights, StreamedModel):
             self._golden.weights.hold(step.layers, with_head=step.runs_head)
         hidden_states = self._take()
-        pending = tuple(layer for layer in step.layers if layer not in self._writer.complete_layers)
         model_sites = [ModelSite.FINAL_NORM, ModelSite.LOGITS] if step.runs_head else []
         if hidden_states is None:
             model_sites.append(ModelSite.EMBEDDING)
@@ -172,14 +137,22 @@ class _RankRun:
             self._forward(hidden_states)
         while self._waiting:
             self._write_layer(*self._waiting.pop(0))
+        self._write_record()
         if step.runs_head:
             self._write_model(model_tensors, hidden_states)
 
-    def write_record(self, folder: Path) -> None:
-        """Write what was read of the checkpoint."""
+    def _expect_tied_head(self) -> None:
+        """Have one tensor that is embedding and head read once, where this rank needs it as both."""
+        spec, reader = self._golden.request.model.spec, self._golden.reader
+        if spec.tie_word_embeddings and self._step.runs_head and self._step.source == "tokens":
+            assert isinstance(reader, OnceReader), "a slice is read once"
+            reader.expect_again([head_name(spec)])
+
+    def _write_record(self) -> None:
+        """Write what was read of the checkpoint so far; before what was made of it is listed, so none is left out."""
         reader = self._golden.reader
         assert isinstance(reader, OnceReader), "a slice is read once"
-        ReadRecord.of(self._part.node.name, reader.sizes_read, bytes_read=reader.num_bytes_read).write(folder)
+        self._earlier.followed_by(reader.sizes_read, reader.bytes_read_by_name).write(self._records_folder)
 
     def _take(self) -> torch.Tensor | None:
         """The input [B,S,H] of the first layer to run; None where it is made of the tokens."""
@@ -187,7 +160,7 @@ class _RankRun:
         if step.source == "tokens":
             return None
         if step.source == "stored":
-            return self._writer.read_layer_output(step.layers.start - 1).to(self._streaming.device)
+            return self._read_stored(step.layers.start - 1, Site.OUTPUT).to(self._streaming.device)
         shape = (*request.inputs.input_ids.shape, request.model.spec.hidden_size)
         return self._ranks.receive(shape, request.model.dtype, source=self._ranks.rank - 1)
 
@@ -228,8 +201,12 @@ class _RankRun:
         self._waiting.append((layer, captured, device))
 
     def _write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-        self._ranks.check()
+        refuse_other_owner(self._writer.directory, self._ranks.nonce)
+        self._write_record()
         self._golden_writer.write_layer(layer, captured, device)
+        if layer == 0:
+            entry = self._stored_entry(0, Site.INPUT)
+            self._ranks.say(_FIRST_INPUT, entry.as_json())
 
     def _write_model(
         self, captured: Mapping[ModelSite, torch.Tensor], hidden_states: torch.Tensor | None
@@ -244,10 +221,19 @@ class _RankRun:
 
     def _read_embedding(self) -> torch.Tensor:
         """The first layer's input, once the rank that has the first layer wrote it."""
-        if 0 not in self._writer.complete_layers:
-            self._ranks.ask("layer/0")
-        directory = self._writer.directory
-        return Capture(directory, merge_parts(directory, Manifest.read(directory))).read(0, Site.INPUT)
+        if 0 in self._writer.complete_layers:
+            return self._read_stored(0, Site.INPUT)
+        entry = Entry.from_json(self._ranks.ask(_FIRST_INPUT))
+        return read_shared(self._writer.directory, self._writer.manifest, entry)
+
+    def _read_stored(self, layer: int, site: Site) -> torch.Tensor:
+        """A site of a layer that was stored when the run began, on whichever machine."""
+        return read_shared(self._writer.directory, self._writer.manifest, self._stored_entry(layer, site))
+
+    def _stored_entry(self, layer: int, site: Site) -> Entry:
+        entry = Capture(self._writer.directory, self._writer.manifest).entry(layer, site)
+        assert entry is not None, f"{site} of layer {layer} is captured at every level"
+        return entry
 
 
 class _ToldProgress:
@@ -258,62 +244,29 @@ class _ToldProgress:
 
     def advance(self, layer: int, *, num_bytes: int) -> None:
         """Tell of a layer that is written."""
-        self._ranks.say(f"layer/{layer}", num_bytes)
+        self._ranks.say(_layer_key(layer), num_bytes)
 
     def skip(self, layer: int) -> None:
         """Say nothing: all ranks know what is stored."""
 
 
 @contextmanager
-def _shared_capture(
-    golden: Golden, ranks: Ranks, directory: Path, progress: Progress
-) -> Iterator[CaptureWriter]:
-    """The capture directory, opened by rank 0; all ranks write into it."""
-    description = golden.describe()
-    ranks.say(f"description/{ranks.rank}", description.as_json())
-    ranks.say(f"outside/{ranks.rank}", _shapes_outside_layers(golden))
+def _showing_progress(ranks: Ranks, complete: Sequence[int], run: Run, progress: Progress) -> Iterator[None]:
+    """Show, on rank 0, what all ranks tell."""
     if ranks.rank > 0:
-        ranks.ask("open")
-        yield _open_part(directory, ranks)
+        yield
         return
-    merged = _merge_descriptions(description, ranks)
-    with open_capture(directory, merged, inputs=golden.request.inputs) as writer:
-        for path in (directory / RECORDS_FOLDER).glob("*.json"):
-            # Of a run that this one does not go on with.
-            if not writer.complete_layers:
-                path.unlink()
-        ranks.say("open", merged.inputs_digest)
-        with _showing_progress(ranks, writer.complete_layers, golden, progress):
-            yield writer
-
-
-def _open_part(directory: Path, ranks: Ranks) -> CaptureWriter:
-    try:
-        manifest = Manifest.read(directory)
-    except CaptureError as error:
-        raise CaptureError(
-            f"{ranks.name(ranks.rank)} does not see the capture that rank 0 opened in {directory}",
-            found=error.what,
-            next_step="Give --output-dir a folder on a file system that all machines share.",
-        ) from error
-    return CaptureWriter(directory, manifest, manifest_name=part_name(ranks.rank))
-
-
-@contextmanager
-def _showing_progress(
-    ranks: Ranks, complete: Sequence[int], golden: Golden, progress: Progress
-) -> Iterator[None]:
     left = []
-    for layer in golden.request.run.span:
+    for layer in run.span:
         if layer in complete:
             progress.skip(layer)
         else:
             left.append(layer)
 
     def show() -> None:
-        for layer in [layer for layer in left if ranks.has_said(f"layer/{layer}")]:
+        for layer in [layer for layer in left if ranks.has_said(_layer_key(layer))]:
             left.remove(layer)
-            progress.advance(layer, num_bytes=ranks.ask(f"layer/{layer}"))
+            progress.advance(layer, num_bytes=ranks.ask(_layer_key(layer)))
 
     ranks.on_look(show)
     try:
@@ -323,48 +276,39 @@ def _showing_progress(
     show()
 
 
-def _shapes_outside_layers(golden: Golden) -> dict[str, list[int]]:
-    entries = golden.reader.index.entries
-    return {name: list(entry.shape) for name, entry in entries.items() if layer_of(name) is None}
+def _layer_key(layer: int) -> str:
+    return f"layer/{layer}"
 
 
-def _merge_descriptions(own: Description, ranks: Ranks) -> Description:
-    """The description of what all ranks make together.
+def _read_earlier(folder: Path, own: ReadRecord) -> ReadRecord:
+    """What attempts before this one read of the slice; `own`, which holds nothing, where none went by this plan."""
+    path = folder / f"{own.node}.json"
+    if not path.exists():
+        return own
+    try:
+        earlier = ReadRecord.read(path)
+    except CannotRunError as error:
+        logger.warning("Reads before this attempt are not counted: %s", error)
+        return own
+    return earlier if earlier.plan == own.plan and earlier.node == own.node else own
 
-    Raises:
-        CannotRunError: One of them would make another capture.
-    """
-    model = own.provenance.model
-    layers, layer_tensors = dict(model.layers), dict(model.layer_tensors)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for rank in range(ranks.num_ranks):
-        other = Description.from_json(ranks.ask(f"description/{rank}"))
-        theirs = other.provenance.model
-        same_parts = replace(
-            theirs,
-            layers=model.layers,
-            layer_tensors=model.layer_tensors,
-            tensors_digest=model.tensors_digest,
+
+def _gather_parts(ranks: Ranks, own: Manifest) -> list[Manifest]:
+    """Tell what this rank wrote; on rank 0, what all others wrote, once they are done."""
+    if ranks.rank > 0:
+        ranks.say(f"written/{ranks.rank}", own.as_json())
+        return []
+    return [Manifest.from_json(ranks.ask(f"written/{rank}")) for rank in range(1, ranks.num_ranks)]
+
+
+def _require_whole(manifest: Manifest, run: Run, directory: Path) -> None:
+    """Pass, or raise where a layer or a site outside the layers is listed by no rank."""
+    missing = [f"layer {layer}" for layer in run.span if layer not in manifest.complete_layers]
+    listed = {entry.site for entry in manifest.entries if entry.layer is None}
+    missing += [str(site) for site in run.model_sites if str(site) not in listed]
+    if missing:
+        raise CaptureError(
+            f"the ranks are done and {directory} is not whole",
+            found=f"no {', no '.join(missing)}",
+            next_step="Run the same command again: it resumes after the layers that are stored.",
         )
-        differing = own.differences(
-            replace(
-                other, provenance=replace(other.provenance, model=same_parts, device=own.provenance.device)
-            )
-        )
-        if differing:
-            raise CannotRunError(
-                f"{ranks.name(rank)} would make another capture than rank 0",
-                found=f"other {', '.join(differing)}",
-                next_step="Start all ranks with the same options, checkpoint, libraries and environment.",
-            )
-        layers |= theirs.layers
-        layer_tensors |= theirs.layer_tensors
-        for name, shape in ranks.ask(f"outside/{rank}").items():
-            shapes[name] = tuple(shape)
-    merged = replace(
-        model,
-        layers=dict(sorted(layers.items())),
-        layer_tensors=dict(sorted(layer_tensors.items())),
-        tensors_digest=digest_shapes(shapes),
-    )
-    return replace(own, provenance=replace(own.provenance, model=merged))

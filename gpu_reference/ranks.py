@@ -5,7 +5,10 @@
 | tell all ranks a value, wait for one | `say(key, value)`, `ask(key)` |
 | pass hidden states on, take them | `send(tensor, to=…)`, `receive(shape, …)` |
 
-Every wait ends when another rank dies: whoever notices names it, and all end.
+When a rank dies, the watch of every other one notices (see `watch`), at once on the same machine and within 41 s from
+another, and interrupts whatever the main thread does there, by a signal: a wait, a download, a forward pass. Only code
+outside Python is not interrupted but waited for: the longest is one operator of torch, or the reading or writing of
+one tensor file. One rank names the dead one, and all end.
 """
 
 from __future__ import annotations
@@ -14,29 +17,32 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
-from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from gpu_reference.watch import Watch
-from minimax_tools.errors import CannotRunError, Mm2Error, UsageError
+from gpu_reference.errand import Errand
+from gpu_reference.handshake import ARRIVAL_S, meet
+from gpu_reference.links import Links, identify_gpu
+from gpu_reference.local_store import LocalStore
+from gpu_reference.rank_place import RankPlace
+from gpu_reference.stopper import StoppedError, Stopper
+from gpu_reference.watch import DONE, FAILED, SILENT_S, Watch
+from minimax_tools.errors import BackendError, CannotRunError, Mm2Error, UsageError
 from minimax_tools.native_output import native_output_dropped
 
 _POLL_S = 0.02
-# Hidden states may be waited for as long as the ranks before need: it is the watch that ends a wait.
-_TIMEOUT = timedelta(days=30)
+# How long the ranks, all there, may take to find each other: the store, and the process group.
+_CONNECT_S = 120.0
 # How long to look for who died, when it shows that somebody did.
-_EXPLAIN_S = 45.0
+_EXPLAIN_S = SILENT_S + 5.0
 _EXPLAIN_STOP_S = 5.0
+# How long the store may take where nothing depends on its answer any more.
+_FAREWELL_S = 5.0
+_RESUME = "Run the same command again: it resumes after the layers that are stored."
 
 
 class ToldError(Mm2Error):
@@ -51,42 +57,35 @@ class RankLostError(CannotRunError):
     """A rank died."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Which rank this process is, as torchrun's environment says; the only one where nothing says."""
-
-    rank: int
-    num_ranks: int
-    local_rank: int
-    num_local: int
-
-    @classmethod
-    def from_environment(cls) -> RankPlace:
-        """This process's."""
-        num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
-        return cls(
-            rank=int(os.environ.get("RANK") or 0),
-            num_ranks=num_ranks,
-            local_rank=int(os.environ.get("LOCAL_RANK") or 0),
-            num_local=int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks),
-        )
-
-
 class Ranks:
     """The ranks of a run, as one of them sees them; made by `open_ranks`.
 
     Attributes:
         place: Which one this is.
+        nonce: The name of this attempt.
     """
 
-    def __init__(self, place: RankPlace, store: Any) -> None:
+    def __init__(
+        self,
+        place: RankPlace,
+        store: Any,
+        *,
+        nonce: str = "",
+        watch: Watch | None = None,
+        stopper: Stopper | None = None,
+        link_store: Any = None,
+    ) -> None:
         self.place = place
+        self.nonce = nonce
         self._store = store
+        self._watch = watch
+        self._stopper = stopper
+        self._is_settled = False
+        self._link_store = link_store
+        self._links: Links | None = None
         self._nodes: tuple[str, ...] = ()
-        self._watch: Watch | None = None
-        self._transfers: list[_Transfer] = []
-        self._device = torch.device("cpu")
-        self._is_direct = False
+        self._sent: list[Errand] = []
+        self._on_look: Callable[[], None] | None = None
 
     @property
     def rank(self) -> int:
@@ -110,10 +109,10 @@ class Ranks:
         """
         if self.num_ranks != len(nodes):
             raise UsageError(
-                f"the plan has {len(nodes)} slices for {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}",
+                f"the plan has {_count(len(nodes), 'slice')} for {_count(self.num_ranks, 'rank')}",
                 expected=f"a rank for each of {', '.join(nodes)}",
                 next_step=f"Start it as: torchrun --nproc-per-node {len(nodes)} -m gpu_reference extract-all "
-                "--plan … --model … (on several machines, with --nnodes and --rdzv-endpoint too).",
+                "--plan … (on several machines, with --nnodes and --rdzv-endpoint too).",
             )
         self._nodes = tuple(nodes)
 
@@ -124,35 +123,39 @@ class Ranks:
             device: What this rank computes on.
 
         Raises:
-            RankLostError: A rank died.
+            RankLostError: A rank died, or cannot be reached.
         """
-        self._device = device
         if self.num_ranks == 1:
             return
-        self._watch = Watch(self._store.clone(), self.rank, self.num_ranks)
-        self._watch.start()
-        self.say(f"device/{self.rank}", _identify(device))
+        self.say(f"device/{self.rank}", identify_gpu(device))
         devices = [self.ask(f"device/{rank}") for rank in range(self.num_ranks)]
-        self._is_direct = None not in devices and len(set(devices)) == self.num_ranks
-        with native_output_dropped():
-            self._guard(self._open_group)
-
-    def _open_group(self) -> None:
-        torch.distributed.init_process_group(
-            "nccl" if self._is_direct else "gloo",
-            store=PrefixStore("group", self._store.clone()),
-            rank=self.rank,
-            world_size=self.num_ranks,
-            timeout=_TIMEOUT,
+        is_direct = None not in devices and len(set(devices)) == self.num_ranks
+        links = self._links = Links(self.place, device, is_direct=is_direct)
+        failure = (
+            "the ranks do not find each other: name the network interface that all machines share "
+            "(GLOO_SOCKET_IFNAME, with GPUs NCCL_SOCKET_IFNAME)"
         )
+        with native_output_dropped():
+            self._wait(Errand(lambda: links.connect(self._link_store)), failure, limit_s=_CONNECT_S)
 
     def say(self, key: str, value: Any) -> None:
-        """Tell all ranks a JSON value."""
-        self._store.set(f"said/{key}", json.dumps(value))
+        """Tell all ranks a JSON value.
+
+        Raises:
+            RankLostError: A rank died.
+        """
+        text = json.dumps(value)
+        self._guard(lambda: self._store.set(f"said/{key}", text))
+        if self._watch is None and self._on_look is not None:
+            self._on_look()
 
     def has_said(self, key: str) -> bool:
-        """Whether a value was told."""
-        return bool(self._store.check([f"said/{key}"]))
+        """Whether a value was told.
+
+        Raises:
+            RankLostError: A rank died.
+        """
+        return bool(self._guard(lambda: self._store.check([f"said/{key}"])))
 
     def ask(self, key: str) -> Any:
         """The value that a rank tells; waits for it.
@@ -161,14 +164,13 @@ class Ranks:
             RankLostError: A rank died.
         """
         while not self.has_said(key):
-            self.check()
             time.sleep(_POLL_S)
-        return json.loads(self._store.get(f"said/{key}"))
+        return json.loads(self._guard(lambda: self._store.get(f"said/{key}")))
 
     def send(self, tensor: torch.Tensor, *, to: int) -> None:
         """Pass a tensor on, without waiting for who takes it; it must not change any more."""
-        tensor = tensor.detach().to(self._wire).contiguous()
-        self._transfers.append(_Transfer(lambda: torch.distributed.send(tensor, to), self._device))
+        assert self._links is not None, "the ranks joined"
+        self._sent.append(self._links.send(tensor, to=to))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, *, source: int) -> torch.Tensor:
         """The tensor that a rank passes on, of this shape and dtype, on this rank's device.
@@ -176,51 +178,74 @@ class Ranks:
         Raises:
             RankLostError: A rank died.
         """
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._wire)
-        self._guard(lambda: torch.distributed.recv(tensor, source), peer=source)
-        return tensor.to(self._device)
+        assert self._links is not None, "the ranks joined"
+        errand = self._links.receive(shape, dtype, source=source)
+        tensor: torch.Tensor = self._wait(errand, f"{self.name(source)} cannot be reached")
+        return tensor
 
-    @property
-    def _wire(self) -> torch.device:
-        """Where tensors are that travel."""
-        return self._device if self._is_direct else torch.device("cpu")
+    def flush(self) -> None:
+        """Wait until all that was sent is taken.
+
+        Raises:
+            RankLostError: A rank died.
+        """
+        for errand in self._sent:
+            self._wait(errand, f"{self.name(self.rank + 1)} cannot be reached")
+
+    def settle(self) -> None:
+        """Need no other rank any more: from here on none is waited for, and no loss interrupts this one."""
+        self._is_settled = True
+        if self._stopper is not None:
+            self._stopper.disarm()
 
     def check(self) -> None:
-        """Pass, or raise where a rank died.
+        """Pass, or raise where a rank died that is needed.
 
         Raises:
             RankLostError: It did.
             ToldError: It did, and said so itself, or another rank did.
         """
-        if self._watch is not None and self._watch.lost:
-            raise self._lost_error(self._watch.lost)
+        if self._watch is not None and self._watch.has_loss and not self._is_settled:
+            raise self._loss(self._watch)
 
-    def finish(self) -> None:
-        """Wait until all is passed on, all ranks are done, and leave the group.
+    def leave(self) -> None:
+        """Say that this rank is done, and wait until rank 0 is, which ends the run.
+
+        Nobody needs a rank that is done; of the others' deaths rank 0 judges alone, which may need them still.
 
         Raises:
-            RankLostError: A rank died.
+            RankLostError: Rank 0 died.
+            ToldError: Rank 0 failed, and said why.
         """
-        for transfer in self._transfers:
-            self._wait(transfer, peer=self.rank + 1)
-        if self._watch is None:
+        self.settle()
+        watch = self._watch
+        if watch is None:
             return
-        self._store.set(f"done/{self.rank}", "")
-        while not self._store.check([f"done/{rank}" for rank in range(self.num_ranks)]):
-            self.check()
+        Errand(lambda: watch.tell(DONE)).is_over(_FAREWELL_S)
+        while self.rank > 0 and not watch.is_done(0):
+            if 0 in watch.lost or watch.store_fault is not None:
+                raise self._loss(watch)
             time.sleep(_POLL_S)
-        self._watch.stop()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        watch.stop()
+        if self._links is not None:
+            Errand(self._links.close).is_over(_FAREWELL_S)
 
     def on_look(self, call: Callable[[], None] | None) -> None:
-        """Call something twice a second from the watch's thread, where there are several ranks."""
+        """Call something twice a second from another thread; where there is one rank, whenever it says something."""
+        self._on_look = call
         if self._watch is not None:
             self._watch.on_look(call)
 
     def fail(self, error: BaseException) -> Mm2Error:
         """Tell the others that this rank ends; gives the error to end with."""
-        if isinstance(error, _StoppedBySignalError):
+        told = self._explain_own(error)
+        watch = self._watch
+        if watch is not None:
+            Errand(lambda: watch.tell(FAILED)).is_over(_FAREWELL_S)
+        return told
+
+    def _explain_own(self, error: BaseException) -> Mm2Error:
+        if isinstance(error, StoppedError):
             return self._explain(_EXPLAIN_STOP_S, f"{self.name(self.rank)} was told to stop")
         if isinstance(error, (RankLostError, ToldError)):
             return error
@@ -229,130 +254,131 @@ class Ranks:
             text = "interrupted"
         elif not isinstance(error, Mm2Error):
             text = f"unexpected {type(error).__name__}: {text}" if str(error) else type(error).__name__
-        is_first = self._is_first_to_tell(text)
-        self._store.set(f"failed/{self.rank}", "")
-        if not is_first:
+        if not self._is_first_to_tell(text):
             return ToldError(exit_code)
         if isinstance(error, UsageError):
             return error
         return RankLostError(f"{self.name(self.rank)} failed: {text}")
 
-    def _guard(self, call: Callable[[], object], *, peer: int | None = None) -> None:
-        """Run what may wait for ever in a thread, and look round meanwhile."""
-        self._wait(_Transfer(call, self._device), peer=peer)
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        """What a call of the store gives; it may not answer any more."""
+        return call() if self._watch is None else self._wait(Errand(call), _STORE_GONE)
 
-    def _wait(self, transfer: _Transfer, *, peer: int | None) -> None:
-        while not transfer.is_over(_POLL_S):
+    def _wait(self, errand: Errand, failure: str, *, limit_s: float | None = None) -> Any:
+        """What an errand gives, looking round meanwhile.
+
+        Args:
+            errand: What to wait for.
+            failure: What to say where it ends by an error of torch's, or not in time.
+            limit_s: How long it may take.
+        """
+        begun_s = time.monotonic()
+        while not errand.is_over(_POLL_S):
             self.check()
-        if transfer.error is None:
-            return
-        if not isinstance(transfer.error, RuntimeError):
-            raise transfer.error
+            if limit_s is not None and time.monotonic() - begun_s > limit_s:
+                raise RankLostError(failure, found=f"no connection after {limit_s:.0f} s")
+        if errand.error is None:
+            return errand.result
+        if not isinstance(errand.error, RuntimeError):
+            raise errand.error
         # The connection broke: whose fault that is shows a moment later.
-        what = (
-            f"{self.name(peer)} cannot be reached" if peer is not None else "the ranks do not find each other"
-        )
-        raise self._explain(_EXPLAIN_S, f"{what}: {str(transfer.error).splitlines()[0]}") from transfer.error
+        text = str(errand.error) or type(errand.error).__name__
+        raise self._explain(_EXPLAIN_S, f"{failure}: {text.splitlines()[0]}") from errand.error
 
     def _explain(self, patience_s: float, otherwise: str) -> Mm2Error:
         """Who died, as soon as it is known; or, where it does not show, what did show."""
         deadline = time.monotonic() + patience_s
         while self._watch is not None and time.monotonic() < deadline:
-            self._watch.look()
-            if self._watch.lost:
-                return self._lost_error(self._watch.lost)
+            if self._watch.has_loss:
+                return self._loss(self._watch)
             time.sleep(_POLL_S)
-        return RankLostError(otherwise) if self._is_first_to_tell("lost") else self._told()
-
-    def _lost_error(self, lost: dict[int, str]) -> Mm2Error:
-        # Who failed said why itself; and one survivor is enough to tell of the dead.
-        silent = {rank: reason for rank, reason in lost.items() if reason}
-        if len(silent) < len(lost) or not self._is_first_to_tell("lost"):
-            return self._told()
-        rank, reason = min(silent.items())
-        return RankLostError(
-            f"{self.name(rank)} died: {reason}",
-            next_step="Run the same command again: it resumes after the layers that are stored.",
-        )
-
-    @staticmethod
-    def _told() -> ToldError:
+        if self._is_first_to_tell("lost"):
+            return RankLostError(otherwise, next_step=_RESUME)
         return ToldError(CannotRunError.exit_code)
 
+    def _loss(self, watch: Watch) -> Mm2Error:
+        # Who failed said why itself; and one survivor is enough to tell of the dead.
+        lost = watch.lost
+        silent = {rank: reason for rank, reason in lost.items() if reason}
+        if not lost:
+            # Nobody keeps count any more: each machine's log has it.
+            return RankLostError(f"{_STORE_GONE}: {watch.store_fault}", next_step=_RESUME)
+        if len(silent) < len(lost) or not self._is_first_to_tell("lost"):
+            return ToldError(CannotRunError.exit_code)
+        rank, reason = min(silent.items())
+        return RankLostError(f"{self.name(rank)} died: {reason}", next_step=_RESUME)
+
     def _is_first_to_tell(self, text: str) -> bool:
-        try:
-            key = hashlib.sha256(text.encode()).hexdigest()
-            return int(self._store.add(f"told/{key}", 1)) == 1
-        except RuntimeError:
-            # Nobody keeps count any more.
-            return True
+        key = f"told/{hashlib.sha256(text.encode()).hexdigest()}"
+        errand = Errand(lambda: self._store.add(key, 1))
+        # Where the store is gone, nobody keeps count any more.
+        return not errand.is_over(_FAREWELL_S) or errand.error is not None or int(errand.result) == 1
+
+
+_STORE_GONE = "the store through which the ranks talk, torchrun's on the first machine, cannot be reached"
 
 
 @contextlib.contextmanager
 def open_ranks(place: RankPlace) -> Iterator[Ranks]:
     """Meet the other ranks; whatever ends the block ends them too, and one of them says why.
 
+    To be called in the main thread: it is interrupted when a rank dies.
+
     Raises:
         ToldError: The block ended by an error that another rank told of.
+        CannotRunError: The ranks did not meet.
     """
     if place.num_ranks == 1:
-        yield Ranks(place, HashStore())
+        yield Ranks(place, LocalStore())
         return
-    store, _, _ = next(rendezvous("env://"))
-    ranks = Ranks(place, store)
-    with _stopping_by_exception():
+    with Stopper() as stopper:
+        ranks = _meet(place, stopper)
         try:
-            yield ranks
-        except (Exception, KeyboardInterrupt, _StoppedBySignalError) as error:
+            try:
+                yield ranks
+            finally:
+                stopper.disarm()
+        except (Exception, KeyboardInterrupt, StoppedError) as error:
             raise ranks.fail(error) from error
 
 
-class _StoppedBySignalError(BaseException):
-    """torchrun ends the ranks that are left when one has died; nothing that runs then may take it for its own error."""
+def _meet(place: RankPlace, stopper: Stopper) -> Ranks:
+    if not torch.distributed.is_available():
+        raise BackendError("several ranks need torch.distributed", found="a torch that was built without it")
+    from torch.distributed import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
-
-@contextlib.contextmanager
-def _stopping_by_exception() -> Iterator[None]:
-    """Turn the first SIGTERM into an exception, so that this rank can say why it ends."""
-
-    def stop(number: int, _: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise _StoppedBySignalError
-
-    before = signal.signal(signal.SIGTERM, stop)
+    failure = f"{_STORE_GONE} (MASTER_ADDR={os.environ.get('MASTER_ADDR')})"
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_CONNECT_S)))
+        errand = Errand(lambda: meet(store, place))
+        # A little more than it takes itself: where the store hangs, it does not see the time.
+        if not errand.is_over(ARRIVAL_S + _CONNECT_S):
+            raise CannotRunError(failure)
+    except StoppedError:
+        raise CannotRunError(f"rank {place.rank} was told to stop before all ranks were there") from None
+    except (RuntimeError, ValueError) as error:
+        raise CannotRunError(failure, found=str(error)) from error
+    if errand.error is not None:
+        if isinstance(errand.error, RuntimeError):
+            raise CannotRunError(failure, found=str(errand.error)) from errand.error
+        raise errand.error
+    meeting = errand.result
+
+    def connect(prefix: str) -> Any:
+        return PrefixStore(f"{meeting.nonce}{prefix}", store.clone())
+
+    watch = Watch(connect(""), place.rank, meeting.processes, on_loss=stopper.interrupt)
+    watch.start()
+    return Ranks(
+        place,
+        connect(""),
+        nonce=meeting.nonce,
+        watch=watch,
+        stopper=stopper,
+        link_store=connect("/links"),
+    )
 
 
-class _Transfer:
-    """A call that goes on in a thread, which ends with the process if the call does not."""
-
-    def __init__(self, call: Callable[[], object], device: torch.device) -> None:
-        self._call = call
-        self._device = device
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def is_over(self, patience_s: float) -> bool:
-        """Whether it ended, in well or in `error`."""
-        self._thread.join(patience_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                with torch.cuda.device(self._device):
-                    self._call()
-                    torch.cuda.current_stream().synchronize()
-            else:
-                self._call()
-        except Exception as error:
-            self.error = error
-
-
-def _identify(device: torch.device) -> str | None:
-    """What tells one GPU from all others; None for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -8,7 +8,7 @@ import torch
 
 from gpu_reference.footprint import Footprint
 from gpu_reference.placement import Placement
-from gpu_reference.ranks import RankPlace
+from gpu_reference.rank_place import RankPlace
 from gpu_reference.streaming import Streaming
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget, available_bytes
@@ -104,7 +104,8 @@ def choose_part_streaming(
     # Ranks of one machine share its memory.
     num_sharing = place.num_local if device.type == "cpu" else -(-place.num_local // len(devices))
     free = _free(placement, device, budget) // num_sharing
-    needed = footprint.held_bytes(part.stage, packed=packed) + footprint.activation_bytes
+    logits = footprint.logits_bytes if part.stage.has_head else 0
+    needed = footprint.held_bytes(part.stage, packed=packed) + footprint.activation_bytes + logits
     holds = mode == "off" or (mode == "auto" and needed <= free)
     if mode == "auto" and not holds:
         logger.info(

@@ -2,7 +2,7 @@
 
 | decorator | options |
 |---|---|
-| `model_option` | --model (env MM2_MODEL) |
+| `model_option`, `optional_model_option` | --model (env MM2_MODEL) |
 | `captures_option` | --captures (env MM2_CAPTURES) |
 | `store_options` | --captures, --output-dir |
 | `run_options` | --sites, --dtype, --seed |
@@ -85,6 +85,12 @@ model_option = click.option(
     required=True,
     metavar="FOLDER|HUB_ID",
     help="Checkpoint: a folder or a hub id [env: MM2_MODEL].",
+)
+optional_model_option = click.option(
+    "--model",
+    envvar="MM2_MODEL",
+    metavar="FOLDER|HUB_ID",
+    help="Checkpoint: a folder or a hub id [env: MM2_MODEL]; by a plan, the plan's where none is given.",
 )
 captures_option = click.option(
     "--captures",

@@ -1,4 +1,4 @@
-"""The lock of a capture directory: a file that is there, and locked, while a run writes."""
+"""The lock of a capture directory: a file that is there, and locked, while a run writes, and says which run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from minimax_tools.errors import CaptureError
 
@@ -14,8 +15,12 @@ LOCK_NAME = ".lock"
 
 
 @contextlib.contextmanager
-def locked_directory(directory: Path) -> Iterator[None]:
+def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
     """Make `directory` where it is missing and keep every other run out of it while the block lasts.
+
+    Args:
+        directory: The capture directory.
+        owner: What names the run to processes that write along with it (see `read_owner`).
 
     Raises:
         CaptureError: Another run is in it, or it cannot be made or written to.
@@ -25,9 +30,10 @@ def locked_directory(directory: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             while True:
-                file = stack.enter_context(path.open("w"))
+                file = stack.enter_context(path.open("a"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_same_file(file.fileno(), path):
+                    _write_owner(file, owner)
                     break
                 # Its last owner removed it between the two steps above: the lock holds nobody off.
         except BlockingIOError:
@@ -45,6 +51,22 @@ def locked_directory(directory: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def read_owner(directory: Path) -> str | None:
+    """The run that writes in `directory`, or wrote there last and was killed; None where none is to be seen."""
+    try:
+        return (directory / LOCK_NAME).read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _write_owner(file: TextIO, owner: str) -> None:
+    # Only who holds the lock may say so: the file was opened without a change to it.
+    file.truncate(0)
+    file.write(owner)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:

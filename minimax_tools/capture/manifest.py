@@ -50,6 +50,16 @@ class Entry:
             statistics=measure_tensor(tensor),
         )
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Entry:
+        """The entry that stands in a manifest."""
+        shape, statistics = tuple(record["shape"]), TensorStatistics(**record["statistics"])
+        return cls(**{**record, "shape": shape, "statistics": statistics})
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry as it stands in a manifest."""
+        return asdict(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
@@ -141,7 +151,7 @@ class Manifest:
         return {
             "schema_version": SCHEMA_VERSION,
             **self.description.as_json(),
-            "entries": [asdict(entry) for entry in self.entries],
+            "entries": [entry.as_json() for entry in self.entries],
             "not_exposed": {
                 str(layer): [str(site) for site in sites] for layer, sites in self.not_exposed.items()
             },
@@ -182,9 +192,24 @@ class Manifest:
                 next_step="Read it with the mm2 that wrote it, or run the capture again.",
             )
         try:
-            return _from_record(record)
+            return cls.from_json(record)
         except (AttributeError, KeyError, TypeError, ValueError, Mm2Error) as error:
             raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Manifest:
+        """The manifest that `as_json` gave."""
+        return cls(
+            description=Description.from_json(record),
+            entries=tuple(Entry.from_json(entry) for entry in record["entries"]),
+            not_exposed={
+                int(layer): tuple(parse_site(name) for name in names)
+                for layer, names in record["not_exposed"].items()
+            },
+            observed_dtypes=record["observed_dtypes"],
+            complete_layers=tuple(record["complete_layers"]),
+            is_complete=record["complete"],
+        )
 
     @staticmethod
     def is_in(directory: Path) -> bool:
@@ -214,25 +239,6 @@ def _is_own(record: Any) -> bool:
 
 def _damaged(path: Path, found: str) -> CaptureError:
     return CaptureError(f"{path} is damaged", found=found, next_step="Run the capture again.")
-
-
-def _from_record(record: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        description=Description.from_json(record),
-        entries=tuple(_entry(entry) for entry in record["entries"]),
-        not_exposed={
-            int(layer): tuple(parse_site(name) for name in names)
-            for layer, names in record["not_exposed"].items()
-        },
-        observed_dtypes=record["observed_dtypes"],
-        complete_layers=tuple(record["complete_layers"]),
-        is_complete=record["complete"],
-    )
-
-
-def _entry(record: Mapping[str, Any]) -> Entry:
-    shape, statistics = tuple(record["shape"]), TensorStatistics(**record["statistics"])
-    return Entry(**{**record, "shape": shape, "statistics": statistics})
 
 
 def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:

@@ -1,7 +1,8 @@
-"""Parts: the manifests that the ranks of a run keep beside the capture's own, until rank 0 merges them.
+"""Parts: the manifests that the ranks of a run keep beside the capture's own, for a run that resumes theirs.
 
 All ranks write their layers' tensors into one capture directory, but each lists them in a manifest of its own, so
-that nobody waits for anybody and whoever is killed has listed what it finished.
+that nobody waits for anybody and whoever is killed has listed what it finished. What rank 0 merges when all are done
+it is told by the ranks themselves: a file of another machine may be seen late.
 """
 
 from __future__ import annotations
@@ -34,21 +35,12 @@ def merge_parts(directory: Path, manifest: Manifest) -> Manifest:
         except CaptureError:
             continue
         if not part.description.differences(manifest.description):
-            manifest = _merged(manifest, part)
+            manifest = manifest_with(manifest, part)
     return manifest
 
 
-def remove_parts(directory: Path) -> None:
-    """Remove the parts: the capture's own manifest holds them."""
-    for path in _parts(directory):
-        path.unlink()
-
-
-def _parts(directory: Path) -> Iterator[Path]:
-    return iter(sorted(directory.glob(f"{_STEM}.rank*.{_SUFFIX}")))
-
-
-def _merged(manifest: Manifest, part: Manifest) -> Manifest:
+def manifest_with(manifest: Manifest, part: Manifest) -> Manifest:
+    """A manifest with what a part of the same capture lists beyond it."""
     listed = {(entry.layer, entry.site) for entry in manifest.entries}
     new = [entry for entry in part.entries if (entry.layer, entry.site) not in listed]
     merged = manifest.with_model(tuple(entry for entry in (*manifest.entries, *new) if entry.layer is None))
@@ -59,3 +51,13 @@ def _merged(manifest: Manifest, part: Manifest) -> Manifest:
                 layer, entries, not_exposed=part.not_exposed.get(layer, ()), observed_dtypes={}
             )
     return replace(merged, observed_dtypes={**part.observed_dtypes, **manifest.observed_dtypes})
+
+
+def remove_parts(directory: Path) -> None:
+    """Remove the parts: the capture's own manifest holds them."""
+    for path in _parts(directory):
+        path.unlink()
+
+
+def _parts(directory: Path) -> Iterator[Path]:
+    return iter(sorted(directory.glob(f"{_STEM}.rank*.{_SUFFIX}")))

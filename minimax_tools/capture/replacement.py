@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from safetensors import SafetensorError
 from minimax_tools.errors import CaptureError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_TEMPORARY = re.compile(r"\..+\.(safetensors|json)(\.[0-9a-f]{8})?\.tmp")
 
 
 @contextlib.contextmanager
@@ -23,7 +26,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         CaptureError: The disk is full, or cannot be written to.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    # A name of its own: who outlived a run that another one goes on with may be writing the same file.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         temporary.touch()
         mode = temporary.stat().st_mode
@@ -47,7 +51,7 @@ def remove_temporaries(directory: Path) -> None:
 
 def is_temporary(path: Path) -> bool:
     """Whether a file is one that `replacing` made and a killed run left behind."""
-    return path.name.startswith(".") and path.name.endswith((".safetensors.tmp", ".json.tmp"))
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def _unwritable(path: Path, error: Exception) -> CaptureError:

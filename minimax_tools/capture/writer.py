@@ -12,12 +12,13 @@ import torch
 
 from minimax_tools.capture.lock import locked_directory
 from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
-from minimax_tools.capture.parts import merge_parts, remove_parts
+from minimax_tools.capture.parts import manifest_with, remove_parts
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.replacement import remove_temporaries, replacing
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
 from minimax_tools.errors import CaptureError
 from minimax_tools.inputs import Inputs
+from minimax_tools.partition.read_record import remove_records
 from minimax_tools.sites import ModelSite, Site
 
 
@@ -93,9 +94,13 @@ class CaptureWriter:
             self.manifest.with_model(self._write_group("model", None, named, twin=twin, floor=floor))
         )
 
+    def add_part(self, part: Manifest) -> None:
+        """List what another rank of the run wrote."""
+        self._update(manifest_with(self.manifest, part))
+
     def finish(self) -> None:
-        """Mark the capture as complete, with what other ranks listed in parts of their own."""
-        self._update(merge_parts(self.directory, self.manifest).finished())
+        """Mark the capture as complete."""
+        self._update(self.manifest.finished())
         remove_parts(self.directory)
 
     def read_layer_output(self, layer: int) -> torch.Tensor:
@@ -164,6 +169,7 @@ def open_capture(
     *,
     inputs: Inputs,
     hidden_states: HiddenStates = None,
+    owner: str = "",
 ) -> Iterator[CaptureWriter]:
     """Open `directory` for writing: resumed where it holds the same capture unfinished, else begun anew.
 
@@ -173,15 +179,19 @@ def open_capture(
         inputs: The token rows.
         hidden_states: [B,S,H], the first layer's input where that is not made of the tokens; or what makes it,
             called where no layer is stored yet. The description must then tell all that it depends on.
+        owner: What names the run to other ranks that write along (see `lock.read_owner`).
 
     Raises:
         CaptureError: Another process writes there, the directory holds something else, or the disk is full.
     """
-    with locked_directory(directory):
+    with locked_directory(directory, owner=owner):
         manifest = find_resumable(directory, description, hidden_states=hidden_states)
         if manifest is None:
             clear_capture(directory)
             manifest = Manifest(description=description)
+        if not manifest.complete_layers:
+            # Of runs that this one does not go on with.
+            remove_records(directory)
         remove_temporaries(directory)
         writer = CaptureWriter(directory, manifest)
         # The manifest comes first: what it lies in is a capture, however early the run is killed.

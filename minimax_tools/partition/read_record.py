@@ -1,6 +1,6 @@
 """ReadRecord: what one node read of a checkpoint, written by a run and checked by `mm2-split verify`.
 
-A run writes one file per rank, `read_records/{node}.json` in its capture directory:
+A run writes one file per rank, `read_records/{node}.json` in its capture directory, anew before each layer it writes:
 
     {"node": "a", "tensors": ["lm_head.weight", …], "bytes_read": 1024, "bytes_asked": 1024, "files": {"…": 1024}}
 
@@ -11,13 +11,21 @@ A run writes one file per rank, `read_records/{node}.json` in its capture direct
 | `bytes_read` | bytes of tensors that came from the files, headers aside; what was read twice counts twice |
 | `bytes_asked` | sizes of those tensors, each counted once |
 | `files` | bytes read by file name; may be left out |
+| `bytes_read_again` | bytes that a resumed run read of tensors which an attempt before it had read |
+| `plan` | digest of the plan that the run went by; empty where none is known |
+
+A run that was killed and resumed has one record of all its attempts. A tensor's bytes count in `bytes_read` in the
+first attempt that read it, twice if it read it twice; whatever a later attempt reads of it counts in
+`bytes_read_again` alone. So `bytes_read` over the slice's size is 1 for a run that read everything once, however often
+it was killed, and what the killing cost stands beside it. What an attempt read that was killed before it wrote a layer
+is not known. Attempts by another plan are not added up: a capture that was begun by one has no whole record.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minimax_tools.errors import CannotRunError
@@ -35,6 +43,8 @@ class ReadRecord:
         bytes_read: Bytes that came from the files.
         bytes_asked: Sizes of these tensors.
         files: Bytes read by file name; empty where nobody counted.
+        bytes_read_again: Bytes that a resumed run read of what an attempt before it had read.
+        plan: Digest of the plan.
     """
 
     node: str
@@ -42,6 +52,8 @@ class ReadRecord:
     bytes_read: int
     bytes_asked: int
     files: Mapping[str, int] = field(default_factory=dict)
+    bytes_read_again: int = 0
+    plan: str = ""
 
     @classmethod
     def of(
@@ -56,9 +68,35 @@ class ReadRecord:
             files=dict(files or {}),
         )
 
+    @classmethod
+    def begun(cls, node: str, *, plan: str) -> ReadRecord:
+        """The record of a node that read nothing yet, of a run by the plan of this digest."""
+        return cls(node=node, tensors=(), bytes_read=0, bytes_asked=0, plan=plan)
+
+    def followed_by(self, sizes: Mapping[str, int], bytes_read: Mapping[str, int]) -> ReadRecord:
+        """This record with what one more attempt read.
+
+        Args:
+            sizes: Bytes of each tensor that the attempt opened, by name.
+            bytes_read: Bytes that it read of each, by name.
+        """
+        known = frozenset(self.tensors)
+        new = sizes.keys() - known
+        return replace(
+            self,
+            tensors=tuple(sorted(known | new)),
+            bytes_read=self.bytes_read + sum(bytes_read[name] for name in new),
+            bytes_asked=self.bytes_asked + sum(sizes[name] for name in new),
+            bytes_read_again=self.bytes_read_again
+            + sum(count for name, count in bytes_read.items() if name in known),
+        )
+
     def write(self, folder: Path) -> Path:
-        """Write the record as `{node}.json` into a folder, which is made where there is none; gives its path."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write the record as `{node}.json` into a folder, which is made where there is none; gives its path.
+
+        Raises:
+            CannotRunError: It cannot be written.
+        """
         path = folder / f"{self.node}.json"
         values = {
             "node": self.node,
@@ -66,10 +104,20 @@ class ReadRecord:
             "bytes_read": self.bytes_read,
             "bytes_asked": self.bytes_asked,
             "files": dict(self.files),
+            "bytes_read_again": self.bytes_read_again,
+            "plan": self.plan,
         }
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise CannotRunError(
+                f"cannot write the read record {path}",
+                found=error.strerror or str(error),
+                next_step="Mend that, or choose another --output-dir.",
+            ) from error
         return path
 
     @classmethod
@@ -87,11 +135,19 @@ class ReadRecord:
                 bytes_read=int(values["bytes_read"]),
                 bytes_asked=int(values["bytes_asked"]),
                 files={str(name): int(count) for name, count in values.get("files", {}).items()},
+                bytes_read_again=int(values.get("bytes_read_again", 0)),
+                plan=str(values.get("plan", "")),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CannotRunError(
                 f"{path} is no read record", found=repr(error), next_step="Write it anew: run the rank again."
             ) from error
+
+
+def remove_records(directory: Path) -> None:
+    """Remove the records that lie in a capture directory."""
+    for path in (directory / RECORDS_FOLDER).glob("*.json"):
+        path.unlink(missing_ok=True)
 
 
 def read_records(folder: Path, nodes: Iterable[str]) -> dict[str, ReadRecord]:

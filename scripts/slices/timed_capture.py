@@ -21,7 +21,8 @@ from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
 from gpu_reference.pipeline import capture_by_ranks
 from gpu_reference.placement import Placement
-from gpu_reference.ranks import RankPlace, Ranks, open_ranks
+from gpu_reference.rank_place import RankPlace
+from gpu_reference.ranks import Ranks, open_ranks
 from gpu_reference.streaming import Streaming
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.progress import NoProgress
@@ -47,15 +48,14 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
         _tell(start)
         return
     plan = PartitionPlan.read(Path(plan_file))
-    stages = [part.stage for part in plan.used]
     with open_ranks(place) as ranks:
-        ranks.assign([stage.node.name for stage in stages])
+        ranks.assign([part.node.name for part in plan.used])
         ranks.join(_CPU)
         streaming = Streaming(device=_CPU, prefetch=False, part=plan.used[place.rank], holds_part=True)
         with open_golden(_request(Path(model), lengths, streaming)) as golden:
             _meet(ranks)
             start = time.perf_counter()
-            capture_by_ranks(golden, ranks, stages, Path(output), progress=NoProgress())
+            capture_by_ranks(golden, ranks, plan, Path(output), progress=NoProgress())
     if place.rank == 0:
         _tell(start)
 

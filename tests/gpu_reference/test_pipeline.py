@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from gpu_reference.cli import main
-from gpu_reference.pipeline import Step, plan_steps
+from gpu_reference.steps import Step, plan_steps
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
@@ -276,7 +276,7 @@ def test_more_ranks_than_slices_are_refused_once(toy: Path, one_slice: Path, tmp
     ran = wait(start(2, "--plan", one_slice, "--model", toy, *ROWS, "--output-dir", tmp_path))
     assert ran.exit_code != 0
     (line,) = errors(ran)
-    assert "the plan has 1 slices for 2 ranks" in line
+    assert "the plan has 1 slice for 2 ranks" in line
 
 
 @pytest.mark.slow
