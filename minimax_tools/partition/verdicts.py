@@ -21,10 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations
 
+from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.download import Download
 from minimax_tools.partition.holding import Holding
 from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.partition.planners import plan_stages
 from minimax_tools.partition.read_record import ReadRecord
 from minimax_tools.size import word_size
 
@@ -154,14 +156,14 @@ def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> Verdict:
     """Whether what the nodes hold goes with their memory.
 
     Every slice must fit. Where the plan divides by memory, all nodes must be equally full of all that they hold:
-    it is a fault that a node with layers to give has over a layer more than its share, rounded, while another has
-    over a layer less and room for one. Nothing forced it then, as a large embedding or a full memory may. Other
-    planners do not divide by memory.
+    it is a fault that a node has over a layer more than its share, rounded, while another has over a layer less and
+    room for one. Where the planner itself does no better, something forces it: a large embedding, a layer for each
+    node. Other planners do not divide by memory.
 
     Args:
         plan: The plan.
-        cost: Of the model's parts as its tensors tell it; None where they are not known, and the plan's own figures
-            must do.
+        cost: Of the model's parts as its tensors tell it; None where they are not known: the plan's own figures must
+            do, and how full nodes are to be is not known.
     """
     costs = {
         slice_.node.name: slice_.cost if cost is None else _recount(slice_, cost) for slice_ in plan.slices
@@ -172,7 +174,7 @@ def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> Verdict:
         for slice_ in plan.slices
         if (needed := costs[slice_.node.name].memory_bytes) > slice_.node.memory_bytes
     ]
-    if plan.planner == _PLANNER_BY_MEMORY:
+    if plan.planner == _PLANNER_BY_MEMORY and cost is not None:
         claim += ", and all nodes are equally full, within a layer"
         faults += _disproportions(plan, costs, cost)
     return Verdict.of("memory_in_proportion", claim, faults)
@@ -290,8 +292,8 @@ def _recount(slice_: Slice, cost: ModelCost) -> PartCost:
     return cost.of_slice(layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
 
 
-def _disproportions(plan: PartitionPlan, costs: Mapping[str, PartCost], cost: ModelCost | None) -> list[str]:
-    layer = _largest_layer(plan) if cost is None else max(cost.layers, key=lambda part: part.held_bytes)
+def _disproportions(plan: PartitionPlan, costs: Mapping[str, PartCost], cost: ModelCost) -> list[str]:
+    layer = max(cost.layers, key=lambda part: part.held_bytes)
     # As the planner sees it: a node is charged a layer's activations, and the logits come and go.
     full = {
         slice_.node.name: costs[slice_.node.name].held_bytes
@@ -311,18 +313,20 @@ def _disproportions(plan: PartitionPlan, costs: Mapping[str, PartCost], cost: Mo
         if above[slice_.node.name] < -_MOST_LAYERS_ASIDE
         and (costs[slice_.node.name] + layer).memory_bytes <= slice_.node.memory_bytes
     ]
+    givers = [slice_ for slice_ in plan.used if above[slice_.node.name] > _MOST_LAYERS_ASIDE]
+    forced = _plan_anew(plan, cost) if takers and givers else {}
     return [
         f"{slice_.node.name} has {above[slice_.node.name]:.1f} layers more than its share of the memory, while "
         f"{takers[0]} has {-above[takers[0]]:.1f} less and room for one"
-        for slice_ in plan.used
-        if takers and above[slice_.node.name] > _MOST_LAYERS_ASIDE and len(slice_.stage.layers) > 1
+        for slice_ in givers
+        if takers and len(slice_.stage.layers) > forced.get(slice_.node.name, 0)
     ]
 
 
-def _largest_layer(plan: PartitionPlan) -> PartCost:
-    """What a layer takes by the plan's own figures, rather too much: embedding or head may be in it."""
-    costs = [(slice_.cost, len(slice_.stage.layers)) for slice_ in plan.used if slice_.stage.layers]
-    return PartCost(
-        loaded_bytes=max((part.held_bytes // count for part, count in costs), default=0),
-        activation_bytes=min((part.activation_bytes for part, _ in costs), default=0),
-    )
+def _plan_anew(plan: PartitionPlan, cost: ModelCost) -> dict[str, int]:
+    """How many layers the planner gives each node; none where it cannot plan for them."""
+    try:
+        stages = plan_stages(plan.planner, cost, [slice_.node for slice_ in plan.slices])
+    except (UsageError, CannotRunError):
+        return {}
+    return {stage.node.name: len(stage.layers) for stage in stages}
