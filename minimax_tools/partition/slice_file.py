@@ -53,7 +53,9 @@ class SliceDescription:
             "tensors": dict(self.tensors),
         }
         temporary = folder / f".{SLICE_FILE}.tmp"
-        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(values, file, indent=1)
+            file.write("\n")
         temporary.replace(folder / SLICE_FILE)
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -37,15 +38,16 @@ def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
     entries: dict[str, TensorEntry] = {}
     for file in files:
         for entry in _read_file(folder / file, faults) if file not in absent else ():
-            if entry.name not in own:
+            tensor = own.get(entry.name)
+            if tensor is None:
                 continue
-            first = entries.setdefault(entry.name, entry)
-            if first is not entry:
-                faults.append(f"{entry.name} is both in {first.file.name} and in {file}")
-            if not is_cut_out and not _is_as_planned(own[entry.name], entry, file):
-                tensor = own[entry.name]
+            if tensor.name in entries:
+                faults.append(f"{tensor.name} is both in {entries[tensor.name].file.name} and in {file}")
+            # A hundred thousand names take ten megabytes: once is enough.
+            entries[tensor.name] = replace(entry, name=tensor.name)
+            if not is_cut_out and not _is_as_planned(tensor, entry, file):
                 faults.append(
-                    f"{entry.name} does not lie at bytes {tensor.start} to {tensor.stop} of {tensor.file}"
+                    f"{tensor.name} does not lie at bytes {tensor.start} to {tensor.stop} of {tensor.file}"
                 )
     # What a missing file holds is not known, so nothing is said of it twice.
     faults += [

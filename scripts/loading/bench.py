@@ -121,10 +121,15 @@ class Bench:
 
     @contextmanager
     def checkpoint(
-        self, name: str, *, dtype: torch.dtype, num_layers: int | None = None
+        self,
+        name: str,
+        *,
+        dtype: torch.dtype,
+        model: SyntheticModel | None = None,
+        num_layers: int | None = None,
     ) -> Iterator[Checkpoint]:
-        """A synthetic checkpoint while the block lasts."""
-        model = self.scale.model
+        """A synthetic checkpoint while the block lasts, of the scale's model or another."""
+        model = self.scale.model if model is None else model
         if num_layers is not None:
             model = replace(model, num_hidden_layers=num_layers)
         folder = self.scratch / name

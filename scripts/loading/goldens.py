@@ -30,6 +30,7 @@ import minimax_tools.reference.twin
 from gpu_reference.cli import main as mm2_gpu
 from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
+from gpu_reference.once_reader import OnceReader
 from gpu_reference.placement import Placement
 from gpu_reference.streaming import Streaming
 from loading.inputs import digest_of, open_inputs
@@ -57,15 +58,19 @@ _CPU = torch.device("cpu")
 class WatchedReader(CheckpointReader):
     """A reader that is found again after the command that opened it has ended."""
 
-    opened: list[WatchedReader] = []  # noqa: RUF012  # one process, one command
+    opened: list[CheckpointReader] = []  # noqa: RUF012  # one process, one command
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         WatchedReader.opened.append(self)
 
 
-class IdleReader(WatchedReader):
-    """A reader that from the third layer on leaves matrices as they are: what is left is the rest of the work.
+class WatchedOnceReader(WatchedReader, OnceReader):
+    """The same, of a stream."""
+
+
+class IdleReader(WatchedOnceReader):
+    """A stream's reader that from the third layer on leaves matrices as they are: what is left is the rest of the work.
 
     Their places hold the weights of the first two layers by then, and each thread's buffer holds FP8 codes: the
     arithmetic is the same, on as many numbers.
@@ -81,10 +86,13 @@ class IdleReader(WatchedReader):
 def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
     """`mm2-gpu` with these words, in this process; with `idle`, without most of its reading."""
     # The command opens its reader itself, and tells nobody.
-    vars(gpu_reference.golden)["CheckpointReader"] = IdleReader if idle else WatchedReader
+    names = vars(gpu_reference.golden)
+    names |= {"CheckpointReader": WatchedReader, "OnceReader": IdleReader if idle else WatchedOnceReader}
     code = mm2_gpu(words, standalone_mode=False)
     if code:
         raise SystemExit(code)
+    if not WatchedReader.opened:
+        raise SystemExit("the command opened no reader that is watched")
     return {"bytes_read": sum(reader.num_bytes_read for reader in WatchedReader.opened)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
@@ -15,6 +15,7 @@ class Scale:
 
     Args:
         model: The model that is loaded, streamed and offloaded.
+        large: A model of few layers of the size that packing is for.
         shard_bytes: Of its shards.
         split_layers: How many of its layers the split model has.
         qwen2: The quantities of the other split model.
@@ -23,6 +24,7 @@ class Scale:
     """
 
     model: SyntheticModel
+    large: SyntheticModel
     shard_bytes: int
     split_layers: int
     qwen2: Mapping[str, int]
@@ -46,6 +48,8 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
                 intermediate_size=768,
                 vocab_size=32000,
             ),
+            # Two of MiniMax-M2's own layers, 3.7 GB each in FP8, between its embedding and its head.
+            large=replace(SyntheticModel.m2(), num_hidden_layers=2),
             shard_bytes=900_000_000,
             split_layers=4,
             qwen2={
@@ -61,6 +65,7 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
         ),
         "toy": Scale(
             model=SyntheticModel(num_local_experts=16, num_experts_per_tok=2),
+            large=SyntheticModel(num_hidden_layers=2),
             shard_bytes=4_000_000,
             split_layers=4,
             qwen2={

@@ -106,7 +106,8 @@ def test_the_checkpoint_may_lie_elsewhere_than_the_plan_says(
         (("--node", "a", "--all-nodes"), 2, "expected --node NAME or --all-nodes"),
         (("--node", "z"), 2, "no node 'z'"),
         (("--node", "a", "--shard-size", "12"), 2, "expected a size"),
-        (("--node", "a", "--model", "."), 3, "config.json cannot be read"),
+        (("--node", "a", "--model", "."), 3, "is not here"),
+        (("--all-nodes", "--model", "."), 3, "config.json cannot be read"),
     ],
 )
 def test_what_cannot_be_done_is_told(
@@ -122,6 +123,27 @@ def test_what_cannot_be_done_is_told(
     result = command(mm2_split, "extract", "--plan", plan_file, *words)
     assert result.exit_code == exit_code
     assert message in result.stderr
+    assert not (tmp_path / "model_shards").exists()
+
+
+def test_all_slices_are_cut_only_along_a_plan_that_is_whole(
+    command: Run, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = json.loads(plan_file.read_text())
+    lost = next(
+        tensor
+        for file in plan["slices"][1]["files"]
+        for tensor in file["tensors"]
+        if tensor[0].endswith("q_proj.weight")
+    )
+    for file in plan["slices"][1]["files"]:
+        file["tensors"] = [tensor for tensor in file["tensors"] if tensor != lost]
+    plan_file.write_text(json.dumps(plan))
+    result = command(mm2_split, "extract", "--plan", plan_file, "--all-nodes")
+    assert result.exit_code == 3
+    assert f"no node holds {lost[0]}" in result.stderr
+    assert "without its weight" in result.stderr
     assert not (tmp_path / "model_shards").exists()
 
 

@@ -174,6 +174,26 @@ def test_an_unknown_node_and_an_empty_one_are_refused(save: Save, tmp_path: Path
         ModelSplitter().split_model(config, "n")
 
 
+@pytest.mark.parametrize("name", ["../escape", "", ".", "a/b"])
+def test_a_node_that_is_no_folders_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="is no node"):
+        plan_for(name, *_ATTENTION)
+
+
+def test_a_plan_under_another_nodes_name_is_refused(save: Save, tmp_path: Path) -> None:
+    split_plan = {"a": plan_for("b", *_ATTENTION)["b"]}
+    with pytest.raises(UsageError, match="the plan of a names node b"):
+        ModelSplitter().split_model(config_of(save("gpt2"), split_plan, tmp_path / "out"), "a")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_without_a_config_is_split_twice(save: Save, tmp_path: Path) -> None:
+    folder = save("gpt2", pickled=True)
+    (folder / "config.json").unlink()
+    config = config_of(folder, plan_for("n", *_ATTENTION), tmp_path / "out")
+    assert ModelSplitter().split_model(config, "n") == ModelSplitter().split_model(config, "n")
+
+
 def test_a_whole_plan_passes_with_scales_named_or_not() -> None:
     first, second = (tuple(n for n in llama() if ("layers.1" in n) == is_last) for is_last in (False, True))
     ModelSplitter.validate_split_plan(list(llama()), plans(a=first, b=second))
