@@ -129,11 +129,12 @@ class HubServer:
             self._log.clear()
 
     def add(self, model: str, files: Mapping[str, bytes] | Path, **properties: object) -> Model:
-        """Serve files, or a folder's; the commit is made from them."""
+        """Serve files, or a folder's; the commit is made from them, and those before can be asked for still."""
         if isinstance(files, Path):
             files = {path.name: path.read_bytes() for path in files.iterdir()}
         digest = hashlib.sha1(b"".join(name.encode() + files[name] for name in sorted(files))).hexdigest()
         self._models[model] = Model(files=dict(files), commit=digest, **properties)
+        self._models[f"{model}@{digest}"] = self._models[model]
         self._blobs.update({content_hash(name, data): (name, data) for name, data in files.items()})
         return self._models[model]
 
@@ -295,7 +296,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _find(self, name: str, revision: str) -> Model | None:
         """The model at that revision; None after the answer that there is none."""
-        model = self.server_hub._models.get(name)
+        models = self.server_hub._models
+        model = models.get(f"{name}@{revision}") or models.get(name)
         if model is None:
             self._send(404, {"X-Error-Code": "RepoNotFound"}, b'{"error":"Repository not found"}')
         elif revision not in ("main", "v2", model.commit):

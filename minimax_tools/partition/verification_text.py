@@ -210,7 +210,8 @@ def _runtime(
         return
     yield f"📁 Tensors opened: {len(record.tensors)} of the slice's {len(slice_.tensors)}"
     yield f"💾 Bytes asked for: {record.bytes_asked}"
-    yield f"💾 Bytes read: {record.bytes_read}"
+    again = f", and {record.bytes_read_again} again when it went on" if record.bytes_read_again else ""
+    yield f"💾 Bytes read: {record.bytes_read}{again}"
     if slice_bytes:
         yield f"🎯 Bytes read over slice: {read_over_slice(record, slice_bytes):.2f}"
     for name, num_bytes in record.files.items():
