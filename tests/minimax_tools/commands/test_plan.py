@@ -110,7 +110,7 @@ def test_nodes_come_from_a_file_too(command: Command, toy: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_model_on_the_hub_is_planned_before_its_weights_are_here(toy: Path, hub: Any, tmp_path: Path) -> None:
-    hub.add("owner/toy", toy)
+    commit = hub.add("owner/toy", toy).commit
     # huggingface_hub reads its environment once, when it is imported.
     environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
     program = "from minimax_tools.cli import main; main()"
@@ -122,7 +122,7 @@ def test_model_on_the_hub_is_planned_before_its_weights_are_here(toy: Path, hub:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("owner/toy: 4 layers on 2 of 2 nodes")
+    assert done.stdout.startswith(f"owner/toy@{commit}: 4 layers on 2 of 2 nodes")
     assert not list((tmp_path / "home").rglob("*.safetensors"))
 
 
@@ -152,6 +152,14 @@ def test_model_that_is_nowhere_cannot_be_planned(command: Command, tmp_path: Pat
     result = command(mm2_split, "plan", "--model", tmp_path / "absent", *TWO_NODES)
     assert result.exit_code == 3
     assert "no checkpoint at" in result.stderr
+
+
+def test_model_whose_tensors_are_not_known_cannot_be_planned(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    result = command(mm2_split, "plan", "--model", tmp_path, *TWO_NODES)
+    assert result.exit_code == 3
+    assert "are not known: of a llama config.json tells none" in result.stderr
+    assert "Fetch what is missing" in result.stderr
 
 
 def test_damaged_shard_is_not_planned(command: Command, toy: Path, tmp_path: Path) -> None:

@@ -1,23 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.cli import mm2_split
+from minimax_tools.checkpoint.new_folder import held
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
@@ -28,8 +22,6 @@ from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.partition.slice_file import SliceDescription
 from minimax_tools.partition.source import open_source
 from minimax_tools.partition.verify import verify
-
-Command = Callable[..., click.testing.Result]
 
 MODEL = "owner/toy"
 MIB = 1 << 20
@@ -44,7 +36,7 @@ def access(hub: Any, toy: Path, tmp_path: Path) -> HubAccess:
 def make(access: HubAccess, *, headers: bool = True) -> PartitionPlan:
     source = open_source(MODEL, headers=headers, access=access)
     return make_plan(
-        model=MODEL,
+        model=source.model,
         config=source.config,
         architecture=source.architecture,
         tensors=source.tensors,
@@ -53,6 +45,16 @@ def make(access: HubAccess, *, headers: bool = True) -> PartitionPlan:
         nodes=[Node(name="a", memory_bytes=800 * MIB), Node(name="b", memory_bytes=200 * MIB)],
         workload=Workload(context_length=64),
     )
+
+
+def finetune(plan: PartitionPlan, toy: Path, folder: Path) -> Path:
+    """The toy with other bytes in node b's files."""
+    shutil.copytree(toy, folder)
+    for file in plan.slice_of("b").files:
+        content = bytearray((folder / file).read_bytes())
+        content[-1] ^= 1
+        (folder / file).write_bytes(content)
+    return folder
 
 
 def asked_files(hub: Any) -> set[str]:
@@ -119,7 +121,7 @@ def test_a_plan_of_another_model_is_refused(toy: Path, hub: Any, access: HubAcce
     files = {path.name: path.read_bytes() for path in toy.iterdir()}
     files["only.safetensors"] = files.pop(plan.slice_of("b").files[0])
     hub.add("owner/other", files)
-    with pytest.raises(CheckpointError, match=r"owner/other at revision 'main' has no model-0000"):
+    with pytest.raises(CheckpointError, match=r"owner/other at revision '[0-9a-f]{40}' has no model-0000"):
         fetch_slice(plan, "b", model="owner/other", access=access)
 
 
@@ -144,7 +146,7 @@ def test_by_ranges_only_the_slice_is_fetched_and_it_is_the_sources_bytes(
     here = {name: tensor for file in output.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert set(here) == set(plan.slice_of("b").names)
     assert all(torch.equal(here[name].view(torch.uint8), there[name].view(torch.uint8)) for name in here)
-    assert SliceDescription.read(output).source == MODEL
+    assert SliceDescription.read(output).source == plan.model
     proof = verify(plan, nodes=["b"], model=str(toy), slices=output.parent)
     assert proof.holds
 
@@ -156,9 +158,61 @@ def test_a_slice_that_is_there_is_not_fetched_again_and_another_is_refused(
     fetch_slice_ranges(plan, "b", output, access=access)
     hub.forget()
     assert fetch_slice_ranges(plan, "b", output, access=access).bytes_fetched == 0
-    assert not hub.log
-    with pytest.raises(UsageError, match="exists"):
+    assert not hub.asked("GET", ".safetensors")
+    with pytest.raises(
+        UsageError, match=r"expected a new or empty folder, or the slice of node a.*its node: b"
+    ):
         fetch_slice_ranges(plan, "a", output, access=access)
+
+
+def test_a_slice_of_another_model_or_commit_is_not_taken_for_this_one(
+    toy: Path, hub: Any, access: HubAccess, tmp_path: Path
+) -> None:
+    plan, output = make(access), tmp_path / "b"
+    fetch_slice_ranges(plan, "b", output, access=access)
+    finetuned = finetune(plan, toy, tmp_path / "finetuned")
+    hub.add("other/finetune", finetuned)
+    with pytest.raises(UsageError, match=f"of other/finetune@.*found one cut from {plan.model}"):
+        fetch_slice_ranges(plan, "b", output, model="other/finetune", access=access)
+    hub.add(MODEL, finetuned)
+    assert fetch_slice_ranges(plan, "b", output, access=access).bytes_fetched == 0
+    with pytest.raises(UsageError, match="found one cut from"):
+        fetch_slice_ranges(plan, "b", output, model=MODEL, access=access)
+
+
+def test_what_is_fetched_and_verified_is_the_commit_that_was_planned(
+    toy: Path, hub: Any, access: HubAccess, tmp_path: Path
+) -> None:
+    plan = make(access)
+    planned = hub.add(MODEL, toy).commit
+    assert plan.model == f"{MODEL}@{planned}"
+    moved = finetune(plan, toy, tmp_path / "finetuned")
+    assert hub.add(MODEL, moved).commit != planned
+    hub.forget()
+    fetched = fetch_slice(plan, "b", access=access)
+    assert all((fetched.folder / name).read_bytes() == (toy / name).read_bytes() for name in fetched.files)
+    fetch_slice_ranges(plan, "b", tmp_path / "slices" / "b", access=access)
+    assert not [one for one in hub.log if "/main" in one.path]
+    assert verify(plan, nodes=["b"], slices=tmp_path / "slices", access=access).holds
+    assert verify(plan, nodes=["b"], access=access).model == plan.model
+    offline = dataclasses.replace(access, is_offline=True)
+    assert verify(plan, nodes=["b"], access=offline).holds
+    assert make(offline).model == plan.model
+    assert open_source(MODEL, access=access).model == f"{MODEL}@{hub.add(MODEL, moved).commit}"
+
+
+def test_two_processes_do_not_fetch_into_one_folder(access: HubAccess, tmp_path: Path) -> None:
+    plan = make(access)
+    working_folder = tmp_path / ".b.fetched"
+    working_folder.mkdir()
+    with (
+        held(working_folder),
+        pytest.raises(CheckpointError, match="another process fetches into .*b.fetched"),
+    ):
+        fetch_slice_ranges(plan, "b", tmp_path / "b", access=access)
+    assert not (tmp_path / "b").exists()
+    assert fetch_slice_ranges(plan, "b", tmp_path / "b", access=access).bytes_fetched
+    assert not working_folder.exists()
 
 
 def test_ranges_that_break_off_are_continued(
@@ -197,13 +251,9 @@ def test_what_was_begun_of_another_commit_is_thrown_away(
     hub.plant("GET", last, hub_module.Fault(status=503), times=5)
     with pytest.raises(CheckpointError):
         fetch_slice_ranges(plan, "b", tmp_path / "b", access=dataclasses.replace(access, num_workers=1))
-    changed = shutil.copytree(toy, tmp_path / "changed")
-    for file in plan.slice_of("b").files:
-        content = bytearray((changed / file).read_bytes())
-        content[-1] ^= 1
-        (changed / file).write_bytes(content)
+    changed = finetune(plan, toy, tmp_path / "changed")
     hub.add(MODEL, changed)
-    fetch_slice_ranges(plan, "b", tmp_path / "b", access=access)
+    fetch_slice_ranges(plan, "b", tmp_path / "b", model=MODEL, access=access)
     assert verify(plan, nodes=["b"], model=str(changed), slices=tmp_path).holds
 
 
@@ -229,45 +279,3 @@ def test_a_plan_whose_places_are_not_the_hubs_is_refused(
 def test_a_folder_has_no_byte_ranges_to_fetch(toy: Path, access: HubAccess, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="mm2-split extract"):
         fetch_slice_ranges(make(access), "b", tmp_path / "b", model=str(toy), access=access)
-
-
-def test_the_command_says_where_the_files_are(
-    toy: Path, access: HubAccess, command: Command, tmp_path: Path
-) -> None:
-    plan_file = tmp_path / "plan.json"
-    plan = make(access)
-    plan.write(plan_file)
-    result = command(mm2_split, "fetch", "--plan", plan_file, "--node", "b", "--model", toy)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"b: {toy}, ")
-    refused = command(mm2_split, "fetch", "--plan", plan_file, "--node", "b", "--output", tmp_path / "b")
-    assert refused.exit_code == 2
-    assert "--output needs --byte-ranges" in refused.output
-    unknown = command(mm2_split, "fetch", "--plan", plan_file, "--node", "c", "--model", toy)
-    assert unknown.exit_code == 2
-    assert "the plan has no node 'c'" in unknown.output
-
-
-@pytest.mark.slow
-def test_the_command_fetches_by_ranges_and_says_what_came(
-    hub: Any, access: HubAccess, tmp_path: Path
-) -> None:
-    plan = make(access)
-    plan.write(tmp_path / "plan.json")
-    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home")}
-    script = "from minimax_tools.cli import main; main()"
-    arguments = ("fetch", "--plan", "plan.json", "--node", "b", "--byte-ranges", "--json")
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    values = json.loads(done.stdout)
-    assert values["folder"] == "model_shards/b"
-    assert values["bytes_fetched"] == sum(tensor.size_bytes for tensor in plan.slice_of("b").tensors)
-    assert "File 1 (" in done.stderr
-    assert (tmp_path / "model_shards" / "b" / "slice.json").is_file()

@@ -49,6 +49,8 @@ def test_what_is_no_node_is_refused_and_says_why(text: str, said: str) -> None:
 def test_all_that_is_wrong_with_a_node_is_said_at_once() -> None:
     with pytest.raises(UsageError, match="the name is '/'; memory is -1 bytes; tflops is -2"):
         Node(name="/", memory_bytes=-1, tflops=-2)
+    with pytest.raises(UsageError, match="memory is 1.5 bytes"):
+        Node(name="a", memory_bytes=1.5)  # type: ignore[arg-type]
 
 
 def test_nodes_of_a_file_may_give_bytes_or_sizes(tmp_path: Path) -> None:

@@ -188,6 +188,21 @@ def test_plan_that_cannot_be_written_leaves_nothing_behind(source: Source, tmp_p
         lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", -1, 3]),
         lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", "0", 3]),
         lambda values: values["slices"][0]["files"][0]["tensors"].append(["x", None, 3]),
+        lambda values: values["slices"][0]["files"][0]["tensors"].append([7, 0, 3]),
+        lambda values: values["slices"][0]["files"][0]["tensors"].append(["", 0, 3]),
+        lambda values: values["slices"][0]["files"][0]["tensors"].append([["x"], 0, 3]),
+        lambda values: values["slices"][0].update(has_head="no"),
+        lambda values: values["slices"][0].update(node=7),
+        lambda values: values["slices"][0].update(memory_bytes=1e9),
+        lambda values: values["slices"][0]["cost"].update(loaded_bytes=-1),
+        lambda values: values["slices"][0]["cost"].update(loaded_bytes="1"),
+        lambda values: values["slices"].clear(),
+        lambda values: values.update(num_hidden_layers=0),
+        lambda values: values.update(num_hidden_layers="4"),
+        lambda values: values.update(context_length=-5),
+        lambda values: values.update(model=7),
+        lambda values: values.update(shared={"x": 7}),
+        lambda values: values.update(shared=["x"]),
     ],
 )
 def test_file_that_is_no_plan_is_refused(
@@ -199,6 +214,31 @@ def test_file_that_is_no_plan_is_refused(
     path.write_text(json.dumps(values))
     with pytest.raises(UsageError, match="plan.json is no plan"):
         PartitionPlan.read(path)
+
+
+def test_shares_and_memory_weights_are_parts_of_the_whole(source: Source) -> None:
+    plan = plan_of(source)
+    assert [plan.share(slice_) for slice_ in plan.slices] == [0.25, 0.5, 0.25]
+    weights = [plan.memory_weight(slice_) for slice_ in plan.slices]
+    assert weights == [(0.0, 1 / 3), (1 / 3, 2 / 3), (2 / 3, 1.0)]
+
+
+def test_faults_are_found_where_only_some_headers_are_known(source: Source) -> None:
+    assert source.entries is not None
+    plan, names = plan_of(source), source.entries.keys()
+    some = {Q_PROJ: source.entries[Q_PROJ]}
+
+    def faults(of: PartitionPlan) -> list[str]:
+        return of.find_faults(some, source.architecture, folder=source.folder, names=names)
+
+    assert faults(plan) == []
+    assert faults(change(plan, 2, without(NORM))) == [f"no node holds {NORM}"]
+    with_unknown = change(
+        plan,
+        1,
+        lambda slice_: replace(slice_, tensors=(*slice_.tensors, PlannedTensor(name="model.layers.2.new"))),
+    )
+    assert faults(with_unknown) == ["node b holds model.layers.2.new, which the checkpoint lacks"]
 
 
 def test_plan_of_another_version_or_none_is_refused(source: Source, tmp_path: Path) -> None:

@@ -107,6 +107,42 @@ def test_a_hub_whose_index_contradicts_its_headers_is_refused(toy: Path, hub: An
         open_source(MODEL, headers=True, access=access)
 
 
+def test_a_header_as_long_as_its_file_is_not_fetched(hub: Any, access: HubAccess) -> None:
+    shard = struct.pack("<Q", 100_000_001) + bytes(100_000_001)
+    hub.add(MODEL, {"config.json": b'{"model_type": "minimax_m2"}', "model.safetensors": shard})
+    with pytest.raises(
+        CheckpointError, match="expected a header of at most 100000000 bytes, found one of 100000001"
+    ):
+        open_source(MODEL, headers=True, access=access)
+    assert asked_bytes(hub) == 8
+
+
+def test_a_hubs_model_bears_the_name_of_its_commit_and_a_folder_its_own(
+    toy: Path, hub: Any, access: HubAccess
+) -> None:
+    pinned = f"{MODEL}@{hub.add(MODEL, toy).commit}"
+    for model in (MODEL, f"{MODEL}@main", pinned):
+        assert open_source(model, access=access).model == pinned
+    assert open_source(MODEL, access=dataclasses.replace(access, is_offline=True)).model == pinned
+    assert open_source(str(toy)).model == str(toy)
+
+
+def test_tensors_that_nothing_tells_are_an_error_that_names_the_shards(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "llama")
+    (folder / "model-00003-of-00007.safetensors").unlink()
+    source = open_source(str(folder))
+    assert source.entries is None
+    assert source.names == frozenset(TensorIndex.from_folder(llama).names)
+    with pytest.raises(CheckpointError, match=r"of a llama config.json tells none.*model-00003-of-00007"):
+        _ = source.tensors
+    for path in folder.glob("model*"):
+        path.unlink()
+    source = open_source(str(folder))
+    assert source.names is None
+    with pytest.raises(CheckpointError, match="found no header"):
+        _ = source.tensors
+
+
 def test_a_folder_that_lacks_a_shard_tells_what_is_here(toy: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(toy, tmp_path / "toy")
     shard = sorted(folder.glob("*.safetensors"))[-1]

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+
+from minimax_tools.cli import mm2_split
+from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.partition.read_record import RECORDS_FOLDER, ReadRecord
+from minimax_tools.partition.verification_text import render_run
+
+Command = Callable[..., click.testing.Result]
+
+_SCRIPT = Path(__file__).parents[3] / "scripts" / "verify_slice_loading.py"
+_NUM_VERDICTS = 11
+
+
+@pytest.fixture(scope="module")
+def plan_file(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers 0 to 2 on a, layer 3 on b."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    nodes = ["--node", "a:memory=600MB", "--node", "b:memory=200MB", "--context-length", "64"]
+    arguments = ["plan", "--model", str(toy), *nodes, "--output", str(path), "--quiet"]
+    result = click.testing.CliRunner().invoke(mm2_split, arguments)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(plan_file: Path) -> PartitionPlan:
+    return PartitionPlan.read(plan_file)
+
+
+@pytest.fixture(scope="module")
+def whole_slices(plan_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slices")
+    arguments = ["extract", "--plan", str(plan_file), "--all-nodes", "--output", str(folder), "--digests"]
+    result = click.testing.CliRunner().invoke(mm2_split, [*arguments, "--quiet"])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def slices(whole_slices: Path, tmp_path: Path) -> Path:
+    """Slices to be spoilt."""
+    return shutil.copytree(whole_slices, tmp_path / "slices")
+
+
+@pytest.fixture
+def records(plan: PartitionPlan, tmp_path: Path) -> Path:
+    """What a run would write, in its capture directory."""
+    for slice_ in plan.slices:
+        record_of(plan, slice_.node.name).write(tmp_path / "capture" / RECORDS_FOLDER)
+    return tmp_path / "capture"
+
+
+def record_of(plan: PartitionPlan, node: str) -> ReadRecord:
+    sizes = {tensor.name: tensor.size_bytes for tensor in plan.slice_of(node).tensors}
+    return ReadRecord.of(node, sizes, bytes_read=sum(sizes.values()), files={"model.safetensors": 5})
+
+
+@pytest.fixture
+def run(plan_file: Path) -> Command:
+    """Runs `mm2-split verify` on the plan, in an environment and an encoding."""
+
+    def run_it(*arguments: object, charset: str = "utf-8", **environment: str | None) -> click.testing.Result:
+        words = ["verify", "--plan", str(plan_file), *map(str, arguments)]
+        runner = click.testing.CliRunner(charset=charset)
+        return runner.invoke(mm2_split, words, env={"DEBUG": None, **environment}, catch_exceptions=False)
+
+    return run_it
+
+
+def sections(text: str) -> dict[str, str]:
+    """The text of each section by its title; of the last node where there are several."""
+    found: dict[str, list[str]] = {}
+    title = ""
+    for line in text.splitlines():
+        if "===" in line:
+            title = line.split("===")[1].strip()
+            found[title] = []
+        elif title:
+            found[title].append(line)
+    return {title: "\n".join(lines).strip() for title, lines in found.items()}
+
+
+def test_debug_11_shows_every_section_of_a_node(
+    run: Any, plan: PartitionPlan, slices: Path, records: Path, toy: Path
+) -> None:
+    result = run("--slices", slices, "--records", records, "--node", "b", DEBUG="11")
+    assert result.exit_code == 0, result.output
+    found = sections(result.stdout)
+    assert list(found) == [
+        "NODE SLICE ASSIGNMENT VERIFICATION",
+        "SLICE LOADING VERIFICATION",
+        "DOWNLOAD VERIFICATION",
+        "DOWNLOAD COMPLETED VERIFICATION",
+        "RUNTIME SLICE VERIFICATION",
+        "VERDICTS",
+    ]
+    assert (
+        found["NODE SLICE ASSIGNMENT VERIFICATION"]
+        == f"""\
+🖥️  Node ID: b
+📊 Model: {toy}
+🧩 Total layers: 4
+🔗 Partition index: 1
+👥 Active nodes: 2
+
+📋 COMPLETE PARTITION MAP:
+   ⏳ Node 0: a
+      Layers: 0-2 (3 layers, 75.0%)
+      Memory weight: [0.000, 0.750)
+   ✅ Node 1: b
+      Layers: 3-3 (1 layers, 25.0%)
+      Memory weight: [0.750, 1.000)
+   Total layers assigned: 4 of 4
+
+🎯 THIS NODE WILL LOAD:
+   Model: {toy}
+   Layers: 3-3
+   Layer count: 1 / 4
+   Beside them: the final norm and the lm_head
+   Percentage: 25.0%
+   Memory savings: 75.0% reduction per node"""
+    )
+
+    weights = plan.slice_of("b").files
+    patterns = [*weights, "*.json", "*.model", "*.txt", "*.jinja"]
+    assert (
+        found["SLICE LOADING VERIFICATION"]
+        == f"""\
+🎯 Shard: {toy} layers 3-3
+🖥️  Node: b
+📊 Layer range: 3-3 (1 layers)
+🧩 Tensors: {len(plan.slice_of("b").tensors)}
+🎯 Allow patterns: {patterns}"""
+    )
+
+    files = [*weights, *sorted(path.name for path in toy.glob("*.json"))]
+    sizes = {name: (toy / name).stat().st_size for name in files}
+    full = sum(path.stat().st_size for path in toy.iterdir())
+    part = sum(sizes.values())
+    lines = [f"   {i:2}. 📄 {name} ({sizes[name] / 1e6:.2f} MB)" for i, name in enumerate(files, start=1)]
+    download = found["DOWNLOAD VERIFICATION"].splitlines()
+    assert download[:5] == [
+        f"📁 Total files in repo: {len(list(toy.iterdir()))}",
+        f"🎯 Files after slice filtering: {len(files)}",
+        f"💾 Full repo size: {full / 1e6:.2f} MB",
+        f"💾 This slice size: {part / 1e6:.2f} MB",
+        f"🎯 Size reduction: {1 - part / full:.1%}",
+    ]
+    assert download[-len(lines) - 1 :] == ["📋 FILES FOR THIS SLICE:", *lines]
+
+    completed = found["DOWNLOAD COMPLETED VERIFICATION"].splitlines()
+    assert completed[1] == f"📁 Files downloaded: {len(files)}"
+    assert completed[2 : 2 + len(files)] == [f"   📄 {n}: {sizes[n] / 1e6:.2f} MB ✅" for n in files]
+    assert completed[-4:] == [
+        "💾 DOWNLOAD SUMMARY:",
+        f"   Expected: {part / 1e6:.2f} MB",
+        f"   Actual:   {part / 1e6:.2f} MB",
+        "   Status:   ✅ Complete",
+    ]
+
+    runtime = found["RUNTIME SLICE VERIFICATION"].splitlines()
+    assert runtime[:4] == ["🖥️  Node: b", f"📊 Model: {toy}", "🧩 Loaded layers: 3-3", "🎯 Layer count: 1 / 4"]
+    slice_bytes = sum(tensor.size_bytes for tensor in plan.slice_of("b").tensors)
+    assert f"💾 Bytes read: {slice_bytes}" in runtime
+    assert "🎯 Bytes read over slice: 1.00" in runtime
+    num_tensors = len(plan.slice_of("b").tensors)
+    found_there = f"📁 Found in {slices / 'b'}: {num_tensors} tensors, {slice_bytes} bytes, each read once"
+    assert found_there in runtime
+    assert any(line.startswith(f"📋 Digests of {num_tensors} tensors") for line in runtime)
+    assert len(found["VERDICTS"].splitlines()) == _NUM_VERDICTS
+
+
+def test_slices_without_a_run_say_that_nothing_was_loaded(run: Any, slices: Path) -> None:
+    runtime = sections(run("--slices", slices, "--verbose").stdout)["RUNTIME SLICE VERIFICATION"]
+    assert "🧩 Layers to be loaded: 3-3" in runtime
+    assert "⏳ Nothing was loaded yet: a run's --records tell what was" in runtime
+    assert "Bytes read" not in runtime
+    assert "📁 Found in " in runtime
+
+
+def test_a_nodes_part_in_a_run_is_told_before_and_after_it(plan: PartitionPlan) -> None:
+    before = sections(render_run(plan, "b", with_marks=True))
+    assert list(before) == ["NODE SLICE ASSIGNMENT VERIFICATION", "RUNTIME SLICE VERIFICATION"]
+    assert "Layers to be loaded: 3-3" in before["RUNTIME SLICE VERIFICATION"]
+    after = sections(render_run(plan, "b", record=record_of(plan, "b"), with_marks=True))
+    assert after["NODE SLICE ASSIGNMENT VERIFICATION"] == before["NODE SLICE ASSIGNMENT VERIFICATION"]
+    assert "Loaded layers: 3-3" in after["RUNTIME SLICE VERIFICATION"]
+    assert "Bytes read over slice: 1.00" in after["RUNTIME SLICE VERIFICATION"]
+
+
+def test_verbose_shows_the_same_as_debug_and_less_debug_a_summary(run: Any) -> None:
+    detailed = run("--verbose").stdout
+    assert detailed == run(DEBUG="11").stdout == run(DEBUG="99").stdout
+    assert "Nothing was loaded yet" in detailed
+    for level in ("10", "", "yes"):
+        summary = run(DEBUG=level).stdout
+        assert "===" not in summary
+        assert summary.splitlines()[0].startswith("a: layers 0-2 (3 of 4, 75.0%) and the embedding, ")
+        assert len(summary.splitlines()) == 2 + _NUM_VERDICTS
+
+
+def test_a_terminal_that_is_no_utf_8_gets_no_pictures(run: Any, slices: Path) -> None:
+    result = run("--verbose", "--slices", slices, charset="ascii")
+    assert result.stdout.isascii()
+    assert "   [ok] Node 0: a\n" in result.stdout
+    assert "\nNode ID: a\n" in result.stdout
+    assert "   Status:   [ok] Complete" in result.stdout
+    assert "[ok] digests_match" in result.stdout
+
+
+def test_a_failed_verdict_exits_with_1_and_says_what_it_is(run: Any, slices: Path) -> None:
+    shutil.rmtree(slices / "b")
+    result = run("--slices", slices)
+    assert result.exit_code == 1
+    assert (
+        "❌ cover_everything: NOT SO that all nodes together hold the whole model: no node holds"
+        in result.stdout
+    )
+
+
+def test_incomplete_downloads_are_shown(run: Any, plan: PartitionPlan, toy: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(toy, tmp_path / "toy")
+    lost = plan.slice_of("b").files[-1]
+    (folder / lost).unlink()
+    result = run("--verbose", "--node", "b", "--model", folder)
+    assert result.exit_code == 1
+    assert f"   📄 {lost}: not here of {(toy / lost).stat().st_size / 1e6:.2f} MB ❌" in result.stdout
+    assert "   Status:   ❌ Incomplete" in result.stdout
+
+
+def test_json_holds_what_the_sections_show(
+    run: Any, plan: PartitionPlan, slices: Path, records: Path
+) -> None:
+    values = json.loads(run("--slices", slices, "--records", records, "--json").stdout)
+    assert values["holds"] is True
+    assert values["total_layers_assigned"] == values["num_hidden_layers"] == 4
+    assert [node["layers"] for node in values["partition_map"]] == [[0, 3], [3, 4]]
+    assert [node["memory_weight"] for node in values["partition_map"]] == [[0.0, 0.75], [0.75, 1.0]]
+    assert len(values["verdicts"]) == _NUM_VERDICTS
+    node = values["nodes"][1]
+    assert node["reads"]["bytes_read_over_slice"] == 1.0
+    assert node["reads"]["num_tensors"] == len(plan.slice_of("b").tensors)
+    assert node["runtime"] == {"loaded_layers": [3], "is_seen": True}
+    assert node["download"]["is_complete"] is True
+    assert set(node["folder"]["digests"]) == set(plan.slice_of("b").names)
+    assert all(len(digest) == 64 for digest in node["folder"]["digests"].values())
+    unread = json.loads(run("--slices", slices, "--json").stdout)["nodes"][1]
+    assert unread["runtime"] == {"loaded_layers": None, "is_seen": False}
+    assert unread["reads"] is None
+
+
+def test_what_is_not_known_of_a_repository_is_at_least(run: Any, toy: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(toy, tmp_path / "toy", ignore=shutil.ignore_patterns("*.safetensors"))
+    download = sections(run("--verbose", "--node", "b", "--model", folder).stdout)["DOWNLOAD VERIFICATION"]
+    size = sum(path.stat().st_size for path in toy.iterdir())
+    assert f"📁 Total files in repo: at least {len(list(toy.iterdir()))}\n" in download
+    assert f"💾 Full repo size: at least {size / 1e6:.2f} MB\n" in download
+    assert "🎯 Size reduction: at least " in download
+    assert "-" not in download.partition("Size reduction: ")[2].partition("\n")[0]
+
+
+def test_the_seeds_script_shows_every_section(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["verify_slice_loading.py", "--plan", str(plan_file)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(_SCRIPT), run_name="__main__")
+    assert ended.value.code == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if "===" in line]) == 11
