@@ -13,6 +13,8 @@ from minimax_tools.partition.slice_file import SliceDescription
 from minimax_tools.partition.slice_folder import open_slice
 from minimax_tools.partition.tensor_digest import digest_tensor
 
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pth", ".pt"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
@@ -79,6 +81,9 @@ def _read_folder(node: str, folder: Path, description: SliceDescription, faults:
         entries = reader.index.entries
         digests = {name: digest_tensor(reader, entry) for name, entry in entries.items()}
         files = tuple(file.name for file in reader.index.files)
+    stray = sorted(
+        path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES and path.name not in files
+    )
     return Holding(
         node=node,
         folder=folder,
@@ -88,7 +93,7 @@ def _read_folder(node: str, folder: Path, description: SliceDescription, faults:
         shapes={name: f"{entry.dtype} {list(entry.shape)}" for name, entry in entries.items()},
         digests=digests,
         noted=description.tensors,
-        faults=faults,
+        faults=(*faults, *(f"{name} lies in {folder}, and belongs to no slice" for name in stray)),
     )
 
 

@@ -121,7 +121,7 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
     entries = index.entries if index is not None and not index.absent else None
     if entries is None and headers and is_on_hub(model):
         entries = _read_hub_entries(model, access)
-    if entries is None and index is not None:
+    if entries is None and headers and index is not None:
         num_absent = len(set(index.absent.values()))
         logger.info("%d shards of %s are not here: their headers are not known.", num_absent, model)
     return Source(

@@ -58,7 +58,7 @@ def render_details(verification: Verification, *, with_marks: bool) -> str:
             "",
             *_download(download, node.slice_bytes),
             "",
-            *_completion(slice_, download.files, model),
+            *_completion(slice_, download.files, model, is_needed=node.holding.folder is None),
             "",
             *_runtime(plan, slice_, model, node.record, node.layers, node.slice_bytes),
             *_folder(node.holding),
@@ -169,11 +169,16 @@ def _download(download: Download, slice_bytes: int) -> Iterator[str]:
         yield f"   {number:2}. 📄 {file.name} ({size})"
 
 
-def _completion(slice_: Slice, files: Sequence[DownloadedFile], model: str) -> Iterator[str]:
+def _completion(
+    slice_: Slice, files: Sequence[DownloadedFile], model: str, *, is_needed: bool = True
+) -> Iterator[str]:
     is_complete = all(file.is_complete for file in files)
+    status = "Complete" if is_complete else "Incomplete"
+    if not is_complete and not is_needed:
+        status += ", and not needed: the slice has a folder of its own"
     is_known = all(file.expected_bytes is not None for file in files)
     expected = _megabytes(sum(file.size_bytes for file in files))
-    yield f"{_mark(is_complete)} === DOWNLOAD COMPLETED VERIFICATION ==="
+    yield f"{_mark(is_complete, is_needed)} === DOWNLOAD COMPLETED VERIFICATION ==="
     yield f"🎯 Shard: {model} layers {_range(slice_.stage.layers)}"
     yield f"📁 Files downloaded: {sum(file.actual_bytes is not None for file in files)}"
     for file in files:
@@ -183,12 +188,12 @@ def _completion(slice_: Slice, files: Sequence[DownloadedFile], model: str) -> I
             if file.is_complete or file.expected_bytes is None
             else f" of {_megabytes(file.expected_bytes)}"
         )
-        yield f"   📄 {file.name}: {actual}{of} {_mark(file.is_complete)}"
+        yield f"   📄 {file.name}: {actual}{of} {_mark(file.is_complete, is_needed)}"
     yield ""
     yield "💾 DOWNLOAD SUMMARY:"
     yield f"   Expected: {_at_least(expected, is_known=is_known)}"
     yield f"   Actual:   {_megabytes(sum(file.actual_bytes or 0 for file in files))}"
-    yield f"   Status:   {_mark(is_complete)} {'Complete' if is_complete else 'Incomplete'}"
+    yield f"   Status:   {_mark(is_complete, is_needed)} {status}"
 
 
 def _runtime(
@@ -288,8 +293,8 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.2f} MB"
 
 
-def _mark(holds: bool) -> str:
-    return "✅" if holds else "❌"
+def _mark(holds: bool, is_needed: bool) -> str:
+    return "✅" if holds else "❌" if is_needed else "⚪"
 
 
 def _finish(lines: Sequence[str], *, with_marks: bool) -> str:

@@ -260,6 +260,15 @@ def test_json_holds_what_the_sections_show(
     assert unread["reads"] is None
 
 
+def test_whole_files_are_not_needed_by_who_has_a_slice(
+    run: Any, slices: Path, toy: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(toy, tmp_path / "toy", ignore=shutil.ignore_patterns("*.safetensors"))
+    shown = run("--verbose", "--node", "b", "--model", folder, "--slices", slices).stdout
+    assert "   Status:   ⚪ Incomplete, and not needed: the slice has a folder of its own" in shown
+    assert "❌" not in shown
+
+
 def test_what_is_not_known_of_a_repository_is_at_least(run: Any, toy: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(toy, tmp_path / "toy", ignore=shutil.ignore_patterns("*.safetensors"))
     download = sections(run("--verbose", "--node", "b", "--model", folder).stdout)["DOWNLOAD VERIFICATION"]

@@ -296,6 +296,14 @@ def test_a_folder_that_is_no_slice_is_a_fault_and_no_crash(
     assert "cover_everything" in faults
 
 
+def test_weights_beside_a_slice_fail(plan: PartitionPlan, slices: Path, toy: Path) -> None:
+    shutil.copyfile(toy / plan.slice_of("a").files[0], slices / "b" / "left-over.safetensors")
+    faults = failing(verify(plan, slices=slices))
+    assert faults == {
+        "slices_as_planned": f"b: left-over.safetensors lies in {slices / 'b'}, and belongs to no slice"
+    }
+
+
 def test_a_plan_with_a_wrong_place_fails(plan: PartitionPlan) -> None:
     values = plan.to_values()
     values["slices"][0]["files"][0]["tensors"][0][1] += 2
