@@ -237,7 +237,10 @@ def judge_digests(
             num_noted += noted is not None
             num_unknown += expected is None and noted is None
             faults += _byte_faults(name, held, shapes.get(name), expected, noted)
-    claim = f"of {num_held} tensors {num_sourced} have their source's bytes, {num_noted} those that slice.json notes"
+    claim = (
+        f"the bytes of {num_held} tensors are right: {num_sourced} held against their source, {num_noted} against "
+        "what slice.json notes"
+    )
     if not faults and num_unknown:
         reason = f"of {num_unknown} tensors neither the source is here nor a digest in slice.json"
         return Verdict.open("digests_match", claim, reason)

@@ -276,16 +276,10 @@ def _node_values(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:
             "is_complete": download.is_complete,
             "files": [{**asdict(file), "is_complete": file.is_complete} for file in download.files],
         },
-        "folder": None
-        if holding.folder is None
-        else {
-            "path": str(holding.folder),
-            "source": holding.source,
-            "num_tensors": len(holding.sizes),
-            "bytes": holding.size_bytes,
-            "digest": holding.digest,
-            "digests": dict(holding.digests),
-        },
+        "folder": None if holding.folder is None else str(holding.folder),
+        "source": holding.source,
+        "digest": holding.digest if holding.digests else None,
+        "digests": dict(holding.digests),
         "runtime": {
             "is_seen": record is not None,
             "loaded_layers": None if node.layers is None else list(node.layers),

@@ -253,8 +253,9 @@ def test_json_holds_what_the_sections_show(
     assert node["reads"]["num_tensors"] == len(plan.slice_of("b").tensors)
     assert node["runtime"] == {"loaded_layers": [3], "is_seen": True}
     assert node["download"]["is_complete"] is True
-    assert set(node["folder"]["digests"]) == set(plan.slice_of("b").names)
-    assert all(len(digest) == 64 for digest in node["folder"]["digests"].values())
+    assert set(node["digests"]) == set(plan.slice_of("b").names)
+    assert all(len(digest) == 64 for digest in node["digests"].values())
+    assert (node["folder"], node["source"]) == (str(slices / "b"), plan.model)
     unread = json.loads(run("--slices", slices, "--json").stdout)["nodes"][1]
     assert unread["runtime"] == {"loaded_layers": None, "is_seen": False}
     assert unread["reads"] is None

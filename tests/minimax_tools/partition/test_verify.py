@@ -268,7 +268,9 @@ def test_slices_without_a_source_are_held_against_what_they_note(
         verdict.name: verdict for verdict in verify(plan, model=str(description), slices=slices).verdicts
     }
     assert judged["digests_match"].holds
-    assert judged["digests_match"].claim.startswith("of 827 tensors 0 have their source's bytes, 827 those")
+    assert judged["digests_match"].claim.startswith(
+        "the bytes of 827 tensors are right: 0 held against their source, 827 "
+    )
     for node in ("a", "b"):
         noted = SliceDescription.read(slices / node)
         replace(noted, tensors=dict.fromkeys(noted.tensors)).write(slices / node)
@@ -522,6 +524,28 @@ def test_a_nodes_machine_verifies_with_the_nodes_files_alone(
     assert download.repository.size_bytes == everything
     assert download.reduction == pytest.approx(1 - download.size_bytes / everything)
     assert failing(verify(plan, nodes=["b"], model=str(folder))).keys() == {"downloads_complete"}
+
+
+def test_a_nodes_machine_verifies_bin_files_too(llama: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    shutil.copyfile(llama / "config.json", whole / "config.json")
+    weight_map = {}
+    for number, path in enumerate(sorted(llama.glob("*.safetensors")), start=1):
+        tensors, name = load_file(path), f"pytorch_model-{number:05}-of-00007.bin"
+        torch.save(tensors, whole / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    (whole / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    plan = make(whole, TWO_NODES)
+    assert verify(plan, nodes=["a", "b"]).holds
+    part = shutil.copytree(whole, tmp_path / "part")
+    for path in part.glob("*.bin"):
+        if path.name not in plan.slice_of("a").files:
+            path.unlink()
+    verification = verify(plan, nodes=["a"], model=str(part))
+    assert failing(verification) == {}
+    assert not verification.nodes[0].download.repository.is_known
+    assert failing(verify(plan, nodes=["b"], model=str(part))).keys() == {"downloads_complete"}
 
 
 def test_a_nodes_machine_finds_what_is_wrong_as_far_as_it_can_know(
