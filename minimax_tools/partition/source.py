@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from minimax_tools.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
+_PINNED = re.compile(r"[^/@]+/[^/@]+@[0-9a-f]{40}")
 # Its config.json tells every tensor.
 _TOLD_BY_CONFIG = "minimax_m2"
 
@@ -133,6 +135,11 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         entries=entries,
         weight_map=_read_weight_map(folder),
     )
+
+
+def are_two_commits(model: str, other: str) -> bool:
+    """Whether two sources are certainly two: commits of hubs' models. A folder may hold a copy of any."""
+    return model != other and all(map(_PINNED.fullmatch, (model, other)))
 
 
 def _pin(snapshot: HubSnapshot) -> tuple[str, Path]:

@@ -28,6 +28,7 @@ from minimax_tools.partition.holding import Holding
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.partition.planners import plan_stages
 from minimax_tools.partition.read_record import ReadRecord
+from minimax_tools.partition.source import are_two_commits
 from minimax_tools.size import word_size
 
 _PLANNER_BY_MEMORY = "memory"
@@ -196,12 +197,14 @@ def judge_downloads(downloads: Mapping[str, Download]) -> Verdict:
     )
 
 
-def judge_slices(slices: Sequence[Slice], holdings: Mapping[str, Holding]) -> Verdict:
-    """Whether the folders hold what is planned for these slices, and nothing else."""
+def judge_slices(slices: Sequence[Slice], holdings: Mapping[str, Holding], model: str) -> Verdict:
+    """Whether the folders hold what is planned for these slices of a model, and nothing else."""
     faults = []
     for slice_ in slices:
         node, held = slice_.node.name, holdings[slice_.node.name]
         faults += [f"{node}: {fault}" for fault in held.faults]
+        if held.source is not None and are_two_commits(held.source, model):
+            faults.append(f"{node} was cut from {held.source}, and not from {model}")
         if held.sizes:
             planned = set(slice_.names)
             faults += [f"{node} lacks {name}" for name in sorted(planned - held.sizes.keys())]

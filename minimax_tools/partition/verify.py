@@ -218,7 +218,7 @@ def _judge_downloads(downloads: Mapping[str, Download], *, is_here: bool) -> Ver
 def _judge_folders(
     chosen: Sequence[Slice], holdings: Mapping[str, Holding], source: Source, *, slices: Path | None
 ) -> tuple[Verdict, Verdict]:
-    as_planned = judge_slices(chosen, holdings)
+    as_planned = judge_slices(chosen, holdings, source.model)
     if slices is None:
         reason = "no folder of slices was given"
         return (
@@ -226,8 +226,7 @@ def _judge_folders(
             Verdict.open("digests_match", "each tensor has its source's bytes", reason),
         )
     names = {name for slice_ in chosen for name in holdings[slice_.node.name].digests}
-    entries = {} if source.entries is None else source.entries
-    shapes = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in entries.items()}
+    shapes = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in source.headers_known.items()}
     digests = _source_digests(source, names)
     return as_planned, judge_digests(chosen, holdings, shapes=shapes, digests=digests)
 
