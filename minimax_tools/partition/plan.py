@@ -71,10 +71,14 @@ class PartitionPlan:
     def __post_init__(self) -> None:
         # A plan may come from anywhere.
         texts = (self.model, self.model_type, self.planner, *self.shared, *self.shared.values())
-        counts = (self.num_hidden_layers, self.workload.context_length, self.workload.batch_size)
-        faults = [f"{text!r}, which is no text" for text in texts if not isinstance(text, str)]
+        counts = {
+            "num_hidden_layers": self.num_hidden_layers,
+            "context_length": self.workload.context_length,
+            "batch_size": self.workload.batch_size,
+        }
+        faults = [f"{text!r} where a text was due" for text in texts if not isinstance(text, str)]
         faults += [
-            f"{count!r}, which counts nothing" for count in counts if type(count) is not int or count < 1
+            f"{name} is {found!r}" for name, found in counts.items() if type(found) is not int or found < 1
         ]
         faults += [] if self.slices else ["no slice"]
         if faults:

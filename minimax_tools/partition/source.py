@@ -125,7 +125,7 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         entries = _read_hub_entries(model, access)
     if entries is None and headers and index is not None:
         num_absent = len(set(index.absent.values()))
-        logger.info("%d shards of %s are not here: their headers are not known.", num_absent, model)
+        logger.info("Shards of %s are not here, and their headers not known: %d.", model, num_absent)
     return Source(
         model=model,
         folder=folder,
