@@ -164,6 +164,7 @@ class Ranks:
             RankLostError: A rank died.
         """
         while not self.has_said(key):
+            self.check()
             time.sleep(_POLL_S)
         return json.loads(self._guard(lambda: self._store.get(f"said/{key}")))
 
@@ -345,7 +346,7 @@ def open_ranks(place: RankPlace) -> Iterator[Ranks]:
 def _meet(place: RankPlace, stopper: Stopper) -> Ranks:
     if not torch.distributed.is_available():
         raise BackendError("several ranks need torch.distributed", found="a torch that was built without it")
-    from torch.distributed import PrefixStore
+    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     failure = f"{_STORE_GONE} (MASTER_ADDR={os.environ.get('MASTER_ADDR')})"
