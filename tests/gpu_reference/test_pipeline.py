@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click.testing
 import psutil
 import pytest
 import safetensors.torch
 import torch
 
 from gpu_reference.cli import main
+from minimax_tools.cli import main as split
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
@@ -56,16 +60,16 @@ def write_plan(folder: Path, path: Path, *spans: Span) -> PartitionPlan:
     return plan
 
 
-def start(num_ranks: int, *arguments: object) -> subprocess.Popen[str]:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-    ]
-    words = [*launcher, "-m", "gpu_reference", "extract-all", *map(str, arguments)]
+def start(num_ranks: int, *arguments: object, max_restarts: int = 0) -> subprocess.Popen[str]:
+    """Start ranks; in an argument, `{rank}` is a rank's own number."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts)]
+    words = [sys.executable, "-m", "gpu_reference", "extract-all", *map(str, arguments)]
+    line = shlex.join(words).replace("{rank}", "'$RANK'")
+    return spawn([*launcher, "--no-python", "sh", "-c", f"exec {line}"])
+
+
+def spawn(words: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         words,
         cwd=REPOSITORY,
@@ -113,11 +117,13 @@ def tied_bf16(toy_bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The BF16 toy with its embedding for an lm_head."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tied"
     shutil.copytree(toy_bf16, folder)
-    (shard,) = folder.glob("*.safetensors")
+    index_file = folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    shard = folder / index["weight_map"].pop("lm_head.weight")
+    index_file.write_text(json.dumps(index))
     tensors = safetensors.torch.load_file(shard)
     del tensors["lm_head.weight"]
     safetensors.torch.save_file(tensors, shard, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     return folder
@@ -197,6 +203,26 @@ def test_plan_of_another_checkpoint_is_refused(
     assert not (tmp_path / "capture").exists()
 
 
+def test_plan_names_the_checkpoint_where_nothing_else_does(
+    toy: Path, one_slice: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MM2_MODEL", raising=False)
+    result = command(
+        main, "extract-all", "--plan", one_slice, *ROWS, "--noise-floor", "off", "--output-dir", tmp_path
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "manifest.json").read_text())["provenance"]["model_source"] == str(toy)
+    # One slice shows its progress too, layer by layer.
+    assert "Layer 3 (4 of 4)" in result.stderr
+
+
+def test_checkpoint_must_be_named_by_somebody(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MM2_MODEL", raising=False)
+    result = command(main, "extract-all", *ROWS)
+    assert result.exit_code == 2
+    assert "no checkpoint is named. Give --model, or a --plan" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,37 +266,284 @@ def test_more_ranks_than_slices_are_refused_once(toy: Path, one_slice: Path, tmp
     assert "the plan has 1 slice for 2 ranks" in line
 
 
+def kill_rank(
+    process: subprocess.Popen[str], rank: int, *, when: Path, stopped_s: float = 0
+) -> psutil.Process:
+    """Kill a rank as soon as a file is there; first hold it for a while, where that is wanted."""
+    while not when.exists():
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.001)
+    (found,) = (
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if child.environ().get("RANK") == str(rank)
+    )
+    found.suspend()
+    time.sleep(stopped_s)
+    found.kill()
+    return found
+
+
+def common_of(folder: Path) -> tuple[object, ...]:
+    return ("--model", folder, *ROWS, "--stream", "on", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def plain(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy streamed by one process."""
+    directory = tmp_path_factory.mktemp("plain") / "capture"
+    words = ["extract-all", *map(str, common_of(toy)), "--output-dir", str(directory)]
+    assert click.testing.CliRunner().invoke(main, words).exit_code == 0
+    return directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed:
+    """A run of two ranks of which one was killed."""
+
+    ran: Ran
+    directory: Path
+    plan_file: Path
+    plan: PartitionPlan
+    took_s: float
+
+
+def run_killed(toy: Path, folder: Path, rank: int, stored: str) -> Killed:
+    plan = write_plan(toy, folder / "plan.json", Span(0, 2), Span(2, 4))
+    process = start(2, *common_of(toy), "--plan", folder / "plan.json", "--output-dir", folder / "capture")
+    kill_rank(process, rank, when=folder / "capture" / stored)
+    killed_at = time.monotonic()
+    return Killed(
+        ran=wait(process),
+        directory=folder / "capture",
+        plan_file=folder / "plan.json",
+        plan=plan,
+        took_s=time.monotonic() - killed_at,
+    )
+
+
+@pytest.fixture(scope="module")
+def killed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """Rank 1 was killed when it had listed its first layer."""
+    return run_killed(toy, tmp_path_factory.mktemp("killed"), 1, "manifest.rank1.json")
+
+
+def copied(directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(directory, tmp_path / "capture"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "stored"), [(0, "layer_0.safetensors"), (1, "manifest.rank1.json")])
-def test_killed_rank_is_named_and_the_run_resumes(
-    toy: Path, tmp_path: Path, command: Any, rank: int, stored: str
+def test_killed_rank_is_named_within_a_minute(killed: Killed) -> None:
+    assert killed.took_s < 60
+    (line,) = errors(killed.ran)
+    assert "rank 1 (node node1) died: its process is gone" in line
+    assert "exitcode  : -9" in killed.ran.stderr or "exitcode  : 3" in killed.ran.stderr
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_with_its_proof_of_reads(
+    killed: Killed, plain: Path, toy: Path, tmp_path: Path, command: Any
 ) -> None:
-    plan = write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
-    directory = tmp_path / "killed"
-    common = ("--model", toy, *ROWS, "--stream", "on", "--quiet")
-    arguments = (*common, "--plan", tmp_path / "plan.json", "--output-dir", directory)
-    process = start(2, *arguments)
-    kill_rank(process, rank, when=directory / stored)
+    directory = copied(killed.directory, tmp_path)
+    ran = wait(start(2, *common_of(toy), "--plan", killed.plan_file, "--output-dir", directory))
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(directory) == contents(plain)
+    found = records(directory)
+    for part in killed.plan.used:
+        assert found[part.node.name].bytes_read == part.cost.stored_bytes
+    # Layer 2 was listed: of it nothing is read again but what tells the model from others.
+    assert 0 < found["node1"].bytes_read_again < killed.plan.used[1].cost.stored_bytes * 3 / 4
+    verified = command(split, "verify", "--plan", killed.plan_file, "--records", directory)
+    assert verified.exit_code == 0, verified.output
+
+
+@pytest.mark.slow
+def test_single_process_resumes_what_ranks_began(
+    killed: Killed, plain: Path, toy: Path, tmp_path: Path, command: Any
+) -> None:
+    directory = copied(killed.directory, tmp_path)
+    common = [word for word in common_of(toy) if word != "--quiet"]
+    result = command(main, "extract-all", *common, "--output-dir", directory)
+    assert result.exit_code == 0, result.output
+    assert "done before" in result.stderr
+    assert contents(directory) == contents(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spans", [(Span(0, 4),), (Span(0, 1), Span(1, 3), Span(3, 4))])
+def test_other_number_of_ranks_resumes_too(
+    killed: Killed, plain: Path, toy: Path, tmp_path: Path, spans: tuple[Span, ...]
+) -> None:
+    directory = copied(killed.directory, tmp_path)
+    plan = write_plan(toy, tmp_path / "other.json", *spans)
+    ran = wait(
+        start(len(spans), *common_of(toy), "--plan", tmp_path / "other.json", "--output-dir", directory)
+    )
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(directory) == contents(plain)
+    # By this plan not all was read: its record does not claim it.
+    assert sum(record.bytes_read for record in records(directory).values()) < sum(
+        part.cost.stored_bytes for part in (*plan.used, *killed.plan.used)
+    )
+
+
+@pytest.mark.slow
+def test_ranks_resume_what_a_single_process_began(plain: Path, toy: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "capture"
+    words = ["extract-all", *map(str, common_of(toy)), "--output-dir", str(directory)]
+    process = spawn([sys.executable, "-m", "gpu_reference", *words])
+    while not (directory / "layer_1.safetensors").exists():
+        assert process.poll() is None
+    process.kill()
+    wait(process)
+    write_plan(toy, tmp_path / "plan.json", Span(0, 3), Span(3, 4))
+    words = ["--model", str(toy), *ROWS, "--stream", "on", "--output-dir", str(directory)]
+    ran = wait(start(2, *words, "--plan", tmp_path / "plan.json"))
+    assert ran.exit_code == 0, ran.stderr
+    assert ran.stderr.count("done before") >= 1
+    assert contents(directory) == contents(plain)
+
+
+@pytest.mark.slow
+def test_killed_rank_0_is_named_and_the_run_resumes(plain: Path, toy: Path, tmp_path: Path) -> None:
+    killed = run_killed(toy, tmp_path, 0, "layer_0.safetensors")
+    (line,) = errors(killed.ran)
+    assert "rank 0 (node node0) died" in line
+    ran = wait(start(2, *common_of(toy), "--plan", killed.plan_file, "--output-dir", killed.directory))
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(killed.directory) == contents(plain)
+
+
+@pytest.mark.slow
+def test_rank_that_dies_while_others_wait_for_it_is_named_by_one(toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 1), Span(1, 3), Span(3, 4))
+    directory = tmp_path / "capture"
+    process = start(3, *common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    # It has opened the directory and read nothing yet; the others come to wait for its hidden states.
+    kill_rank(process, 0, when=directory / "inputs.safetensors", stopped_s=4)
     killed_at = time.monotonic()
     ran = wait(process)
     assert time.monotonic() - killed_at < 60
     (line,) = errors(ran)
-    assert f"rank {rank} (node node{rank}) died" in line
-    assert "exitcode  : -9" in ran.stderr or "exitcode  : 3" in ran.stderr
+    assert "rank 0 (node node0) died" in line
+
+
+@pytest.mark.slow
+def test_run_that_is_told_to_stop_says_so_and_resumes(plain: Path, toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    arguments = (*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    process = start(2, *arguments)
+    while not (directory / "layer_0.safetensors").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    ran = wait(process)
+    assert ran.exit_code != 0
+    (line,) = errors(ran)
+    assert "was told to stop. Run the same command again" in line
     ran = wait(start(2, *arguments))
     assert ran.exit_code == 0, ran.stderr
-    command(main, "extract-all", *common, "--output-dir", tmp_path / "whole")
-    assert contents(directory) == contents(tmp_path / "whole")
-    if rank == 1:
-        # Layer 2 was listed: of it nothing is read again but what tells the model from others.
-        record = records(directory)["node1"]
-        assert record.bytes_read == record.bytes_asked < plan.used[1].cost.stored_bytes * 3 / 4
+    assert contents(directory) == contents(plain)
 
 
-def kill_rank(process: subprocess.Popen[str], rank: int, *, when: Path) -> None:
-    while not when.exists():
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.001)
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if child.environ().get("RANK") == str(rank):
-            child.kill()
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_anew_when_one_was_killed(plain: Path, toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    arguments = (*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    process = start(2, *arguments, max_restarts=1)
+    kill_rank(process, 1, when=directory / "manifest.rank1.json")
+    ran = wait(process)
+    assert ran.exit_code == 0, ran.stderr
+    (line,) = errors(ran)
+    assert "rank 1 (node node1) died" in line
+    assert contents(directory) == contents(plain)
+
+
+@pytest.mark.slow
+def test_ranks_that_go_by_different_plans_are_refused(toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan0.json", Span(0, 2), Span(2, 4))
+    write_plan(toy, tmp_path / "plan1.json", Span(0, 1), Span(1, 4))
+    directory = tmp_path / "capture"
+    ran = wait(start(2, *common_of(toy), "--plan", tmp_path / "plan{rank}.json", "--output-dir", directory))
+    (line,) = errors(ran)
+    assert "rank 1 (node node1) goes by another plan than rank 0: expected" in line
+    assert not directory.exists()
+
+
+@pytest.mark.slow
+def test_directory_that_ranks_do_not_share_is_refused(plain: Path, toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    # An earlier capture lies where rank 1 looks.
+    shutil.copytree(plain, tmp_path / "capture1")
+    ran = wait(
+        start(
+            2,
+            *common_of(toy),
+            "--plan",
+            tmp_path / "plan.json",
+            "--output-dir",
+            tmp_path / "capture{rank}",
+        )
+    )
+    (line,) = errors(ran)
+    assert "rank 1 (node node1) does not see the capture that rank 0 opened" in line
+    assert "Give --output-dir a folder on a file system that all machines share" in line
+    assert contents(tmp_path / "capture1") == contents(plain)
+
+
+@pytest.mark.slow
+def test_each_rank_needs_the_folder_of_its_own_slice_alone(
+    plain: Path, toy: Path, tmp_path: Path, command: Any
+) -> None:
+    plan = write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    for rank, part in enumerate(plan.used):
+        output = tmp_path / f"slices{rank}" / part.node.name
+        words = ("--plan", tmp_path / "plan.json", "--node", part.node.name, "--output", output)
+        assert command(split, "extract", *words).exit_code == 0
+    directory = tmp_path / "capture"
+    arguments = ("--plan", tmp_path / "plan.json", "--slices", tmp_path / "slices{rank}", *ROWS)
+    # The plan names the checkpoint, of which nothing is read.
+    ran = wait(start(2, *arguments, "--stream", "on", "--quiet", "--output-dir", directory))
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(directory) == contents(plain)
+    for part in plan.used:
+        assert records(directory)[part.node.name].bytes_read == part.cost.stored_bytes
+
+
+@pytest.mark.slow
+def test_shards_of_other_slices_may_be_absent_and_folders_differ(
+    plain: Path, toy: Path, tmp_path: Path
+) -> None:
+    plan = write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    for rank, part in enumerate(plan.used):
+        folder = tmp_path / f"model{rank}"
+        shutil.copytree(toy, folder)
+        own = {tensor.file for tensor in part.tensors}
+        absent = [path for path in folder.glob("*.safetensors") if path.name not in own]
+        assert absent
+        for path in absent:
+            path.unlink()
+    directory = tmp_path / "capture"
+    words = ("--model", tmp_path / "model{rank}", *ROWS, "--stream", "on", "--quiet")
+    ran = wait(start(2, *words, "--plan", tmp_path / "plan.json", "--output-dir", directory))
+    assert ran.exit_code == 0, ran.stderr
+    found, expected = contents(directory), contents(plain)
+    manifests = [json.loads(files.pop("manifest.json")) for files in (found, expected)]
+    # Rank 0's name for the checkpoint stands for all.
+    assert manifests[0]["provenance"].pop("model_source") == str(tmp_path / "model0")
+    manifests[1]["provenance"].pop("model_source")
+    assert manifests[0] == manifests[1]
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_float32_of_few_sites_padded_on_the_left_is_that_of_one_process(
+    toy: Path, tmp_path: Path, command: Any
+) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 3), Span(3, 4))
+    common = (*common_of(toy), "--dtype", "float32", "--padding-side", "left", "--sites", "layer")
+    ran = wait(start(2, *common, "--plan", tmp_path / "plan.json", "--output-dir", tmp_path / "two"))
+    assert ran.exit_code == 0, ran.stderr
+    command(main, "extract-all", *common, "--output-dir", tmp_path / "one")
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
