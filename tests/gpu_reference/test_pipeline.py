@@ -22,7 +22,9 @@ import safetensors.torch
 import torch
 
 from gpu_reference.cli import main
-from minimax_tools.cli import main as split
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.cli import mm2_split
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
@@ -353,7 +355,7 @@ def test_killed_run_resumes_with_its_proof_of_reads(
         assert found[part.node.name].bytes_read == part.cost.stored_bytes
     # Layer 2 was listed: of it nothing is read again but what tells the model from others.
     assert 0 < found["node1"].bytes_read_again < killed.plan.used[1].cost.stored_bytes * 3 / 4
-    verified = command(split, "verify", "--plan", killed.plan_file, "--records", directory)
+    verified = command(mm2_split, "verify", "--plan", killed.plan_file, "--records", directory)
     assert verified.exit_code == 0, verified.output
 
 
@@ -500,7 +502,7 @@ def test_each_rank_needs_the_folder_of_its_own_slice_alone(
     for rank, part in enumerate(plan.used):
         output = tmp_path / f"slices{rank}" / part.node.name
         words = ("--plan", tmp_path / "plan.json", "--node", part.node.name, "--output", output)
-        assert command(split, "extract", *words).exit_code == 0
+        assert command(mm2_split, "extract", *words).exit_code == 0
     directory = tmp_path / "capture"
     arguments = ("--plan", tmp_path / "plan.json", "--slices", tmp_path / "slices{rank}", *ROWS)
     # The plan names the checkpoint, of which nothing is read.
@@ -512,9 +514,10 @@ def test_each_rank_needs_the_folder_of_its_own_slice_alone(
 
 
 @pytest.mark.slow
-def test_shards_of_other_slices_may_be_absent_and_folders_differ(
-    plain: Path, toy: Path, tmp_path: Path
-) -> None:
+def test_shards_of_other_slices_may_be_absent_and_folders_differ(tmp_path: Path, command: Any) -> None:
+    toy = tmp_path / "toy"
+    synthesize(toy, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=1_000_000, seed=0)
+    command(main, "extract-all", *common_of(toy), "--output-dir", tmp_path / "plain")
     plan = write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
     for rank, part in enumerate(plan.used):
         folder = tmp_path / f"model{rank}"
@@ -528,7 +531,7 @@ def test_shards_of_other_slices_may_be_absent_and_folders_differ(
     words = ("--model", tmp_path / "model{rank}", *ROWS, "--stream", "on", "--quiet")
     ran = wait(start(2, *words, "--plan", tmp_path / "plan.json", "--output-dir", directory))
     assert ran.exit_code == 0, ran.stderr
-    found, expected = contents(directory), contents(plain)
+    found, expected = contents(directory), contents(tmp_path / "plain")
     manifests = [json.loads(files.pop("manifest.json")) for files in (found, expected)]
     # Rank 0's name for the checkpoint stands for all.
     assert manifests[0]["provenance"].pop("model_source") == str(tmp_path / "model0")
