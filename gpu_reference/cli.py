@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -27,10 +29,13 @@ from minimax_tools.capture.store import GOLDEN_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.index import find_absent_shards
 from minimax_tools.console import Mm2Group, print_json, show_warnings_only
+from minimax_tools.detail import shows_details, shows_pictures
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import layer_option, output_options, read_input_request, read_span, span_options
 from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.partition.read_record import ReadRecord, read_records
+from minimax_tools.partition.verification_text import render_run
 from minimax_tools.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.prompts import build_inputs
 from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
@@ -170,16 +175,28 @@ def _run_planned(options: Options, plan_file: Path, slices_folder: Path | None) 
             ranks.assign([part.node.name for part in plan.used])
             warn_of_idle_cores(place)
             options["model"] = options["model"] or plan.model
+            node = plan.used[place.rank].node.name
+            _show_part(plan, node)
             request = _read_planned_request(options, plan, plan.used[place.rank], place, slices_folder)
             assert request.streaming is not None, "a slice is streamed"
             ranks.join(request.streaming.device)
             directory = _directory(options, request.run)
             with open_golden(request) as golden, _progress_of(place, request.run) as progress:
                 capture_by_ranks(golden, ranks, plan, directory, progress=progress)
+            _show_part(plan, node, read_records(directory, [node]))
     except ToldError as error:
         click.get_current_context().exit(error.exit_code)
     if place.rank == 0:
         _print_capture(Capture.open(directory), as_json=options["as_json"])
+
+
+def _show_part(
+    plan: PartitionPlan, node: str, records: Mapping[str, ReadRecord] = MappingProxyType({})
+) -> None:
+    """What a rank will load, and what it loaded where there are records, if the variable DEBUG asks for it."""
+    if shows_details():
+        text = render_run(plan, node, record=records.get(node), with_marks=shows_pictures(sys.stderr))
+        click.echo(text, err=True)
 
 
 def _progress_of(place: RankPlace, run: Run) -> AbstractContextManager[Progress]:

@@ -218,6 +218,17 @@ def test_plan_names_the_checkpoint_where_nothing_else_does(
     assert "Layer 3 (4 of 4)" in result.stderr
 
 
+def test_debug_shows_what_a_rank_will_load_and_what_it_loaded(
+    one_slice: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("extract-all", "--plan", one_slice, *ROWS, "--noise-floor", "off", "--output-dir", tmp_path)
+    assert "NODE SLICE ASSIGNMENT" not in command(main, *words).stderr
+    monkeypatch.setenv("DEBUG", "11")
+    shown = command(main, *words).stderr
+    assert shown.index("NODE SLICE ASSIGNMENT") < shown.index("Layer 3 (4 of 4)")
+    assert shown.rindex("Bytes read over slice: 1.00") > shown.index("Layer 3 (4 of 4)")
+
+
 def test_checkpoint_must_be_named_by_somebody(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MM2_MODEL", raising=False)
     result = command(main, "extract-all", *ROWS)

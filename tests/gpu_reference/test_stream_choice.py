@@ -11,10 +11,15 @@ import torch
 from gpu_reference.cli import main
 from gpu_reference.footprint import Footprint
 from gpu_reference.placement import Placement
-from gpu_reference.stream_choice import choose_streaming, is_whole
+from gpu_reference.rank_place import RankPlace
+from gpu_reference.stream_choice import choose_part_streaming, choose_streaming, is_whole
 from gpu_reference.streaming import Streaming
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget, MemoryUsage, give_back_freed_memory
+from minimax_tools.partition.cost import PartCost
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import Slice
+from minimax_tools.partition.planners import Stage
 
 CPU = torch.device("cpu")
 ON_CPU = Placement(device_map={"": "cpu"})
@@ -210,3 +215,55 @@ def test_command_streams_under_a_budget_and_says_why(toy: Path, tmp_path: Path, 
     assert "Loading 4 layers" in whole.stderr
     for path in (tmp_path / "plain").iterdir():
         assert (tmp_path / "streamed" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def part_of(layers: range, *, has_head: bool = False) -> Slice:
+    stage = Stage(
+        node=Node(name="x", memory_bytes=1), layers=layers, has_embedding=layers.start == 0, has_head=has_head
+    )
+    nothing = dict.fromkeys(PartCost.__dataclass_fields__, 0)
+    return Slice(stage=stage, cost=PartCost(**nothing), tensors=())
+
+
+def choose_part(
+    footprint: Footprint, part: Slice, *, room: float = 1e15, mode: str = "auto", num_local: int = 1
+) -> Streaming:
+    return choose_part_streaming(
+        mode,
+        footprint,
+        ON_CPU,
+        part,
+        place=RankPlace(rank=0, num_ranks=num_local, local_rank=0, num_local=num_local),
+        prefetch=None,
+        packed=False,
+        budget=in_use_and(room),
+    )
+
+
+def test_slice_that_fits_is_held_and_one_that_does_not_is_streamed(
+    footprint: Footprint, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    part = part_of(range(4))
+    assert choose_part(footprint, part).holds_part
+    assert choose_part(footprint, part, room=1, mode="off").holds_part
+    assert not choose_part(footprint, part, mode="on").holds_part
+    assert not caplog.text
+    assert not choose_part(footprint, part, room=20e6).holds_part
+    assert "the slice of node x takes" in caplog.text
+
+
+def test_ranks_of_one_machine_share_its_memory(footprint: Footprint) -> None:
+    part = part_of(range(2))
+    needed = footprint.held_bytes(part.stage, packed=False) + footprint.activation_bytes
+    # Nine tenths of what is free are planned with.
+    assert choose_part(footprint, part, room=1.5 * needed).holds_part
+    assert not choose_part(footprint, part, room=1.5 * needed, num_local=2).holds_part
+
+
+def test_slice_with_the_head_needs_room_for_its_logits(footprint: Footprint) -> None:
+    part = part_of(range(2, 4), has_head=True)
+    without = footprint.held_bytes(part.stage, packed=False) + footprint.activation_bytes
+    assert footprint.logits_bytes > 1e5
+    assert not choose_part(footprint, part, room=(without + footprint.logits_bytes / 2) / 0.9).holds_part
+    assert choose_part(footprint, part, room=(without + footprint.logits_bytes) / 0.9 + 3e5).holds_part
