@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import click.testing
 import psutil
@@ -279,22 +279,25 @@ def test_more_ranks_than_slices_are_refused_once(toy: Path, one_slice: Path, tmp
     assert "the plan has 1 slice for 2 ranks" in line
 
 
-def kill_rank(
-    process: subprocess.Popen[str], rank: int, *, when: Path, stopped_s: float = 0
-) -> psutil.Process:
-    """Kill a rank as soon as a file is there; first hold it for a while, where that is wanted."""
+def find_rank(process: subprocess.Popen[str], rank: int, *, when: Path) -> psutil.Process:
+    """A rank's process, as soon as a file is there."""
     while not when.exists():
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert process.poll() is None, "the run ended too soon"
         time.sleep(0.001)
     (found,) = (
         child
         for child in psutil.Process(process.pid).children(recursive=True)
         if child.environ().get("RANK") == str(rank)
     )
+    return found
+
+
+def kill_rank(process: subprocess.Popen[str], rank: int, *, when: Path, stopped_s: float = 0) -> None:
+    """Kill a rank as soon as a file is there; first hold it for a while, where that is wanted."""
+    found = find_rank(process, rank, when=when)
     found.suspend()
     time.sleep(stopped_s)
     found.kill()
-    return found
 
 
 def common_of(folder: Path) -> tuple[object, ...]:
@@ -439,6 +442,22 @@ def test_rank_that_dies_while_others_wait_for_it_is_named_by_one(toy: Path, tmp_
     assert time.monotonic() - killed_at < 60
     (line,) = errors(ran)
     assert "rank 0 (node node0) died" in line
+
+
+@pytest.mark.slow
+def test_rank_that_gives_no_sign_of_life_is_named_within_a_minute(toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    process = start(2, *common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    silent = find_rank(process, 1, when=directory / "inputs.safetensors")
+    # As from another machine: its process is there, and does nothing.
+    silent.suspend()
+    begun_s = time.monotonic()
+    line = next(line for line in cast("IO[str]", process.stderr) if line.startswith("Error:"))
+    assert time.monotonic() - begun_s < 60
+    assert "rank 1 (node node1) died: it gave no sign of life for 40 s" in line
+    silent.kill()
+    wait(process)
 
 
 @pytest.mark.slow
