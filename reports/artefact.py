@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from minimax_tools.errors import CannotRunError
+from minimax_tools.whole_file import whole_file
 
 
 def write_artefact(path: Path, text: str) -> Path:
-    """Write `text` as UTF-8 to a temporary sibling, rename it to `path`, and return `path`.
+    """Write `text` as UTF-8 to `path`, and return `path`.
 
     Missing folders are made.
 
     Raises:
         CannotRunError: The folder cannot be made or written to, or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(path, newline="") as file:
+            file.write(text)
     except OSError as error:
         raise CannotRunError(
             f"cannot write the report {path}",

@@ -18,6 +18,7 @@ from minimax_tools.hub.attempts import Attempts
 from minimax_tools.hub.faults import is_transient, translate
 from minimax_tools.hub.transfer import HubCommit, HubFile, HubTransfer
 from minimax_tools.size import word_size
+from minimax_tools.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +134,8 @@ class HubSnapshot:
             return
         note = self.commit.cache / "refs" / self.commit.revision
         note.parent.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_name(f"{note.name}.{threading.get_ident()}.tmp")
-        temporary.write_text(self.commit.commit, encoding="utf-8")
-        temporary.replace(note)
+        with whole_file(note) as file:
+            file.write(self.commit.commit)
 
 
 def with_snapshot(

@@ -6,7 +6,6 @@ The file drives whatever follows: what is downloaded, cut out, proved and run.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan_faults import find_entry_faults, find_holding_faults, find_stage_faults
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice, belongs
 from minimax_tools.partition.planners import Stage, plan_stages, stage_cost
+from minimax_tools.whole_file import whole_file
 
 # A plan is read together with its slices.
 __all__ = ["PartitionPlan", "PlannedTensor", "Slice", "assign_tensors", "make_plan"]
@@ -160,20 +160,16 @@ class PartitionPlan:
             )
 
     def write(self, path: Path) -> None:
-        """Write the plan as JSON, a line for each tensor, to a temporary sibling that then takes its place.
+        """Write the plan as JSON, a line for each tensor.
 
         Raises:
             CannotRunError: The file cannot be written.
         """
         text = _PAIRS.sub(r"[\1, \2]", json.dumps(self.to_values(), indent=1))
         text = _TENSORS.sub(r"[\1, \2, \3]", text)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            try:
-                temporary.write_text(text + "\n", encoding="utf-8")
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with whole_file(path) as file:
+                file.write(text + "\n")
         except OSError as error:
             raise CannotRunError(
                 f"cannot write the plan {path}",

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minimax_tools.errors import CannotRunError
+from minimax_tools.whole_file import whole_file
 
 RECORDS_FOLDER = "read_records"
 
@@ -107,11 +108,10 @@ class ReadRecord:
             "bytes_read_again": self.bytes_read_again,
             "plan": self.plan,
         }
-        temporary = path.with_suffix(".tmp")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            with whole_file(path) as file:
+                file.write(json.dumps(values, indent=1) + "\n")
         except OSError as error:
             raise CannotRunError(
                 f"cannot write the read record {path}",

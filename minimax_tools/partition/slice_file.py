@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.whole_file import whole_file
 
 SLICE_FILE = "slice.json"
 SCHEMA_VERSION = 1
@@ -52,11 +53,9 @@ class SliceDescription:
             "source": self.source,
             "tensors": dict(self.tensors),
         }
-        temporary = folder / f".{SLICE_FILE}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
+        with whole_file(folder / SLICE_FILE) as file:
             json.dump(values, file, indent=1)
             file.write("\n")
-        temporary.replace(folder / SLICE_FILE)
 
     @classmethod
     def read(cls, folder: Path) -> SliceDescription:
