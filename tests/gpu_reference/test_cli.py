@@ -182,7 +182,8 @@ def test_wrong_usage_exits_with_2(toy: Path, tmp_path: Path, command: Any) -> No
         ),
         (["extract-all", "--seq-len", "0", *common], "expected positive lengths"),
         (["extract-all", "--prompt", "a", "--seq-len", "3", *common], "the inputs come from several sources"),
-        (["extract-all"], "Missing option '--model'"),
+        (["extract-all"], "no checkpoint is named"),
+        (["full"], "Missing option '--model'"),
     ):
         result = command(main, *arguments)
         assert result.exit_code == 2, arguments
