@@ -133,13 +133,13 @@ def open_both(
 
     def open_one(rank: int) -> tuple[int, ...]:
         with open_together(
-            rank_of(store, rank), introductions[rank], goldens[rank], directories[rank], patience_s=1
+            rank_of(store, rank), introductions[rank], goldens[rank], directories[rank], patience_s=0.5
         ) as writer:
             other = rank_of(store, rank)
             other.say(f"in/{rank}", True)
             if rank == 0:
                 # It must not leave before the other one has looked.
-                Errand(lambda: other.ask("in/1")).is_over(3)
+                Errand(lambda: other.ask("in/1")).is_over(1.5)
             return writer.complete_layers
 
     errands = [Errand(lambda rank=rank: open_one(rank)) for rank in range(2)]

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -490,6 +491,55 @@ def test_torchrun_starts_the_ranks_anew_when_one_was_killed(plain: Path, toy: Pa
     (line,) = errors(ran)
     assert "rank 1 (node node1) died" in line
     assert contents(directory) == contents(plain)
+
+
+def start_machines(*arguments: object) -> list[subprocess.Popen[str]]:
+    """Start two ranks as two machines do, the first of which keeps the store."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", endpoint]
+    words = [*launcher, "-m", "gpu_reference", "extract-all", *map(str, arguments)]
+    return [spawn(words), spawn(words)]
+
+
+@pytest.mark.slow
+def test_two_machines_make_the_capture_of_one_process(plain: Path, toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    machines = start_machines(*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    assert [wait(machine).exit_code for machine in machines] == [0, 0]
+    assert contents(directory) == contents(plain)
+
+
+@pytest.mark.slow
+def test_machine_that_dies_with_the_store_is_told_of_by_the_other(toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    first, second = start_machines(
+        *common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory
+    )
+    while not (directory / "inputs.safetensors").exists():
+        assert first.poll() is None
+    # The one whose endpoint it is keeps the store, whichever rank it has.
+    keeper = first if _keeps_store(first) else second
+    for process in (*psutil.Process(keeper.pid).children(recursive=True), psutil.Process(keeper.pid)):
+        process.kill()
+    killed_at = time.monotonic()
+    ran = wait(second if keeper is first else first)
+    assert time.monotonic() - killed_at < 60
+    (line,) = errors(ran)
+    assert "the store through which the ranks talk" in line or "died: its process is gone" in line
+    wait(keeper)
+
+
+def _keeps_store(machine: subprocess.Popen[str]) -> bool:
+    """Whether this torchrun listens at the endpoint."""
+    return any(
+        connection.status == psutil.CONN_LISTEN
+        for connection in psutil.Process(machine.pid).net_connections()
+    )
 
 
 @pytest.mark.slow
