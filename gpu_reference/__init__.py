@@ -7,9 +7,8 @@
 - `golden`: the model run once, written layer by layer: `recording` hooks it, `weights` gives what it computes with to
   `noise_floor`, which measures beside it; `resumption` passes by what is written already
 - `pipeline`: the model run by several processes, each a slice of a plan: `steps` says what each has to do, `opening`
-  how they come to write one capture, `slice_index` what one may read, `once_reader` reads that once
-- `ranks`: these processes, and how they talk: `rank_place` is one of them, `handshake` how they meet, `links` what
-  hidden states go through, `watch` who notices a death (`process`, `errand`, `stopper`), `local_store` a single one's
+  how they come to write one capture, `plan_check` whether the plan is the checkpoint's; `once_reader` reads it once
+- `ranks/`: these processes, and how they meet, talk, and notice that one of them died
 - `generation`: what the model says next
 - `options`: those that no other command has
 """

@@ -19,11 +19,12 @@ from gpu_reference.model import GoldenModelRequest
 from gpu_reference.options import golden_options, planned_golden_options, sampling_options
 from gpu_reference.pipeline import capture_by_ranks
 from gpu_reference.placement import Placement, parse_placement
-from gpu_reference.rank_place import RankPlace, warn_of_idle_cores
-from gpu_reference.ranks import ToldError, open_ranks
-from gpu_reference.slice_index import validate_plan
+from gpu_reference.plan_check import validate_plan
+from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
+from gpu_reference.ranks.ranks import ToldError, open_ranks
 from gpu_reference.stream_choice import choose_part_streaming, choose_streaming, is_whole
 from minimax_tools.capture.locate import open_source
+from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
@@ -34,11 +35,10 @@ from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import layer_option, output_options, read_input_request, read_span, span_options
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.partition.read_record import ReadRecord, read_records
-from minimax_tools.partition.verification_text import render_run
 from minimax_tools.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.prompts import build_inputs
 from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
+from minimax_tools.slices.verification_text import render_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 from reports.captures import capture_record, render_capture, render_statistics, statistics_record

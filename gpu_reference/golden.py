@@ -31,11 +31,11 @@ from minimax_tools.checkpoint.names import layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.inputs import Inputs
 from minimax_tools.memory import MemoryBudget
-from minimax_tools.partition.slice_index import read_slice_index
 from minimax_tools.progress import NoProgress, Progress
 from minimax_tools.provenance import Provenance
 from minimax_tools.run import Run
 from minimax_tools.sites import ModelSite, Site
+from minimax_tools.slices.headers import read_slice_index
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM

@@ -7,8 +7,6 @@ be writing meanwhile; and each rank makes sure that it sees the very directory t
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_reference.golden import Golden
-from gpu_reference.ranks import Ranks
+from gpu_reference.ranks.ranks import Ranks
 from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.parts import part_name
 from minimax_tools.capture.sharing import SETTLING_S, require_shared
@@ -46,7 +44,7 @@ class Introduction:
         """What a rank tells that opened this golden."""
         entries = golden.reader.index.entries
         return cls(
-            plan=digest_plan(plan),
+            plan=plan.digest,
             description=golden.describe(),
             shapes={name: entry.shape for name, entry in entries.items() if layer_of(name) is None},
         )
@@ -64,12 +62,6 @@ class Introduction:
             description=Description.from_json(record["description"]),
             shapes={name: tuple(shape) for name, shape in record["shapes"].items()},
         )
-
-
-def digest_plan(plan: PartitionPlan) -> str:
-    """sha256 of who holds what; where the checkpoint lies is each machine's own business."""
-    values = {name: value for name, value in plan.to_values().items() if name != "model"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager

@@ -33,19 +33,19 @@ from gpu_reference.golden import Golden
 from gpu_reference.once_reader import OnceReader
 from gpu_reference.opening import Introduction, open_together
 from gpu_reference.placement import watched_memory
-from gpu_reference.ranks import Ranks
+from gpu_reference.ranks.ranks import Ranks
 from gpu_reference.recording import recording_layers, recording_model
 from gpu_reference.resumption import running_only
 from gpu_reference.steps import Step, plan_steps
 from gpu_reference.streaming import StreamedModel, Streaming
 from gpu_reference.weights import head_name
 from minimax_tools.capture.manifest import Entry, Manifest
+from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.sharing import read_shared, refuse_other_owner
 from minimax_tools.capture.writer import CaptureWriter
 from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.partition.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.progress import Progress
 from minimax_tools.run import Run
 from minimax_tools.sites import ModelSite, Site

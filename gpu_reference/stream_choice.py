@@ -8,7 +8,7 @@ import torch
 
 from gpu_reference.footprint import Footprint
 from gpu_reference.placement import Placement
-from gpu_reference.rank_place import RankPlace
+from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.streaming import Streaming
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget, available_bytes

@@ -13,12 +13,12 @@ import torch
 from minimax_tools.capture.lock import locked_directory
 from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import manifest_with, remove_parts
+from minimax_tools.capture.read_record import remove_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.replacement import remove_temporaries, replacing
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
 from minimax_tools.errors import CaptureError
 from minimax_tools.inputs import Inputs
-from minimax_tools.partition.read_record import remove_records
 from minimax_tools.sites import ModelSite, Site
 
 

@@ -10,14 +10,14 @@ import click
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.errors import UsageError
 from minimax_tools.options import output_options, parse_size_option
-from minimax_tools.partition.extract import DEFAULT_FOLDER, cut_slice
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.partition.slice_cut import FileFormat
-from minimax_tools.partition.slice_folder import SliceFolder, write_slice
-from minimax_tools.partition.source import open_source
-from minimax_tools.partition.stored_weights import StoredWeights
 from minimax_tools.progress import LayerProgress
 from minimax_tools.size import word_size
+from minimax_tools.slices.cut import FileFormat
+from minimax_tools.slices.extract import DEFAULT_FOLDER, cut_slice
+from minimax_tools.slices.folder import SliceFolder, write_slice
+from minimax_tools.slices.source import open_source
+from minimax_tools.slices.stored_weights import StoredWeights
 
 
 @click.command("extract", cls=Mm2Command)

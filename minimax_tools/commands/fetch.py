@@ -13,15 +13,15 @@ from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.detail import shows_details, shows_pictures
 from minimax_tools.errors import UsageError
 from minimax_tools.options import output_options
-from minimax_tools.partition.download import Download, DownloadedFile, Repository
-from minimax_tools.partition.extract import DEFAULT_FOLDER
-from minimax_tools.partition.fetch import FetchedSlice, fetch_slice, fetch_slice_ranges
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.partition.slice_folder import open_slice
-from minimax_tools.partition.source import Source, open_source
-from minimax_tools.partition.verification_text import render_completion, render_download
 from minimax_tools.progress import LayerProgress
 from minimax_tools.size import word_size
+from minimax_tools.slices.download import Download, DownloadedFile, Repository
+from minimax_tools.slices.extract import DEFAULT_FOLDER
+from minimax_tools.slices.fetch import FetchedSlice, fetch_slice, fetch_slice_ranges
+from minimax_tools.slices.folder import open_slice
+from minimax_tools.slices.source import Source, open_source
+from minimax_tools.slices.verification_text import render_completion, render_download
 
 
 @click.command("fetch", cls=Mm2Command)

@@ -14,7 +14,7 @@ from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
 from minimax_tools.partition.plan import assign_tensors
 from minimax_tools.partition.planners import PLANNERS
-from minimax_tools.partition.source import open_source
+from minimax_tools.slices.source import open_source
 
 
 def _parse_dtype(_: click.Context, __: click.Parameter, value: str) -> torch.dtype:

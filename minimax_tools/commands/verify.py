@@ -11,8 +11,8 @@ from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.detail import DETAILED_LEVEL, shows_details, shows_pictures
 from minimax_tools.options import output_options
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.partition.verification_text import render_details, render_summary
-from minimax_tools.partition.verify import verify
+from minimax_tools.slices.verification_text import render_details, render_summary
+from minimax_tools.slices.verify import verify
 
 
 @click.command("verify", cls=Mm2Command)

@@ -5,6 +5,7 @@ The file drives whatever follows: what is downloaded, cut out, proved and run.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -110,6 +111,12 @@ class PartitionPlan:
         memory = [other.node.memory_bytes for other in self.slices]
         rank = self.slices.index(slice_)
         return sum(memory[:rank]) / sum(memory), sum(memory[: rank + 1]) / sum(memory)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of who holds what; where the checkpoint lies is each machine's own business."""
+        values = {name: value for name, value in self.to_values().items() if name != "model"}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def find_faults(
         self,

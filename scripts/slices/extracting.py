@@ -25,12 +25,12 @@ from minimax_tools.checkpoint.new_folder import sync_path
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.partition.cost import Workload
-from minimax_tools.partition.extract import cut_slice
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
-from minimax_tools.partition.slice_folder import write_slice
-from minimax_tools.partition.source import open_source
-from minimax_tools.partition.stored_weights import StoredWeights
+from minimax_tools.slices.extract import cut_slice
+from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.source import open_source
+from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.span import Span
 
 # 2.1 GB in FP8, of which the slice is nine tenths; and 15 MB, too little for its ratio to mean anything.

@@ -21,8 +21,8 @@ from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
 from gpu_reference.pipeline import capture_by_ranks
 from gpu_reference.placement import Placement
-from gpu_reference.rank_place import RankPlace
-from gpu_reference.ranks import Ranks, open_ranks
+from gpu_reference.ranks.rank_place import RankPlace
+from gpu_reference.ranks.ranks import Ranks, open_ranks
 from gpu_reference.streaming import Streaming
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.progress import NoProgress

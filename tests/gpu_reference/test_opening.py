@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from gpu_reference.errand import Errand
 from gpu_reference.golden import Golden, open_golden
-from gpu_reference.opening import Introduction, digest_plan, merge_introductions, open_together
-from gpu_reference.rank_place import RankPlace
-from gpu_reference.ranks import Ranks
+from gpu_reference.opening import Introduction, merge_introductions, open_together
+from gpu_reference.ranks.errand import Errand
+from gpu_reference.ranks.rank_place import RankPlace
+from gpu_reference.ranks.ranks import Ranks
 from gpu_reference.streaming import Streaming
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
-from minimax_tools.partition.source import open_source
+from minimax_tools.slices.source import open_source
 from minimax_tools.span import Span
 
 
@@ -87,8 +87,8 @@ def test_introduction_survives_being_told(introductions: list[Introduction]) -> 
 
 def test_plan_is_told_apart_by_what_it_gives_to_whom(toy: Path) -> None:
     plan = plan_of(toy, 2)
-    assert digest_plan(plan) == digest_plan(replace(plan, model="elsewhere"))
-    assert digest_plan(plan) != digest_plan(plan_of(toy, 1))
+    assert plan.digest == replace(plan, model="elsewhere").digest
+    assert plan.digest != plan_of(toy, 1).digest
 
 
 def test_rank_with_another_plan_is_named(introductions: list[Introduction]) -> None:

@@ -23,14 +23,14 @@ import safetensors.torch
 import torch
 
 from gpu_reference.cli import main
+from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.cli import mm2_split
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
-from minimax_tools.partition.read_record import RECORDS_FOLDER, ReadRecord
-from minimax_tools.partition.source import open_source
+from minimax_tools.slices.source import open_source
 from minimax_tools.span import Span
 
 REPOSITORY = Path(__file__).parents[2]

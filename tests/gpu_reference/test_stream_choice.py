@@ -11,7 +11,7 @@ import torch
 from gpu_reference.cli import main
 from gpu_reference.footprint import Footprint
 from gpu_reference.placement import Placement
-from gpu_reference.rank_place import RankPlace
+from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.stream_choice import choose_part_streaming, choose_streaming, is_whole
 from gpu_reference.streaming import Streaming
 from minimax_tools.errors import UsageError

@@ -7,10 +7,10 @@ import pytest
 
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.parts import part_name
+from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.inputs import Inputs
-from minimax_tools.partition.read_record import RECORDS_FOLDER, ReadRecord
 
 
 def write_together(directory: Path, describe: Any, inputs: Inputs, layer_of: Any) -> list[Manifest]:

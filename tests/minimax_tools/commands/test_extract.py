@@ -13,7 +13,7 @@ from minimax_tools.cli import mm2_split
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import make_plan
-from minimax_tools.partition.source import open_source
+from minimax_tools.slices.source import open_source
 
 Run = Callable[..., Any]
 

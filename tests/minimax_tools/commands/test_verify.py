@@ -11,10 +11,10 @@ from typing import Any
 import click.testing
 import pytest
 
+from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.cli import mm2_split
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.partition.read_record import RECORDS_FOLDER, ReadRecord
-from minimax_tools.partition.verification_text import render_run
+from minimax_tools.slices.verification_text import render_run
 
 Command = Callable[..., click.testing.Result]
 

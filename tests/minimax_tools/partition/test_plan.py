@@ -12,7 +12,7 @@ from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
 from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, PlannedTensor, Slice, make_plan
-from minimax_tools.partition.source import Source, open_source
+from minimax_tools.slices.source import Source, open_source
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 

@@ -1,0 +1,165 @@
+"""Fetching by slice: of a hub's model only the files that hold a node's tensors, or only the tensors' bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimax_tools.checkpoint.hub import fetch_files, is_on_hub
+from minimax_tools.checkpoint.new_folder import refuse_occupied
+from minimax_tools.errors import UsageError
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.ranges import NoRangesError
+from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.progress import Progress
+from minimax_tools.slices.download import Download, Repository
+from minimax_tools.slices.extract import cut_slice
+from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.holding import Holding
+from minimax_tools.slices.source import Source, open_source
+from minimax_tools.slices.sparse_source import sparse_source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedSlice:
+    """What was fetched of a slice.
+
+    Args:
+        node: Whose it is.
+        folder: Where it lies: the hub's cache, or the slice's own folder.
+        files: The slice's files there, relative to it.
+        size_bytes: Of the files, or of the tensors where only their bytes were asked for.
+        bytes_fetched: What came for that from the hub, headers aside; None where the cache decides.
+    """
+
+    node: str
+    folder: Path
+    files: tuple[str, ...]
+    size_bytes: int
+    bytes_fetched: int | None
+
+
+def fetch_slice(
+    plan: PartitionPlan, node: str, *, model: str | None = None, access: HubAccess | None = None
+) -> FetchedSlice:
+    """Fetch the files that hold a node's tensors into the hub's cache, and what describes the model.
+
+    Transfers are resumed, verified by hash and tried again. Of a folder nothing is fetched: its files are found.
+
+    Args:
+        plan: Who holds what.
+        node: Whose files.
+        model: Where the checkpoint is, if not where the plan says.
+        access: The hub; None for the one that the environment names.
+
+    Raises:
+        UsageError: The plan has no such node.
+        CheckpointError: The hub does not answer, or its model is not the plan's.
+    """
+    slice_ = plan.slice_of(node)
+    source = open_source(model or plan.model, access=access)
+    names = Download.of(slice_, source, Repository.of(source, plan, access=access)).names
+    paths = fetch_files(source.model, names, access=access)
+    return FetchedSlice(
+        node=node,
+        folder=source.folder,
+        files=names,
+        size_bytes=sum(path.stat().st_size for path in paths.values()),
+        bytes_fetched=None,
+    )
+
+
+def fetch_slice_ranges(
+    plan: PartitionPlan,
+    node: str,
+    output: Path,
+    *,
+    model: str | None = None,
+    access: HubAccess | None = None,
+    progress: Progress | None = None,
+) -> FetchedSlice:
+    """Fetch only the bytes of a node's tensors, and write them as `mm2-split extract` writes a slice.
+
+    The digests in its slice.json are those of what came. A hub tells hashes of whole files only: that these are the
+    source's bytes can be proved where the source is.
+
+    Args:
+        plan: Who holds what.
+        node: Whose slice.
+        output: The slice's folder: new, empty, or this slice, of the same commit.
+        model: The hub's model, if not the plan's.
+        access: The hub; None for the one that the environment names.
+        progress: Told of each shard.
+
+    Raises:
+        UsageError: The plan has no such node, the model is a folder, or `output` holds something else.
+        NoRangesError: The server sends whole files only.
+        CheckpointError: The hub does not answer, its model is not the plan's, or another process fetches the slice.
+    """
+    slice_ = plan.slice_of(node)
+    if not slice_.tensors:
+        raise UsageError(f"node {node} holds nothing in this plan: there is nothing to fetch")
+    source = open_source(model or plan.model, access=access)
+    found = _find_whole(slice_, output, source.model)
+    if found is not None:
+        return found
+    source = _open_remote(source.model, access)
+    working_folder = output.absolute().with_name(f".{output.name}.fetched")
+    with sparse_source(plan, node, source, working_folder, access=access, progress=progress) as fetched:
+        written = write_slice(cut_slice(plan, node, fetched.source), output, with_digests=True)
+    return FetchedSlice(
+        node=node,
+        folder=output,
+        files=tuple(file.name for file in written.files),
+        size_bytes=fetched.bytes_asked,
+        bytes_fetched=fetched.bytes_fetched,
+    )
+
+
+def _find_whole(slice_: Slice, output: Path, model: str) -> FetchedSlice | None:
+    """The slice that is in the folder already, by the digests that its slice.json notes; None in an empty folder.
+
+    Raises:
+        UsageError: Something else is there.
+    """
+    if not output.is_dir() or not any(output.iterdir()):
+        refuse_occupied(output)
+        return None
+    holding = Holding.found(slice_, output)
+    difference = next(iter(holding.faults), None)
+    if difference is None and holding.source != model:
+        difference = f"one cut from {holding.source}"
+    if difference is None and holding.sizes.keys() != set(slice_.names):
+        difference = "a slice of other tensors"
+    if difference is None and holding.digests != holding.noted:
+        difference = "other bytes than its slice.json notes"
+    if difference is not None:
+        raise UsageError(
+            f"{output} exists",
+            expected=f"a new or empty folder, or the slice of node {slice_.node.name} of {model}",
+            found=difference,
+            next_step="Name another --output, or remove it.",
+        )
+    return FetchedSlice(
+        node=slice_.node.name,
+        folder=output,
+        files=holding.files,
+        size_bytes=holding.size_bytes,
+        bytes_fetched=0,
+    )
+
+
+def _open_remote(model: str, access: HubAccess | None) -> Source:
+    if not is_on_hub(model):
+        raise UsageError(
+            f"{model} is a folder: there is nothing to fetch by byte ranges",
+            next_step="Cut the slice out of it: mm2-split extract.",
+        )
+    source = open_source(model, headers=True, access=access)
+    if source.entries is None:
+        raise NoRangesError(
+            f"the tensors of {model} cannot be located from here",
+            found="a server that sends whole files only, weights that are no safetensors, or a hub that is not asked",
+            next_step="Fetch whole files: leave out --byte-ranges.",
+        )
+    return source

@@ -1,0 +1,184 @@
+"""Source: the checkpoint that is divided, as far as it is known: headers, the index file, or config.json alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.checkpoint.architecture import ARCHITECTURES, Architecture
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.hub import CONFIG_FILE, is_on_hub, resolve_config, work_on_hub
+from minimax_tools.checkpoint.hub_headers import read_hub_headers
+from minimax_tools.checkpoint.index import read_weight_map
+from minimax_tools.checkpoint.weight_files import WeightFiles
+from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.ranges import NoRangesError
+from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
+from minimax_tools.partition.cost import TensorSize, expected_tensors
+from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.slices.stored_weights import StoredWeights, read_index
+from minimax_tools.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_PINNED = re.compile(r"[^/@]+/[^/@]+@[0-9a-f]{40}")
+# Its config.json tells every tensor.
+_TOLD_BY_CONFIG = "minimax_m2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source(StoredWeights):
+    """A checkpoint to be divided; `model` is a folder as it was given, or `owner/name@commit` of a hub's model.
+
+    Args:
+        config: The keys of its config.json.
+        architecture: How its tensors are named.
+        entries: Every tensor by name, where all headers are known, of shards here or on the hub; else None.
+        weight_map: Every tensor's file by its name, as the index file has it; None where there is none.
+    """
+
+    config: Mapping[str, Any] = field(repr=False)
+    architecture: Architecture
+    entries: Mapping[str, TensorEntry] | None = field(repr=False)
+    weight_map: Mapping[str, str] | None = field(repr=False)
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...]:
+        """All its tensors; of a MiniMax-M2 from config.json alone where not all headers are known.
+
+        Raises:
+            CheckpointError: Nothing tells them.
+        """
+        tensors = self.find_tensors()
+        if tensors is None:
+            files = sorted(set((self.weight_map or {}).values()))
+            absent = [file for file in files if not (self.folder / file).is_file()]
+            raise CheckpointError(
+                f"the tensors of {self.model} are not known: of a {self.config['model_type']} config.json tells none",
+                expected="the headers of all its shards",
+                found=f"not here: {list_faults(absent)}" if absent else "no header",
+                next_step="Fetch what is missing, or give --model a hub id: a hub's headers are read by themselves.",
+            )
+        return tensors
+
+    def find_tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...] | None:
+        """As `tensors`; None where nothing tells them."""
+        if self.entries is not None:
+            return tuple(self.entries.values())
+        if self.config["model_type"] != _TOLD_BY_CONFIG:
+            return None
+        return tuple(expected_tensors(ModelSpec.from_config(self.config)))
+
+    @property
+    def headers_known(self) -> Mapping[str, TensorEntry]:
+        """Tensors by name: all, or of the shards that are here."""
+        if self.entries is not None:
+            return self.entries
+        return {} if self.index is None else self.index.entries
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """Of all its tensors, where headers or index file tell them; else None."""
+        known = self.weight_map if self.entries is None else self.entries
+        return None if known is None else frozenset(known)
+
+    def measure_tensors(self, plan: PartitionPlan) -> dict[str, int]:
+        """Bytes of the plan's tensors by name: from headers, else from the plan's places, else from config.json."""
+        planned = [tensor for slice_ in plan.slices for tensor in slice_.tensors]
+        sizes = {tensor.name: tensor.size_bytes for tensor in planned if tensor.start is not None}
+        sizes |= {name: entry.size_bytes for name, entry in self.headers_known.items()}
+        if any(tensor.name not in sizes for tensor in planned):
+            sizes = {tensor.name: tensor.size_bytes for tensor in self.find_tensors() or ()} | sizes
+        return sizes
+
+
+def open_source(model: str, *, headers: bool = False, access: HubAccess | None = None) -> Source:
+    """The checkpoint in a folder or on the hub; of a hub's model only the description is fetched.
+
+    A hub's branch may move: the source is of the commit that it stands for now, and bears its name. Shards may be
+    missing: what tells their tensors is the index file, and of MiniMax-M2 config.json.
+
+    Args:
+        model: A folder or a hub id.
+        headers: Whether the headers of shards that only the hub has are fetched too, by byte ranges. Where the
+            server has none, or the hub is not to be asked, `entries` is None; a network that fails is an error.
+        access: The hub; None for the one that the environment names.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, its files contradict each other, or the hub does not answer.
+        UsageError: Its tensors' names are not known by heart, and transformers does not know the model either.
+    """
+    if is_on_hub(model):
+        model, folder = work_on_hub(model, _pin, access=access)
+    else:
+        folder = resolve_config(model, access=access)
+    config = _read_config(folder)
+    index = read_index(folder)
+    entries = index.entries if index is not None and not index.absent else None
+    if entries is None and headers and is_on_hub(model):
+        entries = _read_hub_entries(model, access)
+    if entries is None and headers and index is not None:
+        num_absent = len(set(index.absent.values()))
+        logger.info("Shards of %s are not here, and their headers not known: %d.", model, num_absent)
+    return Source(
+        model=model,
+        folder=folder,
+        config=config,
+        architecture=_architecture(folder, config),
+        index=index,
+        entries=entries,
+        weight_map=_read_weight_map(folder),
+    )
+
+
+def are_two_commits(model: str, other: str) -> bool:
+    """Whether two sources are certainly two: commits of hubs' models. A folder may hold a copy of any."""
+    return model != other and all(map(_PINNED.fullmatch, (model, other)))
+
+
+def _pin(snapshot: HubSnapshot) -> tuple[str, Path]:
+    return f"{snapshot.commit.model}@{snapshot.commit.commit}", snapshot.folder
+
+
+def _read_hub_entries(model: str, access: HubAccess | None) -> Mapping[str, TensorEntry] | None:
+    try:
+        return work_on_hub(model, read_hub_headers, access=access)
+    except (NoRangesError, NotCachedError) as error:
+        logger.info("The headers of %s are not known: %s", model, error)
+        return None
+
+
+def _read_weight_map(folder: Path) -> Mapping[str, str] | None:
+    files = WeightFiles.among([path.name for path in folder.iterdir() if path.is_file()])
+    if files is None or files.index_file is None:
+        return None
+    return read_weight_map(folder / files.index_file)
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"{path} names no model_type", next_step="Fetch the file again.")
+    return config
+
+
+def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
+    if config["model_type"] not in ARCHITECTURES:
+        # Needs transformers; the seven families by heart do not.
+        from minimax_tools.reference.module_tree import read_architecture
+
+        return read_architecture(folder)
+    num_layers = config.get("num_hidden_layers") or config.get("n_layer")
+    return replace(Architecture.of(config["model_type"]), num_layers=num_layers)

@@ -1,0 +1,307 @@
+"""A verification in words: a short summary, and the sections of the verification's log in detail.
+
+| section | what it shows of a node |
+|---|---|
+| NODE SLICE ASSIGNMENT | the map of all nodes, and what this one will load |
+| SLICE LOADING | its layers, and the files that a download allows |
+| DOWNLOAD | its files among the repository's, and their sizes |
+| DOWNLOAD COMPLETED | each file, expected and actual |
+| RUNTIME SLICE | the layers that were loaded, what was read for them, what was found in the slice's folder |
+
+`mm2-split verify` shows all of them, `mm2-split fetch` the second to fourth behind the first while it fetches, and a
+run the first and the last: with `DEBUG=11`, or where every section is asked for.
+
+Whoever calls says with `with_marks` whether pictures may stand before lines; else words where they mean something.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from minimax_tools.capture.read_record import ReadRecord
+from minimax_tools.checkpoint.architecture import Architecture
+from minimax_tools.errors import list_faults
+from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.size import word_size
+from minimax_tools.slices.download import Download, DownloadedFile
+from minimax_tools.slices.holding import Holding
+from minimax_tools.slices.verdicts import Verdict, read_over_slice
+from minimax_tools.slices.verify import NodeVerification, Verification, layers_read
+
+# Pictures, what turns a sign into one, and the space behind.
+_PICTURE = re.compile("[\U0001f000-\U0001faff\u2300-\u27bf\ufe0f]+ *")
+_MARKS = {"✅": "[ok]", "❌": "[no]", "⏳": "[..]", "⚪": "[--]"}
+
+
+def render_summary(verification: Verification, *, with_marks: bool) -> str:
+    """One line for each node and each verdict."""
+    lines = [
+        f"{node.slice.node.name}: {_describe_slice(node.slice, verification.plan)}, {word_size(node.slice_bytes)}, "
+        f"{len(node.download.files)} of {_count_files(node.download)} files "
+        f"({'complete' if node.download.is_complete else 'not complete here'}){_describe_reads(node)}"
+        for node in verification.nodes
+    ]
+    return _finish([*lines, *_verdict_lines(verification.verdicts)], with_marks=with_marks)
+
+
+def render_details(verification: Verification, *, with_marks: bool) -> str:
+    """All sections for each node, then the verdicts."""
+    plan, model = verification.plan, verification.model
+    lines: list[str] = []
+    for node in verification.nodes:
+        slice_, download = node.slice, node.download
+        lines += [
+            *_assignment(plan, slice_, model),
+            "",
+            *_loading(slice_, download, model),
+            "",
+            *_download(download, node.slice_bytes),
+            "",
+            *_completion(slice_, download.files, model, is_needed=node.holding.folder is None),
+            "",
+            *_runtime(plan, slice_, model, node.record, node.layers, node.slice_bytes),
+            *_folder(node.holding),
+            "",
+        ]
+    lines += ["🎯 === VERDICTS ===", *_verdict_lines(verification.verdicts)]
+    return _finish(lines, with_marks=with_marks)
+
+
+def render_download(
+    plan: PartitionPlan, slice_: Slice, download: Download, *, model: str, slice_bytes: int, with_marks: bool
+) -> str:
+    """What a node will load, before its files are fetched.
+
+    Args:
+        plan: Who holds what.
+        slice_: The node's part.
+        download: Its files.
+        model: The checkpoint.
+        slice_bytes: Of its tensors.
+        with_marks: See above.
+    """
+    lines = [
+        *_assignment(plan, slice_, model),
+        "",
+        *_loading(slice_, download, model),
+        "",
+        *_download(download, slice_bytes),
+    ]
+    return _finish(lines, with_marks=with_marks)
+
+
+def render_completion(slice_: Slice, files: Sequence[DownloadedFile], *, model: str, with_marks: bool) -> str:
+    """What came of a node's files."""
+    return _finish([*_completion(slice_, files, model)], with_marks=with_marks)
+
+
+def render_run(plan: PartitionPlan, node: str, *, record: ReadRecord | None = None, with_marks: bool) -> str:
+    """A node's part in a run: what it will load, and what it loaded where a record of it is given.
+
+    Raises:
+        UsageError: The plan has no such node, or is of a model whose tensors' names are not known by heart.
+    """
+    slice_ = plan.slice_of(node)
+    layers = layers_read(record, Architecture.of(plan.model_type))
+    slice_bytes = sum(tensor.size_bytes for tensor in slice_.tensors)
+    lines = [
+        *_assignment(plan, slice_, plan.model),
+        "",
+        *_runtime(plan, slice_, plan.model, record, layers, slice_bytes),
+    ]
+    return _finish(lines, with_marks=with_marks)
+
+
+def _assignment(plan: PartitionPlan, own: Slice, model: str) -> Iterator[str]:
+    yield "🎯 === NODE SLICE ASSIGNMENT VERIFICATION ==="
+    yield f"🖥️  Node ID: {own.node.name}"
+    yield f"📊 Model: {model}"
+    yield f"🧩 Total layers: {plan.num_hidden_layers}"
+    yield f"🔗 Partition index: {plan.slices.index(own)}"
+    yield f"👥 Active nodes: {len(plan.used)}"
+    yield ""
+    yield "📋 COMPLETE PARTITION MAP:"
+    for rank, slice_ in enumerate(plan.slices):
+        layers, (start, stop) = slice_.stage.layers, plan.memory_weight(slice_)
+        yield f"   {'✅' if slice_ is own else '⏳'} Node {rank}: {slice_.node.name}"
+        yield f"      Layers: {_range(layers)} ({len(layers)} layers, {_percent(plan.share(slice_))})"
+        yield f"      Memory weight: [{start:.3f}, {stop:.3f})"
+    assigned = sum(len(slice_.stage.layers) for slice_ in plan.slices)
+    yield f"   Total layers assigned: {assigned} of {plan.num_hidden_layers}"
+    yield ""
+    yield "🎯 THIS NODE WILL LOAD:"
+    yield f"   Model: {model}"
+    yield f"   Layers: {_range(own.stage.layers)}"
+    yield f"   Layer count: {len(own.stage.layers)} / {plan.num_hidden_layers}"
+    yield f"   Beside them: {_ends(own) or 'nothing'}"
+    yield f"   Percentage: {_percent(plan.share(own))}"
+    yield f"   Memory savings: {_percent(1 - plan.share(own))} reduction per node"
+
+
+def _loading(slice_: Slice, download: Download, model: str) -> Iterator[str]:
+    layers = slice_.stage.layers
+    yield "📦 === SLICE LOADING VERIFICATION ==="
+    yield f"🎯 Shard: {model} layers {_range(layers)}"
+    yield f"🖥️  Node: {slice_.node.name}"
+    yield f"📊 Layer range: {_range(layers)} ({len(layers)} layers)"
+    yield f"🧩 Tensors: {len(slice_.tensors)}"
+    yield f"🎯 Allow patterns: {list(download.patterns)}"
+
+
+def _download(download: Download, slice_bytes: int) -> Iterator[str]:
+    repository = download.repository
+    yield "📥 === DOWNLOAD VERIFICATION ==="
+    yield f"📁 Total files in repo: {_count_files(download)}"
+    yield f"🎯 Files after slice filtering: {len(download.files)}"
+    yield f"💾 Full repo size: {_at_least(_megabytes(repository.size_bytes), is_known=repository.is_known)}"
+    yield f"💾 This slice size: {_at_least(_megabytes(download.size_bytes), is_known=download.is_known)}"
+    reduction = download.reduction
+    if reduction is None:
+        yield "🎯 Size reduction: not known here"
+    else:
+        yield f"🎯 Size reduction: {_at_least(_percent(reduction), is_known=repository.is_known)}"
+    yield f"🎯 Tensors of this slice alone: {_megabytes(slice_bytes)}"
+    yield ""
+    yield "📋 FILES FOR THIS SLICE:"
+    for number, file in enumerate(download.files, start=1):
+        size = "size not known here" if file.expected_bytes is None else _megabytes(file.expected_bytes)
+        yield f"   {number:2}. 📄 {file.name} ({size})"
+
+
+def _completion(
+    slice_: Slice, files: Sequence[DownloadedFile], model: str, *, is_needed: bool = True
+) -> Iterator[str]:
+    is_complete = all(file.is_complete for file in files)
+    status = "Complete" if is_complete else "Incomplete"
+    if not is_complete and not is_needed:
+        status += ", and not needed: the slice has a folder of its own"
+    is_known = all(file.expected_bytes is not None for file in files)
+    expected = _megabytes(sum(file.size_bytes for file in files))
+    yield f"{_mark(is_complete, is_needed)} === DOWNLOAD COMPLETED VERIFICATION ==="
+    yield f"🎯 Shard: {model} layers {_range(slice_.stage.layers)}"
+    yield f"📁 Files downloaded: {sum(file.actual_bytes is not None for file in files)}"
+    for file in files:
+        actual = "not here" if file.actual_bytes is None else _megabytes(file.actual_bytes)
+        of = (
+            ""
+            if file.is_complete or file.expected_bytes is None
+            else f" of {_megabytes(file.expected_bytes)}"
+        )
+        yield f"   📄 {file.name}: {actual}{of} {_mark(file.is_complete, is_needed)}"
+    yield ""
+    yield "💾 DOWNLOAD SUMMARY:"
+    yield f"   Expected: {_at_least(expected, is_known=is_known)}"
+    yield f"   Actual:   {_megabytes(sum(file.actual_bytes or 0 for file in files))}"
+    yield f"   Status:   {_mark(is_complete, is_needed)} {status}"
+
+
+def _runtime(
+    plan: PartitionPlan,
+    slice_: Slice,
+    model: str,
+    record: ReadRecord | None,
+    layers: Sequence[int] | None,
+    slice_bytes: int,
+) -> Iterator[str]:
+    shown = slice_.stage.layers if layers is None else layers
+    yield "🚀 === RUNTIME SLICE VERIFICATION ==="
+    yield f"🖥️  Node: {slice_.node.name}"
+    yield f"📊 Model: {model}"
+    yield f"🧩 {'Layers to be loaded' if layers is None else 'Loaded layers'}: {_numbers(shown)}"
+    yield f"🎯 Layer count: {len(shown)} / {plan.num_hidden_layers}"
+    if record is None:
+        yield "⏳ Nothing was loaded yet: a run's --records tell what was"
+        return
+    yield f"📁 Tensors opened: {len(record.tensors)} of the slice's {len(slice_.tensors)}"
+    yield f"💾 Bytes asked for: {record.bytes_asked}"
+    again = f", and {record.bytes_read_again} again when it went on" if record.bytes_read_again else ""
+    yield f"💾 Bytes read: {record.bytes_read}{again}"
+    if slice_bytes:
+        yield f"🎯 Bytes read over slice: {read_over_slice(record, slice_bytes):.2f}"
+    for name, num_bytes in record.files.items():
+        yield f"   📄 {name}: {num_bytes} bytes"
+
+
+def _folder(holding: Holding) -> Iterator[str]:
+    if holding.folder is None:
+        return
+    yield f"📁 Found in {holding.folder}: {len(holding.sizes)} tensors, {holding.size_bytes} bytes, each read once"
+    if holding.digests:
+        yield f"📋 Digests of {len(holding.digests)} tensors, each in --json; over all: sha256 {holding.digest}"
+
+
+def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    for verdict in verdicts:
+        if verdict.holds is None:
+            yield f"⚪ {verdict.name}: not judged: {list_faults(list(verdict.found))}"
+        elif verdict.holds:
+            yield f"✅ {verdict.name}: {verdict.claim}"
+        else:
+            yield f"❌ {verdict.name}: NOT SO that {verdict.claim}: {list_faults(list(verdict.found))}"
+
+
+def _describe_slice(slice_: Slice, plan: PartitionPlan) -> str:
+    layers = slice_.stage.layers
+    if not slice_.stage.is_used:
+        return "idle"
+    ends = _ends(slice_)
+    text = f"layers {_range(layers)} ({len(layers)} of {plan.num_hidden_layers}"
+    return f"{text}, {_percent(plan.share(slice_))}){f' and {ends}' if ends else ''}"
+
+
+def _describe_reads(node: NodeVerification) -> str:
+    if node.record is None:
+        return ""
+    return f", {len(node.record.tensors)} tensors read {read_over_slice(node.record, node.slice_bytes):.2f} times"
+
+
+def _ends(slice_: Slice) -> str:
+    ends = ["the embedding"] * slice_.stage.has_embedding
+    ends += ["the final norm and the lm_head"] * slice_.stage.has_head
+    return " and ".join(ends)
+
+
+def _range(layers: range) -> str:
+    return f"{layers.start}-{layers.stop - 1}" if layers else "none"
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    """`0-9` where they follow each other, else `0-3, 7`."""
+    runs: list[range] = []
+    for layer in layers:
+        if runs and runs[-1].stop == layer:
+            runs[-1] = range(runs[-1].start, layer + 1)
+        else:
+            runs.append(range(layer, layer + 1))
+    return ", ".join(map(_range, runs)) or "none"
+
+
+def _count_files(download: Download) -> str:
+    return _at_least(str(len(download.repository.sizes)), is_known=download.repository.is_listed)
+
+
+def _at_least(figure: str, *, is_known: bool) -> str:
+    return figure if is_known else f"at least {figure}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.2f} MB"
+
+
+def _mark(holds: bool, is_needed: bool) -> str:
+    return "✅" if holds else "❌" if is_needed else "⚪"
+
+
+def _finish(lines: Sequence[str], *, with_marks: bool) -> str:
+    return "\n".join(lines if with_marks else map(_without_pictures, lines))
+
+
+def _without_pictures(line: str) -> str:
+    for picture, word in _MARKS.items():
+        line = line.replace(picture, word)
+    return _PICTURE.sub("", line)

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.errors import UsageError
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.slices.cut import FileFormat
+from minimax_tools.slices.source import open_source
+from minimax_tools.slices.splitter import ModelSplitter, SplitConfig, SplitPlan, SplitResult, split_plans
+
+Tensors = dict[str, torch.Tensor]
+Save = Callable[..., Path]
+
+_ATTENTION = tuple(f"transformer.h.0.attn.{name}_proj.weight" for name in "qkv")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 32},
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 32,
+        "intermediate_size": 16,
+    },
+}
+
+
+def gpt2() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    names = [*_ATTENTION, *(name.replace("h.0", "h.1") for name in _ATTENTION)]
+    shapes = dict.fromkeys(names, (8, 8)) | {
+        "transformer.wte.weight": (32, 8),
+        "transformer.ln_f.weight": (8,),
+    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def llama() -> Tensors:
+    """With block scales, as an FP8 copy has them."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {"model.embed_tokens.weight": torch.randn(32, 8, generator=generator).bfloat16()}
+    tensors |= {"lm_head.weight": torch.randn(32, 8, generator=generator).bfloat16()}
+    tensors |= {"model.norm.weight": torch.ones(8, dtype=torch.bfloat16)}
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        tensors[name] = torch.randn(8, 8, generator=generator).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.rand(1, 1, generator=generator)
+    return tensors
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Saves a model of one of the two types, in safetensors or as a `.bin` file."""
+
+    def save_model(model_type: str, *, pickled: bool = False) -> Path:
+        folder = tmp_path / model_type
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIGS[model_type]))
+        tensors = {"gpt2": gpt2, "llama": llama}[model_type]()
+        if pickled:
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return save_model
+
+
+def plan_for(node: str, *names: str) -> dict[str, SplitPlan]:
+    return {node: SplitPlan(node_id=node, layer_names=names, total_compute=100.0, compute_utilization=0.5)}
+
+
+def plans(**names: tuple[str, ...]) -> dict[str, SplitPlan]:
+    return {node: plan_for(node, *own)[node] for node, own in names.items()}
+
+
+def config_of(folder: Path, split_plan: dict[str, SplitPlan], output: Path | None) -> SplitConfig:
+    return SplitConfig(model_name="a/model", model_path=str(folder), split_plan=split_plan, output_dir=output)
+
+
+def partition(folder: Path, *nodes: str, planner: str = "compute") -> PartitionPlan:
+    source = open_source(str(folder))
+    return make_plan(
+        model=source.model,
+        config=source.config,
+        architecture=source.architecture,
+        tensors=source.tensors,
+        folder=source.folder,
+        planner=planner,
+        nodes=[Node.parse(node) for node in nodes],
+        workload=Workload(context_length=8),
+    )
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
+def test_the_seeds_example_gives_its_three_tensors(pickled: bool, save: Save, tmp_path: Path) -> None:
+    config = config_of(save("gpt2", pickled=pickled), plan_for("node_001", *_ATTENTION), tmp_path / "out")
+    result = ModelSplitter().split_model(config, "node_001")
+    assert result == SplitResult(
+        node_id="node_001",
+        shard_path=tmp_path / "out" / "node_001",
+        layer_names=tuple(sorted(_ATTENTION)),
+        total_params=3 * 64,
+        shard_size_mb=3 * 64 * 4 / 1e6,
+    )
+    loaded = load_file(result.shard_path / "model-00001-of-00001.safetensors")
+    whole = gpt2()
+    assert loaded.keys() == set(_ATTENTION)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.items())
+    assert TensorIndex.from_folder(result.shard_path).names == result.layer_names
+
+
+def test_a_shard_goes_to_model_shards_where_nothing_else_is_said(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_of(save("gpt2"), plan_for("node_001", *_ATTENTION), None)
+    assert ModelSplitter().split_model(config, "node_001").shard_path == Path("model_shards/node_001")
+    assert (tmp_path / "model_shards" / "node_001" / "slice.json").is_file()
+
+
+def test_a_pth_shard_is_a_state_dict(save: Save, tmp_path: Path) -> None:
+    config = config_of(save("gpt2"), plan_for("n", *_ATTENTION), tmp_path)
+    result = ModelSplitter(file_format=FileFormat.PTH).split_model(config, "n")
+    assert result.shard_path == tmp_path / "n" / "model.pth"
+    loaded = torch.load(result.shard_path, weights_only=True)
+    assert loaded.keys() == set(_ATTENTION)
+    assert all(torch.equal(tensor, gpt2()[name]) for name, tensor in loaded.items())
+
+
+def test_a_model_that_nobody_knows_is_split_too(save: Save, tmp_path: Path) -> None:
+    folder = save("gpt2")
+    (folder / "config.json").write_text('{"model_type": "of-tomorrow"}')
+    result = ModelSplitter().split_model(config_of(folder, plan_for("n", *_ATTENTION), tmp_path), "n")
+    assert result.layer_names == tuple(sorted(_ATTENTION))
+
+
+def test_block_scales_go_with_their_weights_and_are_no_parameters(save: Save, tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    result = ModelSplitter().split_model(config_of(save("llama"), plan_for("n", name), tmp_path), "n")
+    assert result.layer_names == (name, f"{name}_scale_inv")
+    assert result.total_params == 64
+    loaded = load_file(result.shard_path / "model-00001-of-00001.safetensors")
+    assert torch.equal(loaded[f"{name}_scale_inv"], llama()[f"{name}_scale_inv"])
+
+
+def test_names_must_match_to_the_letter_and_all_faults_are_told(save: Save, tmp_path: Path) -> None:
+    names = ("transformer.h.0.attn.q_proj", "transformer.h.9.attn.q_proj.weight", *_ATTENTION[:1] * 2)
+    config = config_of(save("gpt2"), plan_for("n", *names), tmp_path / "out")
+    with pytest.raises(UsageError, match="the split plan has 3 faults") as raised:
+        ModelSplitter().split_model(config, "n")
+    assert f"n gets {_ATTENTION[0]} twice" in str(raised.value)
+    assert "n gets transformer.h.0.attn.q_proj, which the checkpoint lacks" in str(raised.value)
+    assert "n gets transformer.h.9.attn.q_proj.weight, which the checkpoint lacks" in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_node_and_an_empty_one_are_refused(save: Save, tmp_path: Path) -> None:
+    config = config_of(save("gpt2"), plan_for("n"), tmp_path / "out")
+    with pytest.raises(UsageError, match="no node 'm': expected one of n"):
+        ModelSplitter().split_model(config, "m")
+    with pytest.raises(UsageError, match="n gets nothing"):
+        ModelSplitter().split_model(config, "n")
+
+
+@pytest.mark.parametrize("name", ["../escape", "", ".", "a/b"])
+def test_a_node_that_is_no_folders_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="is no node"):
+        plan_for(name, *_ATTENTION)
+
+
+def test_a_plan_under_another_nodes_name_is_refused(save: Save, tmp_path: Path) -> None:
+    split_plan = {"a": plan_for("b", *_ATTENTION)["b"]}
+    with pytest.raises(UsageError, match="the plan of a names node b"):
+        ModelSplitter().split_model(config_of(save("gpt2"), split_plan, tmp_path / "out"), "a")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_without_a_config_is_split_twice(save: Save, tmp_path: Path) -> None:
+    folder = save("gpt2", pickled=True)
+    (folder / "config.json").unlink()
+    config = config_of(folder, plan_for("n", *_ATTENTION), tmp_path / "out")
+    assert ModelSplitter().split_model(config, "n") == ModelSplitter().split_model(config, "n")
+
+
+def test_a_whole_plan_passes_with_scales_named_or_not() -> None:
+    first, second = (tuple(n for n in llama() if ("layers.1" in n) == is_last) for is_last in (False, True))
+    ModelSplitter.validate_split_plan(list(llama()), plans(a=first, b=second))
+    unnamed = tuple(name for name in second if not name.endswith("_scale_inv"))
+    ModelSplitter.validate_split_plan(list(llama()), plans(a=first, b=unnamed))
+
+
+def test_every_fault_of_a_split_plan_is_told_at_once() -> None:
+    names = list(gpt2())
+    split_plan = plans(a=(*_ATTENTION, "lm_head.weight"), b=(_ATTENTION[0], names[3]))
+    split_plan["c"] = plan_for("d", names[4])["d"]
+    with pytest.raises(UsageError) as raised:
+        ModelSplitter.validate_split_plan(names, split_plan)
+    for fault in (
+        "the split plan has 6 faults",
+        "a gets lm_head.weight, which the checkpoint lacks",
+        f"{_ATTENTION[0]} is assigned to a and b",
+        "the plan of c names node d",
+        *(f"{name} is not assigned" for name in names[5:]),
+    ):
+        assert fault in str(raised.value)
+
+
+def test_scales_without_their_weights_are_a_fault() -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    rest = tuple(other for other in llama() if name not in other)
+    with pytest.raises(UsageError) as raised:
+        ModelSplitter.validate_split_plan(list(llama()), plans(a=(*rest, name), b=(f"{name}_scale_inv",)))
+    assert f"b gets {name}_scale_inv without its weight" in str(raised.value)
+    assert f"{name}_scale_inv is assigned to a and b" in str(raised.value)
+
+
+def test_a_partition_plan_becomes_split_plans(save: Save, tmp_path: Path) -> None:
+    folder = save("llama")
+    plan = partition(folder, "fast:memory=1GB,tflops=100", "slow:memory=1GB,tflops=10")
+    split_plan = split_plans(plan)
+    assert list(split_plan) == [slice_.node.name for slice_ in plan.used]
+    ModelSplitter.validate_split_plan(list(llama()), split_plan, shared=plan.shared)
+    assert sum(own.total_compute for own in split_plan.values()) == sum(
+        slice_.cost.flops_per_token for slice_ in plan.used
+    )
+    times = {"fast": split_plan["fast"].total_compute / 100, "slow": split_plan["slow"].total_compute / 10}
+    for node, time in times.items():
+        assert split_plan[node].compute_utilization == pytest.approx(time / max(times.values()))
+    names = set()
+    for node in split_plan:
+        config = config_of(folder, split_plan, tmp_path / "out")
+        names |= set(ModelSplitter().split_model(config, node).layer_names)
+    assert names == llama().keys()
+
+
+def test_a_tied_embedding_is_shared_on_purpose(save: Save) -> None:
+    plan = partition(save("gpt2"), "a:memory=1GB,layers=0:1", "b:memory=1GB,layers=1:2", planner="manual")
+    split_plan = split_plans(plan)
+    ModelSplitter.validate_split_plan(list(gpt2()), split_plan, shared=plan.shared)
+    with pytest.raises(UsageError, match=r"transformer.wte.weight is assigned to a and b"):
+        ModelSplitter.validate_split_plan(list(gpt2()), split_plan)
+
+
+def test_utilization_and_compute_are_kept_in_bounds() -> None:
+    for compute, utilization in ((-1.0, 0.5), (1.0, 1.1), (float("nan"), 0.5), (1.0, float("nan"))):
+        with pytest.raises(UsageError, match="the split plan of n cannot be"):
+            SplitPlan(node_id="n", layer_names=(), total_compute=compute, compute_utilization=utilization)
+
+
+def test_the_async_twin_gives_the_same_and_does_not_block(save: Save, tmp_path: Path) -> None:
+    config = config_of(save("gpt2"), plans(a=_ATTENTION[:2], b=_ATTENTION[2:]), tmp_path / "async")
+    splitter = ModelSplitter()
+
+    async def split_both() -> tuple[list[SplitResult], int]:
+        ticks, is_done = 0, asyncio.Event()
+
+        async def tick() -> None:
+            nonlocal ticks
+            while not is_done.is_set():
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticker = asyncio.create_task(tick())
+        results = await asyncio.gather(*(splitter.split_model_async(config, node) for node in "ab"))
+        is_done.set()
+        await ticker
+        return list(results), ticks
+
+    results, ticks = asyncio.run(split_both())
+    assert ticks > 10
+    assert results == [splitter.split_model(config, node) for node in "ab"]
+
+
+def test_a_cancelled_split_leaves_nothing(save: Save, tmp_path: Path) -> None:
+    config = config_of(save("gpt2"), plan_for("n", *_ATTENTION), tmp_path / "out")
+
+    async def cancel() -> None:
+        task = asyncio.create_task(ModelSplitter().split_model_async(config, "n"))
+        # It runs to its first await, which is the thread.
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert not list(tmp_path.glob("out/*"))

@@ -1,0 +1,655 @@
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord, read_records
+from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
+from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.partition.cost import ModelCost, PartCost, Workload
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import PartitionPlan, Slice, make_plan
+from minimax_tools.partition.planners import plan_stages, stage_cost
+from minimax_tools.slices.description import SliceDescription
+from minimax_tools.slices.extract import cut_slice
+from minimax_tools.slices.fetch import fetch_slice, fetch_slice_ranges
+from minimax_tools.slices.folder import write_slice
+from minimax_tools.slices.source import open_source
+from minimax_tools.slices.verdicts import judge_proportion
+from minimax_tools.slices.verify import Verification, verify
+from minimax_tools.span import Span
+
+MIB = 1 << 20
+NAMES = (
+    "plan_is_whole",
+    "nodes_differ",
+    "downloads_differ",
+    "cover_everything",
+    "overlap_nowhere",
+    "memory_in_proportion",
+    "nobody_holds_the_whole",
+    "downloads_complete",
+    "slices_as_planned",
+    "digests_match",
+    "reads_match",
+)
+NORM = "model.norm.weight"
+LAYER_3_NORM = "model.layers.3.input_layernorm.weight"
+
+
+def make(
+    model: Path | str, nodes: list[Node], *, planner: str = "memory", access: HubAccess | None = None
+) -> PartitionPlan:
+    source = open_source(str(model), headers=True, access=access)
+    return make_plan(
+        model=source.model,
+        config=source.config,
+        architecture=source.architecture,
+        tensors=source.tensors,
+        folder=source.folder,
+        planner=planner,
+        nodes=nodes,
+        workload=Workload(context_length=64),
+    )
+
+
+@pytest.fixture(scope="module")
+def plan(toy: Path) -> PartitionPlan:
+    """Layers 0 to 2 on a, layer 3 on b."""
+    return make(toy, [Node(name="a", memory_bytes=600 * MIB), Node(name="b", memory_bytes=200 * MIB)])
+
+
+@pytest.fixture(scope="module")
+def whole_slices(toy: Path, plan: PartitionPlan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slices")
+    for node in ("a", "b"):
+        write_slice(cut_slice(plan, node, open_source(str(toy))), folder / node, with_digests=True)
+    return folder
+
+
+@pytest.fixture
+def slices(whole_slices: Path, tmp_path: Path) -> Path:
+    """Slices to be spoilt."""
+    return shutil.copytree(whole_slices, tmp_path / "slices")
+
+
+@pytest.fixture
+def records(plan: PartitionPlan, tmp_path: Path) -> Path:
+    """What a run would write, in its capture directory."""
+    for slice_ in plan.slices:
+        sizes = {tensor.name: tensor.size_bytes for tensor in slice_.tensors}
+        record = ReadRecord.of(slice_.node.name, sizes, bytes_read=sum(sizes.values()))
+        record.write(tmp_path / "capture" / RECORDS_FOLDER)
+    return tmp_path / "capture"
+
+
+def failing(verification: Verification) -> dict[str, str]:
+    return {
+        verdict.name: " | ".join(verdict.found) for verdict in verification.verdicts if verdict.holds is False
+    }
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Store a slice's tensors anew, changed, in one file."""
+    tensors = {
+        name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    weight_map = dict.fromkeys(tensors, "model.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_good_plan_with_its_slices_and_records_passes_every_verdict(
+    plan: PartitionPlan, slices: Path, records: Path
+) -> None:
+    verification = verify(plan, slices=slices, records=records)
+    assert tuple(verdict.name for verdict in verification.verdicts) == NAMES
+    # A folder is not downloaded.
+    assert [verdict.name for verdict in verification.verdicts if not verdict.holds] == ["downloads_differ"]
+    assert verification.holds
+
+
+def test_what_cannot_be_judged_without_slices_and_records_is_said_and_no_failure(plan: PartitionPlan) -> None:
+    verification = verify(plan)
+    unjudged = {verdict.name for verdict in verification.verdicts if verdict.holds is None}
+    assert unjudged == {"downloads_differ", "slices_as_planned", "digests_match", "reads_match"}
+    assert verification.holds
+
+
+def test_a_slice_that_holds_a_foreign_tensor_fails(plan: PartitionPlan, slices: Path, toy: Path) -> None:
+    with open_source(str(toy)).open() as reader:
+        foreign = reader.read(LAYER_3_NORM)
+    rewrite(slices / "a", lambda tensors: tensors.update({LAYER_3_NORM: foreign}))
+    faults = failing(verify(plan, slices=slices))
+    assert faults.keys() == {"overlap_nowhere", "slices_as_planned"}
+    assert faults["overlap_nowhere"] == f"{LAYER_3_NORM} is on a and b"
+    assert faults["slices_as_planned"] == f"a holds {LAYER_3_NORM}, which is not its"
+
+
+def test_a_slice_that_lacks_a_tensor_fails(plan: PartitionPlan, slices: Path) -> None:
+    rewrite(slices / "b", lambda tensors: tensors.pop(NORM))
+    faults = failing(verify(plan, slices=slices))
+    assert faults["cover_everything"] == f"no node holds {NORM}"
+    assert faults["slices_as_planned"] == f"b lacks {NORM}"
+
+
+def test_two_equal_slices_fail(plan: PartitionPlan, slices: Path) -> None:
+    shutil.rmtree(slices / "b")
+    shutil.copytree(slices / "a", slices / "b")
+    faults = failing(verify(plan, slices=slices))
+    assert faults["nodes_differ"].startswith("a and b hold the same 619 tensors")
+    assert "slice.json says of its node: a, the plan: b" in faults["slices_as_planned"]
+    assert faults.keys() >= {"cover_everything", "overlap_nowhere"}
+
+
+def test_a_slice_with_the_whole_model_fails(plan: PartitionPlan, slices: Path, toy: Path) -> None:
+    everything = {
+        name: tensor for file in toy.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    rewrite(slices / "b", lambda tensors: tensors.update(everything))
+    assert failing(verify(plan, slices=slices))["nobody_holds_the_whole"] == "b holds all 827 tensors"
+
+
+def test_two_nodes_with_the_same_layers_fail(plan: PartitionPlan) -> None:
+    values = plan.to_values()
+    values["slices"][1]["layers"] = values["slices"][0]["layers"]
+    faults = failing(verify(PartitionPlan.from_values(values)))
+    assert faults["nodes_differ"] == "a and b have the same 3 layers"
+
+
+def test_one_node_may_hold_the_whole(toy: Path) -> None:
+    verification = verify(make(toy, [Node(name="only", memory_bytes=2_000 * MIB)]))
+    assert verification.holds
+    assert {verdict.name: verdict.holds for verdict in verification.verdicts}["nobody_holds_the_whole"]
+
+
+def test_one_used_node_of_several_may_hold_the_whole(toy: Path) -> None:
+    verification = verify(
+        make(toy, [Node(name="large", memory_bytes=2_000 * MIB), Node(name="tiny", memory_bytes=1 * MIB)])
+    )
+    assert len(verification.plan.used) == 1
+    assert verification.holds
+
+
+@pytest.fixture
+def access(hub: Any, tmp_path: Path) -> HubAccess:
+    return HubAccess(endpoint=hub.endpoint, cache_dir=tmp_path / "cache", first_delay_s=0.01, timeout_s=5)
+
+
+def in_one_shard(llama: Path, folder: Path) -> Path:
+    folder.mkdir()
+    tensors = {
+        name: tensor for file in llama.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    shutil.copyfile(llama / "config.json", folder / "config.json")
+    return folder
+
+
+TWO_NODES = [Node(name="a", memory_bytes=101 * MIB), Node(name="b", memory_bytes=100 * MIB)]
+
+
+def test_nodes_that_would_each_download_the_only_shard_fail_until_they_fetch_ranges(
+    llama: Path, hub: Any, access: HubAccess, tmp_path: Path
+) -> None:
+    folder = in_one_shard(llama, tmp_path / "single")
+    assert verify(make(folder, TWO_NODES)).holds
+    hub.add("owner/single", folder)
+    plan = make("owner/single", TWO_NODES, access=access)
+    faults = failing(verify(plan, access=access))
+    assert faults.keys() == {"nobody_holds_the_whole", "downloads_differ"}
+    remedy = "mm2-split fetch --byte-ranges fetches its tensors alone"
+    assert faults["nobody_holds_the_whole"].startswith(
+        f"a downloads every weight file, 1 in all: {remedy} | b "
+    )
+    assert faults["downloads_differ"] == f"a and b download the same 1 weight files: {remedy}"
+    for node in ("a", "b"):
+        fetch_slice_ranges(plan, node, tmp_path / "slices" / node, access=access)
+    assert verify(plan, slices=tmp_path / "slices", access=access).holds
+
+
+def test_nodes_that_download_the_same_of_several_shards_fail(
+    llama: Path, hub: Any, access: HubAccess
+) -> None:
+    hub.add("owner/llama", llama)
+    plan = make("owner/llama", TWO_NODES, access=access)
+    judged = {verdict.name: verdict.holds for verdict in verify(plan, access=access).verdicts}
+    assert judged["downloads_differ"]
+    assert judged["nobody_holds_the_whole"]
+    moved = plan.to_values()
+    moved["slices"][1]["files"] = [{**file, "tensors": []} for file in moved["slices"][0]["files"]]
+    for slice_ in moved["slices"]:
+        for file in slice_["files"]:
+            file["tensors"] = [[f"{slice_['node']}.{file['file']}", 0, 8]]
+    faults = failing(verify(PartitionPlan.from_values(moved), access=access))
+    assert faults["downloads_differ"].startswith("a and b download the same 4 weight files")
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_one_flipped_byte_fails(plan: PartitionPlan, slices: Path, is_noted: bool) -> None:
+    entry = TensorIndex.from_folder(slices / "b")[LAYER_3_NORM]
+    content = bytearray(entry.file.read_bytes())
+    content[entry.offset] ^= 1
+    entry.file.write_bytes(content)
+    if not is_noted:
+        description = SliceDescription.read(slices / "b")
+        replace(description, tensors=dict.fromkeys(description.tensors)).write(slices / "b")
+    faults = failing(verify(plan, slices=slices))
+    assert faults.keys() == {"digests_match"}
+    assert f"{LAYER_3_NORM} of b has sha256" in faults["digests_match"]
+    assert ("slice.json notes" in faults["digests_match"]) is is_noted
+
+
+def test_a_tensor_of_another_shape_fails(plan: PartitionPlan, slices: Path) -> None:
+    rewrite(slices / "b", lambda tensors: tensors.update({NORM: tensors[NORM].view(2, -1)}))
+    assert (
+        "[2, 128], its source torch.bfloat16 [256]" in failing(verify(plan, slices=slices))["digests_match"]
+    )
+
+
+def test_slices_without_a_source_are_held_against_what_they_note(
+    plan: PartitionPlan, slices: Path, toy: Path, tmp_path: Path
+) -> None:
+    description = shutil.copytree(toy, tmp_path / "toy", ignore=shutil.ignore_patterns("*.safetensors"))
+    judged = {
+        verdict.name: verdict for verdict in verify(plan, model=str(description), slices=slices).verdicts
+    }
+    assert judged["digests_match"].holds
+    assert judged["digests_match"].claim.startswith(
+        "the bytes of 827 tensors are right: 0 held against their source, 827 "
+    )
+    for node in ("a", "b"):
+        noted = SliceDescription.read(slices / node)
+        replace(noted, tensors=dict.fromkeys(noted.tensors)).write(slices / node)
+    judged = {
+        verdict.name: verdict for verdict in verify(plan, model=str(description), slices=slices).verdicts
+    }
+    assert judged["digests_match"].holds is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (lambda folder: shutil.rmtree(folder), "is not there"),
+        (lambda folder: (folder / "slice.json").unlink(), "holds no slice"),
+        (lambda folder: next(folder.glob("*.safetensors")).write_bytes(b"short"), "too short for a header"),
+        (lambda folder: next(folder.glob("*.safetensors")).unlink(), "is missing"),
+    ],
+)
+def test_a_folder_that_is_no_slice_is_a_fault_and_no_crash(
+    plan: PartitionPlan, slices: Path, spoil: Callable[[Path], object], fault: str
+) -> None:
+    spoil(slices / "b")
+    faults = failing(verify(plan, slices=slices))
+    assert fault in faults["slices_as_planned"]
+    assert "cover_everything" in faults
+
+
+def test_weights_beside_a_slice_fail(plan: PartitionPlan, slices: Path, toy: Path) -> None:
+    shutil.copyfile(toy / plan.slice_of("a").files[0], slices / "b" / "left-over.safetensors")
+    faults = failing(verify(plan, slices=slices))
+    assert faults == {
+        "slices_as_planned": f"b: left-over.safetensors lies in {slices / 'b'}, and belongs to no slice"
+    }
+
+
+def test_a_plan_with_a_wrong_place_fails(plan: PartitionPlan) -> None:
+    values = plan.to_values()
+    values["slices"][0]["files"][0]["tensors"][0][1] += 2
+    assert failing(verify(PartitionPlan.from_values(values))).keys() == {"plan_is_whole"}
+
+
+def test_a_node_too_small_for_its_slice_fails(plan: PartitionPlan) -> None:
+    values = plan.to_values()
+    values["slices"][1]["memory_bytes"] = 1 * MIB
+    faults = failing(verify(PartitionPlan.from_values(values)))
+    assert faults["memory_in_proportion"].startswith("b has 1.0 MB and needs")
+
+
+def test_what_a_slice_takes_is_measured_whatever_the_plan_says(plan: PartitionPlan, llama: Path) -> None:
+    values = plan.to_values()
+    values["slices"][1] |= {
+        "memory_bytes": 1 * MIB,
+        "cost": dict.fromkeys(values["slices"][1]["cost"], 0),
+    }
+    faults = failing(verify(PartitionPlan.from_values(values)))
+    assert faults.keys() == {"memory_in_proportion"}
+    assert faults["memory_in_proportion"].startswith("b has 1.0 MB and needs")
+
+
+def test_memory_out_of_proportion_fails_where_the_plan_divides_by_it(toy: Path) -> None:
+    nodes = [
+        Node(name="large", memory_bytes=900 * MIB, layers=Span(0, 1)),
+        Node(name="small", memory_bytes=100 * MIB, layers=Span(1, 4)),
+    ]
+    by_hand = make(toy, nodes, planner="manual")
+    assert verify(by_hand).holds
+    faults = failing(verify(replace(by_hand, planner="memory")))
+    assert faults.keys() == {"memory_in_proportion"}
+    assert "layers more than its share of the memory, while large has" in faults["memory_in_proportion"]
+    assert faults["memory_in_proportion"].endswith("less and room for one")
+
+
+def test_all_on_one_of_two_nodes_that_could_share_fails(toy: Path) -> None:
+    only = make(toy, [Node(name="a", memory_bytes=900 * MIB, layers=Span(0, 4))], planner="manual")
+    idle = Slice(
+        stage=replace(
+            only.slices[0].stage,
+            node=Node(name="b", memory_bytes=900 * MIB),
+            layers=range(4, 4),
+            has_embedding=False,
+            has_head=False,
+        ),
+        cost=PartCost(),
+        tensors=(),
+    )
+    lopsided = replace(only, planner="memory", slices=(*only.slices, idle))
+    assert failing(verify(lopsided)).keys() == {"memory_in_proportion"}
+
+
+@pytest.mark.parametrize("planner", ["memory", "compute", "balanced"])
+@pytest.mark.parametrize("model", ["toy", "llama"])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7])
+def test_honest_plans_pass(planner: str, model: str, num_nodes: int, request: pytest.FixtureRequest) -> None:
+    nodes = [
+        Node(name=f"n{place}", memory_bytes=(2 + place % 3) * 100 * MIB, tflops=1.0 + place)
+        for place in range(num_nodes)
+    ]
+    verification = verify(make(request.getfixturevalue(model), nodes, planner=planner))
+    assert failing(verification) == {}
+    assert verification.holds
+
+
+def judge_plan_by_memory(cost: ModelCost, nodes: list[Node]) -> tuple[list[int], bool | None]:
+    stages = plan_stages("memory", cost, nodes)
+    plan = PartitionPlan(
+        model="a model",
+        model_type="llama",
+        planner="memory",
+        workload=cost.workload,
+        num_hidden_layers=len(cost.layers),
+        slices=tuple(Slice(stage=stage, cost=stage_cost(cost, stage), tensors=()) for stage in stages),
+        shared={},
+    )
+    return [len(stage.layers) for stage in stages], judge_proportion(plan, cost).holds
+
+
+def test_a_large_embedding_on_both_ends_is_in_proportion() -> None:
+    """Llama-3.2-1B on four nodes of 8 GB: the ends hold the embedding, tied to the lm_head, and fewer layers."""
+    embedding = PartCost(loaded_bytes=525_336_576, activation_bytes=16_777_216)
+    layer = PartCost(loaded_bytes=121_643_008, kv_bytes=8_388_608, activation_bytes=400_000_000)
+    cost = ModelCost(
+        embedding=embedding,
+        layers=(layer,) * 16,
+        final_norm=PartCost(loaded_bytes=4_096),
+        lm_head=replace(embedding, activation_bytes=1_050_673_152),
+        shared=PartCost(loaded_bytes=embedding.loaded_bytes),
+        is_tied=True,
+        workload=Workload(context_length=4096),
+    )
+    nodes = [Node(name=name, memory_bytes=8 * 10**9) for name in "abcd"]
+    assert judge_plan_by_memory(cost, nodes) == ([2, 6, 6, 2], True)
+
+
+def test_no_honest_plan_by_memory_is_out_of_proportion() -> None:
+    rng = random.Random(0)
+    num_planned = 0
+    while num_planned < 200:
+        ends = PartCost(loaded_bytes=rng.choice([5, 100, 600, 2500]), activation_bytes=rng.randint(0, 20))
+        layer = PartCost(loaded_bytes=rng.randint(50, 500), activation_bytes=rng.randint(0, 200))
+        first = replace(layer, loaded_bytes=layer.loaded_bytes // rng.choice([1, 1, 5]))
+        cost = ModelCost(
+            embedding=ends,
+            layers=(first, *(layer,) * rng.choice([1, 3, 15, 61])),
+            final_norm=PartCost(),
+            lm_head=replace(ends, activation_bytes=rng.choice([0, 500, 3000])),
+            workload=Workload(context_length=8),
+        )
+        weights = [rng.random() + 0.05 for _ in range(rng.choice([1, 2, 3, 6, 12, 50]))]
+        total = cost.whole.memory_bytes * rng.choice([1.2, 1.5, 2, 4, 20])
+        nodes = [
+            Node(name=f"n{place}", memory_bytes=int(total * weight / sum(weights)) + 1)
+            for place, weight in enumerate(weights)
+        ]
+        try:
+            layers, holds = judge_plan_by_memory(cost, nodes)
+        except CannotRunError:
+            continue
+        num_planned += 1
+        assert holds, (layers, cost, nodes)
+
+
+@pytest.mark.parametrize("factor", [1.01, 2.0, 0.5])
+def test_a_read_record_with_other_than_the_slices_bytes_fails(
+    plan: PartitionPlan, records: Path, factor: float
+) -> None:
+    good = ReadRecord.read(records / RECORDS_FOLDER / "b.json")
+    replace(good, bytes_read=int(good.bytes_read * factor)).write(records / RECORDS_FOLDER)
+    faults = failing(verify(plan, records=records))
+    assert faults.keys() == {"reads_match"}
+    assert f"{factor:.2f} times its {good.bytes_asked}" in faults["reads_match"]
+
+
+def test_a_read_record_of_other_tensors_fails(plan: PartitionPlan, records: Path) -> None:
+    good = ReadRecord.read(records / RECORDS_FOLDER / "a.json")
+    tensors = ("lm_head.weight", *good.tensors[1:])
+    replace(good, tensors=tensors).write(records / RECORDS_FOLDER)
+    found = failing(verify(plan, records=records))["reads_match"]
+    assert found == f"a opened lm_head.weight, which is not its | a never opened {good.tensors[0]}"
+
+
+def test_a_record_of_another_plan_fails(plan: PartitionPlan, records: Path) -> None:
+    good = ReadRecord.read(records / RECORDS_FOLDER / "a.json")
+    replace(good, plan=plan.digest).write(records / RECORDS_FOLDER)
+    assert not failing(verify(plan, records=records))
+    replace(good, plan="f" * 64).write(records / RECORDS_FOLDER)
+    found = failing(verify(plan, records=records))["reads_match"]
+    assert found == f"a read along another plan, ffffffffffff and not {plan.digest[:12]}"
+
+
+def test_a_node_without_a_record_fails_beside_those_that_have_one(plan: PartitionPlan, records: Path) -> None:
+    (records / RECORDS_FOLDER / "b.json").unlink()
+    assert failing(verify(plan, records=records))["reads_match"] == "b wrote no record of what it read"
+
+
+def test_damaged_and_mislaid_records_are_errors(plan: PartitionPlan, records: Path) -> None:
+    folder = records / RECORDS_FOLDER
+    shutil.copyfile(folder / "a.json", folder / "b.json")
+    with pytest.raises(CannotRunError, match="the record of another node: expected b, found a"):
+        read_records(folder, ["a", "b"])
+    (folder / "b.json").write_text('{"node": "b"}')
+    with pytest.raises(CannotRunError, match="is no read record"):
+        verify(plan, records=records)
+
+
+def test_a_missing_file_fails_for_a_node_asked_for_by_name(
+    plan: PartitionPlan, toy: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(toy, tmp_path / "toy")
+    lost = next(file for file in plan.slice_of("b").files if file not in plan.slice_of("a").files)
+    (folder / lost).unlink()
+    faults = failing(verify(plan, nodes=["b"], model=str(folder)))
+    assert faults.keys() == {"downloads_complete"}
+    assert f"{lost} of b: not here of {(toy / lost).stat().st_size}" == faults["downloads_complete"]
+    assert verify(plan, nodes=["a"], model=str(folder)).holds
+    everyone = verify(plan, model=str(folder))
+    judged = {verdict.name: verdict for verdict in everyone.verdicts}
+    assert judged["downloads_complete"].found[0].endswith("complete here: a")
+
+
+def test_unknown_nodes_and_folders_are_usage_errors(plan: PartitionPlan, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the plan has no node 'c'"):
+        verify(plan, nodes=["c"])
+    with pytest.raises(UsageError, match="is no folder"):
+        verify(plan, slices=tmp_path / "nowhere")
+
+
+def test_only_the_nodes_asked_for_are_looked_at(plan: PartitionPlan, slices: Path) -> None:
+    shutil.rmtree(slices / "a")
+    verification = verify(plan, nodes=["b"], slices=slices)
+    assert verification.holds
+    assert [node.slice.node.name for node in verification.nodes] == ["b"]
+
+
+@pytest.fixture
+def node_side(llama: Path, tmp_path: Path) -> tuple[PartitionPlan, Path]:
+    """A plan of a llama, and the folder of a machine that has the files of node a alone."""
+    plan = make(llama, TWO_NODES)
+    folder = shutil.copytree(llama, tmp_path / "node")
+    for path in folder.glob("*.safetensors"):
+        if path.name not in plan.slice_of("a").files:
+            path.unlink()
+    return plan, folder
+
+
+def test_a_nodes_machine_verifies_with_the_nodes_files_alone(
+    node_side: tuple[PartitionPlan, Path], llama: Path
+) -> None:
+    plan, folder = node_side
+    verification = verify(plan, nodes=["a"], model=str(folder))
+    assert failing(verification) == {}
+    judged = {verdict.name: verdict for verdict in verification.verdicts}
+    assert all(judged[name].holds for name in ("plan_is_whole", "cover_everything", "downloads_complete"))
+    assert (
+        judged["memory_in_proportion"].claim == "each slice fits its node's memory, by the plan's own figures"
+    )
+    download = verification.nodes[0].download
+    assert download.is_complete
+    assert len(download.repository.sizes) == len(list(llama.iterdir()))
+    everything = sum(path.stat().st_size for path in llama.iterdir())
+    assert download.repository.size_bytes == everything
+    assert download.reduction == pytest.approx(1 - download.size_bytes / everything)
+    assert failing(verify(plan, nodes=["b"], model=str(folder))).keys() == {"downloads_complete"}
+
+
+def test_a_nodes_machine_verifies_bin_files_too(llama: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    shutil.copyfile(llama / "config.json", whole / "config.json")
+    weight_map = {}
+    for number, path in enumerate(sorted(llama.glob("*.safetensors")), start=1):
+        tensors, name = load_file(path), f"pytorch_model-{number:05}-of-00007.bin"
+        torch.save(tensors, whole / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    (whole / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    plan = make(whole, TWO_NODES)
+    assert verify(plan, nodes=["a", "b"]).holds
+    part = shutil.copytree(whole, tmp_path / "part")
+    for path in part.glob("*.bin"):
+        if path.name not in plan.slice_of("a").files:
+            path.unlink()
+    verification = verify(plan, nodes=["a"], model=str(part))
+    assert failing(verification) == {}
+    assert not verification.nodes[0].download.repository.is_known
+    assert failing(verify(plan, nodes=["b"], model=str(part))).keys() == {"downloads_complete"}
+
+
+def test_a_nodes_machine_finds_what_is_wrong_as_far_as_it_can_know(
+    node_side: tuple[PartitionPlan, Path],
+) -> None:
+    plan, folder = node_side
+    values = plan.to_values()
+    values["slices"][0]["files"][0]["tensors"][0][1] += 2
+    faults = failing(verify(PartitionPlan.from_values(values), nodes=["a"], model=str(folder)))
+    assert "does not lie at bytes" in faults["plan_is_whole"]
+    values = plan.to_values()
+    lost = values["slices"][1]["files"][-1]["tensors"].pop()[0]
+    faults = failing(verify(PartitionPlan.from_values(values), nodes=["a"], model=str(folder)))
+    assert faults["cover_everything"] == f"no node holds {lost}"
+    values = plan.to_values()
+    values["slices"][1]["files"][-1]["tensors"].append(["model.layers.5.new", 0, 8])
+    faults = failing(verify(PartitionPlan.from_values(values), nodes=["a"], model=str(folder)))
+    assert "model.layers.5.new, which the checkpoint lacks" in faults["plan_is_whole"]
+
+
+def test_where_nothing_tells_the_tensors_coverage_is_not_judged(
+    node_side: tuple[PartitionPlan, Path],
+) -> None:
+    plan, folder = node_side
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    judged = {verdict.name: verdict for verdict in verify(plan, model=str(folder)).verdicts}
+    assert judged["cover_everything"].holds is None
+    assert "neither headers nor an index file" in judged["cover_everything"].found[0]
+
+
+def test_sizes_are_the_plans_and_not_what_config_json_says(
+    plan: PartitionPlan, records: Path, toy: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(toy, tmp_path / "toy", ignore=shutil.ignore_patterns("model-00001-*"))
+    config = json.loads((folder / "config.json").read_text())
+    # Of FP8 it would say half.
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    verification = verify(plan, model=str(folder), records=records)
+    assert {verdict.name: verdict.holds for verdict in verification.verdicts}["reads_match"]
+    for node in verification.nodes:
+        assert node.slice_bytes == sum(tensor.size_bytes for tensor in node.slice.tensors)
+
+
+def test_what_only_a_folder_holds_was_not_loaded(plan: PartitionPlan, slices: Path) -> None:
+    verification = verify(plan, slices=slices)
+    assert all(node.record is None and node.layers is None for node in verification.nodes)
+    judged = {verdict.name: verdict for verdict in verification.verdicts}
+    assert judged["reads_match"].holds is None
+    assert judged["digests_match"].holds
+
+
+def test_digests_that_are_no_text_are_a_fault_and_no_crash(plan: PartitionPlan, slices: Path) -> None:
+    path = slices / "b" / "slice.json"
+    values = json.loads(path.read_text())
+    values["tensors"][NORM] = 7
+    path.write_text(json.dumps(values))
+    assert f"a digest of {NORM} that is 7" in failing(verify(plan, slices=slices))["slices_as_planned"]
+    path.write_text(json.dumps({**values, "tensors": [NORM]}))
+    with pytest.raises(CheckpointError, match="holds no slice"):
+        SliceDescription.read(slices / "b")
+
+
+def test_a_folder_of_config_and_index_says_what_it_does_not_know(
+    plan: PartitionPlan, toy: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(toy, tmp_path / "toy", ignore=shutil.ignore_patterns("*.safetensors"))
+    download = verify(plan, nodes=["b"], model=str(folder)).nodes[0].download
+    assert download.repository.sizes.keys() == {path.name for path in toy.iterdir()}
+    assert download.repository.size_bytes == sum(path.stat().st_size for path in toy.iterdir())
+    assert not download.repository.is_listed
+    assert download.reduction is not None
+    assert 0 < download.reduction < 1
+    without_places = plan.to_values()
+    for slice_ in without_places["slices"]:
+        names = [tensor[0] for file in slice_["files"] for tensor in file["tensors"]]
+        slice_["files"] = [{"file": None, "tensors": [[name, None, None] for name in names]}]
+    verification = verify(PartitionPlan.from_values(without_places), nodes=["b"], model=str(folder))
+    assert verification.nodes[0].download.reduction is None
+    assert {file.name for file in verification.nodes[0].download.weights} == set(plan.slice_of("b").files)
+
+
+def test_offline_the_repository_is_what_cache_index_and_plan_tell_of(
+    llama: Path, hub: Any, access: HubAccess
+) -> None:
+    hub.add("owner/llama", llama)
+    plan = make("owner/llama", TWO_NODES, access=access)
+    fetch_slice(plan, "a", access=access)
+    offline = verify(plan, nodes=["a"], access=replace(access, is_offline=True))
+    download = offline.nodes[0].download
+    assert download.is_complete
+    assert not download.repository.is_listed
+    assert download.repository.sizes.keys() == {path.name for path in llama.iterdir()}
+    assert download.repository.size_bytes == sum(path.stat().st_size for path in llama.iterdir())
+    assert offline.model == plan.model
+    assert offline.holds
