@@ -112,7 +112,7 @@ class Ranks:
                 f"the plan has {_count(len(nodes), 'slice')} for {_count(self.num_ranks, 'rank')}",
                 expected=f"a rank for each of {', '.join(nodes)}",
                 next_step=f"Start it as: torchrun --nproc-per-node {len(nodes)} -m gpu_reference extract-all "
-                "--plan … (on several machines, with --nnodes and --rdzv-endpoint too).",
+                "--plan … (on several machines, with --nnodes, --node-rank and --master-addr too).",
             )
         self._nodes = tuple(nodes)
 
