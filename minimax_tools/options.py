@@ -108,6 +108,14 @@ store_options = stack_options(
         help="Capture directory of this run, instead of one under --captures.",
     ),
 )
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    default="bfloat16",
+    show_default=True,
+    callback=_parse_dtype,
+    help="Dtype of weights and activations.",
+)
 run_options = stack_options(
     click.option(
         "--sites",
@@ -117,14 +125,7 @@ run_options = stack_options(
         show_default=True,
         help="Which points of a layer to capture.",
     ),
-    click.option(
-        "--dtype",
-        type=click.Choice(list(DTYPES)),
-        default="bfloat16",
-        show_default=True,
-        callback=_parse_dtype,
-        help="Dtype of weights and activations.",
-    ),
+    dtype_option,
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random number."),
 )
 input_options = stack_options(

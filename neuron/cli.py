@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from click.core import ParameterSource
 
 from compare.comparer import compare_captures
@@ -17,13 +18,16 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.console import Mm2Group, print_json
-from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.errors import CannotRunError, CaptureError, UsageError
 from minimax_tools.inputs import Inputs
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import (
+    dtype_option,
     layer_option,
     output_options,
+    parse_lengths,
     read_input_request,
     read_span,
     span_options,
@@ -42,7 +46,8 @@ from minimax_tools.run import (
 )
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
-from neuron.options import device_options
+from neuron.check import Level, check_machine, worst
+from neuron.options import backend_option, device_options
 from neuron.runner import CompileReport, DeviceRequest, DeviceRun
 from neuron.runtime import open_runtime
 from neuron.targets import find_target
@@ -125,6 +130,45 @@ def full(**options: Any) -> None:
 def component(layer: int, component: str, **options: Any) -> None:
     """Run one component of a layer, fed the golden's values at its border."""
     _run_device(options, lambda _: component_run(layer, Component(component)))
+
+
+@main.command("check", epilog="\b\nExample: mm2-test check --model DIR --seq-len 128,2048")
+@click.option(
+    "--model",
+    envvar="MM2_MODEL",
+    metavar="FOLDER|HUB_ID",
+    help="Checkpoint: a folder or a hub id [env: MM2_MODEL]; else MiniMax-M2's own dimensions.",
+)
+@backend_option
+@click.option(
+    "--seq-len",
+    "seq_lens",
+    callback=parse_lengths,
+    metavar="128,2048",
+    default="128",
+    show_default=True,
+    help="Lengths of a row; the memory that a layer takes is told for each.",
+)
+@dtype_option
+@output_options
+def check(
+    model: str | None, backend: str, seq_lens: tuple[int, ...], dtype: torch.dtype, as_json: bool
+) -> None:
+    """Tell what this machine is, what changes numbers on it, and whether a layer fits.
+
+    Exits with 3 where no run can work.
+    """
+    spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
+    findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype)
+    if as_json:
+        print_json({"worst": str(worst(findings)), "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            click.echo(f"{f'[{finding.level}]':7}{finding.subject}: {finding.found}")
+            if finding.next_step:
+                click.echo(f"       → {finding.next_step}")
+    if worst(findings) is Level.FAIL:
+        raise SystemExit(CannotRunError.exit_code)
 
 
 @main.command("show", epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")

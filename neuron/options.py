@@ -18,6 +18,13 @@ from minimax_tools.options import (
 )
 from neuron.backend import Backend
 
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", *(str(backend) for backend in Backend)]),
+    default="auto",
+    show_default=True,
+    help="The device.",
+)
 device_options = stack_options(
     model_option,
     click.option(
@@ -32,13 +39,7 @@ device_options = stack_options(
         metavar="builtin|reference|PATH.py:NAME|package.module:NAME",
         help="The implementation to run.",
     ),
-    click.option(
-        "--backend",
-        type=click.Choice(["auto", *(str(backend) for backend in Backend)]),
-        default="auto",
-        show_default=True,
-        help="The device.",
-    ),
+    backend_option,
     click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
     click.option(
         "--prefetch/--no-prefetch",

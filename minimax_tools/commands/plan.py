@@ -9,16 +9,12 @@ import torch
 
 from minimax_tools.commands.plan_text import describe_plan, plan_values
 from minimax_tools.console import Mm2Command, print_json
-from minimax_tools.options import DTYPES, model_option, output_options
+from minimax_tools.options import dtype_option, model_option, output_options
 from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
 from minimax_tools.partition.plan import assign_tensors
 from minimax_tools.partition.planners import PLANNERS
 from minimax_tools.slices.source import open_source
-
-
-def _parse_dtype(_: click.Context, __: click.Parameter, value: str) -> torch.dtype:
-    return DTYPES[value]
 
 
 @click.command("plan", cls=Mm2Command)
@@ -51,14 +47,7 @@ def _parse_dtype(_: click.Context, __: click.Parameter, value: str) -> torch.dty
     help="Tokens of a row that keys, values and activations are to be kept for.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Rows.")
-@click.option(
-    "--dtype",
-    type=click.Choice(list(DTYPES)),
-    default="bfloat16",
-    show_default=True,
-    callback=_parse_dtype,
-    help="Dtype of weights and activations in memory.",
-)
+@dtype_option
 @click.option(
     "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan here, as JSON."
 )

@@ -1,0 +1,101 @@
+"""Machine: which NeuronCores there are, and what memory each has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """Instances of one kind.
+
+    Args:
+        cores_per_device: Logical cores, as torch sees them; None where that is not known.
+        hbm_bytes: Of each such core.
+        has_native: Whether the native backend runs there.
+    """
+
+    cores_per_device: int | None
+    hbm_bytes: int
+    has_native: bool
+
+
+# Trn2 and Trn3 with two physical cores to a logical one (LNC 2), as they come.
+_FAMILIES: Mapping[str, _Family] = MappingProxyType(
+    {
+        "trn1": _Family(cores_per_device=2, hbm_bytes=16 * _GIB, has_native=False),
+        "trn1n": _Family(cores_per_device=2, hbm_bytes=16 * _GIB, has_native=False),
+        "inf2": _Family(cores_per_device=2, hbm_bytes=16 * _GIB, has_native=False),
+        "trn2": _Family(cores_per_device=4, hbm_bytes=24 * _GIB, has_native=True),
+        "trn2u": _Family(cores_per_device=4, hbm_bytes=24 * _GIB, has_native=True),
+        "trn3": _Family(cores_per_device=None, hbm_bytes=36 * _GIB, has_native=True),
+    }
+)
+_LNC = "NEURON_LOGICAL_NC_CONFIG"
+# Two physical cores to a logical one.
+_USUAL_LNC = "2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machine that this process runs on.
+
+    Args:
+        instance_type: Such as `trn1.2xlarge`; None where the firmware names none.
+        num_devices: Neuron devices that the driver shows.
+    """
+
+    instance_type: str | None
+    num_devices: int
+
+    @classmethod
+    def current(cls, *, root: Path = Path("/")) -> Machine:
+        """This one.
+
+        Args:
+            root: Where `dev` and `sys` lie.
+        """
+        # On Nitro instances the product is the instance type; elsewhere it is a mainboard's or a hypervisor's name.
+        try:
+            product = (root / "sys/devices/virtual/dmi/id/product_name").read_text(encoding="utf-8").strip()
+        except OSError:
+            product = ""
+        devices = [path for path in (root / "dev").glob("neuron*") if path.name[len("neuron") :].isdecimal()]
+        is_instance = product.partition(".")[0] in _FAMILIES
+        return cls(instance_type=product if is_instance else None, num_devices=len(devices))
+
+    @property
+    def family(self) -> str | None:
+        """Such as `trn1`."""
+        return None if self.instance_type is None else self.instance_type.partition(".")[0]
+
+    @property
+    def has_native_backend(self) -> bool | None:
+        """Whether the native backend runs on such a machine; None where its kind is not known."""
+        return None if self.family is None else _FAMILIES[self.family].has_native
+
+    @property
+    def num_cores(self) -> int | None:
+        """Logical cores, of all devices; None where that is not known."""
+        if self.family is None:
+            return None
+        cores = _FAMILIES[self.family].cores_per_device
+        return None if cores is None or self._has_other_lnc else cores * self.num_devices
+
+    @property
+    def hbm_bytes_per_core(self) -> int | None:
+        """Memory of a logical core; None where that is not known."""
+        if self.family is None or self._has_other_lnc:
+            return None
+        return _FAMILIES[self.family].hbm_bytes
+
+    @property
+    def _has_other_lnc(self) -> bool:
+        assert self.family is not None, "asked of a known family"
+        return _FAMILIES[self.family].has_native and os.environ.get(_LNC, _USUAL_LNC) != _USUAL_LNC
