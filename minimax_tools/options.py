@@ -86,11 +86,12 @@ model_option = click.option(
     metavar="FOLDER|HUB_ID",
     help="Checkpoint: a folder or a hub id [env: MM2_MODEL].",
 )
+# Where something else, such as a plan, tells the model if nobody does.
 optional_model_option = click.option(
     "--model",
     envvar="MM2_MODEL",
     metavar="FOLDER|HUB_ID",
-    help="Checkpoint: a folder or a hub id [env: MM2_MODEL]; by a plan, the plan's where none is given.",
+    help="Checkpoint: a folder or a hub id [env: MM2_MODEL].",
 )
 captures_option = click.option(
     "--captures",

@@ -26,6 +26,7 @@ from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import (
     dtype_option,
     layer_option,
+    optional_model_option,
     output_options,
     parse_lengths,
     read_input_request,
@@ -133,12 +134,7 @@ def component(layer: int, component: str, **options: Any) -> None:
 
 
 @main.command("check", epilog="\b\nExample: mm2-test check --model DIR --seq-len 128,2048")
-@click.option(
-    "--model",
-    envvar="MM2_MODEL",
-    metavar="FOLDER|HUB_ID",
-    help="Checkpoint: a folder or a hub id [env: MM2_MODEL]; else MiniMax-M2's own dimensions.",
-)
+@optional_model_option
 @backend_option
 @click.option(
     "--seq-len",
@@ -156,7 +152,7 @@ def check(
 ) -> None:
     """Tell what this machine is, what changes numbers on it, and whether a layer fits.
 
-    Exits with 3 where no run can work.
+    Without --model a layer is one of MiniMax-M2's. Exits with 3 where no run can work.
     """
     spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
     findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype)

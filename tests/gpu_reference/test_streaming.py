@@ -58,8 +58,11 @@ def capture_interrupted(request: GoldenRequest, directory: Path) -> None:
 
 @pytest.mark.parametrize("streaming", [ALONE, PREFETCHING], ids=["alone", "prefetching"])
 def test_interrupt_ends_the_stream_and_its_threads_and_leaves_a_capture_to_resume(
-    ask: Any, tmp_path: Path, streaming: Streaming
+    ask: Any, tmp_path: Path, streaming: Streaming, request: pytest.FixtureRequest
 ) -> None:
+    # Who is started in the background by a shell is born deaf to it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
         capture_interrupted(ask(streaming=streaming, noise_floor="full"), tmp_path)
     assert reading_threads() == []
