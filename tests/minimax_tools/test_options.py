@@ -79,7 +79,7 @@ def test_an_option_of_a_shared_name_is_the_shared_option(group: click.Command) -
     shared = parameters(*SHARED_BY_RUNS, options.span_options, options.layer_option, options.captures_option)
     for command in commands(group):
         for parameter in command.params:
-            # mm2-compare chooses among layers that are there, several of them; check tells of lengths, and runs no rows.
+            # mm2-compare chooses among layers that are there, several of them; check tells of lengths, and runs none.
             is_another = (group is mm2_compare and parameter.name == "layer") or (
                 command.name == "check" and parameter.name == "seq_lens"
             )
