@@ -61,7 +61,7 @@ def test_every_figure_of_the_issue_has_a_group() -> None:
     assert {name for names in bench_slices.GROUPS.values() for name in names} == NAMED_IN_THE_ISSUE
 
 
-@pytest.mark.parametrize("group", ["planning", "extracting"])
+@pytest.mark.parametrize("group", ["planning", pytest.param("extracting", marks=pytest.mark.slow)])
 def test_a_group_is_measured_and_its_goals_are_held(group: str) -> None:
     result = run("--only", group, "--json")
     figures = figures_of(result)

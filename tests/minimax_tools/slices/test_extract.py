@@ -643,6 +643,7 @@ def test_extraction_takes_little_memory_whatever_the_size(
     assert int(done.stdout.splitlines()[-1]) < 20e6
 
 
+@pytest.mark.slow
 def test_half_of_as_many_tensors_as_the_true_model_has_takes_little_memory(tmp_path: Path) -> None:
     plan = write_headers(tmp_path / "model")
     assert sum(len(slice_.tensors) for slice_ in plan.slices) > 96_000
