@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.weight_files import WeightFiles
+from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
 from minimax_tools.checkpoint.weight_map import contradictions, faulty_checkpoint, read_index_json
 from minimax_tools.errors import CheckpointError
 from minimax_tools.pickles.inert import InertRecord
 from minimax_tools.pickles.stored import StoredTensor
 from minimax_tools.pickles.torch_file import read_structure, refusing
+
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 
 # Under which keys training scripts keep the weights, beside an optimizer's state and counters.
 _NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module")
@@ -36,6 +38,24 @@ class PickledEntry(TensorEntry):
     """
 
     stored: StoredTensor
+
+
+def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
+    """The tensors of one file of a checkpoint, safetensors or PyTorch's, in the order of their data.
+
+    Raises:
+        CheckpointError: The file is neither, missing or damaged (see `read_header` and `read_pickled_header`).
+    """
+    if path.suffix == SAFETENSORS_SUFFIX:
+        return read_header(path)
+    if path.suffix in PICKLED_SUFFIXES:
+        return read_pickled_header(path)
+    raise CheckpointError(
+        f"{path} is no shard that mm2 can read",
+        expected=", ".join((SAFETENSORS_SUFFIX, *PICKLED_SUFFIXES)),
+        found=path.suffix or "no suffix",
+        next_step="Give a file of the checkpoint's index.",
+    )
 
 
 def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:

@@ -11,13 +11,13 @@ import torch
 
 from minimax_tools.checkpoint.architecture import Architecture
 from minimax_tools.checkpoint.component import Component
-from minimax_tools.checkpoint.header import TensorEntry, read_header
+from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.hub import fetch_files, list_files
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.pickled import PickledReader
-from minimax_tools.checkpoint.pickled_header import PickledEntry, read_pickled_header
+from minimax_tools.checkpoint.pickled_header import PICKLED_SUFFIXES, PickledEntry, read_shard_header
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
+from minimax_tools.checkpoint.weight_files import WeightFiles
 from minimax_tools.checkpoint.weight_map import (
     contradictions,
     faulty_checkpoint,
@@ -26,8 +26,6 @@ from minimax_tools.checkpoint.weight_map import (
 )
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess
-
-_PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class ShardLoader:
@@ -69,7 +67,7 @@ class ShardLoader:
         files = _find_weights(model_path, access)
         if files.index_file is None:
             paths = fetch_files(str(model_path), files.shards, access=access)
-            headers = [entry for path in paths.values() for entry in _read_header(path)]
+            headers = [entry for path in paths.values() for entry in read_shard_header(path)]
             folder = next(iter(paths.values())).parent
             total_size = sum(entry.size_bytes for entry in headers)
             return {
@@ -164,9 +162,9 @@ class ShardLoader:
             CheckpointError: The file is missing or damaged, or of another kind.
         """
         path = Path(shard_path)
-        wanted = {entry.name: entry for entry in _read_header(path) if filter_fn(entry.name)}
+        wanted = {entry.name: entry for entry in read_shard_header(path) if filter_fn(entry.name)}
         index = TensorIndex(folder=path.parent, entries=MappingProxyType(wanted))
-        reader = PickledReader if path.suffix in _PICKLED_SUFFIXES else CheckpointReader
+        reader = PickledReader if path.suffix in PICKLED_SUFFIXES else CheckpointReader
         with reader(path.parent, index=index) as opened:
             return _read_once(opened, wanted)
 
@@ -184,19 +182,6 @@ def _find_weights(model_path: str | Path, access: HubAccess | None) -> WeightFil
     return files
 
 
-def _read_header(path: Path) -> tuple[TensorEntry, ...]:
-    if path.suffix == SAFETENSORS_SUFFIX:
-        return read_header(path)
-    if path.suffix in _PICKLED_SUFFIXES:
-        return read_pickled_header(path)
-    raise CheckpointError(
-        f"{path} is no shard that mm2 can read",
-        expected=", ".join((SAFETENSORS_SUFFIX, *_PICKLED_SUFFIXES)),
-        found=path.suffix or "no suffix",
-        next_step="Give a file of the checkpoint's index.",
-    )
-
-
 def _verify_shards(weight_map: Mapping[str, str], folder: Path) -> None:
     headers: dict[str, tuple[TensorEntry, ...]] = {}
     faults = []
@@ -204,7 +189,7 @@ def _verify_shards(weight_map: Mapping[str, str], folder: Path) -> None:
         if not (folder / file).is_file():
             continue
         try:
-            headers[file] = _read_header(folder / file)
+            headers[file] = read_shard_header(folder / file)
         except CheckpointError as error:
             faults.append(f"shard {file} cannot be read ({error.what}: {error.found})")
     faults += contradictions(weight_map, headers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from minimax_tools.checkpoint.index import INDEX_FILE
 
@@ -30,6 +31,11 @@ class WeightFiles:
 
     index_file: str | None
     shards: tuple[str, ...]
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> WeightFiles | None:
+        """The weight files that lie in a folder, or whose index does; None where there are none."""
+        return cls.among([path.name for path in folder.iterdir() if path.is_file()])
 
     @classmethod
     def among(cls, names: Collection[str]) -> WeightFiles | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from minimax_tools.commands.plan_option import plan_option
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.errors import UsageError
 from minimax_tools.options import output_options, parse_size_option
@@ -21,13 +22,7 @@ from minimax_tools.slices.stored_weights import StoredWeights
 
 
 @click.command("extract", cls=Mm2Command)
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
-    help="The plan: a file that mm2-split plan wrote.",
-)
+@plan_option
 @click.option("--node", "nodes", multiple=True, metavar="NAME", help="Whose slice; repeat for several.")
 @click.option("--all-nodes", is_flag=True, help="The slices of all nodes that hold something.")
 @click.option(
@@ -77,11 +72,12 @@ def extract_command(
     """
     if bool(nodes) == all_nodes:
         raise UsageError("whose slice?", expected="--node NAME or --all-nodes")
-    names = tuple(dict.fromkeys(nodes)) or _check_all(plan_file, model)
+    whole = _read_whole(plan_file, model) if all_nodes else None
+    names = nodes if whole is None else [slice_.node.name for slice_ in whole.used]
     slices = []
-    for name in names:
-        # One slice's tensors at a time: those of all take a hundred megabytes.
-        plan = PartitionPlan.read(plan_file, tensors_of=name)
+    for name in dict.fromkeys(names):
+        # Where not all are checked, one slice's tensors at a time: those of all take a hundred megabytes.
+        plan = whole or PartitionPlan.read(plan_file, tensors_of=name)
         source = StoredWeights.of_slice(model or plan.model, plan.slice_of(name))
         cut = cut_slice(
             plan, name, source, file_format=FileFormat(file_format), shard_size_bytes=shard_size_bytes
@@ -96,12 +92,12 @@ def extract_command(
         click.echo(_as_line(slice_))
 
 
-def _check_all(plan_file: Path, model: str | None) -> tuple[str, ...]:
-    """The nodes of a plan that is whole, and this checkpoint's."""
+def _read_whole(plan_file: Path, model: str | None) -> PartitionPlan:
+    """A plan that is whole, and this checkpoint's."""
     plan = PartitionPlan.read(plan_file)
     source = open_source(model or plan.model)
     plan.validate(source.entries, source.architecture, folder=source.folder)
-    return tuple(slice_.node.name for slice_ in plan.used)
+    return plan
 
 
 def _as_values(slice_: SliceFolder) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from minimax_tools.commands.plan_option import plan_option
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.detail import shows_details, shows_pictures
 from minimax_tools.errors import UsageError
@@ -25,13 +26,7 @@ from minimax_tools.slices.verification_text import render_completion, render_dow
 
 
 @click.command("fetch", cls=Mm2Command)
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
-    help="The plan: a file that mm2-split plan wrote.",
-)
+@plan_option
 @click.option("--node", required=True, metavar="NAME", help="Whose slice.")
 @click.option("--model", metavar="HUB_ID", help="The hub's model, where it is another than the plan's.")
 @click.option(

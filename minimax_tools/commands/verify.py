@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from minimax_tools.commands.plan_option import plan_option
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.detail import DETAILED_LEVEL, shows_details, shows_pictures
 from minimax_tools.options import output_options
@@ -16,13 +17,7 @@ from minimax_tools.slices.verify import verify
 
 
 @click.command("verify", cls=Mm2Command)
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
-    help="The plan: a file that mm2-split plan wrote.",
-)
+@plan_option
 @click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only this node; repeat for several.")
 @click.option(
     "--model", metavar="FOLDER|HUB_ID", help="The checkpoint, where it lies elsewhere than the plan says."

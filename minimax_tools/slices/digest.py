@@ -41,6 +41,11 @@ def digest_tensor(reader: CheckpointReader, entry: TensorEntry) -> str:
     return digest.hexdigest()
 
 
+def word_shape(entry: TensorEntry) -> str:
+    """Dtype and shape in words: what bytes alone do not tell."""
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes as they lie in a file."""
     content: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from minimax_tools.checkpoint.header import TensorEntry, read_header
+from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex, read_weight_map
-from minimax_tools.checkpoint.pickled_header import read_pickled_header
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
+from minimax_tools.checkpoint.pickled_header import read_shard_header
+from minimax_tools.checkpoint.weight_files import WeightFiles
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
 from minimax_tools.slices.description import SLICE_FILE
@@ -66,13 +66,13 @@ def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
 
 
 def _here(folder: Path) -> tuple[str, ...]:
-    files = WeightFiles.among([path.name for path in folder.iterdir() if path.is_file()])
+    files = WeightFiles.in_folder(folder)
     return () if files is None else files.shards
 
 
 def _likely_files(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
     """The files that hold the tensors of a plan that says nothing of files."""
-    files = WeightFiles.among([path.name for path in folder.iterdir() if path.is_file()])
+    files = WeightFiles.in_folder(folder)
     if files is None or files.index_file is None:
         return () if files is None else files.shards
     weight_map = read_weight_map(folder / files.index_file)
@@ -81,7 +81,7 @@ def _likely_files(folder: Path, names: Iterable[str]) -> tuple[str, ...]:
 
 def _read_file(path: Path, faults: list[str]) -> tuple[TensorEntry, ...]:
     try:
-        return read_header(path) if path.suffix == SAFETENSORS_SUFFIX else read_pickled_header(path)
+        return read_shard_header(path)
     except CheckpointError as error:
         faults.append(f"{path.name} is damaged ({error.found})")
         return ()

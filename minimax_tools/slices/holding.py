@@ -10,7 +10,7 @@ from pathlib import Path
 from minimax_tools.errors import CheckpointError
 from minimax_tools.partition.plan import Slice
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.digest import digest_tensor
+from minimax_tools.slices.digest import digest_tensor, word_shape
 from minimax_tools.slices.folder import open_slice
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pth", ".pt"})
@@ -90,7 +90,7 @@ def _read_folder(node: str, folder: Path, description: SliceDescription, faults:
         source=description.source,
         sizes={name: entry.size_bytes for name, entry in entries.items()},
         files=files,
-        shapes={name: f"{entry.dtype} {list(entry.shape)}" for name, entry in entries.items()},
+        shapes={name: word_shape(entry) for name, entry in entries.items()},
         digests=digests,
         noted=description.tensors,
         faults=(*faults, *(f"{name} lies in {folder}, and belongs to no slice" for name in stray)),

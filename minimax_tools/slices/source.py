@@ -155,7 +155,7 @@ def _read_hub_entries(model: str, access: HubAccess | None) -> Mapping[str, Tens
 
 
 def _read_weight_map(folder: Path) -> Mapping[str, str] | None:
-    files = WeightFiles.among([path.name for path in folder.iterdir() if path.is_file()])
+    files = WeightFiles.in_folder(folder)
     if files is None or files.index_file is None:
         return None
     return read_weight_map(folder / files.index_file)

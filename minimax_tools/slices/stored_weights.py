@@ -82,7 +82,7 @@ def read_index(folder: Path) -> TensorIndex | None:
     Raises:
         CheckpointError: They are damaged or contradict each other.
     """
-    files = WeightFiles.among([path.name for path in folder.iterdir() if path.is_file()])
+    files = WeightFiles.in_folder(folder)
     if files is None or not files.shards:
         return None
     if not files.shards[0].endswith(SAFETENSORS_SUFFIX):

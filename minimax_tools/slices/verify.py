@@ -18,7 +18,7 @@ from minimax_tools.errors import UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.partition.cost import ModelCost, measure_costs
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.slices.digest import digest_tensor
+from minimax_tools.slices.digest import digest_tensor, word_shape
 from minimax_tools.slices.download import Download, Repository
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import Source, open_source
@@ -171,7 +171,7 @@ def verify(
             {node.slice.node.name: node.download for node in found}, is_here=bool(nodes) and slices is None
         ),
         *_judge_folders(chosen, holdings, source, slices=slices),
-        _judge_reads(plan, chosen, run, sizes, is_run=records is not None),
+        judge_reads(plan, chosen, None if records is None else run, sizes),
     ]
     return Verification(plan=plan, model=source.model, nodes=found, verdicts=tuple(verdicts))
 
@@ -226,7 +226,7 @@ def _judge_folders(
             Verdict.open("digests_match", "each tensor has its source's bytes", reason),
         )
     names = {name for slice_ in chosen for name in holdings[slice_.node.name].digests}
-    shapes = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in source.headers_known.items()}
+    shapes = {name: word_shape(entry) for name, entry in source.headers_known.items()}
     digests = _source_digests(source, names)
     return as_planned, judge_digests(chosen, holdings, shapes=shapes, digests=digests)
 
@@ -241,20 +241,6 @@ def _source_digests(source: Source, names: set[str]) -> dict[str, str]:
             for name, entry in source.index.entries.items()
             if name in names
         }
-
-
-def _judge_reads(
-    plan: PartitionPlan,
-    chosen: Sequence[Slice],
-    run: Mapping[str, ReadRecord],
-    sizes: Mapping[str, int],
-    *,
-    is_run: bool,
-) -> Verdict:
-    verdict = judge_reads(plan, chosen, run, sizes)
-    if is_run:
-        return verdict
-    return Verdict.open(verdict.name, verdict.claim, "no records of a run were given")
 
 
 def _node_values(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:
