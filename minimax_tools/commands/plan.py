@@ -74,12 +74,14 @@ def plan_command(
     check_nodes(nodes)
     source = open_source(model, headers=True)
     workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
-    cost = measure_costs(source.tensors, source.architecture, source.config, workload)
+    # Once: where config.json alone tells them, they are made anew each time they are asked for.
+    tensors = source.tensors
+    cost = measure_costs(tensors, source.architecture, source.config, workload)
     plan = assign_tensors(
         model=source.model,
         architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder if source.entries is not None else None,
+        tensors=tensors,
+        folder=source.folder,
         planner=planner,
         cost=cost,
         nodes=nodes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
-from minimax_tools.partition.cost import TensorSize, expected_tensors
-from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
 from minimax_tools.spec import ModelSpec
 
@@ -74,6 +75,19 @@ class Source(StoredWeights):
         if self.config["model_type"] != _TOLD_BY_CONFIG:
             return None
         return tuple(expected_tensors(ModelSpec.from_config(self.config)))
+
+    def divide(self, *, planner: str, nodes: Sequence[Node], workload: Workload) -> PartitionPlan:
+        """The plan by which nodes share the model; arguments and errors as for `make_plan`."""
+        return make_plan(
+            model=self.model,
+            config=self.config,
+            architecture=self.architecture,
+            tensors=self.tensors,
+            folder=self.folder,
+            planner=planner,
+            nodes=nodes,
+            workload=workload,
+        )
 
     @property
     def headers_known(self) -> Mapping[str, TensorEntry]:

@@ -26,7 +26,7 @@ from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
@@ -104,12 +104,7 @@ def _make_checkpoint(folder: Path, model: SyntheticModel, shard_size_bytes: int,
         seed=0,
     )
     source = open_source(str(folder / "model"))
-    plan = make_plan(
-        model=source.model,
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    plan = source.divide(
         planner="manual",
         nodes=[
             Node(name=_NODE, memory_bytes=1 << 40, layers=Span(0, num_layers)),

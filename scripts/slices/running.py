@@ -34,7 +34,7 @@ from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.errors import CannotRunError
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import open_source
 from minimax_tools.span import Span
 
@@ -86,12 +86,7 @@ def measure(scale: str) -> Iterator[Figure]:
 def _make_plan(folder: Path, model: SyntheticModel) -> PartitionPlan:
     source, middle = open_source(str(folder)), round(model.num_hidden_layers * _FIRST_SHARE)
     spans = {"a": Span(0, middle), "b": Span(middle, model.num_hidden_layers)}
-    return make_plan(
-        model=str(folder),
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    return source.divide(
         planner="manual",
         nodes=[Node(name=name, memory_bytes=2**40, layers=span) for name, span in spans.items()],
         workload=Workload(context_length=96, batch_size=8),

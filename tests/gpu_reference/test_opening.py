@@ -21,7 +21,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import open_source
 from minimax_tools.span import Span
 
@@ -29,12 +29,7 @@ from minimax_tools.span import Span
 def plan_of(folder: Path, middle: int) -> PartitionPlan:
     source = open_source(str(folder))
     spans = (Span(0, middle), Span(middle, 4))
-    return make_plan(
-        model=str(folder),
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    return source.divide(
         planner="manual",
         nodes=[
             Node(name=name, memory_bytes=10**12, layers=span) for name, span in zip("ab", spans, strict=True)

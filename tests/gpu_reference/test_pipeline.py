@@ -29,7 +29,7 @@ from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.cli import mm2_split
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import open_source
 from minimax_tools.span import Span
 
@@ -49,12 +49,7 @@ def write_plan(folder: Path, path: Path, *spans: Span) -> PartitionPlan:
     nodes = [
         Node(name=f"node{number}", memory_bytes=10**12, layers=span) for number, span in enumerate(spans)
     ]
-    plan = make_plan(
-        model=str(folder),
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    plan = source.divide(
         planner="manual",
         nodes=nodes,
         workload=Workload(context_length=24, batch_size=2),

@@ -12,7 +12,6 @@ from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.cli import mm2_split
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import make_plan
 from minimax_tools.slices.source import open_source
 
 Run = Callable[..., Any]
@@ -21,12 +20,7 @@ Run = Callable[..., Any]
 @pytest.fixture
 def plan_file(toy: Path, tmp_path: Path) -> Path:
     source = open_source(str(toy))
-    plan = make_plan(
-        model=source.model,
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    plan = source.divide(
         planner="manual",
         nodes=[Node.parse("a:memory=1GB,layers=0:1"), Node.parse("b:memory=1GB,layers=1:4")],
         workload=Workload(context_length=16),

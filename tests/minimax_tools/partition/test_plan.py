@@ -36,12 +36,7 @@ def nodes_of(*layers: tuple[int, int]) -> tuple[Node, ...]:
 def plan_of(
     source: Source, *, nodes: tuple[Node, ...] | None = None, planner: str = "manual"
 ) -> PartitionPlan:
-    return make_plan(
-        model=source.model,
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    return source.divide(
         planner=planner,
         nodes=nodes or nodes_of((0, 1), (1, 3), (3, 4)),
         workload=WORKLOAD,

@@ -31,7 +31,7 @@ from minimax_tools.checkpoint.synthetic_tokenizer import TokenIds
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.partition.cost import Workload, expected_tensors
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
 from minimax_tools.slices.cut import FileFormat, SliceCut
 from minimax_tools.slices.description import SliceDescription
@@ -54,12 +54,7 @@ def plan_of(folder: Path, *ends: int, memory: str = "1GB") -> PartitionPlan:
         Node.parse(f"{name}:memory={memory},layers={start}:{stop}")
         for name, start, stop in zip("abc", (0, *ends), ends, strict=False)
     ]
-    return make_plan(
-        model=source.model,
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    return source.divide(
         planner="manual",
         nodes=nodes,
         workload=Workload(context_length=16),
@@ -118,12 +113,7 @@ def write_headers(folder: Path) -> PartitionPlan:
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
     source = open_source(str(folder))
-    return make_plan(
-        model=source.model,
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    return source.divide(
         planner="memory",
         nodes=[Node(name=name, memory_bytes=10**10) for name in NODES],
         workload=Workload(context_length=16),

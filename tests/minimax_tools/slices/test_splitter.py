@@ -14,7 +14,7 @@ from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import UsageError
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan, make_plan
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import FileFormat
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.splitter import ModelSplitter, SplitConfig, SplitPlan, SplitResult, split_plans
@@ -91,12 +91,7 @@ def config_of(folder: Path, split_plan: dict[str, SplitPlan], output: Path | Non
 
 def partition(folder: Path, *nodes: str, planner: str = "compute") -> PartitionPlan:
     source = open_source(str(folder))
-    return make_plan(
-        model=source.model,
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    return source.divide(
         planner=planner,
         nodes=[Node.parse(node) for node in nodes],
         workload=Workload(context_length=8),

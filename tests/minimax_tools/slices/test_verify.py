@@ -18,7 +18,7 @@ from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.node import Node
-from minimax_tools.partition.plan import PartitionPlan, Slice, make_plan
+from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.partition.planners import plan_stages, stage_cost
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.extract import cut_slice
@@ -51,12 +51,7 @@ def make(
     model: Path | str, nodes: list[Node], *, planner: str = "memory", access: HubAccess | None = None
 ) -> PartitionPlan:
     source = open_source(str(model), headers=True, access=access)
-    return make_plan(
-        model=source.model,
-        config=source.config,
-        architecture=source.architecture,
-        tensors=source.tensors,
-        folder=source.folder,
+    return source.divide(
         planner=planner,
         nodes=nodes,
         workload=Workload(context_length=64),
