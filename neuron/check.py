@@ -28,10 +28,10 @@ from minimax_tools.prompts import InputRequest, build_inputs
 from minimax_tools.provenance import library_versions, numeric_environment
 from minimax_tools.size import word_size
 from minimax_tools.spec import ModelSpec
-from neuron.backend import Backend, choose_backend
-from neuron.footprint import DeviceFootprint
-from neuron.machine import Machine
-from neuron.targets import find_target
+from neuron.devices.backend import Backend, choose_backend
+from neuron.devices.machine import Machine
+from neuron.ports.targets import find_target
+from neuron.runs.footprint import DeviceFootprint
 
 # One tensor of runtimes before SDK 2.28.
 _MAX_TENSOR_BYTES = 4 << 30

@@ -48,10 +48,10 @@ from minimax_tools.run import (
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 from neuron.check import Level, check_machine, worst
+from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options
-from neuron.runner import CompileReport, DeviceRequest, DeviceRun
-from neuron.runtime import open_runtime
-from neuron.targets import find_target
+from neuron.ports.targets import find_target
+from neuron.runs.runner import CompileReport, DeviceRequest, DeviceRun
 from reports.captures import capture_record, render_capture
 from reports.data import comparison_record
 from reports.terminal import render_comparison

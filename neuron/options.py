@@ -16,7 +16,7 @@ from minimax_tools.options import (
     stack_options,
     store_options,
 )
-from neuron.backend import Backend
+from neuron.devices.backend import Backend
 
 backend_option = click.option(
     "--backend",

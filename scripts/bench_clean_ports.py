@@ -32,9 +32,9 @@ from minimax_tools.results import Comparison, NoiseRatio, RoutingResult, Verdict
 from minimax_tools.run import full_run, sweep_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
-from neuron.runner import DeviceRequest, DeviceRun
-from neuron.runtime import open_runtime
-from neuron.targets import find_target
+from neuron.devices.runtime import open_runtime
+from neuron.ports.targets import find_target
+from neuron.runs.runner import DeviceRequest, DeviceRun
 
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=6),

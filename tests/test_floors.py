@@ -227,44 +227,56 @@ def test_every_package_is_looked_at() -> None:
         ("minimax_tools/span.py", "import reports.page", "span.py:1: minimax_tools imports reports"),
         ("minimax_tools/capture/cli.py", "import reports.page", "minimax_tools imports reports"),
         ("reports/page.py", "from compare import noise", "page.py:1: reports imports compare"),
-        ("compare/noise.py", "def f():\n    import neuron.runtime", "noise.py:2: compare imports neuron"),
+        (
+            "compare/noise.py",
+            "def f():\n    import neuron.devices.runtime",
+            "noise.py:2: compare imports neuron",
+        ),
         ("compare/noise.py", "from gpu_reference.golden import Golden", "compare imports gpu_reference"),
         ("gpu_reference/golden.py", "import compare", "gpu_reference imports compare"),
-        ("neuron/runner.py", "import gpu_reference.golden", "neuron imports gpu_reference"),
+        ("neuron/runs/runner.py", "import gpu_reference.golden", "neuron imports gpu_reference"),
         (
             "reports/page.py",
             "if TYPE_CHECKING:\n    from neuron.run import Run",
             "page.py:2: reports imports neuron",
         ),
-        ("reports/page.py", "importlib.import_module('neuron.runner')", "page.py:1: reports imports neuron"),
-        ("neuron/runner.py", "from scripts.demo import main", "runner.py:1: nobody imports scripts"),
+        (
+            "reports/page.py",
+            "importlib.import_module('neuron.runs.runner')",
+            "page.py:1: reports imports neuron",
+        ),
+        ("neuron/runs/runner.py", "from scripts.demo import main", "runner.py:1: nobody imports scripts"),
         ("scripts/demo.py", "import tests.conftest", "demo.py:1: nobody imports tests"),
-        ("neuron/runner.py", "from .layer import Layer", "runner.py:1: relative import of layer"),
+        ("neuron/runs/runner.py", "from .layer import Layer", "runner.py:1: relative import of layer"),
         ("tests/test_x.py", "from . import conftest", "test_x.py:1: relative import"),
         ("compare/noise.py", "def f():\n    import torch_xla", "noise.py:2: torch_xla belongs in neuron/"),
         (
-            "neuron/runtime.py",
+            "neuron/devices/runtime.py",
             "import torch_xla.core",
             "runtime.py:1: torch_xla is imported outside a function",
         ),
         (
-            "neuron/runtime.py",
+            "neuron/devices/runtime.py",
             "class A:\n    import torch_neuronx",
             "torch_neuronx is imported outside a function",
         ),
         (
-            "neuron/layer.py",
+            "neuron/builtin/layer.py",
             "try:\n    import neuronx_distributed\nexcept ImportError:\n    pass",
             "layer.py:2",
         ),
-        ("neuron/layer.py", "if TYPE_CHECKING:\n    import libneuronxla", "libneuronxla is imported outside"),
+        (
+            "neuron/builtin/layer.py",
+            "if TYPE_CHECKING:\n    import libneuronxla",
+            "libneuronxla is imported outside",
+        ),
         (
             "minimax_tools/spec.py",
             "def f():\n    import transformers",
             "transformers belongs in gpu_reference/",
         ),
         (
-            "neuron/layer.py",
+            "neuron/builtin/layer.py",
             "if TYPE_CHECKING:\n    import accelerate",
             "accelerate belongs in gpu_reference/",
         ),
@@ -283,11 +295,11 @@ def test_planted_violation_is_named(tmp_path: Path, name: str, text: str, violat
     ("name", "text"),
     [
         ("minimax_tools/cli.py", "import reports.page\nprint(1)"),
-        ("neuron/runner.py", "import compare.noise, reports.page, minimax_tools.span"),
-        ("neuron/runtime.py", "def f():\n    import torch_xla.core"),
+        ("neuron/runs/runner.py", "import compare.noise, reports.page, minimax_tools.span"),
+        ("neuron/devices/runtime.py", "def f():\n    import torch_xla.core"),
         ("gpu_reference/golden.py", "def f():\n    import transformers, accelerate"),
         ("minimax_tools/reference/modules.py", "if typing.TYPE_CHECKING:\n    import transformers"),
-        ("scripts/demo.py", "import torch_xla, neuron.runner\nprint(1)"),
+        ("scripts/demo.py", "import torch_xla, neuron.runs.runner\nprint(1)"),
     ],
 )
 def test_what_the_design_allows_passes(tmp_path: Path, name: str, text: str) -> None:
@@ -308,6 +320,6 @@ def test_every_module_imports_without_the_optional_libraries() -> None:
 
 def test_module_that_needs_a_missing_library_is_named(tmp_path: Path) -> None:
     plant(tmp_path, "reports/page.py", "import json")
-    plant(tmp_path, "neuron/runtime.py", "import torch_xla.core")
+    plant(tmp_path, "neuron/devices/runtime.py", "import torch_xla.core")
     failure = import_all(tmp_path, missing=DEVICE_LIBRARIES)
-    assert "neuron.runtime: torch_xla is not installed" in failure
+    assert "neuron.devices.runtime: torch_xla is not installed" in failure

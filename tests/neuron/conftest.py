@@ -39,7 +39,7 @@ from minimax_tools.reference.layer import ReferenceAttention, ReferenceLayer, Re
 
 # The device layer with its experts in other chunks than its own choice.
 CHUNKED_PORT = """
-from neuron.layer import DeviceLayer
+from neuron.builtin.layer import DeviceLayer
 
 class Port(DeviceLayer):
     def __init__(self, config, layer_idx):

@@ -15,7 +15,7 @@ from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.spec import ModelSpec
 from neuron.check import Finding, Level, check_machine, worst
 from neuron.cli import main
-from neuron.machine import Machine
+from neuron.devices.machine import Machine
 
 Run = Callable[..., Any]
 TRUE_SIZE = SyntheticModel.m2().spec()

@@ -43,7 +43,7 @@ SCENARIOS = {
 HOLD = """
 import importlib, json
 from minimax_tools.errors import BackendError
-from neuron.distributed import model_parallel
+from neuron.devices.distributed import model_parallel
 from neuronx_distributed.parallel_layers import parallel_state
 
 found = {}

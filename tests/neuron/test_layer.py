@@ -18,9 +18,9 @@ from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import PRESETS, SyntheticModel
 from minimax_tools.spec import ModelSpec
-from neuron.moe import CHUNK_SIZE_BYTES, experts_per_chunk
-from neuron.targets import find_target
-from neuron.weights import WeightLoader
+from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
+from neuron.devices.weights import WeightLoader
+from neuron.ports.targets import find_target
 
 FLOAT32_LIMIT = 1e-5
 ALTERNATIVES = ("Eager", "BatchedExperts")

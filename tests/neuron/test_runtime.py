@@ -14,15 +14,15 @@ import torch.distributed
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.errors import BackendError
-from neuron.backend import Backend, choose_backend
-from neuron.distributed import probe_group, process_group
-from neuron.runtime import CompileCounts, open_runtime
+from neuron.devices.backend import Backend, choose_backend
+from neuron.devices.distributed import probe_group, process_group
+from neuron.devices.runtime import CompileCounts, open_runtime
 
 MOST_GRAPHS = 6
 
 PORTS = """
 from torch import nn
-from neuron.layer import DeviceLayer
+from neuron.builtin.layer import DeviceLayer
 
 
 class BuiltPerLayer(DeviceLayer):
@@ -214,7 +214,7 @@ class Port(ReferenceLayer):
 import torch, torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from minimax_tools.errors import BackendError
-from neuron.distributed import probe_group
+from neuron.devices.distributed import probe_group
 
 torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 try:

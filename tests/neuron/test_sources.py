@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from minimax_tools.errors import TargetError
-from neuron.sources import import_file, import_module
-from neuron.targets import find_target
+from neuron.ports.sources import import_file, import_module
+from neuron.ports.targets import find_target
 
 
 def write(path: Path, text: str) -> Path:

@@ -29,11 +29,11 @@ from minimax_tools.prompts import InputRequest, build_inputs
 from minimax_tools.run import Run, full_run, multi_layer_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
-from neuron.backend import Backend
-from neuron.footprint import DeviceFootprint, choose_read_ahead
-from neuron.runner import DeviceRequest, DeviceRun
-from neuron.runtime import open_runtime
-from neuron.targets import find_target
+from neuron.devices.backend import Backend
+from neuron.devices.runtime import open_runtime
+from neuron.ports.targets import find_target
+from neuron.runs.footprint import DeviceFootprint, choose_read_ahead
+from neuron.runs.runner import DeviceRequest, DeviceRun
 
 CONVERTING_PORT = Path(__file__).parents[2] / "scripts" / "examples" / "port.py"
 TARGETS = {"builtin": "builtin", "reference": "reference", "converting": f"{CONVERTING_PORT}:DecoderLayer"}
@@ -224,7 +224,7 @@ class TestReadingAhead:
     ) -> None:
         with CheckpointReader(toy) as reader:
             small, vast = (footprint(toy, length=length) for length in (8, 1_000_000_000))
-            logger = logging.getLogger("neuron.footprint")
+            logger = logging.getLogger("neuron.runs.footprint")
             # Whatever a command has set up before.
             monkeypatch.setattr(logger, "handlers", [caplog.handler])
             monkeypatch.setattr(logger, "level", logging.INFO)

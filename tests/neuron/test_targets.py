@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from minimax_tools.errors import UsageError
-from neuron.targets import find_target
+from neuron.ports.targets import find_target
 
 IN_PLACE = """
 class Port(ReferenceLayer):

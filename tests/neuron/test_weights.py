@@ -14,7 +14,7 @@ from torch import nn
 
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import CheckpointError, TargetError
-from neuron.weights import Deferred, Gathered, WeightLoader
+from neuron.devices.weights import Deferred, Gathered, WeightLoader
 
 # Two layers of tensors that share host buffers, each too large for any small-buffer path.
 LOAD_TWICE_ON_XLA = """
@@ -22,8 +22,8 @@ import json
 import torch
 from torch import nn
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from neuron.runtime import open_runtime
-from neuron.weights import Deferred, Gathered, WeightLoader
+from neuron.devices.runtime import open_runtime
+from neuron.devices.weights import Deferred, Gathered, WeightLoader
 
 SHAPE = (1024, 2048)
 

@@ -19,9 +19,9 @@ from minimax_tools.memory import MemoryBudget, available_bytes
 from minimax_tools.sites import Site
 from minimax_tools.size import word_size
 from minimax_tools.spec import ModelSpec
-from neuron.backend import Backend
-from neuron.exposure import site_shape
-from neuron.moe import CHUNK_SIZE_BYTES
+from neuron.builtin.moe import CHUNK_SIZE_BYTES
+from neuron.devices.backend import Backend
+from neuron.ports.exposure import site_shape
 
 logger = logging.getLogger(__name__)
 

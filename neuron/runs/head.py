@@ -12,9 +12,9 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.inputs import Inputs
 from minimax_tools.sites import ModelSite
 from minimax_tools.spec import ModelSpec
-from neuron.layer import RMSNorm
-from neuron.runtime import Runtime
-from neuron.weights import Gathered, Weight, WeightLoader
+from neuron.builtin.layer import RMSNorm
+from neuron.devices.runtime import Runtime
+from neuron.devices.weights import Gathered, Weight, WeightLoader
 
 
 class DeviceHead(nn.Module):

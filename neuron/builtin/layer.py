@@ -17,9 +17,9 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import ATTENTION_AND_NORM_NAMES, CORRECTION_BIAS, GATE
 from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.sites import Site
-from neuron.moe import CHUNK_SIZE_BYTES, DeviceMoe
-from neuron.runtime import cut_graph
-from neuron.weights import Weight, unchanged
+from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe
+from neuron.devices.runtime import cut_graph
+from neuron.devices.weights import Weight, unchanged
 
 
 class RMSNorm(nn.Module):

@@ -21,10 +21,10 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import Mm2Error, TargetError, UsageError
 from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.spec import ModelSpec
-from neuron.layer import DeviceLayer
-from neuron.moe import CHUNK_SIZE_BYTES, experts_per_chunk
-from neuron.sources import TargetSource, import_file, import_module
-from neuron.weights import Weight, WeightLoader, unchanged
+from neuron.builtin.layer import DeviceLayer
+from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
+from neuron.devices.weights import Weight, WeightLoader, unchanged
+from neuron.ports.sources import TargetSource, import_file, import_module
 
 # What the graph hard-wires; a config that transformers wrote may leave these keys out.
 _FIXED_VALUES = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from neuron.backend import Backend, choose_backend, open_device
-from neuron.distributed import model_parallel, probe_group, process_group
+from neuron.devices.backend import Backend, choose_backend, open_device
+from neuron.devices.distributed import model_parallel, probe_group, process_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

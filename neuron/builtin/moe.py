@@ -15,8 +15,8 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.regroup import down_places, gate_up_places
-from neuron.runtime import cut_graph
-from neuron.weights import Gathered, Weight
+from neuron.devices.runtime import cut_graph
+from neuron.devices.weights import Gathered, Weight
 
 # Far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
 CHUNK_SIZE_BYTES = 1 << 29

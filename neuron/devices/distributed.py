@@ -14,7 +14,7 @@ import torch.distributed
 
 from minimax_tools.errors import BackendError
 from minimax_tools.native_output import native_output_dropped
-from neuron.backend import Backend
+from neuron.devices.backend import Backend
 
 _OWN_PROCESS = "Start mm2-test in a process of its own."
 

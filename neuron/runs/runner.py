@@ -24,12 +24,12 @@ from minimax_tools.run import Mode, Run
 from minimax_tools.sites import ModelSite, Site
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
-from neuron.executor import LayerExecutor, LayerRun
-from neuron.footprint import DeviceFootprint, MemoryLimits, choose_read_ahead
-from neuron.golden_feed import GoldenFeed
-from neuron.head import embed_tokens, run_head
-from neuron.runtime import Runtime
-from neuron.targets import Target
+from neuron.devices.runtime import Runtime
+from neuron.ports.targets import Target
+from neuron.runs.executor import LayerExecutor, LayerRun
+from neuron.runs.footprint import DeviceFootprint, MemoryLimits, choose_read_ahead
+from neuron.runs.golden_feed import GoldenFeed
+from neuron.runs.head import embed_tokens, run_head
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 

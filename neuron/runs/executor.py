@@ -20,11 +20,11 @@ from minimax_tools.inputs import Inputs
 from minimax_tools.memory import give_back_freed_memory
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
-from neuron.exposure import Exposure, find_exposure
-from neuron.footprint import MemoryLimits
-from neuron.runtime import Runtime
-from neuron.targets import Target
-from neuron.weights import WeightLoader
+from neuron.devices.runtime import Runtime
+from neuron.devices.weights import WeightLoader
+from neuron.ports.exposure import Exposure, find_exposure
+from neuron.ports.targets import Target
+from neuron.runs.footprint import MemoryLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
