@@ -1,7 +1,8 @@
 """DeviceLayer: mm2's own decoder layer for a device; static shapes, weights as graph inputs.
 
 One resident layer serves all layers of the model: its parameters are refilled, its graphs stay.
-Shapes: B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, G heads per kv head, D head_dim.
+Shapes: B batch, S sequence, P rows of past, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim,
+G heads per kv head.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from minimax_tools.checkpoint.names import ATTENTION_AND_NORM_NAMES, CORRECTION_
 from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.sites import Site
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe
-from neuron.devices.runtime import cut_graph
 from neuron.devices.weights import Weight, unchanged
+
+# Rotated keys and values, [B,K,P,D] both.
+KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -57,16 +60,23 @@ class DeviceAttention(nn.Module):
         self.k_rope = nn.Identity()
 
     def forward(
-        self, states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """[B,S,H] and the mask and positions [B,S] to attn_delta [B,S,H]."""
+        self,
+        states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_value: KeyValues | None,
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """[B,S,H], mask [B,P+S], positions [B,S] and the past to attn_delta [B,S,H] and what is past now."""
         cos, sin = self._rotation(position_ids, states.dtype)
         q_bnsd = self.q_rope(_rotate(self._heads(self.q_norm(self.q_proj(states))), cos, sin))
         k_bksd = self.k_rope(_rotate(self._heads(self.k_norm(self.k_proj(states))), cos, sin))
         v_bksd = self._heads(self.v_proj(states))
+        if past_key_value is not None:
+            k_bksd = torch.cat((past_key_value[0], k_bksd), dim=2)
+            v_bksd = torch.cat((past_key_value[1], v_bksd), dim=2)
         context_bnsd = self._attend(q_bnsd, k_bksd, v_bksd, attention_mask)
         delta: torch.Tensor = self.o_proj(context_bnsd.transpose(1, 2).flatten(2))
-        return delta
+        return delta, (k_bksd, v_bksd)
 
     def _heads(self, flat: torch.Tensor) -> torch.Tensor:
         """[B,S,heads·D] to [B,heads,S,D]."""
@@ -88,8 +98,10 @@ class DeviceAttention(nn.Module):
         q_bkgsd = q_bnsd.unflatten(1, (self.num_kv_heads, -1))
         scores = torch.matmul(q_bkgsd.float(), k_bksd[:, :, None].float().transpose(-1, -2))
         scores = scores * self.head_dim**-0.5
-        sequence = torch.arange(q_bnsd.shape[2], device=q_bnsd.device)
-        visible = (sequence[None, :] <= sequence[:, None]) & attention_mask[:, None, None, None, :].bool()
+        # All of the past lies before the first query.
+        num_past = k_bksd.shape[2] - q_bnsd.shape[2]
+        keys = torch.arange(-num_past, q_bnsd.shape[2], device=q_bnsd.device)
+        visible = (keys[None, :] <= keys[num_past:, None]) & attention_mask[:, None, None, None, :].bool()
         # A finite minimum: a padded query that sees nothing must not become NaN.
         scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
         weights = scores.softmax(dim=-1).to(v_bksd.dtype)
@@ -99,7 +111,7 @@ class DeviceAttention(nn.Module):
 class DeviceLayer(nn.Module):
     """The builtin target: called as `DeviceLayer(config, layer_idx)`, reused for every layer.
 
-    On a lazy device a forward pass runs as a few graphs: attention and router, one expert chunk (run once
+    On a lazy device a forward pass runs as three graphs: attention and router, one expert chunk (run once
     per chunk), and the residual add.
 
     Args:
@@ -136,15 +148,22 @@ class DeviceLayer(nn.Module):
         }
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """[B,S,H], mask [B,S] of 0/1 and positions [B,S] to the layer's output [B,S,H]."""
-        attn_delta = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_value: KeyValues | None = None,
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """[B,S,H], mask [B,P+S] of 0/1 and positions [B,S] to the layer's output [B,S,H].
+
+        Beside it keys and values [B,K,P+S,D], the past's before those of these rows.
+        """
+        attn_delta, key_value = self.self_attn(
+            self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value
+        )
         residual = hidden_states + attn_delta
-        moe_delta = self.block_sparse_moe(self.post_attention_layernorm(residual))
-        output: torch.Tensor = residual + moe_delta
-        cut_graph(output.device)
-        return output
+        output: torch.Tensor = residual + self.block_sparse_moe(self.post_attention_layernorm(residual))
+        return output, key_value
 
 
 def _linear(width_in: int, width_out: int) -> nn.Linear:

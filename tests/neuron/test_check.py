@@ -26,7 +26,14 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of this machine's own are not what is tested."""
-    for name in ("NEURON_COMPILE_CACHE_URL", "NEURON_LOGICAL_NC_CONFIG", "OMP_NUM_THREADS", "PJRT_DEVICE"):
+    # torch_xla's import sets flags of its own in the process that other tests run in too.
+    for name in (
+        "NEURON_COMPILE_CACHE_URL",
+        "NEURON_LOGICAL_NC_CONFIG",
+        "OMP_NUM_THREADS",
+        "PJRT_DEVICE",
+        "XLA_FLAGS",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -18,7 +18,7 @@ from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.distributed import probe_group, process_group
 from neuron.devices.runtime import CompileCounts, open_runtime
 
-MOST_GRAPHS = 6
+MOST_GRAPHS = 3
 
 PORTS = """
 from torch import nn
