@@ -89,7 +89,11 @@ def _handing_over(
             )
         sink(
             number,
-            {site: shape_to_batch(site, tensors[site], inputs) for site in Site if site in tensors},
+            {
+                site: shape_to_batch(site, tensors[site], inputs.batch_shape)
+                for site in Site
+                if site in tensors
+            },
             output.device,
         )
         tensors.clear()

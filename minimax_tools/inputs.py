@@ -42,6 +42,11 @@ class Inputs:
         return self.input_ids.shape[1]
 
     @property
+    def batch_shape(self) -> tuple[int, int]:
+        """B and S."""
+        return self.batch_size, self.sequence_length
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Real tokens of each row."""
         return tuple(int(length) for length in self.attention_mask.sum(dim=1))

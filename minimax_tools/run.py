@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -86,6 +86,7 @@ class Run:
         sites: Sites to keep of every layer, in execution order.
         model_sites: Sites to keep outside the layers.
         component: The component run alone, where it is one.
+        decode_rows: How many of the last rows are computed one at a time, from the keys and values before them.
     """
 
     name: str
@@ -94,8 +95,14 @@ class Run:
     sites: tuple[Site, ...]
     model_sites: tuple[ModelSite, ...] = ()
     component: Component | None = None
+    decode_rows: int = 0
 
     def __post_init__(self) -> None:
+        if self.decode_rows and self.component is not None:
+            raise UsageError(
+                "a component does not decode: it is fed the golden's values for all rows at once",
+                next_step="Decode with mm2-test single-layer, or leave out --decode.",
+            )
         if not self.sites:
             raise UsageError("a run keeps no site", next_step="Choose --sites layer, component or all.")
         if list(self.sites) != sorted(set(self.sites), key=lambda site: site.order):
@@ -111,6 +118,12 @@ class Run:
         """Sites to keep that the run itself computes: the ones that can be judged."""
         return tuple(site for site in self.sites if site not in self.fed_sites)
 
+    def decoding(self, num_rows: int) -> Run:
+        """This run with its last `num_rows` decoded, kept beside the run that decodes none."""
+        return (
+            replace(self, name=f"{self.name}_decode_{num_rows}", decode_rows=num_rows) if num_rows else self
+        )
+
     def as_json(self) -> dict[str, Any]:
         """The run as it stands in a manifest."""
         return {
@@ -123,6 +136,7 @@ class Run:
             "sites": [str(site) for site in self.sites],
             "model_sites": [str(site) for site in self.model_sites],
             "component": str(self.component) if self.component else None,
+            "decode_rows": self.decode_rows,
         }
 
     @classmethod
@@ -135,10 +149,13 @@ class Run:
             sites=tuple(parse_site(name) for name in record["sites"]),
             model_sites=tuple(ModelSite(name) for name in record["model_sites"]),
             component=Component(record["component"]) if record["component"] else None,
+            # Captures of before there was decoding do not say it.
+            decode_rows=record.get("decode_rows", 0),
         )
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.mode}, {self.span})"
+        decoded = f", last {self.decode_rows} rows decoded" if self.decode_rows else ""
+        return f"{self.name} ({self.mode}, {self.span}{decoded})"
 
 
 def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:

@@ -51,9 +51,13 @@ from neuron.check import Level, check_machine, worst
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options
 from neuron.ports.targets import find_target
-from neuron.runs.runner import CompileReport, DeviceRequest, DeviceRun
+from neuron.report_text import find_warnings, render_report
+from neuron.runs.run_profile import PROFILE_NAME, RunProfile
+from neuron.runs.run_report import RunReport
+from neuron.runs.runner import DeviceRequest, DeviceRun
 from reports.captures import capture_record, render_capture
 from reports.data import comparison_record
+from reports.json_values import to_json
 from reports.terminal import render_comparison
 
 Options = dict[str, Any]
@@ -64,7 +68,7 @@ class _Outcome:
     """A finished run, and its verdict where there was a golden."""
 
     capture: Capture
-    compiles: CompileReport | None
+    report: RunReport | None
     comparison: Comparison | None
 
 
@@ -183,21 +187,21 @@ def _span(given: Span | None, spec: ModelSpec) -> Span:
 def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     """Run, or load what was run, judge it if there is a golden, print, and exit with the verdict's code."""
     spec = ModelSpec.from_folder(resolve_config(options["model"]))
-    run = make_run(spec)
+    run = make_run(spec).decoding(options["decode_rows"])
     run.span.within(spec.num_hidden_layers)
     directory = options["output_dir"] or capture_directory(options["captures"], DEVICE_SIDE, run.name)
     golden = Capture.open(options["golden"]) if options["golden"] else None
-    compiles = None
+    report = None
     if options["skip_compile"]:
         _refuse_other_run(Capture.open(directory), run, options)
     else:
-        compiles = _execute(options, spec, run, golden, directory)
+        report = _execute(options, spec, run, golden, directory)
     capture = Capture.open(directory)
     comparison = None
     if golden is not None:
         criteria = read_criteria(options)
         comparison = compare_captures(golden, capture, criteria=criteria, layer_pattern="layer_*")
-    outcome = _Outcome(capture=capture, compiles=compiles, comparison=comparison)
+    outcome = _Outcome(capture=capture, report=report, comparison=comparison)
     _print_outcome(outcome, as_json=options["as_json"])
     if comparison is not None:
         raise SystemExit(comparison.verdict.exit_code)
@@ -205,7 +209,7 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
 
 def _execute(
     options: Options, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
-) -> CompileReport:
+) -> RunReport:
     layers = _read_layers(options, spec, run)
     folder = resolve_model(options["model"], layers=layers)
     request = DeviceRequest(
@@ -221,13 +225,23 @@ def _execute(
         seed=options["seed"],
         prefetch=options["prefetch"],
         budget=MemoryBudget(options["memory_budget"]),
+        checks_capture=options["check_capture"],
+        profiles=options["profile"],
     )
     with (
         open_runtime(options["backend"]) as runtime,
         CheckpointReader(folder, layers=layers) as reader,
         LayerProgress(request.num_layers, label="Device") as progress,
     ):
-        return DeviceRun(request, runtime=runtime, reader=reader, progress=progress).capture(directory)
+        report = DeviceRun(request, runtime=runtime, reader=reader, progress=progress).capture(directory)
+        if report.profile:
+            RunProfile(
+                backend=str(runtime.backend),
+                batch_size=request.inputs.batch_size,
+                sequence_length=request.inputs.sequence_length,
+                layers=report.profile,
+            ).write(directory)
+        return report
 
 
 def _read_layers(options: Options, spec: ModelSpec, run: Run) -> range | None:
@@ -276,27 +290,26 @@ def _refuse_other_run(saved: Capture, run: Run, options: Options) -> None:
 def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
     if as_json:
         record = capture_record(outcome.capture)
-        record["graphs"] = asdict(outcome.compiles) if outcome.compiles else None
+        record["graphs"] = asdict(outcome.report.compiles) if outcome.report else None
+        if outcome.report is not None:
+            record["capture_effects"] = to_json(outcome.report.effects)
         print_json({**record, **(comparison_record(outcome.comparison) if outcome.comparison else {})})
         return
     click.echo(render_capture(outcome.capture))
-    if outcome.compiles is not None:
-        _print_compiles(outcome.compiles)
+    if outcome.report is not None:
+        _print_report(outcome.report, outcome.capture.directory)
     if outcome.comparison is not None:
         click.echo(render_comparison(outcome.comparison))
 
 
-def _print_compiles(report: CompileReport) -> None:
-    if report.first_layer or report.later_layers:
-        click.echo(
-            f"graphs compiled: {report.first_layer} for the first layer, {report.later_layers} after it"
-        )
-    if report.later_layers:
-        click.echo(
-            "warning: a graph depends on the layer: a number, a shape or a slice that differs", err=True
-        )
-    for operation in report.fallbacks:
-        click.echo(f"warning: {operation} ran on the CPU instead of the device", err=True)
+def _print_report(report: RunReport, directory: Path) -> None:
+    text = render_report(report)
+    if text:
+        click.echo(text)
+    if report.profile:
+        click.echo(f"  trace: {directory / PROFILE_NAME}")
+    for warning in find_warnings(report):
+        click.echo(f"warning: {warning}", err=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.taps import Tap
-from minimax_tools.inputs import Inputs
 from minimax_tools.sites import Site
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
@@ -105,15 +105,16 @@ class Recorder:
         return tap.put(value, fed)
 
 
-def shape_to_batch(site: Site, tensor: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """A site's [B·S, …] as [B, S, …]; any other shape as it is, for the comparison to judge."""
-    batch, sequence = inputs.batch_size, inputs.sequence_length
+def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
+    """A site's [B·S, …] as [B, S, …]; any other shape as it is, for the comparison to judge.
+
+    Args:
+        site: The site.
+        tensor: As a submodule gave it.
+        batch_shape: B and S.
+    """
     if site.has_heads_dim:
         return tensor
-    if (
-        tensor.ndim >= 1
-        and tensor.shape[0] == batch * sequence
-        and tuple(tensor.shape[:2]) != (batch, sequence)
-    ):
-        return tensor.reshape(batch, sequence, *tensor.shape[1:])
+    if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:
+        return tensor.reshape(*batch_shape, *tensor.shape[1:])
     return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -48,11 +49,22 @@ class CheckpointReader:
         self._lock = threading.Lock()
         self._staging = threading.local()
         self._num_bytes_read = 0
+        self._reading_s = self._weighing_s = 0.0
 
     @property
     def num_bytes_read(self) -> int:
         """Bytes of tensors read so far, headers aside."""
         return self._num_bytes_read
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds spent so far on reading bytes, of all threads together."""
+        return self._reading_s
+
+    @property
+    def weighing_s(self) -> float:
+        """Seconds spent so far on getting weights, reading their bytes included, of all threads together."""
+        return self._weighing_s
 
     @property
     def folder(self) -> Path:
@@ -117,12 +129,15 @@ class CheckpointReader:
                 found=str(entry.dtype),
                 next_step="Use the FP8 repository of the hub, or a BF16 copy of it.",
             )
+        started = time.perf_counter()
         if entry.dtype == torch.float8_e4m3fn:
             self._dequantise_into(entry, out, past_cache=past_cache)
         elif entry.dtype == out.dtype and _is_fillable(out):
             self._fill(entry, out, past_cache=past_cache)
         else:
             out.copy_(self._read(entry, past_cache=past_cache))
+        with self._lock:
+            self._weighing_s += time.perf_counter() - started
 
     def close(self) -> None:
         """Close every shard that was opened; reading again opens it anew."""
@@ -161,6 +176,7 @@ class CheckpointReader:
         if entry.size_bytes == 0:
             return
         memory = out.view(-1).view(torch.uint8)
+        started = time.perf_counter()
         try:
             count = self._files.read_into(entry.file, entry.offset, memory, past_cache=past_cache)
         except OSError as error:
@@ -169,6 +185,7 @@ class CheckpointReader:
             raise _unreadable(entry, f"the file ends after {count} of {entry.size_bytes} bytes")
         with self._lock:
             self._num_bytes_read += count
+            self._reading_s += time.perf_counter() - started
 
 
 def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:

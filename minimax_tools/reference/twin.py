@@ -86,7 +86,7 @@ class Float32Twin:
         with torch.no_grad(), own_choice, _replaying(self._layer, router_experts), recording as tensors:
             self._forward(hidden_states.to(self._device, torch.float32), inputs)
         recorded = {**tensors, **own_choice.tensors}
-        return {site: shape_to_batch(site, recorded[site], inputs) for site in sites}
+        return {site: shape_to_batch(site, recorded[site], inputs.batch_shape) for site in sites}
 
     def _forward(self, hidden_states: torch.Tensor, inputs: Inputs) -> None:
         from transformers.masking_utils import create_causal_mask

@@ -14,10 +14,11 @@ from neuron.devices.distributed import model_parallel, probe_group, process_grou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCounts:
-    """Graphs compiled, and how often each operation fell back to the CPU; nothing off XLA."""
+    """Graphs compiled and the time they took, and how often each operation fell back to the CPU; nothing off XLA."""
 
     compiles: int
     fallbacks: Mapping[str, int]
+    seconds: float = 0.0
 
     def since(self, earlier: CompileCounts) -> CompileCounts:
         """What came after `earlier`."""
@@ -25,6 +26,7 @@ class CompileCounts:
         return CompileCounts(
             compiles=self.compiles - earlier.compiles,
             fallbacks={name: count for name, count in grown.items() if count},
+            seconds=self.seconds - earlier.seconds,
         )
 
 
@@ -55,11 +57,28 @@ class Runtime:
             return CompileCounts(compiles=0, fallbacks={})
         from torch_xla.debug import metrics
 
+        # Number of samples, their sum in nanoseconds, and the samples.
+        compile_times = metrics.metric_data("CompileTime")
         fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
         return CompileCounts(
             compiles=int(metrics.counter_value("UncachedCompile") or 0),
             fallbacks={name: int(metrics.counter_value(name) or 0) for name in fallbacks},
+            seconds=compile_times[1] / 1e9 if compile_times else 0.0,
         )
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most that the device held since the process began; None where it does not tell, or is the host."""
+        if self.backend is not Backend.NEURON_XLA:
+            return None
+        from torch_xla.core import xla_model
+
+        try:
+            info: Mapping[str, object] = xla_model.get_memory_info(self.device)
+        except RuntimeError:
+            # What a PJRT plugin tells is left to it.
+            return None
+        peak = info.get("peak_bytes_used")
+        return peak if isinstance(peak, int) else None
 
 
 @contextmanager

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,6 +94,12 @@ class WeightLoader:
         self._wait = wait
         self._pool = pool
         self._buffers = _Buffers()
+        self._sending_s = 0.0
+
+    @property
+    def sending_s(self) -> float:
+        """Seconds that weights took so far on their way to the device."""
+        return self._sending_s
 
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
@@ -184,9 +191,11 @@ class WeightLoader:
         # The old tensor is freed before the new one comes: the device holds one layer, not two.
         is_parameter = _take_off(module, staged.name)
         del place
+        started = time.perf_counter()
         moved = host.to(self._device)
         # The host buffer is filled again for another weight: the transfer must have ended.
         self._wait()
+        self._sending_s += time.perf_counter() - started
         _put(module, staged.name, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
         if not isinstance(weight, torch.Tensor):
             self._buffers.give(host)

@@ -10,7 +10,6 @@ from torch import nn
 
 from minimax_tools.capture.taps import Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.inputs import Inputs
 from minimax_tools.sites import Site, parse_site
 from minimax_tools.spec import ModelSpec
 
@@ -36,9 +35,11 @@ class Exposure:
     taps: Mapping[Site, Tap]
     declared: frozenset[Site]
 
-    def accepts(self, site: Site, tensor: torch.Tensor, inputs: Inputs, spec: ModelSpec) -> bool:
-        """Whether a recorded tensor may stand for the site."""
-        return site in self.declared or tuple(tensor.shape) == site_shape(site, inputs, spec)
+    def accepts(
+        self, site: Site, tensor: torch.Tensor, spec: ModelSpec, batch_shape: tuple[int, int]
+    ) -> bool:
+        """Whether a recorded tensor may stand for the site of a batch of that B and S."""
+        return site in self.declared or tuple(tensor.shape) == site_shape(site, spec, batch_shape)
 
 
 def find_exposure(module: nn.Module, *, what: str) -> Exposure:
@@ -56,9 +57,9 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
     return Exposure(taps={**taps, **always}, declared=frozenset((*taps, Site.OUTPUT)))
 
 
-def site_shape(site: Site, inputs: Inputs, spec: ModelSpec) -> tuple[int, ...]:
-    """The shape of a site for one batch."""
-    batch, sequence = inputs.batch_size, inputs.sequence_length
+def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tuple[int, ...]:
+    """The shape of a site for one batch of that B and S."""
+    batch, sequence = batch_shape
     if site is Site.Q_ROPE:
         return (batch, spec.num_attention_heads, sequence, spec.head_dim)
     if site is Site.K_ROPE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -16,32 +15,20 @@ from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import TargetError
-from minimax_tools.inputs import Inputs
 from minimax_tools.memory import give_back_freed_memory
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
+from neuron.ports.past import PAST, find_key_values, require_past
 from neuron.ports.targets import Target
 from neuron.runs.footprint import MemoryLimits
+from neuron.runs.layer_input import LayerInput
+from neuron.runs.layer_run import LayerRun
+from neuron.runs.stopwatch import Stopwatch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRun:
-    """What one run of one layer gave, on the CPU.
-
-    Args:
-        output: The layer's output [B,S,H].
-        tensors: The sites asked for and exposed.
-        not_exposed: The sites asked for that the port does not expose.
-        router_dtypes: Dtype of the router gate and of the correction bias as loaded, where they can be told.
-    """
-
-    output: torch.Tensor
-    tensors: Mapping[Site, torch.Tensor]
-    not_exposed: tuple[Site, ...]
-    router_dtypes: Mapping[str, str]
+_ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
 
 
 class LayerExecutor:
@@ -54,7 +41,6 @@ class LayerExecutor:
         runtime: The device.
         reader: The checkpoint.
         spec: Its quantities.
-        inputs: Mask and positions of every run.
         dtype: Dtype of weights and activations.
         limits: The memory that may be taken.
         reads_ahead: Whether the next layer is fetched from the disk while one is loaded and runs.
@@ -67,7 +53,6 @@ class LayerExecutor:
         runtime: Runtime,
         reader: CheckpointReader,
         spec: ModelSpec,
-        inputs: Inputs,
         dtype: torch.dtype,
         limits: MemoryLimits,
         reads_ahead: bool,
@@ -76,13 +61,14 @@ class LayerExecutor:
         self._runtime = runtime
         self._reader = reader
         self._spec = spec
-        self._inputs = inputs
         self._dtype = dtype
         self._limits = limits
         self._pool = ReadingPool(torch.get_num_threads())
         self.loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=self._pool)
         self._ahead = ReadAhead(reader.index) if reads_ahead else None
         self._resident: nn.Module | None = None
+        # The layer whose weights the resident module holds.
+        self._resident_layer: int | None = None
 
     def __enter__(self) -> LayerExecutor:
         return self
@@ -98,58 +84,73 @@ class LayerExecutor:
     def run(
         self,
         layer: int,
-        hidden_states: torch.Tensor,
+        given: LayerInput,
         *,
         sites: tuple[Site, ...],
         feeds: Mapping[Site, torch.Tensor] | None = None,
+        keeps_past: bool = False,
         then: int | None = None,
     ) -> LayerRun:
-        """Run one layer.
+        """Run one layer; its weights are loaded where those of another are there.
 
         Args:
             layer: Its number.
-            hidden_states: [B,S,H] on the CPU; they are not changed.
+            given: What it is fed; it is not changed.
             sites: What to record.
             feeds: Tensors to feed at some sites instead of what the port computes there.
+            keeps_past: Whether the keys and values of these rows are wanted.
             then: The layer that will run next, to be read ahead.
 
         Raises:
             MemoryBudgetError: The layer, or what it computes, would break the budget.
             CheckpointError: The layer's tensors cannot be read.
-            TargetError: The port could not be built, loaded or run, or cannot be fed at a site.
+            TargetError: The port could not be built, loaded or run, takes or gives no past, or cannot be fed at a
+                site.
         """
         what = f"target {self._target.name}, layer {layer}"
+        watch = Stopwatch(self._runtime, self._reader, self.loader)
         module = self._loaded(layer, then=then)
         self._limits.allow_activations(layer)
+        watch.loaded()
+        batch_shape = (given.batch_size, given.num_rows)
+        if keeps_past:
+            require_past(module, what=what)
         exposure = find_exposure(module, what=what)
         feeds = dict(feeds or {})
         _refuse_unfeedable(feeds, exposure, what=what)
         taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in feeds}
         recorder = Recorder(module, taps, keep=copy_on_device, feeds=feeds)
         with torch.no_grad(), recorder:
-            output = self._forward(module, hidden_states, what=what)
+            result = self._forward(module, given, what=what)
+        output = _first_tensor(result, tuple(given.hidden_states.shape), what=what)
+        key_values = find_key_values(result, batch_shape, what=what) if keeps_past else None
         self._runtime.synchronise()
+        watch.ran()
         _refuse_unfed(feeds, recorder, what=what)
-        tensors = self._accepted(recorder, exposure, sites)
+        tensors = self._accepted(recorder, exposure, sites, batch_shape=batch_shape)
         return LayerRun(
             output=output.to("cpu"),
             tensors=tensors,
             not_exposed=tuple(site for site in sites if site not in tensors),
             router_dtypes=_router_dtypes(module),
+            key_values=None if key_values is None else (key_values[0].to("cpu"), key_values[1].to("cpu")),
+            times=watch.times(),
         )
 
     def release(self) -> None:
         """Free the layer that ran last, on the device and on the host."""
-        self._resident = None
+        self._resident = self._resident_layer = None
         self.loader.release()
         # Many small weights stay with the allocator, which could not use them for a large one.
         give_back_freed_memory()
 
     def _loaded(self, layer: int, *, then: int | None) -> nn.Module:
         """The module with the layer's weights; the old one is gone before a new one is built."""
+        if self._resident is not None and self._resident_layer == layer:
+            return self._resident
         tensors = LayerTensors.open(self._reader, self._spec, layer, self._dtype)
         self._read_ahead(layer, then)
-        module, self._resident = self._resident, None
+        module, self._resident, self._resident_layer = self._resident, None, None
         is_built_anew = module is None or not self._target.is_reused
         if module is None or is_built_anew:
             del module
@@ -158,7 +159,7 @@ class LayerExecutor:
         if self._target.converts(module):
             self._limits.allow_conversion(layer, is_built_anew=is_built_anew)
         self._target.load(module, tensors, self._spec, loader=self.loader)
-        self._resident = module
+        self._resident, self._resident_layer = module, layer
         return module
 
     def _read_ahead(self, layer: int, then: int | None) -> None:
@@ -169,33 +170,38 @@ class LayerExecutor:
         if then is not None:
             self._ahead.request(then)
 
-    def _forward(self, module: nn.Module, hidden_states: torch.Tensor, *, what: str) -> torch.Tensor:
-        """The port's output [B,S,H] on the device."""
+    def _forward(self, module: nn.Module, given: LayerInput, *, what: str) -> object:
+        """What the port returns."""
         device = self._runtime.device
         # Copies: a port may work in place. From the host for every layer: no graph may depend on the layer.
-        states = hidden_states.to(self._dtype).to(device, copy=True)
-        attention_mask = self._inputs.attention_mask.to(device, copy=True)
-        position_ids = self._inputs.position_ids.to(device, copy=True)
+        states = given.hidden_states.to(self._dtype).to(device, copy=True)
+        attention_mask = given.attention_mask.to(device, copy=True)
+        position_ids = given.position_ids.to(device, copy=True)
+        past = {} if given.past is None else {PAST: tuple(part.to(device, copy=True) for part in given.past)}
         try:
-            output = module(states, attention_mask, position_ids)
+            return module(states, attention_mask, position_ids, **past)
         except Exception as error:  # the port's own code: anything can come
             raise TargetError(
                 f"{what} failed while it ran",
                 found=f"{type(error).__name__}: {error}",
-                next_step="It is called as module(hidden_states, attention_mask, position_ids); "
+                next_step=f"It is called as module({', '.join((*_ARGUMENTS, *past))}); "
                 "see --debug for the traceback.",
             ) from error
-        return _first_tensor(output, tuple(hidden_states.shape), what=what)
 
     def _accepted(
-        self, recorder: Recorder, exposure: Exposure, sites: tuple[Site, ...]
+        self,
+        recorder: Recorder,
+        exposure: Exposure,
+        sites: tuple[Site, ...],
+        *,
+        batch_shape: tuple[int, int],
     ) -> dict[Site, torch.Tensor]:
         """The recorded tensors that may stand for their sites, on the CPU, in execution order."""
         accepted = {}
         for site in sites:
             if site in recorder.tensors:
-                tensor = shape_to_batch(site, recorder.tensors[site].to("cpu"), self._inputs)
-                if exposure.accepts(site, tensor, self._inputs, self._spec):
+                tensor = shape_to_batch(site, recorder.tensors[site].to("cpu"), batch_shape)
+                if exposure.accepts(site, tensor, self._spec, batch_shape):
                     accepted[site] = tensor
         return accepted
 

@@ -80,7 +80,7 @@ class DeviceFootprint:
     @property
     def activation_bytes(self) -> int:
         """What one layer takes beside its weights: its sites, and, of mm2's own layer, what lies between them."""
-        sizes = [math.prod(site_shape(site, self.inputs, self.spec)) for site in Site]
+        sizes = [math.prod(site_shape(site, self.spec, self.inputs.batch_shape)) for site in Site]
         sites = sum(sizes) * _COPIES_OF_A_SITE * self.dtype.itemsize + max(sizes) * 2 * _FLOAT64_BYTES
         return sites + self._scores_bytes + self._experts_bytes + _SPARE_BYTES
 

@@ -13,6 +13,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import IncomparableError
 from minimax_tools.run import Mode, Run
 from minimax_tools.sites import Site
+from neuron.builtin.layer import KeyValues
 
 _NUM_NAMES_SHOWN = 4
 
@@ -58,7 +59,8 @@ class GoldenFeed:
     def needed(self) -> tuple[tuple[int, Site], ...]:
         """Every layer and site whose value the run takes from the golden."""
         if self.run.mode is Mode.ISOLATED:
-            sites = (Site.INPUT, *self._border_sites())
+            past = (Site.V_PROJ, Site.K_ROPE) if self.run.decode_rows else ()
+            sites = (Site.INPUT, *self._border_sites(), *past)
             return tuple((layer, site) for layer in self.run.span for site in sites)
         # From the tokens on, a chained run makes its own.
         return () if self.run.model_sites else ((self.run.span.start, Site.INPUT),)
@@ -82,6 +84,14 @@ class GoldenFeed:
     def border(self, layer: int) -> dict[Site, torch.Tensor]:
         """The golden's values at the border of the run's component, on the CPU; none for a whole layer."""
         return {site: self.read(layer, site) for site in self._border_sites()}
+
+    def past(self, layer: int) -> KeyValues | None:
+        """The golden's rotated keys and its values of all rows, [B,K,S,D] on the CPU; None where none are decoded."""
+        if not self.run.decode_rows:
+            return None
+        keys = self.read(layer, Site.K_ROPE)
+        values = self.read(layer, Site.V_PROJ).unflatten(-1, (keys.shape[1], keys.shape[3]))
+        return keys, values.transpose(1, 2)
 
     def _refuse_other_model(self, model: ModelFingerprint) -> None:
         differences = self.golden.description.provenance.model.differences(model)

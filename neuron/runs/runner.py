@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,18 @@ from minimax_tools.run import Mode, Run
 from minimax_tools.sites import ModelSite, Site
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
+from neuron.builtin.layer import KeyValues
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
-from neuron.runs.executor import LayerExecutor, LayerRun
+from neuron.runs.decoding import run_decoding
+from neuron.runs.executor import LayerExecutor
 from neuron.runs.footprint import DeviceFootprint, MemoryLimits, choose_read_ahead
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.head import embed_tokens, run_head
+from neuron.runs.layer_input import LayerInput
+from neuron.runs.layer_run import LayerRun
+from neuron.runs.profiler import Profiler
+from neuron.runs.run_report import CaptureEffect, CompileReport, RunReport
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 
@@ -51,6 +60,8 @@ class DeviceRequest:
         seed: Their seed.
         prefetch: Whether the next layer is fetched from the disk while one runs; None for where memory holds it.
         budget: What anonymous memory may be taken.
+        checks_capture: Whether every layer runs once more with nothing recorded, to see if recording changes it.
+        profiles: Whether time and memory of every layer are kept.
     """
 
     folder: Path
@@ -65,8 +76,16 @@ class DeviceRequest:
     seed: int = 0
     prefetch: bool | None = None
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+    checks_capture: bool = False
+    profiles: bool = False
 
     def __post_init__(self) -> None:
+        if self.run.decode_rows >= self.inputs.sequence_length:
+            raise UsageError(
+                f"of {self.inputs.sequence_length} rows {self.run.decode_rows} cannot be decoded",
+                expected="at least one row before the first that is decoded",
+                next_step="Give --decode fewer rows.",
+            )
         if self.random_input and self.golden is not None:
             raise UsageError(
                 "--random-input and --golden were both given: no golden can judge what random numbers give",
@@ -92,15 +111,6 @@ class DeviceRequest:
     def num_layers(self) -> int:
         """How many layers there are to run, the lead-in included."""
         return len(self.lead_in) + len(self.run.span)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompileReport:
-    """Graphs that the first layer to run compiled, those of the later ones, and what fell back to the CPU."""
-
-    first_layer: int
-    later_layers: int
-    fallbacks: tuple[str, ...]
 
 
 class DeviceRun:
@@ -143,7 +153,6 @@ class DeviceRun:
             runtime=runtime,
             reader=reader,
             spec=request.spec,
-            inputs=request.inputs,
             dtype=request.dtype,
             limits=self._limits,
             reads_ahead=choose_read_ahead(request.prefetch, footprint, reader.index),
@@ -156,8 +165,10 @@ class DeviceRun:
         self._counts = [runtime.count_compiles()]
         # What was read up to the last layer that was told of.
         self._num_bytes_told = reader.num_bytes_read
+        self._effects: list[CaptureEffect] = []
+        self._profiler = Profiler(runtime) if request.profiles else None
 
-    def capture(self, directory: Path) -> CompileReport:
+    def capture(self, directory: Path) -> RunReport:
         """Run and write the capture; a killed run resumes after its last whole layer.
 
         What is in memory at once is one layer, and what it computes: its sites are freed when they are written.
@@ -171,6 +182,7 @@ class DeviceRun:
         request = self._request
         with (
             self._executor,
+            self._profiler or nullcontext(),
             open_capture(
                 directory, self._describe(), inputs=request.inputs, hidden_states=self._hidden_states()
             ) as writer,
@@ -181,7 +193,11 @@ class DeviceRun:
             else:
                 self._run_chained(writer)
             writer.finish()
-        return self._compile_report()
+        return RunReport(
+            compiles=self._compile_report(),
+            effects=tuple(self._effects) if request.checks_capture else None,
+            profile=self._profiler.layers if self._profiler else None,
+        )
 
     def _run_isolated(self, writer: CaptureWriter) -> None:
         for layer, then in _with_next(self._pending(writer)):
@@ -189,7 +205,14 @@ class DeviceRun:
                 self._run_layer(writer, layer, self._span_input(writer), then=then)
             else:
                 hidden_states = self._feed.read(layer, Site.INPUT)
-                self._run_layer(writer, layer, hidden_states, feeds=self._feed.border(layer), then=then)
+                self._run_layer(
+                    writer,
+                    layer,
+                    hidden_states,
+                    feeds=self._feed.border(layer),
+                    past=self._feed.past(layer),
+                    then=then,
+                )
 
     def _run_chained(self, writer: CaptureWriter) -> None:
         run = self._request.run
@@ -219,10 +242,11 @@ class DeviceRun:
         *,
         keep_input: bool = True,
         feeds: Mapping[Site, torch.Tensor] | None = None,
+        past: KeyValues | None = None,
         then: int | None,
     ) -> None:
         """Run one layer and store its sites."""
-        result = self._execute(layer, hidden_states, feeds=feeds, then=then)
+        result = self._execute(layer, hidden_states, feeds=feeds, past=past, then=then)
         kept = {
             site: tensor for site, tensor in result.tensors.items() if keep_input or site is not Site.INPUT
         }
@@ -235,12 +259,27 @@ class DeviceRun:
         hidden_states: torch.Tensor,
         *,
         feeds: Mapping[Site, torch.Tensor] | None = None,
+        past: KeyValues | None = None,
         then: int | None,
     ) -> LayerRun:
         """Run one layer, every site of the run recorded, needed or not: so all layers share their graphs."""
-        sites = self._request.run.sites
-        result = self._executor.run(layer, hidden_states, sites=sites, feeds=feeds, then=then)
+        request = self._request
+        whole = LayerInput.of(hidden_states, request.inputs)
+        num_decoded = request.run.decode_rows
+
+        def run(sites: tuple[Site, ...]) -> LayerRun:
+            once = partial(
+                self._executor.run, layer, sites=sites, feeds=feeds, keeps_past=num_decoded > 0, then=then
+            )
+            return run_decoding(once, whole, num_rows=num_decoded, given=past) if num_decoded else once(whole)
+
+        started_s = time.perf_counter()
+        result = run(request.run.sites)
         self._counts.append(self._runtime.count_compiles())
+        if self._profiler is not None:
+            self._profiler.keep(layer, started_s, result.times)
+        if request.checks_capture:
+            self._effects.append(CaptureEffect.between(layer, result.output, run(()).output))
         return result
 
     def _tell_of(self, layer: int) -> None:

@@ -124,6 +124,6 @@ def test_flat_rows_become_a_batch_and_nothing_else_changes(
     site: Site, shape: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    shaped = shape_to_batch(site, tensor, INPUTS)
+    shaped = shape_to_batch(site, tensor, INPUTS.batch_shape)
     assert tuple(shaped.shape) == expected
     assert torch.equal(shaped.flatten(), tensor.flatten())

@@ -34,7 +34,9 @@ def build(spec: ModelSpec, open_layer: Any) -> Any:
 def run(module: ReferenceLayer, states: torch.Tensor, inputs: Inputs) -> Mapping[Site, torch.Tensor]:
     with torch.no_grad(), Recorder(module, TAPS, keep=copy_to_host) as recorder:
         output = module(states, inputs.attention_mask, inputs.position_ids)
-    recorded = {site: shape_to_batch(site, tensor, inputs) for site, tensor in recorder.tensors.items()}
+    recorded = {
+        site: shape_to_batch(site, tensor, inputs.batch_shape) for site, tensor in recorder.tensors.items()
+    }
     return {**recorded, Site.OUTPUT: output}
 
 

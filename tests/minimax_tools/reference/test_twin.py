@@ -61,7 +61,7 @@ def run_in_float32(model: Any, layer: int, states: torch.Tensor, inputs: Inputs)
             position_ids=inputs.position_ids,
             position_embeddings=model.model.rotary_emb(states, position_ids=inputs.position_ids),
         )
-    return {site: shape_to_batch(site, tensor, inputs) for site, tensor in tensors.items()}
+    return {site: shape_to_batch(site, tensor, inputs.batch_shape) for site, tensor in tensors.items()}
 
 
 def make_twin(config: Any, open_layer: Any, layer: int) -> Float32Twin:
@@ -91,7 +91,9 @@ def test_twin_is_the_reference_layer_in_float32(
     taps = {parse_site(name): Tap.parse(text) for name, text in ReferenceLayer.sites.items()}
     with torch.no_grad(), Recorder(module, taps, keep=copy_to_host) as recorder:
         output = module(states.float(), inputs.attention_mask, inputs.position_ids)
-    exact = {site: shape_to_batch(site, tensor, inputs) for site, tensor in recorder.tensors.items()}
+    exact = {
+        site: shape_to_batch(site, tensor, inputs.batch_shape) for site, tensor in recorder.tensors.items()
+    }
     twin = make_twin(config, open_layer, layer).run(states, inputs, router_experts=None, sites=COMPUTED)
     # Both choose the same set; the order of a choice is free.
     mine, order = twin.pop(Site.ROUTER_EXPERTS).sort(-1)

@@ -1,0 +1,78 @@
+"""What a run tells of itself, in words: graphs, whether recording changes anything, and where the time went."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from minimax_tools.size import word_size
+from neuron.runs.layer_times import LayerTimes
+from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
+from reports.canvas import Canvas, Column, Row
+from reports.wording import word_layers
+
+_PHASES = [field.name.removesuffix("_s").replace("_", " ") for field in dataclasses.fields(LayerTimes)]
+_COLUMNS = [
+    Column(title=title)
+    for title in ("layer", *(f"{phase}\n(s)" for phase in (*_PHASES, "total")), "host\npeak", "device\npeak")
+]
+
+
+def render_report(report: RunReport) -> str:
+    """Its text, for stdout; empty where there is nothing to tell."""
+    canvas = Canvas(width=None, is_terminal=None)
+    compiles = report.compiles
+    if compiles.first_layer or compiles.later_layers:
+        canvas.line(
+            f"graphs compiled: {compiles.first_layer} for the first layer, {compiles.later_layers} after it"
+        )
+    if report.effects is not None and not _changed(report):
+        layers = "layer" if len(report.effects) == 1 else "layers"
+        canvas.line(f"recording the sites changes no bit of what {len(report.effects)} {layers} gave")
+    if report.profile:
+        canvas.gap()
+        canvas.table(_COLUMNS, _rows(report.profile))
+    return canvas.text
+
+
+def find_warnings(report: RunReport) -> Iterator[str]:
+    """What of it should not be so, for stderr."""
+    compiles = report.compiles
+    if compiles.later_layers:
+        yield "a graph depends on the layer: a number, a shape or a slice that differs"
+    for operation in compiles.fallbacks:
+        yield f"{operation} ran on the CPU instead of the device"
+    if changed := _changed(report):
+        yield _word_effects(changed)
+
+
+def _changed(report: RunReport) -> list[CaptureEffect]:
+    return [effect for effect in report.effects or () if effect.num_changed]
+
+
+def _word_effects(changed: list[CaptureEffect]) -> str:
+    worst = max(changed, key=lambda effect: effect.num_changed)
+    return (
+        f"recording the sites changes the output of {word_layers([effect.layer for effect in changed])}: of layer "
+        f"{worst.layer} {worst.num_changed} of {worst.num_values} values, by at most {worst.max_abs_diff:.3g}"
+    )
+
+
+def _rows(layers: tuple[LayerProfile, ...]) -> list[Row]:
+    rows = [_row(str(profile.layer), profile.times, [profile]) for profile in layers]
+    if len(layers) > 1:
+        rows.append(_row("all", sum((profile.times for profile in layers), LayerTimes()), layers))
+    return rows
+
+
+def _row(name: str, times: LayerTimes, layers: Sequence[LayerProfile]) -> Row:
+    seconds = [f"{value:.2f}" for value in (*dataclasses.astuple(times), times.total_s)]
+    on_device = [profile.peak_device_bytes for profile in layers if profile.peak_device_bytes is not None]
+    return Row(
+        cells=(
+            name,
+            *seconds,
+            word_size(max(profile.peak_host_bytes for profile in layers)),
+            word_size(max(on_device)) if on_device else "-",
+        )
+    )

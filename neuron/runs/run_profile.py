@@ -1,0 +1,106 @@
+"""RunProfile: where the time of a run went, kept beside its capture as a trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.errors import CaptureError
+from minimax_tools.whole_file import whole_file
+from neuron.runs.layer_times import LayerTimes
+from neuron.runs.run_report import LayerProfile
+
+PROFILE_NAME = "profile.json"
+# Where the file says what a trace viewer does not want to know.
+_OWN_KEY = "mm2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProfile:
+    """What every layer of a run took.
+
+    Args:
+        backend: What computed.
+        batch_size: Rows of the run.
+        sequence_length: Tokens of each, padding included.
+        layers: In the order in which they ran.
+    """
+
+    backend: str
+    batch_size: int
+    sequence_length: int
+    layers: tuple[LayerProfile, ...]
+
+    @property
+    def usual(self) -> LayerTimes:
+        """The times of a layer that compiles nothing: of each phase the median, compiling aside."""
+        times = [dataclasses.astuple(profile.times) for profile in self.layers]
+        medians = [sorted(column)[len(column) // 2] for column in zip(*times, strict=True)]
+        names = [field.name for field in dataclasses.fields(LayerTimes)]
+        return dataclasses.replace(LayerTimes(**dict(zip(names, medians, strict=True))), compile_s=0.0)
+
+    def write(self, directory: Path) -> Path:
+        """Write the trace into `directory`, and say where."""
+        path = directory / PROFILE_NAME
+        record = {
+            "traceEvents": list(self._events()),
+            "displayTimeUnit": "ms",
+            _OWN_KEY: dataclasses.asdict(self),
+        }
+        with whole_file(path) as file:
+            json.dump(record, file)
+        return path
+
+    @classmethod
+    def read(cls, directory: Path) -> RunProfile:
+        """The profile of the run whose capture lies in `directory`.
+
+        Raises:
+            CaptureError: There is none, or it is damaged.
+        """
+        path = directory / PROFILE_NAME
+        try:
+            own = json.loads(path.read_text(encoding="utf-8"))[_OWN_KEY]
+            layers = tuple(
+                LayerProfile(**{**record, "times": LayerTimes(**record["times"])}) for record in own["layers"]
+            )
+            if not layers:
+                raise ValueError("no layer ran")
+            return cls(**{**own, "layers": layers})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CaptureError(
+                f"{directory} holds no profile that can be read",
+                found=f"{type(error).__name__}: {error}",
+                next_step="Run with --profile, and name the directory that it prints.",
+            ) from error
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """Complete events: one for a layer, and beneath it its phases, one after the other; in microseconds."""
+        for profile in self.layers:
+            start = profile.started_s
+            memory = {
+                "peak_host_bytes": profile.peak_host_bytes,
+                "peak_device_bytes": profile.peak_device_bytes,
+            }
+            yield _event(f"layer {profile.layer}", start, profile.times.total_s, memory)
+            for phase, seconds in dataclasses.asdict(profile.times).items():
+                yield _event(
+                    phase.removesuffix("_s").replace("_", " "), start, seconds, {"layer": profile.layer}
+                )
+                start += seconds
+
+
+def _event(name: str, start_s: float, seconds: float, about: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ph": "X",
+        "ts": start_s * 1e6,
+        "dur": seconds * 1e6,
+        "pid": 0,
+        "tid": 0,
+        "args": about,
+    }
