@@ -13,7 +13,7 @@ from typing import Any
 import click
 import torch
 
-from gpu_reference.generation import GENERATION_NAME, Sampling, generate, read_generation, render_generation
+from gpu_reference.generation import Sampling, generate
 from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
 from gpu_reference.options import golden_options, planned_golden_options, sampling_options
@@ -23,6 +23,7 @@ from gpu_reference.plan_check import validate_plan
 from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
 from gpu_reference.ranks.ranks import ToldError, open_ranks
 from gpu_reference.stream_choice import choose_part_streaming, choose_streaming, is_whole
+from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
@@ -127,11 +128,11 @@ def multi_layer(start_layer: int | None, end_layer: int | None, layers: str | No
 def show(directory: Path, as_json: bool) -> None:
     """Print what a capture holds: layers, sites, shapes and statistics, and what was generated."""
     source = open_source(directory)
-    generated = read_generation(directory)
+    generated = Generation.read(directory)
     if as_json:
         print_json(_with_generation(capture_record(source), generated))
     else:
-        click.echo(render_capture(source) + render_generation(generated))
+        click.echo(render_capture(source) + _word(generated))
 
 
 def _whole_model(options: Options) -> MakeRun:
@@ -152,14 +153,16 @@ def _run_golden(options: Options, make_run: MakeRun, sampling: Sampling | None =
             directory = _directory(options, request.run)
             with LayerProgress(len(request.run.span), label="Golden") as progress:
                 golden.capture(
-                    directory, extra={GENERATION_NAME: generated} if generated else {}, progress=progress
+                    directory,
+                    extra={GENERATION_NAME: generated.as_json()} if generated else {},
+                    progress=progress,
                 )
             capture = Capture.open(directory)
             record, text = capture_record(capture), render_capture(capture)
     if options["as_json"]:
         print_json(_with_generation(record, generated))
     else:
-        click.echo(text + render_generation(generated))
+        click.echo(text + _word(generated))
 
 
 def _run_planned(options: Options, plan_file: Path, slices_folder: Path | None) -> None:
@@ -290,8 +293,12 @@ def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
     return replace(request, streaming=streaming)
 
 
-def _with_generation(record: dict[str, Any], generated: dict[str, Any] | None) -> dict[str, Any]:
-    return {**record, "generation": generated} if generated else record
+def _with_generation(record: dict[str, Any], generated: Generation | None) -> dict[str, Any]:
+    return {**record, "generation": generated.as_json()} if generated else record
+
+
+def _word(generated: Generation | None) -> str:
+    return str(generated or "")
 
 
 if __name__ == "__main__":

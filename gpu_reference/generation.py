@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu_reference.placement import input_device, watched_memory
-from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.capture.generation import Generation
+from minimax_tools.errors import UsageError
 from minimax_tools.inputs import Inputs
-from minimax_tools.tokenizer import decode_rows, has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
-
-GENERATION_NAME = "generation.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,61 +61,16 @@ class Sampling:
         }
 
 
-def generate(
-    model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path
-) -> dict[str, Any]:
-    """Continue every row of `inputs` and return ids and text, as they are stored in `generation.json`.
+def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path) -> Generation:
+    """Continue every row of `inputs`; `folder` is the checkpoint's.
 
     Rows run one by one, without padding and each from the seed, so that none depends on its neighbours.
 
     Raises:
         BackendError: A GPU ran out of memory.
     """
-    prompts = _real_rows(inputs)
-    rows = [_continue_row(model, prompt, sampling) for prompt in prompts]
-    texts = decode_rows(folder, rows) if has_tokenizer(folder) else [None] * len(rows)
-    return {
-        "sampling": asdict(sampling),
-        "rows": [
-            {"prompt_ids": prompt, "generated_ids": new, "text": text}
-            for prompt, new, text in zip(prompts, rows, texts, strict=True)
-        ],
-    }
-
-
-def read_generation(directory: Path) -> dict[str, Any] | None:
-    """What `generate` gave when the capture in `directory` was made; None where it was not asked for.
-
-    Raises:
-        CaptureError: The file is damaged.
-    """
-    path = directory / GENERATION_NAME
-    try:
-        generation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CaptureError(
-            f"{path} is damaged", found=str(error), next_step="Run the capture again."
-        ) from error
-    return generation
-
-
-def render_generation(generation: dict[str, Any] | None) -> str:
-    """The rows as text; empty where there was no generation."""
-    rows = enumerate(generation["rows"] if generation else ())
-    return "".join(
-        f"\nRow {index} continues with {len(row['generated_ids'])} tokens\n"
-        f"  ids   {' '.join(str(token) for token in row['generated_ids'])}\n"
-        f"  text  {row['text'] if row['text'] is not None else 'unknown: the checkpoint has no tokenizer'}\n"
-        for index, row in rows
-    )
-
-
-def _real_rows(inputs: Inputs) -> list[list[int]]:
-    return [
-        ids[mask.bool()].tolist() for ids, mask in zip(inputs.input_ids, inputs.attention_mask, strict=True)
-    ]
+    rows = [_continue_row(model, prompt, sampling) for prompt in inputs.real_rows()]
+    return Generation.of(inputs, rows, sampling=asdict(sampling), folder=folder)
 
 
 def _continue_row(model: MiniMaxM2ForCausalLM, row: list[int], sampling: Sampling) -> list[int]:

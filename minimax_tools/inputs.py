@@ -56,6 +56,12 @@ class Inputs:
         """Real tokens of all rows."""
         return int(self.attention_mask.sum())
 
+    def real_rows(self) -> list[list[int]]:
+        """The token ids of each row, without padding."""
+        return [
+            ids[mask.bool()].tolist() for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)
+        ]
+
     def digest(self) -> str:
         """sha256 over ids, mask and positions: equal for equal inputs only."""
         digest = hashlib.sha256()

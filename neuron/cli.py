@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from compare.comparer import compare_captures
 from compare.options import read_criteria
+from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
@@ -69,6 +70,7 @@ class _Outcome:
 
     capture: Capture
     report: RunReport | None
+    generation: Generation | None
     comparison: Comparison | None
 
 
@@ -113,10 +115,20 @@ def sweep(start_layer: int | None, end_layer: int | None, layers: str | None, **
     _run_device(options, lambda spec: sweep_run(_span(given, spec), sites_level=options["sites_level"]))
 
 
-@main.command("full", epilog='\b\nExample: mm2-test full --model DIR --prompt "The capital of France is"')
+@main.command(
+    "full",
+    epilog='\b\nExample: mm2-test full --model DIR --prompt "The capital of France is" --max-new-tokens 8',
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Tokens to generate after each row, greedily; each but the first goes through all layers again.",
+)
 @device_options
 def full(**options: Any) -> None:
-    """Run the whole model, from the tokens to the logits."""
+    """Run the whole model, from the tokens to the logits, and say how each row goes on."""
     _run_device(options, lambda spec: full_run(spec.num_hidden_layers, sites_level=options["sites_level"]))
 
 
@@ -201,7 +213,9 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     if golden is not None:
         criteria = read_criteria(options)
         comparison = compare_captures(golden, capture, criteria=criteria, layer_pattern="layer_*")
-    outcome = _Outcome(capture=capture, report=report, comparison=comparison)
+    outcome = _Outcome(
+        capture=capture, report=report, generation=Generation.read(directory), comparison=comparison
+    )
     _print_outcome(outcome, as_json=options["as_json"])
     if comparison is not None:
         raise SystemExit(comparison.verdict.exit_code)
@@ -227,6 +241,7 @@ def _execute(
         budget=MemoryBudget(options["memory_budget"]),
         checks_capture=options["check_capture"],
         profiles=options["profile"],
+        max_new_tokens=options.get("max_new_tokens", 0),
     )
     with (
         open_runtime(options["backend"]) as runtime,
@@ -293,9 +308,13 @@ def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
         record["graphs"] = asdict(outcome.report.compiles) if outcome.report else None
         if outcome.report is not None:
             record["capture_effects"] = to_json(outcome.report.effects)
+        if outcome.generation is not None:
+            record["generation"] = outcome.generation.as_json()
         print_json({**record, **(comparison_record(outcome.comparison) if outcome.comparison else {})})
         return
     click.echo(render_capture(outcome.capture))
+    if outcome.generation is not None:
+        click.echo(str(outcome.generation))
     if outcome.report is not None:
         _print_report(outcome.report, outcome.capture.directory)
     if outcome.comparison is not None:

@@ -9,7 +9,6 @@ from torch import nn
 
 from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.inputs import Inputs
 from minimax_tools.sites import ModelSite
 from minimax_tools.spec import ModelSpec
 from neuron.builtin.layer import RMSNorm
@@ -33,9 +32,9 @@ class DeviceHead(nn.Module):
         return normed, self.lm_head(normed)
 
 
-def embed_tokens(reader: CheckpointReader, inputs: Inputs, *, dtype: torch.dtype) -> torch.Tensor:
-    """The embedding [B,S,H] of the rows, on the CPU; its weights are freed."""
-    return nn.functional.embedding(inputs.input_ids, reader.read_weight(EMBEDDING, dtype))
+def embed_tokens(reader: CheckpointReader, input_ids: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """The embedding [B,S,H] of tokens [B,S], on the CPU; its weights are freed."""
+    return nn.functional.embedding(input_ids, reader.read_weight(EMBEDDING, dtype))
 
 
 def run_head(

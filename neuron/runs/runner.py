@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import Description, dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.end_tokens import read_end_tokens
 from minimax_tools.errors import UsageError
 from minimax_tools.inputs import Inputs
 from minimax_tools.memory import MemoryBudget
@@ -33,6 +35,7 @@ from neuron.ports.targets import Target
 from neuron.runs.decoding import run_decoding
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.footprint import DeviceFootprint, MemoryLimits, choose_read_ahead
+from neuron.runs.generation import Model, generate_greedily
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.head import embed_tokens, run_head
 from neuron.runs.layer_input import LayerInput
@@ -62,6 +65,7 @@ class DeviceRequest:
         budget: What anonymous memory may be taken.
         checks_capture: Whether every layer runs once more with nothing recorded, to see if recording changes it.
         profiles: Whether time and memory of every layer are kept.
+        max_new_tokens: How many tokens are generated after each row, at most; of a run of the whole model.
     """
 
     folder: Path
@@ -78,6 +82,7 @@ class DeviceRequest:
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
     checks_capture: bool = False
     profiles: bool = False
+    max_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.run.decode_rows >= self.inputs.sequence_length:
@@ -193,6 +198,8 @@ class DeviceRun:
             else:
                 self._run_chained(writer)
             writer.finish()
+            if request.max_new_tokens:
+                self._generate(writer)
         return RunReport(
             compiles=self._compile_report(),
             effects=tuple(self._effects) if request.checks_capture else None,
@@ -288,19 +295,50 @@ class DeviceRun:
         self._num_bytes_told = num_bytes_read
 
     def _run_head(self, writer: CaptureWriter) -> None:
-        """Store the sites outside the layers, when the last layer is stored and its weights are gone."""
+        """Store the sites outside the layers, when the last layer is stored."""
         span = self._request.run.span
+        head = self._compute_head(writer.read_layer_output(span.last))
+        writer.write_model({ModelSite.EMBEDDING: writer.read_layer_input(span.start), **head})
+
+    def _compute_head(self, hidden_states: torch.Tensor) -> Mapping[ModelSite, torch.Tensor]:
+        """final_norm and logits of the last layer's output [B,S,H], when the layer's weights are gone."""
         self._executor.release()
         self._limits.allow_head()
-        head = run_head(
-            writer.read_layer_output(span.last),
+        return run_head(
+            hidden_states,
             reader=self._reader,
             spec=self._request.spec,
             runtime=self._runtime,
             loader=self._executor.loader,
             dtype=self._request.dtype,
         )
-        writer.write_model({ModelSite.EMBEDDING: writer.read_layer_input(span.start), **head})
+
+    def _generate(self, writer: CaptureWriter) -> None:
+        """Store how the rows go on."""
+        request = self._request
+
+        def run_layer(layer: int, given: LayerInput, then: int | None) -> LayerRun:
+            # A whole pass has the graphs of the run that was captured.
+            sites = request.run.sites if given.past is None else ()
+            return self._executor.run(layer, given, sites=sites, keeps_past=True, then=then)
+
+        model = Model(
+            embed=self._embed,
+            run_layer=run_layer,
+            read_logits=lambda hidden_states: self._compute_head(hidden_states)[ModelSite.LOGITS],
+        )
+        generated = generate_greedily(
+            model,
+            Capture.open(writer.directory),
+            request.inputs,
+            num_tokens=request.max_new_tokens,
+            end_tokens=read_end_tokens(request.folder),
+            spec=request.spec,
+            budget=request.budget,
+        )
+        sampling = {"do_sample": False, "max_new_tokens": request.max_new_tokens}
+        generation = Generation.of(request.inputs, generated, sampling=sampling, folder=request.folder)
+        writer.write_json(GENERATION_NAME, generation.as_json())
 
     def _hidden_states(self) -> torch.Tensor | Callable[[], torch.Tensor] | None:
         """What the capture keeps as its first layer's input: nothing where the tokens tell it."""
@@ -313,7 +351,7 @@ class DeviceRun:
         if self._request.lead_in:
             return writer.read_hidden_states()
         given = self._given_input()
-        return self._embed() if given is None else given
+        return self._embed(self._request.inputs.input_ids) if given is None else given
 
     def _given_input(self) -> torch.Tensor | None:
         """The first layer's input [B,S,H] on the CPU, where it is not made of the tokens."""
@@ -328,15 +366,15 @@ class DeviceRun:
 
     def _run_lead_in(self) -> torch.Tensor:
         """What the layers before the span make of the tokens: [B,S,H] on the CPU."""
-        hidden_states = self._embed()
+        hidden_states = self._embed(self._request.inputs.input_ids)
         for layer in self._request.lead_in:
             hidden_states = self._execute(layer, hidden_states, then=layer + 1).output
             self._tell_of(layer)
         return hidden_states
 
-    def _embed(self) -> torch.Tensor:
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         self._limits.allow_embedding()
-        return embed_tokens(self._reader, self._request.inputs, dtype=self._request.dtype)
+        return embed_tokens(self._reader, input_ids, dtype=self._request.dtype)
 
     def _source(self) -> str:
         """Where the first layer's input comes from, in words."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_reference.generation import Sampling, generate, read_generation, render_generation
+from gpu_reference.generation import Sampling, generate
 from gpu_reference.golden import Golden, open_golden
+from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError, UsageError
@@ -31,8 +31,8 @@ def batch(folder: Path, **options: Any) -> Inputs:
     return build_inputs(InputRequest(**options), folder=folder, spec=ModelSpec.from_folder(folder))
 
 
-def new_ids(generated: dict[str, Any]) -> list[list[int]]:
-    return [row["generated_ids"] for row in generated["rows"]]
+def new_ids(generated: Generation) -> list[list[int]]:
+    return [list(row.generated_ids) for row in generated.rows]
 
 
 def test_greedy_generation_is_transformers_own(opened: Golden, toy: Path, toy_bf16: Path) -> None:
@@ -99,31 +99,31 @@ def test_sampling_option_without_sampling_is_refused(option: dict[str, Any], nam
 
 def test_text_is_that_of_the_tokenizer(opened: Golden, toy: Path) -> None:
     generated = generate(opened.model, batch(toy, prompts=("The capital of France is",)), GREEDY, folder=toy)
-    row = generated["rows"][0]
-    assert row["text"] == decode_rows(toy, [row["generated_ids"]])[0]
-    assert decode_rows(toy, [row["prompt_ids"]]) == ["The capital of France is"]
+    row = generated.rows[0]
+    assert row.text == decode_rows(toy, [list(row.generated_ids)])[0]
+    assert decode_rows(toy, [list(row.prompt_ids)]) == ["The capital of France is"]
 
 
 def test_text_is_none_without_a_tokenizer(opened: Golden, toy: Path, tmp_path: Path) -> None:
     generated = generate(opened.model, batch(toy, seq_lens=(4,)), GREEDY, folder=tmp_path)
-    assert generated["rows"][0]["text"] is None
-    assert "unknown: the checkpoint has no tokenizer" in render_generation(generated)
+    assert generated.rows[0].text is None
+    assert "unknown: the checkpoint has no tokenizer" in str(generated)
 
 
 def test_generation_is_stored_with_its_sampling(opened: Golden, toy: Path, tmp_path: Path) -> None:
     generated = generate(opened.model, batch(toy, seq_lens=(4,)), GREEDY, folder=toy)
-    opened.capture(tmp_path / "capture", extra={"generation.json": generated})
-    stored = read_generation(tmp_path / "capture")
-    assert stored == json.loads(json.dumps(generated))
-    assert stored["sampling"]["max_new_tokens"] == 8
+    opened.capture(tmp_path / "capture", extra={GENERATION_NAME: generated.as_json()})
+    stored = Generation.read(tmp_path / "capture")
+    assert stored == generated
+    assert stored.sampling["max_new_tokens"] == 8
 
 
 def test_capture_without_generation_has_none(golden: Path) -> None:
-    assert read_generation(golden) is None
-    assert render_generation(None) == ""
+    assert Generation.read(golden) is None
 
 
-def test_damaged_generation_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "generation.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "{}", '{"rows": 3, "sampling": {}}'])
+def test_damaged_generation_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation.json").write_text(text)
     with pytest.raises(CaptureError, match=r"generation\.json is damaged"):
-        read_generation(tmp_path)
+        Generation.read(tmp_path)

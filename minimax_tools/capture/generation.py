@@ -1,0 +1,110 @@
+"""Generation: what a model says next, row by row, kept beside its activations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.errors import CaptureError
+from minimax_tools.inputs import Inputs
+from minimax_tools.tokenizer import decode_rows, has_tokenizer
+
+GENERATION_NAME = "generation.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """How one row goes on.
+
+    Args:
+        prompt_ids: The row, without padding.
+        generated_ids: What follows.
+        text: That as text; None where the checkpoint has no tokenizer.
+    """
+
+    prompt_ids: tuple[int, ...]
+    generated_ids: tuple[int, ...]
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """How all rows go on.
+
+    Args:
+        rows: One for each prompt.
+        sampling: How the next token was chosen, by the names of transformers.
+    """
+
+    rows: tuple[Continuation, ...]
+    sampling: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, inputs: Inputs, generated: Sequence[Sequence[int]], *, sampling: Mapping[str, Any], folder: Path
+    ) -> Generation:
+        """The rows of `inputs` and what was generated for each, as text too where `folder` has a tokenizer."""
+        rows = [list(ids) for ids in generated]
+        texts: Sequence[str | None] = (
+            decode_rows(folder, rows) if has_tokenizer(folder) else [None] * len(rows)
+        )
+        return cls(
+            rows=tuple(
+                Continuation(prompt_ids=tuple(prompt), generated_ids=tuple(new), text=text)
+                for prompt, new, text in zip(inputs.real_rows(), rows, texts, strict=True)
+            ),
+            sampling=dict(sampling),
+        )
+
+    @classmethod
+    def read(cls, directory: Path) -> Generation | None:
+        """What was generated when the capture in `directory` was made; None where nothing was.
+
+        Raises:
+            CaptureError: The file is damaged.
+        """
+        path = directory / GENERATION_NAME
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                rows=tuple(
+                    Continuation(
+                        prompt_ids=tuple(row["prompt_ids"]),
+                        generated_ids=tuple(row["generated_ids"]),
+                        text=row["text"],
+                    )
+                    for row in record["rows"]
+                ),
+                sampling=record["sampling"],
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CaptureError(
+                f"{path} is damaged", found=str(error), next_step="Run the capture again."
+            ) from error
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {
+            "sampling": dict(self.sampling),
+            "rows": [
+                {
+                    "prompt_ids": list(row.prompt_ids),
+                    "generated_ids": list(row.generated_ids),
+                    "text": row.text,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def __str__(self) -> str:
+        return "".join(
+            f"\nRow {index} continues with {len(row.generated_ids)} token{'s' * (len(row.generated_ids) != 1)}\n"
+            f"  ids   {' '.join(str(token) for token in row.generated_ids)}\n"
+            f"  text  {row.text if row.text is not None else 'unknown: the checkpoint has no tokenizer'}\n"
+            for index, row in enumerate(self.rows)
+        )

@@ -1,0 +1,116 @@
+"""Generation on a device: every next token goes through all layers, one of them in memory at a time.
+
+What a capture of the whole model holds is where it begins: logits for the first token, and each layer's input, which
+gives its keys and values while its weights are there for the second.
+B batch, S rows of the prompts, H hidden, K kv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.inputs import Inputs
+from minimax_tools.memory import MemoryBudget
+from minimax_tools.sites import ModelSite, Site
+from minimax_tools.spec import ModelSpec
+from neuron.runs.decoding import Cache
+from neuron.runs.layer_input import LayerInput
+from neuron.runs.layer_run import LayerRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The parts of a model on a device, called one after the other.
+
+    Args:
+        embed: Tokens [B,1] to hidden states [B,1,H].
+        run_layer: Runs a layer, and gives the keys and values of its rows; the last argument is the layer after it.
+        read_logits: The last layer's output [B,1,H] to logits [B,1,vocab].
+    """
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    run_layer: Callable[[int, LayerInput, int | None], LayerRun]
+    read_logits: Callable[[torch.Tensor], torch.Tensor]
+
+
+def generate_greedily(
+    model: Model,
+    capture: Capture,
+    inputs: Inputs,
+    *,
+    num_tokens: int,
+    end_tokens: frozenset[int],
+    spec: ModelSpec,
+    budget: MemoryBudget,
+) -> list[list[int]]:
+    """The most likely tokens after each row, until one of them ends its text.
+
+    Args:
+        model: Computes.
+        capture: The whole model's run of `inputs`, stored.
+        inputs: The prompts.
+        num_tokens: How many tokens, at most.
+        end_tokens: What ends a text.
+        spec: The model's quantities.
+        budget: Keys and values of all layers are held against it.
+
+    Raises:
+        MemoryBudgetError: They do not fit.
+        TargetError: The port takes or gives no past.
+    """
+    tokens = [_first_tokens(capture, inputs)]
+    caches: list[Cache] = []
+    budget.require(
+        _cache_bytes(spec, inputs, num_tokens) if num_tokens > 1 else 0, "keys and values of all layers"
+    )
+    attention_mask = inputs.attention_mask
+    positions = inputs.attention_mask.sum(dim=1, keepdim=True)
+    while len(tokens) < num_tokens and not all(
+        _has_ended(row, end_tokens) for row in torch.cat(tokens, dim=1)
+    ):
+        attention_mask = torch.cat((attention_mask, torch.ones_like(positions)), dim=1)
+        states = model.embed(tokens[-1])
+        for layer in range(spec.num_hidden_layers):
+            then = layer + 1 if layer + 1 < spec.num_hidden_layers else None
+            if len(caches) == layer:
+                whole = LayerInput.of(capture.read(layer, Site.INPUT), inputs)
+                key_values = model.run_layer(layer, whole, then).key_values
+                assert key_values is not None, "they were asked for"
+                caches.append(Cache(key_values, num_rows=inputs.sequence_length + num_tokens - 1))
+            given = caches[layer].input_of(states, attention_mask=attention_mask, position_ids=positions)
+            result = model.run_layer(layer, given, then)
+            assert result.key_values is not None, "they were asked for"
+            caches[layer].append(result.key_values)
+            states = result.output
+        positions = positions + 1
+        tokens.append(model.read_logits(states)[:, -1:].argmax(dim=-1))
+    return [_until_end(row, end_tokens) for row in torch.cat(tokens, dim=1)]
+
+
+def _first_tokens(capture: Capture, inputs: Inputs) -> torch.Tensor:
+    """What the logits of each row's last real token say, [B,1]."""
+    logits = capture.read_model(ModelSite.LOGITS)
+    places = torch.arange(inputs.sequence_length) * inputs.attention_mask
+    last = places.argmax(dim=1)
+    return logits[torch.arange(len(last)), last].argmax(dim=-1, keepdim=True)
+
+
+def _has_ended(row: torch.Tensor, ended: frozenset[int]) -> bool:
+    return not ended.isdisjoint(row.tolist())
+
+
+def _until_end(row: torch.Tensor, ended: frozenset[int]) -> list[int]:
+    """The tokens up to the first that ends the text, that one included."""
+    tokens: list[int] = row.tolist()
+    ends = [index for index, token in enumerate(tokens) if token in ended]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def _cache_bytes(spec: ModelSpec, inputs: Inputs, num_tokens: int) -> int:
+    num_rows = inputs.batch_size * (inputs.sequence_length + num_tokens - 1)
+    # Two of them, of at most float32.
+    return spec.num_hidden_layers * num_rows * 2 * spec.key_value_width * 4
