@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,20 @@ class Manifest:
         return replace(self, entries=_sorted((*layers, *entries)))
 
     def as_json(self) -> dict[str, Any]:
-        """The manifest as it is written."""
+        """The manifest as JSON values."""
+        return {**self._frame(), "entries": [entry.as_json() for entry in self.entries]}
+
+    def as_text(self) -> str:
+        """The same as it is written, an entry a line: one more layer costs little beside the others."""
+        frame = [f" {json.dumps(name)}: {_as_text(value)}" for name, value in self._frame().items()]
+        entries = ",\n".join(f"  {_entry_text(entry)}" for entry in self.entries)
+        return "{\n" + ",\n".join((*frame, f' "entries": [\n{entries}\n ]')) + "\n}\n"
+
+    def _frame(self) -> dict[str, Any]:
+        """All but the entries."""
         return {
             "schema_version": SCHEMA_VERSION,
             **self.description.as_json(),
-            "entries": [entry.as_json() for entry in self.entries],
             "not_exposed": {
                 str(layer): [str(site) for site in sites] for layer, sites in self.not_exposed.items()
             },
@@ -231,6 +241,16 @@ def digest_tensor(tensor: torch.Tensor) -> str:
     """sha256 over the tensor's bytes in row-major order."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().data).hexdigest()
+
+
+def _as_text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+@lru_cache(maxsize=1 << 14)
+def _entry_text(entry: Entry) -> str:
+    """Made once: an entry never changes, and stands in the manifest of every layer after it."""
+    return _as_text(entry.as_json())
 
 
 def _is_own(record: Any) -> bool:

@@ -124,9 +124,7 @@ class CaptureWriter:
 
     def write_json(self, name: str, value: object) -> None:
         """Store a JSON file beside the tensors."""
-        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        with replacing(self.directory / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        self._write_text(name, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     def write_inputs(self, inputs: Inputs, hidden_states: torch.Tensor | None) -> None:
         """Store the token rows, and the hidden states [B,S,H] of a run that starts in mid-model."""
@@ -157,8 +155,12 @@ class CaptureWriter:
                 {key: tensor.contiguous() for key, tensor in tensors.items()}, temporary
             )
 
+    def _write_text(self, name: str, text: str) -> None:
+        with replacing(self.directory / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
     def _update(self, manifest: Manifest) -> None:
-        self.write_json(self._manifest_name, manifest.as_json())
+        self._write_text(self._manifest_name, manifest.as_text())
         self.manifest = manifest
 
 
@@ -195,7 +197,7 @@ def open_capture(
         remove_temporaries(directory)
         writer = CaptureWriter(directory, manifest)
         # The manifest comes first: what it lies in is a capture, however early the run is killed.
-        writer.write_json(MANIFEST_NAME, manifest.as_json())
+        writer._update(manifest)
         remove_parts(directory)
         if callable(hidden_states):
             hidden_states = writer.read_hidden_states() if manifest.complete_layers else hidden_states()
