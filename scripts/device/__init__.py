@@ -1,0 +1,1 @@
+"""The groups of figures that `bench_device.py` measures."""

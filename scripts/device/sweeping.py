@@ -1,0 +1,81 @@
+"""The figures of `bench_device.py` that tell of a sweep: its graphs, and its time over what it cannot do without.
+
+`sweep_over_bare` is a sweep of 62 toy layers on XLA's CPU device (hidden 256, 32 experts, two rows; every site captured
+and written, the golden read) over the least that gives each layer's output: one resident layer compiled, and 62 forward
+passes whose outputs are copied to the host, on weights that are there already. `sweep_over_bare_loading` is the same
+against a bare loop that loads each layer's weights. Each run is a process of its own; imports and torch_xla's start are
+left out on all sides. The rounds alternate, and the figures are the medians of their ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from figures import Figure
+
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+
+_NUM_LAYERS = {"full": 62, "toy": 4}
+_ROUNDS = {"full": 5, "toy": 1}
+_SCRIPTS = Path(__file__).parents[1]
+_REPOSITORY = Path(__file__).parents[2]
+_SEQ_LENS = "48,33"
+
+
+def measure(scale: str) -> Iterator[Figure]:
+    """The figures, one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, golden = Path(folder, "model"), Path(folder, "golden")
+        synthesize(
+            model,
+            model=SyntheticModel(num_hidden_layers=_NUM_LAYERS[scale]),
+            dtype=torch.bfloat16,
+            shard_size_bytes=None,
+            seed=0,
+        )
+        _capture_golden(model, golden)
+        ways = ("sweep", "bare", "bare-loading")
+        rounds = [
+            {way: _run(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}
+            for number in range(_ROUNDS[scale])
+        ]
+    sweep = rounds[0]["sweep"]
+    yield Figure.at_most("graphs_for_62_layers", sweep["first_layer"] + sweep["later_layers"], 3)
+    yield Figure.exactly("compiles_after_first_layer", sweep["later_layers"], 0)
+    yield Figure.at_most("sweep_over_bare", _ratio(rounds, "bare"), 1.3)
+    yield Figure.plain("sweep_over_bare_loading", _ratio(rounds, "bare-loading"))
+    yield Figure.plain(
+        "compile_share_of_bare", median(one["bare"]["compile_s"] / one["bare"]["seconds"] for one in rounds)
+    )
+
+
+def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str) -> float:
+    return median(one["sweep"]["seconds"] / one[way]["seconds"] for one in rounds)
+
+
+def _capture_golden(model: Path, golden: Path) -> None:
+    arguments = ["extract-all", "--model", model, "--seq-len", _SEQ_LENS, "--output-dir", golden]
+    options = ["--noise-floor", "off", "--quiet", "--json"]
+    subprocess.run(
+        [sys.executable, "-m", "gpu_reference", *map(str, arguments), *options],
+        cwd=_REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+
+
+def _run(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:
+    """One process of `timed_sweep`, and what it printed."""
+    command = [sys.executable, "-m", "device.timed_sweep", way, str(model), str(golden), str(output)]
+    done = subprocess.run(command, cwd=_SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
+    record: dict[str, Any] = json.loads(done.stdout)
+    return record

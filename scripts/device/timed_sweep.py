@@ -1,0 +1,102 @@
+"""One process of a timed sweep, or of the bare loop that it is held against.
+
+    python -m device.timed_sweep sweep|bare|bare-loading MODEL GOLDEN OUTPUT
+
+Prints one JSON object: the seconds from when the device is open to when the last layer is done, those of them that went
+into compiling, and, of a sweep, its graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.run import sweep_run
+from minimax_tools.sites import Site
+from minimax_tools.span import Span
+from minimax_tools.spec import ModelSpec
+from neuron.devices.runtime import Runtime, open_runtime
+from neuron.devices.weights import WeightLoader
+from neuron.ports.targets import find_target
+from neuron.runs.runner import DeviceRequest, DeviceRun
+
+
+def main(way: str, model: str, golden: str, output: str) -> None:
+    """Run, and print how long it took."""
+    folder = Path(model)
+    with open_runtime("xla-cpu") as runtime, CheckpointReader(folder) as reader:
+        if way == "sweep":
+            record = _sweep(runtime, reader, Capture.open(Path(golden)), Path(output))
+        else:
+            record = _run_bare(runtime, reader, Capture.open(Path(golden)), loads=way == "bare-loading")
+        record["compile_s"] = runtime.count_compiles().seconds
+    print(json.dumps(record))
+
+
+def _sweep(runtime: Runtime, reader: CheckpointReader, golden: Capture, output: Path) -> dict[str, float]:
+    spec = ModelSpec.from_folder(reader.folder)
+    started = time.perf_counter()
+    request = DeviceRequest(
+        folder=reader.folder,
+        spec=spec,
+        model_source=str(reader.folder),
+        run=sweep_run(Span(0, spec.num_hidden_layers), sites_level="all"),
+        inputs=golden.read_inputs(),
+        dtype=torch.bfloat16,
+        target=find_target("builtin"),
+        golden=golden,
+    )
+    report = DeviceRun(request, runtime=runtime, reader=reader).capture(output)
+    return {
+        "seconds": time.perf_counter() - started,
+        "first_layer": report.compiles.first_layer,
+        "later_layers": report.compiles.later_layers,
+    }
+
+
+def _run_bare(
+    runtime: Runtime, reader: CheckpointReader, golden: Capture, *, loads: bool
+) -> dict[str, float]:
+    """The least that gives each layer's output on the host."""
+    spec, target = ModelSpec.from_folder(reader.folder), find_target("builtin")
+    with ReadingPool(torch.get_num_threads()) as pool:
+        loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)
+
+        def load(layer: int) -> None:
+            tensors = LayerTensors.open(reader, spec, layer, torch.bfloat16)
+            target.load(module, tensors, spec, loader=loader)
+
+        module = target.build(spec, 0, dtype=torch.bfloat16)
+        inputs = [golden.read(layer, Site.INPUT) for layer in range(spec.num_hidden_layers)]
+        if not loads:
+            load(0)
+        started = time.perf_counter()
+        for layer, hidden_states in enumerate(inputs):
+            if loads:
+                load(layer)
+            _step(module, runtime, golden, hidden_states)
+        return {"seconds": time.perf_counter() - started}
+
+
+def _step(module: nn.Module, runtime: Runtime, golden: Capture, hidden_states: torch.Tensor) -> torch.Tensor:
+    inputs, device = golden.read_inputs(), runtime.device
+    with torch.no_grad():
+        output, _ = module(
+            hidden_states.to(device), inputs.attention_mask.to(device), inputs.position_ids.to(device)
+        )
+    runtime.synchronise()
+    on_host: torch.Tensor = output.to("cpu")
+    return on_host
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
