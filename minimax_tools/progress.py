@@ -167,11 +167,11 @@ class LayerProgress:
         spent_s = self._latest_s - self._begun_s
         num_left = self._num_layers - self._num_done
         if num_left <= 0:
-            words.append(f"took {_word_time(spent_s)}")
+            words.append(f"took {word_duration(spent_s)}")
         elif self._num_fresh:
             layer_s = spent_s / self._num_fresh
             current_s = min(self._clock() - self._latest_s, layer_s)
-            words.append(f"{_word_time(num_left * layer_s - current_s)} left")
+            words.append(f"{word_duration(num_left * layer_s - current_s)} left")
         if self._num_bytes and spent_s > 0:
             words.append(f"{word_size(int(self._num_bytes / spent_s))}/s")
         usage = MemoryUsage.current()
@@ -231,7 +231,8 @@ class AboveBar:
         """Do nothing: whole lines are out already."""
 
 
-def _word_time(duration_s: float) -> str:
+def word_duration(duration_s: float) -> str:
+    """A duration as `4:15` or `1:02:03`: minutes and seconds, and hours where there are some."""
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

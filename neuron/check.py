@@ -24,6 +24,7 @@ from minimax_tools.checkpoint.names import expected_layer_shapes
 from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
 from minimax_tools.errors import BackendError, MissingExtraError
 from minimax_tools.memory import available_bytes
+from minimax_tools.progress import word_duration
 from minimax_tools.prompts import InputRequest, build_inputs
 from minimax_tools.provenance import library_versions, numeric_environment
 from minimax_tools.size import word_size
@@ -32,6 +33,7 @@ from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.machine import Machine
 from neuron.ports.targets import find_target
 from neuron.runs.footprint import DeviceFootprint
+from neuron.runs.run_profile import RunProfile
 
 # One tensor of runtimes before SDK 2.28.
 _MAX_TENSOR_BYTES = 4 << 30
@@ -120,6 +122,7 @@ def check_machine(
     *,
     backend: str,
     dtype: torch.dtype,
+    profile: RunProfile | None = None,
     root: Path = Path("/"),
 ) -> tuple[Finding, ...]:
     """Look at this machine.
@@ -129,6 +132,7 @@ def check_machine(
         seq_lens: Lengths of a row; the memory that mm2's own layer takes of the host is told for each.
         backend: As for `choose_backend`.
         dtype: Of weights and activations.
+        profile: Of a run on this machine, from which the time that other lengths take is told; None for none.
         root: Where `dev`, `sys` and `var` lie.
     """
     machine = Machine.current(root=root)
@@ -153,6 +157,8 @@ def check_machine(
                 ),
             )
             findings.append(_look_at_host_memory(footprint, free))
+    if profile is not None:
+        findings += [_look_at_time(profile, spec, seq_len) for seq_len in seq_lens]
     return tuple(findings)
 
 
@@ -321,6 +327,31 @@ def _look_at_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype
             "runtimes before SDK 2.28 allow",
             next_step="In a port, run experts in chunks, as mm2's own layer does, or spread them over two cores.",
         )
+
+
+def _look_at_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> Finding:
+    """What a row of a length takes, told from a run: what is computed grows with the length, loading does not."""
+    measured = profile.batch_size * _layer_flops(spec, profile.sequence_length)
+    usual = profile.usual
+    run_s = usual.run_s * _layer_flops(spec, seq_len) / measured
+    copy_back_s = usual.copy_back_s * seq_len / (profile.batch_size * profile.sequence_length)
+    loading_s = usual.read_s + usual.regroup_s + usual.transfer_s
+    layer_s = loading_s + run_s + copy_back_s
+    all_s = word_duration(layer_s * spec.num_hidden_layers)
+    return Finding(
+        level=Level.OK,
+        subject="time",
+        found=f"a row of {seq_len} tokens takes about {layer_s:.2f} s a layer ({loading_s:.2f} s to load, "
+        f"{run_s:.2f} s to run) and {all_s} for {spec.num_hidden_layers} layers on {profile.backend}, "
+        "compiling aside",
+    )
+
+
+def _layer_flops(spec: ModelSpec, seq_len: int) -> float:
+    """Of one row through one layer all of whose experts see every token, as those of static shape do."""
+    attention = 2 * spec.hidden_size * (2 * spec.query_width + 2 * spec.key_value_width)
+    experts = 6 * spec.num_local_experts * spec.hidden_size * spec.intermediate_size
+    return seq_len * (attention + experts + 4 * spec.query_width * seq_len)
 
 
 def _look_at_host_memory(footprint: DeviceFootprint, free: int) -> Finding:

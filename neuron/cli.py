@@ -161,17 +161,29 @@ def component(layer: int, component: str, **options: Any) -> None:
     show_default=True,
     help="Lengths of a row; the memory that a layer takes is told for each.",
 )
+@click.option(
+    "--profile-of",
+    type=click.Path(path_type=Path),
+    metavar="CAPTURE",
+    help="A run with --profile on this machine: from its times those of the lengths are told.",
+)
 @dtype_option
 @output_options
 def check(
-    model: str | None, backend: str, seq_lens: tuple[int, ...], dtype: torch.dtype, as_json: bool
+    model: str | None,
+    backend: str,
+    seq_lens: tuple[int, ...],
+    profile_of: Path | None,
+    dtype: torch.dtype,
+    as_json: bool,
 ) -> None:
     """Tell what this machine is, what changes numbers on it, and whether a layer fits.
 
     Without --model a layer is one of MiniMax-M2's. Exits with 3 where no run can work.
     """
     spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
-    findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype)
+    profile = None if profile_of is None else RunProfile.read(profile_of)
+    findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype, profile=profile)
     if as_json:
         print_json({"worst": str(worst(findings)), "findings": [asdict(finding) for finding in findings]})
     else:

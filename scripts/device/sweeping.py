@@ -59,7 +59,8 @@ def measure(scale: str) -> Iterator[Figure]:
 
 
 def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str) -> float:
-    return median(one["sweep"]["seconds"] / one[way]["seconds"] for one in rounds)
+    ratios: list[float] = [one["sweep"]["seconds"] / one[way]["seconds"] for one in rounds]
+    return median(ratios)
 
 
 def _capture_golden(model: Path, golden: Path) -> None:
