@@ -4,8 +4,8 @@
 |---|---|
 | `@replicate` | the whole, bit-equal on all ranks |
 | `@shard(dim)` | parts of equal size along a dim, in rank order |
-| `@shard(dim; 0,1,2,-,3,4,5,-)` | blocks of equal size along a dim, in rank order, by their logical numbers: `-` is padding, |
-| | and a number that comes twice stands for copies, which must be bit-equal |
+| `@shard(dim; 0,1,2,-,3,4,5,-)` | blocks of equal size along a dim, in rank order, by their logical numbers: |
+| | `-` is padding, and a number that comes twice stands for copies, which must be bit-equal |
 | `@partial` | a sum that is still to be reduced |
 """
 
@@ -149,7 +149,9 @@ class Sharded:
         width = size // num_blocks
         padding = torch.zeros_like(tensor.narrow(self.dim, 0, width))
         own = blocks[rank * per_rank : (rank + 1) * per_rank]
-        parts = [padding if number is None else tensor.narrow(self.dim, number * width, width) for number in own]
+        parts = [
+            padding if number is None else tensor.narrow(self.dim, number * width, width) for number in own
+        ]
         return torch.cat(parts, dim=self.dim)
 
     def _blocks_per_rank(self, num_ranks: int, *, what: str) -> int:

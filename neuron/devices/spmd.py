@@ -1,0 +1,85 @@
+"""Spmd: one process that computes on several XLA devices; weights are marked, and XLA inserts what they exchange.
+
+This is how XLA on the CPU shares a layer: collectives between processes cannot be trusted there. The layer's code stays
+that of a whole layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from minimax_tools.errors import BackendError
+from neuron.devices.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+_CPU_NUM_DEVICES = "CPU_NUM_DEVICES"
+# The axes of the mesh, by which a layer's `shardings` name them.
+EXPERT_AXIS, TENSOR_AXIS = "expert", "tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spmd:
+    """The devices of this process, as a mesh of expert groups by devices in each.
+
+    Args:
+        sharing: Into how many parts a layer is divided; of them this process is all.
+    """
+
+    sharing: Ranks
+
+    def shard(self, module: nn.Module, *, what: str) -> None:
+        """Mark a loaded module's weights as its `shardings` say: by name, for each dim an axis or several, or None.
+
+        A module without stays whole on every device, unless it marks its weights itself; that is logged.
+
+        Args:
+            module: On the device.
+            what: The module in words.
+        """
+        shardings: Mapping[str, tuple[Any, ...]] | None = getattr(module, "shardings", None)
+        if shardings is None:
+            logger.warning(
+                "%s has no `shardings`: every one of the %d devices computes all of it, unless it marks its own weights.",
+                what,
+                self.sharing.degree,
+            )
+            return
+        import torch_xla.distributed.spmd as xla_spmd
+
+        mesh = xla_spmd.Mesh(
+            range(self.sharing.degree),
+            (self.sharing.expert_degree, self.sharing.ranks_per_expert),
+            (EXPERT_AXIS, TENSOR_AXIS),
+        )
+        tensors = module.state_dict(keep_vars=True)
+        for name, axes in shardings.items():
+            xla_spmd.mark_sharding(tensors[name], mesh, axes)
+
+
+def open_spmd(sharing: Ranks) -> Spmd:
+    """Have XLA on the CPU show so many devices; before torch_xla is used in this process.
+
+    Raises:
+        BackendError: XLA shows another number of devices.
+    """
+    os.environ[_CPU_NUM_DEVICES] = str(sharing.degree)
+    os.environ["PJRT_DEVICE"] = "CPU"
+    import torch_xla.runtime
+
+    torch_xla.runtime.use_spmd()
+    found = torch_xla.runtime.global_runtime_device_count()
+    if found != sharing.degree:
+        raise BackendError(
+            "XLA on the CPU shows another number of devices",
+            expected=str(sharing.degree),
+            found=str(found),
+            next_step="Start mm2-test in a process of its own: torch_xla counts devices once.",
+        )
+    return Spmd(sharing=sharing)
