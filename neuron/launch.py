@@ -43,7 +43,9 @@ def launch_ranks(
         CannotRunError: A rank died, and rank 0 could not tell of it.
     """
     # The store is this process's: it outlives every rank, and no other process can take its port.
-    store = torch.distributed.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
+        _HOST, 0, is_master=True, wait_for_workers=False
+    )
     before = signal.signal(signal.SIGTERM, _interrupt)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
@@ -51,9 +53,12 @@ def launch_ranks(
             ranks.append(_start(rank, num_ranks, store.port, arguments, environment))
         return _wait(ranks, attempt_store(store))
     except KeyboardInterrupt:
+        if not ranks:
+            raise
         ranks[0].send_signal(signal.SIGINT)
-        _has_ended(ranks[0], _GRACE_S)
-        raise
+        if not _has_ended(ranks[0], _GRACE_S) or ranks[0].returncode < 0:
+            raise
+        return ranks[0].returncode
     finally:
         _end(ranks)
         signal.signal(signal.SIGTERM, before)

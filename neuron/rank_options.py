@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from minimax_tools.console import show_warnings_only
-from minimax_tools.errors import CannotRunError, Mm2Error
+from minimax_tools.console import given_arguments, show_warnings_only, speak_as
+from minimax_tools.errors import CannotRunError
 from minimax_tools.native_output import native_output_dropped
 from minimax_tools.options import DTYPES, stack_options
 from neuron.devices.backend import Backend, choose_backend
@@ -70,8 +70,7 @@ def rank_options(command: Command) -> Command:
         refuse_launched(backend)
         is_launched = environment.get("WORLD_SIZE", "1") != "1"
         if backend is not Backend.XLA_CPU and not is_launched:
-            arguments = click.get_current_context().find_root().meta["mm2.arguments"]
-            raise SystemExit(launch_ranks(ranks.degree, arguments, environment=environment))
+            raise SystemExit(launch_ranks(ranks.degree, given_arguments(), environment=environment))
         if ranks.is_lead:
             return command(**options, ranks=ranks)
         return _follow(options["backend"], ranks)
@@ -83,12 +82,10 @@ def rank_options(command: Command) -> Command:
 def _follow(backend: str, ranks: Ranks) -> None:
     """Do what rank 0 says until it says no more; what a port prints here would come between its results."""
     show_warnings_only()
+    speak_as(f"rank {ranks.rank}")
     try:
         with native_output_dropped(), open_runtime(backend, ranks=ranks) as runtime:
             follow(runtime)
     except RankFailedError:
         # It says so itself.
         raise SystemExit(CannotRunError.exit_code) from None
-    except Mm2Error as error:
-        click.echo(f"rank {ranks.rank}: Error: {error}", err=True)
-        raise SystemExit(error.exit_code) from error

@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: torch.Tensor, mean_square: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., width] to [..., width], same dtype; of a part of what is normed, by the whole's mean square [..., 1]."""
+        """[..., width] to [..., width], same dtype; a part of what is normed by the whole's mean square [..., 1]."""
         exact = states.float()
         if mean_square is None:
             mean_square = exact.square().mean(dim=-1, keepdim=True)

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed.rendezvous import rendezvous
 
 from minimax_tools.errors import BackendError, CannotRunError, Mm2Error, UsageError
+from minimax_tools.native_output import native_output_dropped
 from neuron.devices.distributed import probe_group
 from neuron.devices.ranks import Ranks
 
@@ -30,7 +32,8 @@ _ARRIVAL_TIMEOUT = timedelta(hours=24)
 # How long to look for the cause of a closed connection: whoever launched the ranks tells of one that was killed.
 _CAUSE_S = 3.0
 _POLL_S = 0.05
-_LEAD_KEY, _FAILURE_KEY = "mm2/lead", "mm2/failure"
+_LEAD_KEY, _FAILURE_KEY = "lead", "failure"
+_FIRST_ATTEMPT = "0"
 _CONNECTION = re.compile(r"gloo|connection|socket|recv|timed out|broken pipe|NCCL", re.IGNORECASE)
 
 
@@ -67,7 +70,8 @@ class Crew:
             BackendError: It cannot be trusted.
         """
         if self.ranks.are_several:
-            self._group = torch.distributed.new_group(backend="gloo", timeout=_TALK_TIMEOUT)
+            with native_output_dropped():
+                self._group = torch.distributed.new_group(backend="gloo", timeout=_TALK_TIMEOUT)
             probe_group(torch.device("cpu"), group=self._group)
 
     def tell(self, message: Any) -> None:
@@ -138,9 +142,9 @@ def open_store(ranks: Ranks) -> Any:
             next_step=f"Start torchrun --nproc-per-node {ranks.degree} -m neuron …, or unset WORLD_SIZE.",
         )
     try:
-        store, _, _ = next(torch.distributed.rendezvous("env://", timeout=_ARRIVAL_TIMEOUT))
-        # Of an attempt that torchrun starts anew: what the one before left in its store is not read.
-        store = torch.distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store, _, _ = next(rendezvous("env://", timeout=_ARRIVAL_TIMEOUT))
+        # torchrun keeps its store when it starts the ranks anew: what an attempt before left there is not read.
+        store = attempt_store(store, attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", _FIRST_ATTEMPT))
         if ranks.is_lead:
             store.set(_LEAD_KEY, "here")
         else:
@@ -161,9 +165,9 @@ def leave_word(store: Any, failure: dict[str, Any]) -> dict[str, Any]:
     return first
 
 
-def attempt_store(store: Any) -> Any:
-    """The part of a store that the ranks of a first attempt use."""
-    return torch.distributed.PrefixStore("0", store)
+def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:
+    """The part of a store that the ranks of one attempt use."""
+    return torch.distributed.PrefixStore(f"mm2/{attempt}", store)  # type: ignore[attr-defined]  # not in its __all__
 
 
 def _is_lost_connection(error: BaseException) -> bool:

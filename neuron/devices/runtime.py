@@ -134,6 +134,9 @@ def open_runtime(name: str, *, ranks: Ranks | None = None) -> Iterator[Runtime]:
             stack.enter_context(model_parallel(ranks.degree))
         crew.meet()
         yield Runtime(backend=backend, device=device, crew=crew, spmd=spmd)
+        if ranks.is_lead:
+            # They may go.
+            crew.tell(None)
 
 
 def cut_graph(device: torch.device) -> None:

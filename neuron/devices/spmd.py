@@ -46,21 +46,21 @@ class Spmd:
         shardings: Mapping[str, tuple[Any, ...]] | None = getattr(module, "shardings", None)
         if shardings is None:
             logger.warning(
-                "%s has no `shardings`: every one of the %d devices computes all of it, unless it marks its own weights.",
+                "%s has no `shardings`: each of %d devices computes all of it, unless it marks its weights itself.",
                 what,
                 self.sharing.degree,
             )
             return
-        import torch_xla.distributed.spmd as xla_spmd
+        from torch_xla.distributed.spmd.xla_sharding import Mesh, mark_sharding
 
-        mesh = xla_spmd.Mesh(
-            range(self.sharing.degree),
+        mesh = Mesh(
+            list(range(self.sharing.degree)),
             (self.sharing.expert_degree, self.sharing.ranks_per_expert),
             (EXPERT_AXIS, TENSOR_AXIS),
         )
         tensors = module.state_dict(keep_vars=True)
         for name, axes in shardings.items():
-            xla_spmd.mark_sharding(tensors[name], mesh, axes)
+            mark_sharding(tensors[name], mesh, axes)
 
 
 def open_spmd(sharing: Ranks) -> Spmd:

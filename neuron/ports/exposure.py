@@ -16,6 +16,7 @@ from minimax_tools.capture.taps import Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.sites import Site, parse_site
 from minimax_tools.spec import ModelSpec
+from neuron.devices.ranks import Ranks
 from neuron.ports.layouts import Layout, Replicated, Sharded, parse_layout
 
 _ATTENTION = ("self_attn", "attention", "attn")
@@ -49,44 +50,58 @@ class Exposure:
         return site in self.declared or tuple(tensor.shape) == site_shape(site, spec, batch_shape)
 
     def assemble(
-        self, site: Site, pieces: Sequence[torch.Tensor], inputs: Inputs, spec: ModelSpec, *, what: str
+        self,
+        site: Site,
+        pieces: Sequence[torch.Tensor],
+        spec: ModelSpec,
+        batch_shape: tuple[int, int],
+        *,
+        what: str,
     ) -> torch.Tensor | None:
         """What the ranks' pieces of a site make up; None where that cannot be told, and the site shows nothing.
 
         Args:
             site: The site.
             pieces: What each rank recorded, in their order, on the CPU.
-            inputs: The token rows.
             spec: The model.
-            what: Target and layer, for errors.
+            batch_shape: B and S.
+            what: Target, layer and site, for errors.
 
         Raises:
             TargetError: The pieces are not what the port says, or what all ranks should have differs.
         """
-        layout = self._layout(site, pieces, inputs, spec)
+        layout = self._layout(site, pieces, spec, batch_shape)
         if layout is None:
             return None
-        whole = layout.assemble(pieces, what=f"{what}, {site}") if len(pieces) > 1 else pieces[0]
-        return shape_to_batch(site, whole, inputs)
+        whole = layout.assemble(pieces, what=what) if len(pieces) > 1 else pieces[0]
+        return shape_to_batch(site, whole, batch_shape)
 
-    def cut(self, site: Site, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """What a rank is fed of a site's logical tensor.
+    def cut(self, site: Site, tensor: torch.Tensor, *, ranks: Ranks, what: str) -> torch.Tensor:
+        """What a rank holds of a site's logical tensor.
 
         Raises:
             TargetError: It cannot be told.
         """
-        if num_ranks == 1:
+        if not ranks.are_several:
             return tensor
+        if site.has_heads_dim and site not in self.declared:
+            raise TargetError(
+                f"{what}: which heads a rank holds cannot be told",
+                expected=f"{site} among the port's `sites`, with its layout, such as '@shard(1)'",
+                found="no such site",
+                next_step="Name it, or run on one rank.",
+            )
         layout = self.layouts.get(site, Replicated())
-        return layout.cut(tensor, rank=rank, num_ranks=num_ranks, what=f"{what}, {site}")
+        return layout.cut(tensor, rank=ranks.rank, num_ranks=ranks.degree, what=what)
 
     def _layout(
-        self, site: Site, pieces: Sequence[torch.Tensor], inputs: Inputs, spec: ModelSpec
+        self, site: Site, pieces: Sequence[torch.Tensor], spec: ModelSpec, batch_shape: tuple[int, int]
     ) -> Layout | None:
-        if site in self.layouts or site in self.declared or len(pieces) == 1:
+        """As declared; of a site found by name, as the shape of its pieces tells."""
+        if site in self.declared or len(pieces) == 1:
             return self.layouts.get(site, Replicated())
-        expected = site_shape(site, inputs, spec)
-        found = tuple(shape_to_batch(site, pieces[0], inputs).shape)
+        expected = site_shape(site, spec, batch_shape)
+        found = tuple(shape_to_batch(site, pieces[0], batch_shape).shape)
         if found == expected:
             return Replicated()
         is_part = found[:-1] == expected[:-1] and found[-1] * len(pieces) == expected[-1]

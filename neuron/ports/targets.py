@@ -85,6 +85,11 @@ class Target:
         dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
         return dtype
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each of several ranks is known to hold its part of a layer alone; a port does not tell."""
+        return self.factory is DeviceLayer
+
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
     ) -> int | None:
