@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from minimax_tools.console import given_arguments, show_warnings_only, speak_as
-from minimax_tools.errors import CannotRunError
+from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.native_output import native_output_dropped
 from minimax_tools.options import DTYPES, stack_options
 from neuron.devices.backend import Backend, choose_backend
@@ -59,11 +59,7 @@ def rank_options(command: Command) -> Command:
     def run_on_ranks(**options: Any) -> Any:
         # Before a look for the backend: importing torch_xla sets variables that would mislead the ranks.
         environment = dict(os.environ)
-        ranks = read_ranks(
-            options.pop("tp_degree"),
-            ep_degree=options.pop("ep_degree"),
-            reduce_dtype=DTYPES[options.pop("reduce_dtype")],
-        )
+        ranks = _read(options)
         if not ranks.are_several or options.get("skip_compile"):
             return command(**options, ranks=ranks) if ranks.is_lead else None
         backend = choose_backend(options["backend"])
@@ -77,6 +73,21 @@ def rank_options(command: Command) -> Command:
 
     decorated: Command = _OPTIONS(run_on_ranks)  # type: ignore[assignment]  # functools.wraps keeps its signature
     return decorated
+
+
+def _read(options: dict[str, Any]) -> Ranks:
+    """Take the options above out of a command's, and hold them against the ranks that were launched."""
+    try:
+        return read_ranks(
+            options.pop("tp_degree"),
+            ep_degree=options.pop("ep_degree"),
+            reduce_dtype=DTYPES[options.pop("reduce_dtype")],
+        )
+    except UsageError as error:
+        if os.environ.get("RANK", "0") != "0":
+            # Rank 0 says the same.
+            raise SystemExit(error.exit_code) from error
+        raise
 
 
 def _follow(backend: str, ranks: Ranks) -> None:

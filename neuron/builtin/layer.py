@@ -33,6 +33,7 @@ from minimax_tools.sites import Site
 from neuron.builtin.head_layout import Head, HeadLayout
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe, ranks_of
 from neuron.builtin.rank_cut import RankCut
+from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Weight, unchanged
 
 # Rotated keys and values, [B,K,P,D] both, of the kv heads that a rank holds.
@@ -214,6 +215,15 @@ class DeviceLayer(nn.Module):
             **type(self).sites,
             **{str(site): f"{type(self).sites[site]}{layout}" for site, layout in layouts.items()},
         }
+
+    @property
+    def shardings(self) -> Mapping[str, Axes]:
+        """How devices of one process may share the weights: by name, the mesh's axis for each dim; see `Spmd`."""
+        all_devices = (EXPERT_AXIS, TENSOR_AXIS)
+        rows, columns = (all_devices, None), (None, all_devices)
+        matrices = {Q_PROJ: rows, K_PROJ: rows, V_PROJ: rows, O_PROJ: columns}
+        experts = self.block_sparse_moe.shardings
+        return {**matrices, **{f"block_sparse_moe.{name}": axes for name, axes in experts.items()}}
 
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """The layer's weights under this module's names; experts are regrouped right into their storage."""

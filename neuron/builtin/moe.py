@@ -21,6 +21,7 @@ from minimax_tools.errors import UsageError
 from neuron.builtin.rank_cut import RankCut, part_size
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import cut_graph
+from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Gathered, Weight
 
 # Far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
@@ -130,6 +131,19 @@ class DeviceMoe(nn.Module):
             total_th = chunk(states_th, affinities_tc, total_th)
         cut_graph(states.device)
         return self._ranks.reduce(total_th, dtype=states.dtype).view(states.shape)
+
+    @property
+    def shardings(self) -> dict[str, Axes]:
+        """How devices of one process may share the experts: by name, the mesh's axis for each dim."""
+        axes = {
+            "gate_up_proj": (EXPERT_AXIS, TENSOR_AXIS, None),
+            "down_proj": (EXPERT_AXIS, None, TENSOR_AXIS),
+        }
+        return {
+            f"experts.{index}.{name}": of_dims
+            for index in range(len(self.experts))
+            for name, of_dims in axes.items()
+        }
 
     def expert_weights(self, tensors: LayerTensors) -> dict[str, Weight]:
         """The chunks' weights under this module's names."""

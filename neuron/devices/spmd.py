@@ -10,11 +10,11 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import nn
 
-from minimax_tools.errors import BackendError
+from minimax_tools.errors import BackendError, UsageError
 from neuron.devices.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _CPU_NUM_DEVICES = "CPU_NUM_DEVICES"
 # The axes of the mesh, by which a layer's `shardings` name them.
 EXPERT_AXIS, TENSOR_AXIS = "expert", "tensor"
+# For each dim of a weight the axis along which it is divided, or several; None for a dim that is not.
+Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Spmd:
             module: On the device.
             what: The module in words.
         """
-        shardings: Mapping[str, tuple[Any, ...]] | None = getattr(module, "shardings", None)
+        shardings: Mapping[str, Axes] | None = getattr(module, "shardings", None)
         if shardings is None:
             logger.warning(
                 "%s has no `shardings`: each of %d devices computes all of it, unless it marks its weights itself.",
@@ -68,7 +70,15 @@ def open_spmd(sharing: Ranks) -> Spmd:
 
     Raises:
         BackendError: XLA shows another number of devices.
+        UsageError: Sums are to be reduced in another dtype than XLA's own choice.
     """
+    if sharing.reduce_dtype != torch.float32:
+        raise UsageError(
+            "--reduce-dtype says nothing on xla-cpu: there XLA adds up, in the dtype of what it adds",
+            next_step="Leave it out, or run with --backend cpu, where the ranks are processes.",
+        )
+    # XLA tells on every compile that its partitioner will be replaced one day.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ[_CPU_NUM_DEVICES] = str(sharing.degree)
     os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla.runtime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,9 @@ def on_one(run: Any, tmp_path: Path) -> Callable[..., Tensors]:
     """Layer 0 on one rank."""
 
     def run_alone(model: Path, *arguments: object) -> Tensors:
-        result = run(*LAYER_0, "--model", model, "--backend", "cpu", "--output-dir", tmp_path / "one", *arguments)
+        result = run(
+            *LAYER_0, "--model", model, "--backend", "cpu", "--output-dir", tmp_path / "one", *arguments
+        )
         assert result.exit_code == 0, result.stderr
         return load_file(tmp_path / "one" / "layer_0.safetensors")
 
