@@ -15,6 +15,8 @@ from minimax_tools.errors import CannotRunError, Mm2Error
 
 _DEBUG = "minimax_tools.debug"
 _JSON = "minimax_tools.json"
+_ARGUMENTS = "minimax_tools.arguments"
+_SPEAKER = "minimax_tools.speaker"
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 
 
@@ -38,6 +40,26 @@ class Mm2Group(click.Group):
     """A group of such commands."""
 
     command_class = Mm2Command
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """The context, which remembers what was given: a command may start itself again, as several ranks."""
+        given = tuple(args)
+        context = super().make_context(info_name, args, parent, **extra)
+        context.meta[_ARGUMENTS] = given
+        return context
+
+
+def given_arguments() -> tuple[str, ...]:
+    """What the command that runs was given on its command line, without its own name."""
+    arguments: tuple[str, ...] = click.get_current_context().meta[_ARGUMENTS]
+    return arguments
+
+
+def speak_as(speaker: str) -> None:
+    """Begin the error of the command that runs with who it is: one of several that share a terminal."""
+    click.get_current_context().meta[_SPEAKER] = speaker
 
 
 def remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
@@ -88,9 +110,10 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
     if ctx.meta.get(_DEBUG):
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
     message, exit_code = _describe(error)
-    if ctx.meta.get(_JSON):
+    speaker = ctx.meta.get(_SPEAKER)
+    if speaker is None and ctx.meta.get(_JSON):
         print_json({**_no_verdict(exit_code), "error": message, "exit_code": exit_code})
-    click.echo(f"Error: {message}", err=True)
+    click.echo(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", err=True)
     ctx.exit(exit_code)
 
 

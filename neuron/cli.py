@@ -256,7 +256,7 @@ def _execute(
         max_new_tokens=options.get("max_new_tokens", 0),
     )
     with (
-        open_runtime(options["backend"]) as runtime,
+        open_runtime(options["backend"], ranks=options["ranks"]) as runtime,
         CheckpointReader(folder, layers=layers) as reader,
         LayerProgress(request.num_layers, label="Device") as progress,
     ):

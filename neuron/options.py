@@ -17,6 +17,7 @@ from minimax_tools.options import (
     store_options,
 )
 from neuron.devices.backend import Backend
+from neuron.rank_options import rank_options
 
 backend_option = click.option(
     "--backend",
@@ -40,6 +41,7 @@ device_options = stack_options(
         help="The implementation to run.",
     ),
     backend_option,
+    rank_options,
     click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
     click.option(
         "--prefetch/--no-prefetch",

@@ -116,6 +116,19 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         else:
             copy_weight(name, value, out)
 
+    def read_rows_into(self, name: str, rows: range, out: torch.Tensor) -> None:
+        """Fill `out` with some rows of the tensor, side by side, and read no others from the checkpoint.
+
+        Raises:
+            KeyError: There is no such tensor.
+            ValueError: It has no such rows, `out` has another shape, or the tensor was set to FP8 codes.
+        """
+        value = self._value(name)
+        if value is None:
+            self._reader.read_weight_rows_into(layer_prefix(self.layer) + name, rows, out)
+        else:
+            copy_weight(name, value[rows.start : rows.stop], out)
+
     def copy(self) -> LayerTensors:
         """A second mapping over the same checkpoint: setting or removing in one leaves the other alone."""
         return LayerTensors(

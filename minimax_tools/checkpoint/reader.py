@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise, scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import scale_name
@@ -27,6 +30,7 @@ class CheckpointReader:
     |---|---|
     | the stored bytes as a tensor | `read(name)`, `read_into(name, out)` |
     | a weight's values, FP8 times its scales | `read_weight(name, dtype)`, `read_weight_into(name, out)` |
+    | the values of some of its rows | `read_weight_rows_into(name, rows, out)` |
 
     Opened shards stay open until `close`, or the end of a `with` block. FP8 codes pass through a buffer that each
     thread keeps: fresh memory for every matrix would cost more than the arithmetic.
@@ -122,22 +126,39 @@ class CheckpointReader:
         """
         entry = self.index[name]
         _check_out(entry, out)
-        if entry.dtype not in WEIGHT_DTYPES:
-            raise CheckpointError(
-                f"{name} in {entry.file} is no weight that mm2 can read",
-                expected="one of " + ", ".join(str(dtype) for dtype in WEIGHT_DTYPES),
-                found=str(entry.dtype),
-                next_step="Use the FP8 repository of the hub, or a BF16 copy of it.",
-            )
-        started = time.perf_counter()
-        if entry.dtype == torch.float8_e4m3fn:
-            self._dequantise_into(entry, out, past_cache=past_cache)
-        elif entry.dtype == out.dtype and _is_fillable(out):
-            self._fill(entry, out, past_cache=past_cache)
-        else:
-            out.copy_(self._read(entry, past_cache=past_cache))
-        with self._lock:
-            self._weighing_s += time.perf_counter() - started
+        _check_weight(entry)
+        with self._weighing():
+            if entry.dtype == torch.float8_e4m3fn:
+                scale_inv = self._read(find_scale(self.index, entry), past_cache=past_cache)
+                self._dequantise_into(entry, scale_inv, out, past_cache=past_cache)
+            else:
+                self._fill_weight(entry, out, past_cache=past_cache)
+
+    def read_weight_rows_into(self, name: str, rows: range, out: torch.Tensor) -> None:
+        """Fill `out` with the values of some rows of a weight, in any float dtype; the others' bytes are not read.
+
+        Of an FP8 weight the rows that share a scale with them are read too.
+
+        Args:
+            name: The tensor.
+            rows: Which, side by side.
+            out: Of the stored shape but for the number of rows.
+
+        Raises:
+            CheckpointError: As for `read_weight`.
+            ValueError: There are no such rows, or `out` has another shape.
+        """
+        entry = self.index[name]
+        if rows.step != 1 or not 0 <= rows.start <= rows.stop <= entry.shape[0]:
+            raise ValueError(f"{name} has {entry.shape[0]} rows, not {rows}")
+        part = _rows_of(entry, rows)
+        _check_out(part, out)
+        _check_weight(entry)
+        with self._weighing():
+            if entry.dtype == torch.float8_e4m3fn:
+                self._dequantise_rows_into(entry, rows, out)
+            else:
+                self._fill_weight(part, out, past_cache=False)
 
     def close(self) -> None:
         """Close every shard that was opened; reading again opens it anew."""
@@ -156,8 +177,34 @@ class CheckpointReader:
         self._fill(entry, out, past_cache=past_cache)
         return out
 
-    def _dequantise_into(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
-        scale_inv = self._read(find_scale(self.index, entry), past_cache=past_cache)
+    def _fill_weight(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+        if entry.dtype == out.dtype and _is_fillable(out):
+            self._fill(entry, out, past_cache=past_cache)
+        else:
+            out.copy_(self._read(entry, past_cache=past_cache))
+
+    def _dequantise_rows_into(self, entry: TensorEntry, rows: range, out: torch.Tensor) -> None:
+        scale_inv = self._read(find_scale(self.index, entry), past_cache=False)
+        blocks = range(rows.start // BLOCK_SIZE, -(-rows.stop // BLOCK_SIZE))
+        covered = range(blocks.start * BLOCK_SIZE, min(blocks.stop * BLOCK_SIZE, entry.shape[0]))
+        is_exact = covered == rows
+        values = out if is_exact else torch.empty((len(covered), *entry.shape[1:]), dtype=out.dtype)
+        part = _rows_of(entry, covered)
+        self._dequantise_into(part, scale_inv[blocks.start : blocks.stop], values, past_cache=False)
+        if not is_exact:
+            out.copy_(values[rows.start - covered.start : rows.stop - covered.start])
+
+    @contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Count the time of the block as spent on weights."""
+        started = time.perf_counter()
+        yield
+        with self._lock:
+            self._weighing_s += time.perf_counter() - started
+
+    def _dequantise_into(
+        self, entry: TensorEntry, scale_inv: torch.Tensor, out: torch.Tensor, *, past_cache: bool
+    ) -> None:
         weight_fp8 = self._staged(entry)
         self._fill(entry, weight_fp8, past_cache=past_cache)
         if out.device.type == "cpu":
@@ -212,6 +259,27 @@ def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
             next_step="Use a checkpoint quantised in blocks of 128 × 128.",
         )
     return scale
+
+
+def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
+    """Some rows of a tensor, as an entry of their own."""
+    row_bytes = entry.size_bytes // entry.shape[0] if entry.shape[0] else 0
+    return replace(
+        entry,
+        shape=(len(rows), *entry.shape[1:]),
+        offset=entry.offset + rows.start * row_bytes,
+        size_bytes=len(rows) * row_bytes,
+    )
+
+
+def _check_weight(entry: TensorEntry) -> None:
+    if entry.dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"{entry.name} in {entry.file} is no weight that mm2 can read",
+            expected="one of " + ", ".join(str(dtype) for dtype in WEIGHT_DTYPES),
+            found=str(entry.dtype),
+            next_step="Use the FP8 repository of the hub, or a BF16 copy of it.",
+        )
 
 
 def _is_fillable(out: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """DeviceLayer: mm2's own decoder layer for a device; static shapes, weights as graph inputs.
 
-One resident layer serves all layers of the model: its parameters are refilled, its graphs stay.
+One resident layer serves all layers of the model: its parameters are refilled, its graphs stay. On several ranks each
+holds some of the heads (see `head_layout`) and a part of the experts; two sums over the ranks make the layer whole.
 Shapes: B batch, S sequence, P rows of past, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim,
 G heads per kv head.
 """
@@ -15,14 +16,32 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import ATTENTION_AND_NORM_NAMES, CORRECTION_BIAS, GATE
+from minimax_tools.checkpoint.names import (
+    CORRECTION_BIAS,
+    GATE,
+    INPUT_NORM,
+    K_NORM,
+    K_PROJ,
+    O_PROJ,
+    POST_NORM,
+    Q_NORM,
+    Q_PROJ,
+    V_PROJ,
+)
 from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.sites import Site
-from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe
+from neuron.builtin.head_layout import Head, HeadLayout
+from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe, ranks_of
+from neuron.builtin.rank_cut import RankCut
+from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Weight, unchanged
 
-# Rotated keys and values, [B,K,P,D] both.
+# Rotated keys and values, [B,K,P,D] both, of the kv heads that a rank holds.
 KeyValues = tuple[torch.Tensor, torch.Tensor]
+
+_ATTENTION_NAMES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ, Q_NORM, K_NORM)
+# Whole on every rank.
+_WHOLE_NAMES = (INPUT_NORM, POST_NORM, GATE, CORRECTION_BIAS)
 
 
 class RMSNorm(nn.Module):
@@ -33,10 +52,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
         self.eps = eps
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., width] to [..., width], same dtype."""
+    def forward(self, states: torch.Tensor, mean_square: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., width] to [..., width], same dtype; a part of what is normed by the whole's mean square [..., 1]."""
         exact = states.float()
-        exact = exact * torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + self.eps)
+        if mean_square is None:
+            mean_square = exact.square().mean(dim=-1, keepdim=True)
+        exact = exact * torch.rsqrt(mean_square + self.eps)
         return self.weight * exact.to(states.dtype)
 
 
@@ -45,10 +66,18 @@ class DeviceAttention(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._ranks = ranks_of(config)
+        self._layout = HeadLayout(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            num_ranks=self._ranks.degree,
+        )
+        self._heads, self._kv_heads = (
+            of_rank(self._ranks.rank) for of_rank in (self._layout.query_heads, self._layout.kv_heads)
+        )
         self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
         self.rope_theta = config.rope_theta
-        query_width, key_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        query_width, key_width = len(self._heads) * self.head_dim, len(self._kv_heads) * self.head_dim
         self.q_proj = _linear(config.hidden_size, query_width)
         self.k_proj = _linear(config.hidden_size, key_width)
         self.v_proj = _linear(config.hidden_size, key_width)
@@ -58,6 +87,32 @@ class DeviceAttention(nn.Module):
         # Nothing but a place where the rotated queries and keys can be seen.
         self.q_rope = nn.Identity()
         self.k_rope = nn.Identity()
+        if self._ranks.are_several:
+            counted = torch.tensor(self._layout.is_counted(self._ranks.rank), dtype=torch.float32)
+            self.is_counted = nn.Buffer(counted.repeat_interleave(self.head_dim), persistent=False)
+
+    def weights(self, tensors: LayerTensors) -> dict[str, Weight]:
+        """What this rank holds of the layer's attention, by the hub's names relative to the layer."""
+        if not self._ranks.are_several:
+            return {name: unchanged(tensors, name) for name in _ATTENTION_NAMES}
+        queries, keys = (
+            RankCut.of_heads(heads, head_dim=self.head_dim, dim=0) for heads in (self._heads, self._kv_heads)
+        )
+        columns = RankCut.of_heads(self._heads, head_dim=self.head_dim, dim=1)
+        cuts = {Q_PROJ: queries, Q_NORM: queries, K_PROJ: keys, K_NORM: keys, V_PROJ: keys, O_PROJ: columns}
+        return {name: cut.weight(tensors, name) for name, cut in cuts.items()}
+
+    def site_layouts(self) -> dict[Site, str]:
+        """How the ranks' pieces of a site make it up; none for one rank, nor for what is whole on each."""
+        if not self._ranks.are_several:
+            return {}
+        queries, keys = self._layout.all_query_heads(), self._layout.all_kv_heads()
+        return {
+            **dict.fromkeys((Site.Q_PROJ, Site.Q_NORM, Site.ATTN_CONTEXT), _shard(-1, queries)),
+            **dict.fromkeys((Site.K_PROJ, Site.K_NORM, Site.V_PROJ), _shard(-1, keys)),
+            Site.Q_ROPE: _shard(1, queries),
+            Site.K_ROPE: _shard(1, keys),
+        }
 
     def forward(
         self,
@@ -68,17 +123,35 @@ class DeviceAttention(nn.Module):
     ) -> tuple[torch.Tensor, KeyValues]:
         """[B,S,H], mask [B,P+S], positions [B,S] and the past to attn_delta [B,S,H] and what is past now."""
         cos, sin = self._rotation(position_ids, states.dtype)
-        q_bnsd = self.q_rope(_rotate(self._heads(self.q_norm(self.q_proj(states))), cos, sin))
-        k_bksd = self.k_rope(_rotate(self._heads(self.k_norm(self.k_proj(states))), cos, sin))
-        v_bksd = self._heads(self.v_proj(states))
+        queries, keys = self.q_proj(states), self.k_proj(states)
+        query_square, key_square = self._mean_squares(queries, keys)
+        q_bnsd = self.q_rope(_rotate(self._split(self.q_norm(queries, query_square)), cos, sin))
+        k_bksd = self.k_rope(_rotate(self._split(self.k_norm(keys, key_square)), cos, sin))
+        v_bksd = self._split(self.v_proj(states))
         if past_key_value is not None:
             k_bksd = torch.cat((past_key_value[0], k_bksd), dim=2)
             v_bksd = torch.cat((past_key_value[1], v_bksd), dim=2)
         context_bnsd = self._attend(q_bnsd, k_bksd, v_bksd, attention_mask)
         delta: torch.Tensor = self.o_proj(context_bnsd.transpose(1, 2).flatten(2))
-        return delta, (k_bksd, v_bksd)
+        return self._ranks.reduce(delta, dtype=delta.dtype), (k_bksd, v_bksd)
 
-    def _heads(self, flat: torch.Tensor) -> torch.Tensor:
+    def _mean_squares(
+        self, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Over the whole width of all ranks, [B,S,1] float32; None where this one has all of it."""
+        if not self._ranks.are_several:
+            return None, None
+        # Padding is zero; of a kv head that several ranks hold, one copy counts.
+        sums = torch.stack(
+            (queries.float().square().sum(dim=-1), (keys.float().square() * self.is_counted).sum(dim=-1)),
+            dim=-1,
+        )
+        sums = self._ranks.add_up(sums)
+        query_sum, key_sum = sums.chunk(2, dim=-1)
+        query_width = self._layout.num_heads * self.head_dim
+        return query_sum / query_width, key_sum / (self._layout.num_kv_heads * self.head_dim)
+
+    def _split(self, flat: torch.Tensor) -> torch.Tensor:
         """[B,S,heads·D] to [B,heads,S,D]."""
         heads: torch.Tensor = flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
@@ -95,7 +168,7 @@ class DeviceAttention(nn.Module):
         self, q_bnsd: torch.Tensor, k_bksd: torch.Tensor, v_bksd: torch.Tensor, attention_mask: torch.Tensor
     ) -> torch.Tensor:
         """Scores and softmax in float32; query head j reads kv head j // G."""
-        q_bkgsd = q_bnsd.unflatten(1, (self.num_kv_heads, -1))
+        q_bkgsd = q_bnsd.unflatten(1, (len(self._kv_heads), -1))
         scores = torch.matmul(q_bkgsd.float(), k_bksd[:, :, None].float().transpose(-1, -2))
         scores = scores * self.head_dim**-0.5
         # All of the past lies before the first query.
@@ -137,13 +210,27 @@ class DeviceLayer(nn.Module):
         self.self_attn = DeviceAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = DeviceMoe(config, chunk_size_bytes=chunk_size_bytes)
+        layouts = self.self_attn.site_layouts()
+        self.sites = {
+            **type(self).sites,
+            **{str(site): f"{type(self).sites[site]}{layout}" for site, layout in layouts.items()},
+        }
+
+    @property
+    def shardings(self) -> Mapping[str, Axes]:
+        """How devices of one process may share the weights: by name, the mesh's axis for each dim; see `Spmd`."""
+        all_devices = (EXPERT_AXIS, TENSOR_AXIS)
+        rows, columns = (all_devices, None), (None, all_devices)
+        matrices = {Q_PROJ: rows, K_PROJ: rows, V_PROJ: rows, O_PROJ: columns}
+        experts = self.block_sparse_moe.shardings
+        return {**matrices, **{f"block_sparse_moe.{name}": axes for name, axes in experts.items()}}
 
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """The layer's weights under this module's names; experts are regrouped right into their storage."""
-        names = (*ATTENTION_AND_NORM_NAMES, GATE, CORRECTION_BIAS)
         experts = self.block_sparse_moe.expert_weights(tensors)
         return {
-            **{name: unchanged(tensors, name) for name in names},
+            **self.self_attn.weights(tensors),
+            **{name: unchanged(tensors, name) for name in _WHOLE_NAMES},
             **{f"block_sparse_moe.{name}": weight for name, weight in experts.items()},
         }
 
@@ -170,6 +257,11 @@ def _linear(width_in: int, width_out: int) -> nn.Linear:
     """A bias-free linear layer whose weight is left for loading to fill."""
     linear: nn.Linear = torch.nn.utils.skip_init(nn.Linear, width_in, width_out, bias=False)
     return linear.requires_grad_(False)
+
+
+def _shard(dim: int, heads: tuple[Head, ...]) -> str:
+    """The layout of a site whose blocks along a dim are heads."""
+    return f"@shard({dim}; {','.join('-' if head is None else str(head) for head in heads)})"
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

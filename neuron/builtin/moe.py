@@ -1,12 +1,14 @@
 """The device layer's mixture of experts: a float32 router, and experts grouped in chunks of equal shape.
 
 Every expert sees every token and unchosen ones count zero: no shape depends on the routing, so one graph
-serves all chunks of all layers.
+serves all chunks of all layers. On several ranks the router is whole on each; the experts are divided, and so is
+the intermediate size of each.
 T tokens, H hidden, I intermediate, E experts, C experts per chunk, k experts per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,11 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.regroup import down_places, gate_up_places
+from minimax_tools.errors import UsageError
+from neuron.builtin.rank_cut import RankCut, part_size
+from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import cut_graph
+from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Gathered, Weight
 
 # Far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
@@ -43,11 +49,17 @@ class Router(nn.Module):
 
 
 class ExpertChunk(nn.Module):
-    """Some of the experts, grouped: gate_up_proj [C,2·I,H] with the gate rows first, down_proj [C,H,I]."""
+    """Some of the experts, grouped: gate_up_proj [C,2·I,H] with the gate rows first, down_proj [C,H,I].
+
+    Of ranks that share experts, I is what each holds of the intermediate size.
+    """
 
     def __init__(self, num_experts: int, config: Any) -> None:
         super().__init__()
-        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self._ranks = ranks_of(config)
+        self._intermediate_size = config.intermediate_size
+        hidden = config.hidden_size
+        intermediate = part_size(config.intermediate_size, self._ranks.ranks_per_expert)
         self.gate_up_proj = _weight(num_experts, 2 * intermediate, hidden)
         self.down_proj = _weight(num_experts, hidden, intermediate)
 
@@ -62,15 +74,24 @@ class ExpertChunk(nn.Module):
 
     def weights(self, tensors: LayerTensors, experts: range) -> dict[str, Weight]:
         """This chunk's weights by name, filled expert by expert when they are loaded."""
-        places = {"gate_up_proj": gate_up_places, "down_proj": down_places}
+        places = {"gate_up_proj": (gate_up_places, 0), "down_proj": (down_places, 1)}
         return {
             name: Gathered(
                 shape=tuple(self.get_parameter(name).shape),
-                read=tensors.read_into,
+                read=self._reading(tensors, dim=intermediate_dim),
                 places=partial(places_of, experts, dtype=tensors.dtype),
             )
-            for name, places_of in places.items()
+            for name, (places_of, intermediate_dim) in places.items()
         }
+
+    def _reading(self, tensors: LayerTensors, *, dim: int) -> Callable[[str, torch.Tensor], None]:
+        """Reads an expert's matrix, or of several ranks this one's part of it."""
+        num_parts = self._ranks.ranks_per_expert
+        if num_parts == 1:
+            return tensors.read_into
+        part = self._ranks.expert_part
+        cut = RankCut.of_part(self._intermediate_size, part=part, num_parts=num_parts, dim=dim)
+        return partial(cut.read, tensors)
 
 
 class DeviceMoe(nn.Module):
@@ -83,13 +104,16 @@ class DeviceMoe(nn.Module):
 
     def __init__(self, config: Any, *, chunk_size_bytes: int) -> None:
         super().__init__()
-        self.num_experts = config.num_local_experts
+        self._ranks = ranks_of(config)
+        num_experts = own_experts(config)
+        first = self._ranks.expert_group * num_experts
+        self._experts = range(first, first + num_experts)
         self.gate = Router(config)
-        self.e_score_correction_bias = nn.Buffer(torch.empty(self.num_experts, dtype=torch.float32))
+        self.e_score_correction_bias = nn.Buffer(torch.empty(config.num_local_experts, dtype=torch.float32))
         self.chunk_size = experts_per_chunk(
             config, dtype=torch.get_default_dtype(), chunk_size_bytes=chunk_size_bytes
         )
-        num_chunks = self.num_experts // self.chunk_size
+        num_chunks = num_experts // self.chunk_size
         self.experts = nn.ModuleList(ExpertChunk(self.chunk_size, config) for _ in range(num_chunks))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -106,30 +130,67 @@ class DeviceMoe(nn.Module):
             cut_graph(states.device)
             total_th = chunk(states_th, affinities_tc, total_th)
         cut_graph(states.device)
-        return total_th.to(states.dtype).view(states.shape)
+        return self._ranks.reduce(total_th, dtype=states.dtype).view(states.shape)
+
+    @property
+    def shardings(self) -> dict[str, Axes]:
+        """How devices of one process may share the experts: by name, the mesh's axis for each dim."""
+        axes = {
+            "gate_up_proj": (EXPERT_AXIS, TENSOR_AXIS, None),
+            "down_proj": (EXPERT_AXIS, None, TENSOR_AXIS),
+        }
+        return {
+            f"experts.{index}.{name}": of_dims
+            for index in range(len(self.experts))
+            for name, of_dims in axes.items()
+        }
 
     def expert_weights(self, tensors: LayerTensors) -> dict[str, Weight]:
         """The chunks' weights under this module's names."""
         weights: dict[str, Weight] = {}
         for index, chunk in enumerate(self.experts):
             assert isinstance(chunk, ExpertChunk), "experts holds chunks only"
-            experts = range(index * self.chunk_size, (index + 1) * self.chunk_size)
+            experts = self._experts[index * self.chunk_size : (index + 1) * self.chunk_size]
             named = chunk.weights(tensors, experts)
             weights |= {f"experts.{index}.{name}": weight for name, weight in named.items()}
         return weights
 
     def _affinities(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The weight of every expert for every token, [T,E] float32; zero where it was not chosen."""
-        numbers = torch.arange(self.num_experts, device=experts.device)
+        """The weight of each of this rank's experts for every token, [T,E] float32; zero where not chosen."""
+        numbers = torch.arange(self._experts.start, self._experts.stop, device=experts.device)
         chosen = experts[:, :, None] == numbers
         return torch.where(chosen, weights[:, :, None], 0.0).sum(dim=1)
 
 
+def ranks_of(config: Any) -> Ranks:
+    """The ranks that share the layer; only this one where the configuration tells of none."""
+    ranks: Ranks = getattr(config, "ranks", Ranks())
+    return ranks
+
+
+def own_experts(config: Any) -> int:
+    """How many experts a rank holds, or a part of.
+
+    Raises:
+        UsageError: They do not divide.
+    """
+    num_experts: int = config.num_local_experts
+    degree = ranks_of(config).expert_degree
+    if num_experts % degree:
+        raise UsageError(
+            f"{num_experts} experts do not divide into {degree} groups",
+            expected=f"an --ep-degree that divides {num_experts}",
+            found=str(degree),
+        )
+    return num_experts // degree
+
+
 def experts_per_chunk(config: Any, *, dtype: torch.dtype, chunk_size_bytes: int) -> int:
-    """The largest divisor of the number of experts that fit into a chunk in `dtype`."""
-    expert_size_bytes = 3 * config.hidden_size * config.intermediate_size * dtype.itemsize
+    """The largest divisor of the number of a rank's experts that fit into a chunk in `dtype`."""
+    intermediate = part_size(config.intermediate_size, ranks_of(config).ranks_per_expert)
+    expert_size_bytes = 3 * config.hidden_size * intermediate * dtype.itemsize
     most = max(1, chunk_size_bytes // expert_size_bytes)
-    num_experts = config.num_local_experts
+    num_experts = own_experts(config)
     return max(size for size in range(1, min(most, num_experts) + 1) if num_experts % size == 0)
 
 

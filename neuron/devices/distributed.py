@@ -1,4 +1,4 @@
-"""Distributed state: a process group for the port, and Neuron's model-parallel groups, set up and torn down.
+"""Distributed state: the process group of a run, and Neuron's model-parallel groups, set up and torn down.
 
 Ports ask torch.distributed for their rank even when they run alone, so a group of one is always there.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed
@@ -15,23 +17,31 @@ import torch.distributed
 from minimax_tools.errors import BackendError
 from minimax_tools.native_output import native_output_dropped
 from neuron.devices.backend import Backend
+from neuron.devices.ranks import Ranks
 
 _OWN_PROCESS = "Start mm2-test in a process of its own."
+# How long a rank waits for the others within a layer: they load as much, and compute as much.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @contextmanager
-def process_group(backend: Backend) -> Iterator[None]:
-    """Hold a process group of one rank for the time of the block.
+def process_group(backend: Backend, *, ranks: Ranks, store: Any = None) -> Iterator[None]:
+    """Hold a process group of these ranks for the time of the block.
+
+    Args:
+        backend: What computes.
+        ranks: All that were launched.
+        store: torch.distributed's, which all of them reach; none for one rank.
 
     Raises:
-        BackendError: Several ranks were launched, a group is up already, or it cannot be opened.
+        BackendError: A group is up already, cannot be opened, or has another size than was asked for.
     """
-    _refuse_several_ranks(backend)
     if torch.distributed.is_initialized():
         raise BackendError("torch.distributed is initialised already", next_step=_OWN_PROCESS)
     with native_output_dropped():
-        _open_group(backend)
+        _open_group(backend, ranks, store)
     try:
+        _refuse_other_size("the process group", torch.distributed.get_world_size(), ranks.degree)
         yield
     finally:
         # A port may have taken it down itself.
@@ -40,11 +50,13 @@ def process_group(backend: Backend) -> Iterator[None]:
 
 
 @contextmanager
-def model_parallel() -> Iterator[None]:
-    """Hold Neuron's model-parallel groups, of size one, where neuronx-distributed is installed.
+def model_parallel(tp_degree: int = 1) -> Iterator[None]:
+    """Hold Neuron's model-parallel groups, of that size, where neuronx-distributed is installed.
+
+    The process group is up.
 
     Raises:
-        BackendError: They are up already, or have another size than was asked for.
+        BackendError: They are up already, have another size than was asked for, or add up wrongly.
     """
     try:
         from neuronx_distributed.parallel_layers import parallel_state
@@ -54,32 +66,37 @@ def model_parallel() -> Iterator[None]:
     # A second initialisation does not raise there, so it is asked for here.
     if parallel_state.model_parallel_is_initialized():
         raise BackendError("parallel_state is initialised already", next_step=_OWN_PROCESS)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    try:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_degree)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise BackendError(
+            f"parallel_state cannot be set up for a tensor-parallel size of {tp_degree}",
+            found=str(error),
+            next_step="Launch as many ranks as --tp-degree says.",
+        ) from error
     try:
         # The size asked for is clamped to the world silently.
         found = parallel_state.get_tensor_model_parallel_size()
-        if found != 1:
-            raise BackendError(
-                "parallel_state has another tensor-parallel size",
-                expected="1",
-                found=str(found),
-                next_step=_OWN_PROCESS,
-            )
+        _refuse_other_size("parallel_state", found, tp_degree)
         yield
     finally:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
 
 
-def probe_group(device: torch.device) -> None:
-    """Check the group with a sum whose answer is known: some backends return wrong sums without a word.
+def probe_group(device: torch.device, *, group: Any = None) -> None:
+    """Check a group with a sum whose answer is known: some backends return wrong sums without a word.
+
+    Args:
+        device: Where the sum is computed.
+        group: The group; None for the whole one.
 
     Raises:
         BackendError: The answer is wrong.
     """
-    world_size = torch.distributed.get_world_size()
-    value = torch.full((4,), float(torch.distributed.get_rank() + 1), device=device)
-    torch.distributed.all_reduce(value)
+    world_size = torch.distributed.get_world_size(group)
+    value = torch.full((4,), float(torch.distributed.get_rank(group) + 1), device=device)
+    torch.distributed.all_reduce(value, group=group)
     expected = world_size * (world_size + 1) / 2
     found = value.cpu()
     if not torch.equal(found, torch.full((4,), expected)):
@@ -91,28 +108,46 @@ def probe_group(device: torch.device) -> None:
         )
 
 
-def _refuse_several_ranks(backend: Backend) -> None:
+def refuse_launched(backend: Backend) -> None:
+    """Refuse a backend whose collectives cannot be trusted where torchrun launched several ranks.
+
+    Raises:
+        BackendError: It did, and the backend is XLA on the CPU.
+    """
     world_size = os.environ.get("WORLD_SIZE") or "1"
-    if world_size != "1":
-        reason = "; collectives of XLA on the CPU are silently wrong" if backend is Backend.XLA_CPU else ""
+    if world_size != "1" and backend is Backend.XLA_CPU:
         raise BackendError(
             f"mm2-test was launched with {world_size} ranks on {backend}",
-            expected="one rank",
-            found=f"WORLD_SIZE={world_size}{reason}",
-            next_step="Start it without torchrun: one rank holds one layer at a time.",
+            expected="one process",
+            found=f"WORLD_SIZE={world_size}; collectives of XLA on the CPU are silently wrong",
+            next_step="Start it without torchrun: --tp-degree divides a layer among devices within one process.",
         )
 
 
-def _open_group(backend: Backend) -> None:
+def _refuse_other_size(what: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise BackendError(
+            f"{what} has another tensor-parallel size",
+            expected=str(expected),
+            found=str(found),
+            next_step=_OWN_PROCESS,
+        )
+
+
+def _open_group(backend: Backend, ranks: Ranks, store: Any) -> None:
     try:
         if backend is Backend.NEURON_XLA:
             import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend "xla"
 
             torch.distributed.init_process_group("xla", init_method="xla://")
         else:
-            name = "neuron" if backend is Backend.NEURON else "gloo"
-            store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch does not list it in __all__
-            torch.distributed.init_process_group(name, store=store, rank=0, world_size=1)
+            torch.distributed.init_process_group(
+                "neuron" if backend is Backend.NEURON else "gloo",
+                store=store or torch.distributed.HashStore(),  # type: ignore[attr-defined]  # not in its __all__
+                rank=ranks.rank,
+                world_size=ranks.degree,
+                timeout=_COLLECTIVE_TIMEOUT,
+            )
     except Exception as error:  # a foreign runtime: anything can come
         raise BackendError(
             f"no process group opens on {backend}",

@@ -1,15 +1,18 @@
-"""Runtime: an opened backend with its device and process group, and the graphs it has compiled."""
+"""Runtime: an opened backend with its device, its ranks and their process group, and the graphs it has compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from neuron.devices.backend import Backend, choose_backend, open_device
-from neuron.devices.distributed import model_parallel, probe_group, process_group
+from neuron.devices.crew import Crew, open_store
+from neuron.devices.distributed import model_parallel, probe_group, process_group, refuse_launched
+from neuron.devices.ranks import Ranks
+from neuron.devices.spmd import Spmd, open_spmd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +40,24 @@ class Runtime:
     Args:
         backend: Which one.
         device: Its torch device.
+        crew: The ranks that share a layer.
+        spmd: The devices that share it within this process; None where there is one.
     """
 
     backend: Backend
     device: torch.device
+    crew: Crew = field(default_factory=lambda: Crew(Ranks()))
+    spmd: Spmd | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Which rank this is, of how many processes."""
+        return self.crew.ranks
+
+    @property
+    def sharing(self) -> Ranks:
+        """How a layer is shared, among processes or among devices within this one."""
+        return self.ranks if self.spmd is None else self.spmd.sharing
 
     def synchronise(self) -> None:
         """Wait until everything recorded so far has been computed."""
@@ -82,22 +99,44 @@ class Runtime:
 
 
 @contextmanager
-def open_runtime(name: str) -> Iterator[Runtime]:
+def open_runtime(name: str, *, ranks: Ranks | None = None) -> Iterator[Runtime]:
     """Open the backend `name` (`auto` or a value of `Backend`) with its process group, and close both after.
+
+    An error in the block is told to the other ranks; one of theirs that is its cause is raised instead.
+
+    Args:
+        name: The backend.
+        ranks: Those that share a layer, launched all; of XLA on the CPU as many devices within this process. None
+            for one.
 
     Raises:
         BackendError: The backend is not available here, or its process group cannot be trusted.
         MissingExtraError: torch_xla is not installed.
+        RankFailedError: Another rank failed.
     """
     backend = choose_backend(name)
+    refuse_launched(backend)
+    ranks, spmd = ranks or Ranks(), None
+    if backend is Backend.XLA_CPU and ranks.are_several:
+        spmd, ranks = open_spmd(ranks), Ranks()
+    store = open_store(ranks) if ranks.are_several else None
+    crew = Crew(ranks, store)
     with ExitStack() as stack:
-        stack.enter_context(process_group(backend))
+        # Once for what happens while groups are opened, and once for what happens in them: word of an error must be
+        # out before they close.
+        stack.enter_context(crew.failing_together())
+        stack.enter_context(process_group(backend, ranks=ranks, store=store))
+        stack.enter_context(crew.failing_together())
         device = open_device(backend)
         # XLA on the CPU has no collectives to trust: its group is gloo's, over plain tensors.
         probe_group(device if backend.is_neuron else torch.device("cpu"))
         if backend.is_neuron:
-            stack.enter_context(model_parallel())
-        yield Runtime(backend=backend, device=device)
+            stack.enter_context(model_parallel(ranks.degree))
+        crew.meet()
+        yield Runtime(backend=backend, device=device, crew=crew, spmd=spmd)
+        if ranks.is_lead:
+            # They may go.
+            crew.tell(None)
 
 
 def cut_graph(device: torch.device) -> None:

@@ -1,17 +1,23 @@
-"""Exposure: which sites a port shows, declared by its `sites` attribute or found by the usual names."""
+"""Exposure: which sites a port shows, declared by its `sites` attribute or found by the usual names.
+
+Under several ranks a site's pieces are put together as its layout says, or, of a site found by name, as its shape does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.sites import Site, parse_site
 from minimax_tools.spec import ModelSpec
+from neuron.devices.ranks import Ranks
+from neuron.ports.layouts import Layout, Replicated, Sharded, parse_layout
 
 _ATTENTION = ("self_attn", "attention", "attn")
 _MOE = ("block_sparse_moe", "mlp", "moe", "feed_forward")
@@ -30,16 +36,76 @@ class Exposure:
         taps: Where each site shows.
         declared: Sites that the port itself named: a tensor of another shape there is a fault, where at a
             site found by name it only means that the name misled.
+        layouts: How the ranks' pieces of a site make up the whole, where the port says so.
     """
 
     taps: Mapping[Site, Tap]
     declared: frozenset[Site]
+    layouts: Mapping[Site, Layout] = field(default_factory=dict)
 
     def accepts(
         self, site: Site, tensor: torch.Tensor, spec: ModelSpec, batch_shape: tuple[int, int]
     ) -> bool:
         """Whether a recorded tensor may stand for the site of a batch of that B and S."""
         return site in self.declared or tuple(tensor.shape) == site_shape(site, spec, batch_shape)
+
+    def assemble(
+        self,
+        site: Site,
+        pieces: Sequence[torch.Tensor],
+        spec: ModelSpec,
+        batch_shape: tuple[int, int],
+        *,
+        what: str,
+    ) -> torch.Tensor | None:
+        """What the ranks' pieces of a site make up; None where that cannot be told, and the site shows nothing.
+
+        Args:
+            site: The site.
+            pieces: What each rank recorded, in their order, on the CPU.
+            spec: The model.
+            batch_shape: B and S.
+            what: Target, layer and site, for errors.
+
+        Raises:
+            TargetError: The pieces are not what the port says, or what all ranks should have differs.
+        """
+        layout = self._layout(site, pieces, spec, batch_shape)
+        if layout is None:
+            return None
+        whole = layout.assemble(pieces, what=what) if len(pieces) > 1 else pieces[0]
+        return shape_to_batch(site, whole, batch_shape)
+
+    def cut(self, site: Site, tensor: torch.Tensor, *, ranks: Ranks, what: str) -> torch.Tensor:
+        """What a rank holds of a site's logical tensor.
+
+        Raises:
+            TargetError: It cannot be told.
+        """
+        if not ranks.are_several:
+            return tensor
+        if site.has_heads_dim and site not in self.declared:
+            raise TargetError(
+                f"{what}: which heads a rank holds cannot be told",
+                expected=f"{site} among the port's `sites`, with its layout, such as '@shard(1)'",
+                found="no such site",
+                next_step="Name it, or run on one rank.",
+            )
+        layout = self.layouts.get(site, Replicated())
+        return layout.cut(tensor, rank=ranks.rank, num_ranks=ranks.degree, what=what)
+
+    def _layout(
+        self, site: Site, pieces: Sequence[torch.Tensor], spec: ModelSpec, batch_shape: tuple[int, int]
+    ) -> Layout | None:
+        """As declared; of a site found by name, as the shape of its pieces tells."""
+        if site in self.declared or len(pieces) == 1:
+            return self.layouts.get(site, Replicated())
+        expected = site_shape(site, spec, batch_shape)
+        found = tuple(shape_to_batch(site, pieces[0], batch_shape).shape)
+        if found == expected:
+            return Replicated()
+        is_part = found[:-1] == expected[:-1] and found[-1] * len(pieces) == expected[-1]
+        return Sharded(dim=-1) if is_part else None
 
 
 def find_exposure(module: nn.Module, *, what: str) -> Exposure:
@@ -52,9 +118,13 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
     declared = getattr(module, "sites", None)
     if declared is None:
         return Exposure(taps={**_found_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
-    taps = _declared(declared, what=what)
+    taps, layouts = _declared(declared, what=what)
     verify_taps(module, taps)
-    return Exposure(taps={**taps, **always}, declared=frozenset((*taps, Site.OUTPUT)))
+    return Exposure(
+        taps={**taps, **always},
+        declared=frozenset((*taps, Site.OUTPUT)),
+        layouts={site: layout for site, layout in layouts.items() if site not in always},
+    )
 
 
 def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tuple[int, ...]:
@@ -78,7 +148,7 @@ def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tup
     return (batch, sequence, widths.get(site, spec.hidden_size))
 
 
-def _declared(declared: object, *, what: str) -> dict[Site, Tap]:
+def _declared(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Site, Layout]]:
     if not isinstance(declared, Mapping) or not all(
         isinstance(text, str) for entry in declared.items() for text in entry
     ):
@@ -88,17 +158,21 @@ def _declared(declared: object, *, what: str) -> dict[Site, Tap]:
             found=repr(declared)[:80],
             next_step=_SITES_STEP,
         )
-    taps = {}
+    taps, layouts = {}, {}
     for name, text in declared.items():
+        place, has_layout, layout = text.partition("@")
         try:
-            taps[parse_site(name)] = Tap.parse(text)
+            site = parse_site(name)
+            taps[site] = Tap.parse(place)
+            if has_layout:
+                layouts[site] = parse_layout(layout)
         except Mm2Error as error:
             raise TargetError(
                 f"{what}: sites[{name!r}] = {text!r} cannot be used: {error.what}",
                 expected=error.expected,
                 next_step=_SITES_STEP,
             ) from error
-    return taps
+    return taps, layouts
 
 
 def _found_by_name(module: nn.Module) -> dict[Site, Tap]:

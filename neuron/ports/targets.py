@@ -23,6 +23,7 @@ from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.spec import ModelSpec
 from neuron.builtin.layer import DeviceLayer
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
+from neuron.devices.ranks import Ranks
 from neuron.devices.weights import Weight, WeightLoader, unchanged
 from neuron.ports.sources import TargetSource, import_file, import_module
 
@@ -84,10 +85,19 @@ class Target:
         dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
         return dtype
 
-    def num_experts_at_once(self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool) -> int | None:
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each of several ranks is known to hold its part of a layer alone; a port does not tell."""
+        return self.factory is DeviceLayer
+
+    def num_experts_at_once(
+        self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
+    ) -> int | None:
         """How many experts run together, in one graph on a lazy device; None for a port, which does not tell."""
         if self.factory is DeviceLayer:
-            return experts_per_chunk(target_config(spec), dtype=dtype, chunk_size_bytes=CHUNK_SIZE_BYTES)
+            return experts_per_chunk(
+                target_config(spec, ranks=ranks), dtype=dtype, chunk_size_bytes=CHUNK_SIZE_BYTES
+            )
         if self.factory is ResidentReference:
             return spec.num_local_experts if is_lazy else 1
         return None
@@ -99,13 +109,16 @@ class Target:
             convert is not None and getattr(convert, "__func__", None) is not DeviceLayer.convert_state_dict
         )
 
-    def build(self, spec: ModelSpec, layer: int, *, dtype: torch.dtype) -> nn.Module:
+    def build(
+        self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, ranks: Ranks | None = None
+    ) -> nn.Module:
         """The module for one layer, its weights not loaded.
 
         Args:
             spec: The model.
             layer: The layer.
             dtype: The run's dtype.
+            ranks: Those that share the layer; None for one alone.
 
         Raises:
             TargetError: The port raised, or did not return a module.
@@ -113,7 +126,9 @@ class Target:
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.build_dtype or dtype)
         try:
-            module = self.factory(target_config(spec), layer)
+            module = self.factory(target_config(spec, ranks=ranks), layer)
+        except Mm2Error:
+            raise
         except Exception as error:  # the port's own code: anything can come
             raise TargetError(
                 f"target {self.name} cannot be built for layer {layer}",
@@ -132,34 +147,41 @@ class Target:
         return module.eval()
 
     def load(
-        self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, loader: WeightLoader
+        self,
+        module: nn.Module,
+        tensors: LayerTensors,
+        spec: ModelSpec,
+        *,
+        loader: WeightLoader,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Load a layer's weights into `module` and move it to the loader's device.
+        """Load a layer's weights, or of several ranks what this one holds, and move `module` to the loader's device.
 
         Raises:
             CheckpointError: A tensor cannot be read.
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
         what = f"target {self.name}, layer {tensors.layer}"
-        loader.load(module, self._weights(module, tensors, spec, what=what), what=what)
+        config = target_config(spec, ranks=ranks)
+        loader.load(module, self._weights(module, tensors, config, what=what), what=what)
 
     def _weights(
-        self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, what: str
+        self, module: nn.Module, tensors: LayerTensors, config: SimpleNamespace, *, what: str
     ) -> dict[str, Weight]:
         """The module's weights, in a dictionary that nobody else holds."""
-        converted = self._convert(module, tensors, spec, what=what)
+        converted = self._convert(module, tensors, config, what=what)
         if isinstance(converted, LayerTensors):
             return {name: unchanged(converted, name) for name in converted}
         return dict(converted)
 
     def _convert(
-        self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, *, what: str
+        self, module: nn.Module, tensors: LayerTensors, config: SimpleNamespace, *, what: str
     ) -> Mapping[str, Weight]:
         convert = _conversion(module, self.factory)
         if convert is None:
             return tensors
         try:
-            converted = convert(tensors, target_config(spec), tensors.layer)
+            converted = convert(tensors, config, tensors.layer)
         except Mm2Error:
             # Tensors are read when the port asks for them: a damaged shard is not the port's fault.
             raise
@@ -203,10 +225,14 @@ def find_target(name: str) -> Target:
     return Target(name=name, factory=factory, source_digest=source.digest())
 
 
-def target_config(spec: ModelSpec) -> SimpleNamespace:
-    """config.json as writable attributes of its own, under the hub's and transformers' names both."""
+def target_config(spec: ModelSpec, *, ranks: Ranks | None = None) -> SimpleNamespace:
+    """config.json as writable attributes of its own, under the hub's and transformers' names both.
+
+    `config.ranks` tells which rank this is, of how many.
+    """
     values = {**_FIXED_VALUES, **copy.deepcopy(dict(spec.raw)), **spec.quantities()}
     config = SimpleNamespace(**values)
+    config.ranks = ranks or Ranks()
     config.num_experts = spec.num_local_experts
     config.moe_intermediate_size = spec.intermediate_size
     config.partial_rotary_factor = spec.rotary_dim / spec.head_dim

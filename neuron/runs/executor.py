@@ -1,4 +1,7 @@
-"""LayerExecutor: runs single layers of a target on a device, weights loaded just before, sites recorded."""
+"""LayerExecutor: runs single layers of a target on a device, weights loaded just before, sites recorded.
+
+On several ranks each has one. That of the lead is told what to run, and tells the others, which `follow`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import nn
 
 from minimax_tools.capture.manifest import dtype_name
-from minimax_tools.capture.recorder import Recorder, copy_on_device, shape_to_batch
+from minimax_tools.capture.recorder import Recorder, copy_on_device
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -23,9 +26,11 @@ from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
 from neuron.ports.past import PAST, find_key_values, require_past
 from neuron.ports.targets import Target
+from neuron.runs.assembly import Assembly
 from neuron.runs.footprint import MemoryLimits
 from neuron.runs.layer_input import LayerInput
 from neuron.runs.layer_run import LayerRun
+from neuron.runs.orders import Assignment, LayerOrder, ReleaseOrder
 from neuron.runs.stopwatch import Stopwatch
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
@@ -71,12 +76,24 @@ class LayerExecutor:
         self._resident_layer: int | None = None
 
     def __enter__(self) -> LayerExecutor:
+        self._tell(
+            Assignment(
+                folder=self._reader.folder,
+                target=self._target.name,
+                dtype=self._dtype,
+                inputs=self._limits.footprint.inputs,
+                budget_bytes=self._limits.budget.limit_bytes,
+            )
+        )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.release()
+        # After an error the others may be in the middle of a layer, and hear nothing.
+        if kind is None:
+            self._tell(None)
+        self._free()
         self._pool.close()
         if self._ahead is not None:
             self._ahead.close()
@@ -107,38 +124,77 @@ class LayerExecutor:
             TargetError: The port could not be built, loaded or run, takes or gives no past, or cannot be fed at a
                 site.
         """
-        what = f"target {self._target.name}, layer {layer}"
-        watch = Stopwatch(self._runtime, self._reader, self.loader)
-        module = self._loaded(layer, then=then)
-        self._limits.allow_activations(layer)
-        watch.loaded()
-        batch_shape = (given.batch_size, given.num_rows)
-        if keeps_past:
-            require_past(module, what=what)
-        exposure = find_exposure(module, what=what)
-        feeds = dict(feeds or {})
-        _refuse_unfeedable(feeds, exposure, what=what)
-        taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in feeds}
-        recorder = Recorder(module, taps, keep=copy_on_device, feeds=feeds)
-        with torch.no_grad(), recorder:
-            result = self._forward(module, given, what=what)
-        output = _first_tensor(result, tuple(given.hidden_states.shape), what=what)
-        key_values = find_key_values(result, batch_shape, what=what) if keeps_past else None
-        self._runtime.synchronise()
-        watch.ran()
-        _refuse_unfed(feeds, recorder, what=what)
-        tensors = self._accepted(recorder, exposure, sites, batch_shape=batch_shape)
-        return LayerRun(
-            output=output.to("cpu"),
-            tensors=tensors,
-            not_exposed=tuple(site for site in sites if site not in tensors),
-            router_dtypes=_router_dtypes(module),
-            key_values=None if key_values is None else (key_values[0].to("cpu"), key_values[1].to("cpu")),
-            times=watch.times(),
+        order = LayerOrder(
+            layer=layer, given=given, sites=sites, feeds=dict(feeds or {}), keeps_past=keeps_past, then=then
         )
+        self._tell(order)
+        done = self._carry_out(order)
+        assert done is not None, "the lead has what all ranks gave"
+        return done
+
+    def follow(self) -> None:
+        """Carry out what the lead's executor is told to run, until that one ends.
+
+        Raises:
+            Mm2Error: As for `run`.
+        """
+        while (order := self._runtime.crew.hear()) is not None:
+            if isinstance(order, LayerOrder):
+                self._carry_out(order)
+            else:
+                self._free()
 
     def release(self) -> None:
         """Free the layer that ran last, on the device and on the host."""
+        self._tell(ReleaseOrder())
+        self._free()
+
+    def _tell(self, message: object) -> None:
+        """Say something to the ranks that follow this one."""
+        if self._runtime.ranks.is_lead:
+            self._runtime.crew.tell(message)
+
+    def _carry_out(self, order: LayerOrder) -> LayerRun | None:
+        """Run this rank's part of a layer: on the lead what all parts make up, on others nothing."""
+        given, sites = order.given, order.sites
+        what = f"target {self._target.name}, layer {order.layer}"
+        watch = Stopwatch(self._runtime, self._reader, self.loader)
+        module = self._loaded(order.layer, then=order.then)
+        self._limits.allow_activations(order.layer)
+        watch.loaded()
+        batch_shape = (given.batch_size, given.num_rows)
+        if order.keeps_past:
+            require_past(module, what=what)
+        exposure = find_exposure(module, what=what)
+        assembly = Assembly(
+            crew=self._runtime.crew, exposure=exposure, spec=self._spec, batch_shape=batch_shape, what=what
+        )
+        _refuse_unfeedable(order.feeds, exposure, what=what)
+        feeds = {site: assembly.cut(site, tensor) for site, tensor in order.feeds.items()}
+        taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in feeds}
+        recorder = Recorder(module, taps, keep=copy_on_device, feeds=feeds)
+        with torch.no_grad(), recorder:
+            result = self._forward(module, assembly.own(given), what=what)
+        shown = _first_tensor(result, tuple(given.hidden_states.shape), what=what)
+        key_values = find_key_values(result, batch_shape, what=what) if order.keeps_past else None
+        self._runtime.synchronise()
+        watch.ran()
+        _refuse_unfed(feeds, recorder, what=what)
+        tensors = self._accepted(recorder, assembly, sites)
+        output = assembly.join(Site.OUTPUT, shown.to("cpu"))
+        past = None if key_values is None else assembly.join_past(key_values)
+        if output is None:
+            return None
+        return LayerRun(
+            output=output,
+            tensors=tensors,
+            not_exposed=tuple(site for site in sites if site not in tensors),
+            router_dtypes=_router_dtypes(module),
+            key_values=past,
+            times=watch.times(),
+        )
+
+    def _free(self) -> None:
         self._resident = self._resident_layer = None
         self.loader.release()
         # Many small weights stay with the allocator, which could not use them for a large one.
@@ -155,10 +211,12 @@ class LayerExecutor:
         if module is None or is_built_anew:
             del module
             self._limits.allow_layer(layer)
-            module = self._target.build(self._spec, layer, dtype=self._dtype)
+            module = self._target.build(self._spec, layer, dtype=self._dtype, ranks=self._runtime.ranks)
         if self._target.converts(module):
             self._limits.allow_conversion(layer, is_built_anew=is_built_anew)
-        self._target.load(module, tensors, self._spec, loader=self.loader)
+        self._target.load(module, tensors, self._spec, loader=self.loader, ranks=self._runtime.ranks)
+        if self._runtime.spmd is not None:
+            self._runtime.spmd.shard(module, what=f"target {self._target.name}")
         self._resident, self._resident_layer = module, layer
         return module
 
@@ -189,20 +247,17 @@ class LayerExecutor:
             ) from error
 
     def _accepted(
-        self,
-        recorder: Recorder,
-        exposure: Exposure,
-        sites: tuple[Site, ...],
-        *,
-        batch_shape: tuple[int, int],
+        self, recorder: Recorder, assembly: Assembly, sites: tuple[Site, ...]
     ) -> dict[Site, torch.Tensor]:
-        """The recorded tensors that may stand for their sites, on the CPU, in execution order."""
+        """The recorded tensors that may stand for their sites, of all ranks, on the CPU, in execution order."""
         accepted = {}
         for site in sites:
-            if site in recorder.tensors:
-                tensor = shape_to_batch(site, recorder.tensors[site].to("cpu"), batch_shape)
-                if exposure.accepts(site, tensor, self._spec, batch_shape):
-                    accepted[site] = tensor
+            piece = recorder.tensors.get(site)
+            tensor = assembly.join(site, None if piece is None else piece.to("cpu"))
+            if tensor is not None and assembly.exposure.accepts(
+                site, tensor, self._spec, assembly.batch_shape
+            ):
+                accepted[site] = tensor
         return accepted
 
 

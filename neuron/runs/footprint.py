@@ -21,7 +21,9 @@ from minimax_tools.size import word_size
 from minimax_tools.spec import ModelSpec
 from neuron.builtin.moe import CHUNK_SIZE_BYTES
 from neuron.devices.backend import Backend
+from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import site_shape
+from neuron.ports.targets import Target
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class DeviceFootprint:
         backend: What computes: the weights that a NeuronCore computes with are not in the host's memory.
         num_experts_at_once: How many experts mm2's own layers run together. None for a port: no shape tells what
             lies between its sites.
+        num_ranks: Among how many ranks the weights are divided, as far as that is known.
     """
 
     spec: ModelSpec
@@ -58,11 +61,12 @@ class DeviceFootprint:
     inputs: Inputs
     backend: Backend
     num_experts_at_once: int | None
+    num_ranks: int = 1
 
     @property
     def layer_bytes(self) -> int:
-        """The weights of one layer, and what of them is on its way to a device."""
-        whole = layer_bytes(self.spec, self.dtype)
+        """The weights of one layer, or a rank's part of them, and what of them is on its way to a device."""
+        whole = -(-layer_bytes(self.spec, self.dtype) // self.num_ranks)
         held = 0 if self.backend.is_neuron else whole
         on_its_way = 0 if self.backend is Backend.CPU else min(whole, CHUNK_SIZE_BYTES)
         return held + on_its_way + _SPARE_BYTES
@@ -107,6 +111,22 @@ class DeviceFootprint:
         matrices = 3 * hidden * intermediate * self.dtype.itemsize
         copies = _XLA_COPIES_OF_EXPERTS if self.backend.is_lazy else 0
         return self.num_experts_at_once * (self.inputs.input_ids.numel() * states + copies * matrices)
+
+
+def device_footprint(
+    target: Target, spec: ModelSpec, *, dtype: torch.dtype, inputs: Inputs, runtime: Runtime
+) -> DeviceFootprint:
+    """What a run of that target takes of the host's memory, in each of its ranks."""
+    return DeviceFootprint(
+        spec=spec,
+        dtype=dtype,
+        inputs=inputs,
+        backend=runtime.backend,
+        num_experts_at_once=target.num_experts_at_once(
+            spec, dtype=dtype, is_lazy=runtime.backend.is_lazy, ranks=runtime.ranks
+        ),
+        num_ranks=runtime.ranks.degree if target.divides_weights else 1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

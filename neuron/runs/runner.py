@@ -34,7 +34,7 @@ from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
 from neuron.runs.decoding import run_decoding
 from neuron.runs.executor import LayerExecutor
-from neuron.runs.footprint import DeviceFootprint, MemoryLimits, choose_read_ahead
+from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
 from neuron.runs.generation import Model, generate_greedily
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.head import embed_tokens, run_head
@@ -143,14 +143,8 @@ class DeviceRun:
         self._runtime = runtime
         self._reader = reader
         self._progress = progress or NoProgress()
-        footprint = DeviceFootprint(
-            spec=request.spec,
-            dtype=request.dtype,
-            inputs=request.inputs,
-            backend=runtime.backend,
-            num_experts_at_once=request.target.num_experts_at_once(
-                request.spec, dtype=request.dtype, is_lazy=runtime.backend.is_lazy
-            ),
+        footprint = device_footprint(
+            request.target, request.spec, dtype=request.dtype, inputs=request.inputs, runtime=runtime
         )
         self._limits = MemoryLimits(footprint=footprint, budget=request.budget)
         self._executor = LayerExecutor(
@@ -394,6 +388,8 @@ class DeviceRun:
             # They make the input, and belong to no span: where they differ, nothing stored is gone on with.
             before = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
             options["layers_before"] = before.as_json()["layers"]
+        if self._runtime.sharing.are_several:
+            options |= self._runtime.sharing.as_json()
         return Description(
             side=DEVICE_SIDE,
             run=request.run,

@@ -235,21 +235,47 @@ class TestBackend:
         result = run(*LAYER_0, "--model", toy, "--backend", "tpu")
         refused(result, "'tpu'", "neuron-xla", exit_code=2)
 
-    @pytest.mark.parametrize("backend", ["cpu", "xla-cpu"])
-    def test_several_ranks(
+    def test_several_ranks_of_xla_on_the_cpu(
+        self, needs_xla: None, run: Any, toy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        result = run(*LAYER_0, "--model", toy, "--backend", "xla-cpu")
+        expected = ("2 ranks on xla-cpu", "WORLD_SIZE=2", "silently wrong", "without torchrun: --tp-degree")
+        refused(result, *expected, exit_code=3)
+
+    def test_ranks_that_cannot_find_each_other(
+        self, run: Any, toy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        result = run(*LAYER_0, "--model", toy, "--backend", "cpu")
+        refused(result, "tells of 2 ranks", "no RANK, MASTER_ADDR, MASTER_PORT", "torchrun", exit_code=2)
+
+    @pytest.mark.parametrize(
+        ("launched", "asked_for", "consequence"),
+        [
+            (4, 8, "neuronx_distributed would take fewer without a word"),
+            (6, 4, "they do not divide into such groups"),
+            (4, 2, "2 copies of the run would write to one capture"),
+        ],
+    )
+    def test_other_ranks_than_were_launched(
         self,
         run: Any,
         toy: Path,
         monkeypatch: pytest.MonkeyPatch,
-        request: pytest.FixtureRequest,
-        backend: str,
+        launched: int,
+        asked_for: int,
+        consequence: str,
     ) -> None:
-        if backend == "xla-cpu":
-            request.getfixturevalue("needs_xla")
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        result = run(*LAYER_0, "--model", toy, "--backend", backend)
-        refused(result, f"2 ranks on {backend}", "WORLD_SIZE=2", "without torchrun", exit_code=3)
-        assert ("silently wrong" in result.stderr) == (backend == "xla-cpu")
+        monkeypatch.setenv("WORLD_SIZE", str(launched))
+        result = run(*LAYER_0, "--model", toy, "--backend", "cpu", "--tp-degree", asked_for)
+        found = f"expected WORLD_SIZE={asked_for}, found WORLD_SIZE={launched}"
+        refused(result, consequence, found, f"torchrun --nproc-per-node {asked_for}", exit_code=2)
+
+    def test_groups_of_experts_that_do_not_divide(self, run: Any, toy: Path) -> None:
+        ranks = ("--tp-degree", 4, "--ep-degree", 3)
+        result = run(*LAYER_0, "--model", toy, "--backend", "cpu", *ranks)
+        refused(result, "4 ranks do not divide into 3 groups", "--ep-degree that divides 4", exit_code=2)
 
 
 class TestOutput:

@@ -12,12 +12,15 @@ PARALLEL_STATE = """
 calls = []
 size = None
 clamped_to = None
+world_size = 8
 
 def model_parallel_is_initialized():
     return size is not None
 
 def initialize_model_parallel(tensor_model_parallel_size=1):
     global size
+    if world_size % tensor_model_parallel_size:
+        raise RuntimeError(f"invalid implied data parallel degree: {world_size}")
     calls.append(f"initialize {tensor_model_parallel_size}")
     size = tensor_model_parallel_size if clamped_to is None else clamped_to
 
@@ -31,13 +34,15 @@ def destroy_model_parallel():
     size = None
 """
 
-# What happens before the groups are held, and while they are.
+# The size that is asked for, and what happens before the groups are held, and while they are.
 SCENARIOS = {
-    "clean": ("pass", "pass"),
-    "error": ("pass", "raise ValueError('port')"),
-    "taken_down": ("pass", "parallel_state.destroy_model_parallel()"),
-    "somebody_elses": ("parallel_state.initialize_model_parallel(8)", "pass"),
-    "clamped": ("parallel_state.clamped_to = 2", "pass"),
+    "clean": (1, "pass", "pass"),
+    "several": (4, "pass", "pass"),
+    "error": (1, "pass", "raise ValueError('port')"),
+    "taken_down": (1, "pass", "parallel_state.destroy_model_parallel()"),
+    "somebody_elses": (1, "parallel_state.initialize_model_parallel(8)", "pass"),
+    "clamped": (8, "parallel_state.clamped_to = 2", "pass"),
+    "not_divisible": (4, "parallel_state.world_size = 6", "pass"),
 }
 
 HOLD = """
@@ -47,12 +52,12 @@ from neuron.devices.distributed import model_parallel
 from neuronx_distributed.parallel_layers import parallel_state
 
 found = {}
-for name, (before, inside) in SCENARIOS.items():
+for name, (size, before, inside) in SCENARIOS.items():
     importlib.reload(parallel_state)
     error = None
     exec(before)
     try:
-        with model_parallel():
+        with model_parallel(size):
             exec(inside)
     except (BackendError, ValueError) as caught:
         error = str(caught)
@@ -94,5 +99,15 @@ def test_of_somebody_else_are_left_alone(held: dict[str, list[Any]]) -> None:
 
 def test_of_another_size_than_asked_for_are_refused(held: dict[str, list[Any]]) -> None:
     calls, is_up, error = held["clamped"]
-    assert (calls, is_up) == (["initialize 1", "destroy"], False)
-    assert "another tensor-parallel size: expected 1, found 2" in error
+    assert (calls, is_up) == (["initialize 8", "destroy"], False)
+    assert "another tensor-parallel size: expected 8, found 2" in error
+
+
+def test_of_several_ranks_have_their_number(held: dict[str, list[Any]]) -> None:
+    assert held["several"] == [["initialize 4", "destroy"], False, None]
+
+
+def test_that_do_not_divide_the_ranks_are_refused(held: dict[str, list[Any]]) -> None:
+    calls, is_up, error = held["not_divisible"]
+    assert (calls, is_up) == ([], False)
+    assert "cannot be set up for a tensor-parallel size of 4: found invalid implied data parallel" in error

@@ -103,6 +103,42 @@ def test_weights_into_another_shape_are_refused(fp8_tensors: Tensors, write: Wri
             reader.read_weight_into(NORM, torch.empty(4, 160))
 
 
+@pytest.mark.parametrize(
+    "rows", [range(3), range(1, 130), range(128, 192), range(0, 192), range(5, 5)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_a_weight_are_those_of_the_whole(rows: range, dtype: torch.dtype, tmp_path: Path) -> None:
+    codes = torch.randn(192, 160, generator=torch.Generator().manual_seed(0))
+    plain = {"plain": codes, "a.weight": codes.to(torch.float8_e4m3fn)}
+    save_file({**plain, "a.weight_scale_inv": torch.rand(2, 2) + 0.5}, tmp_path / "model.safetensors")
+    with CheckpointReader(tmp_path) as reader:
+        for name in plain:
+            out = torch.empty(len(rows), 160, dtype=dtype)
+            reader.read_weight_rows_into(name, rows, out)
+            assert torch.equal(out, reader.read_weight(name, dtype)[rows.start : rows.stop])
+
+
+def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(10, 4)}, tmp_path / "model.safetensors")
+    with CheckpointReader(tmp_path) as reader:
+        reader.read_weight_rows_into("a", range(2, 5), torch.empty(3, 4))
+        assert reader.num_bytes_read == 3 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "height", "fault"),
+    [
+        (range(8, 11), 3, "a has 10 rows, not range"),
+        (range(0, 4, 2), 2, "a has 10 rows"),
+        (range(2), 3, "out has"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(rows: range, height: int, fault: str, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(10, 4)}, tmp_path / "model.safetensors")
+    with CheckpointReader(tmp_path) as reader, pytest.raises(ValueError, match=fault):
+        reader.read_weight_rows_into("a", rows, torch.empty(height, 4))
+
+
 def test_fp8_without_scales_is_refused(fp8_tensors: Tensors, write: Writer) -> None:
     del fp8_tensors[Q_SCALE]
     with CheckpointReader(write(fp8_tensors)) as reader:

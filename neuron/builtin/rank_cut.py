@@ -1,0 +1,116 @@
+"""RankCut: which part of a layer's tensor a rank holds along one dim, and how it is read without the rest.
+
+A rank's storage is cut from the tensor run by run; what no run fills is padding, and zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from neuron.builtin.head_layout import Head
+from neuron.devices.weights import Gathered
+
+# Rows that are read at once where columns are asked for: a multiple of an FP8 block, few enough for a cache.
+_BAND_ROWS = 256
+
+
+class Run(NamedTuple):
+    """Indices that lie side by side in the tensor and in the rank's part of it."""
+
+    source: int
+    place: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCut:
+    """A rank's part of a tensor.
+
+    Args:
+        dim: Along which the tensor is cut: 0 for rows, 1 for columns.
+        size: Of the part, along it.
+        runs: What it is made of.
+    """
+
+    dim: int
+    size: int
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of_heads(cls, heads: Sequence[Head], *, head_dim: int, dim: int) -> RankCut:
+        """The part that holds these heads, each of `head_dim` indices."""
+        runs: list[Run] = []
+        for place, head in enumerate(heads):
+            if head is None:
+                continue
+            run = Run(head * head_dim, place * head_dim, head_dim)
+            last = runs[-1] if runs else None
+            if last and (last.source + last.length, last.place + last.length) == (run.source, run.place):
+                runs[-1] = last._replace(length=last.length + head_dim)
+            else:
+                runs.append(run)
+        return cls(dim=dim, size=len(heads) * head_dim, runs=tuple(runs))
+
+    @classmethod
+    def of_part(cls, size: int, *, part: int, num_parts: int, dim: int) -> RankCut:
+        """One of `num_parts` parts of equal size; the last ones are padded where `size` does not divide."""
+        length = part_size(size, num_parts)
+        start = min(part * length, size)
+        filled = min(length, size - start)
+        return cls(dim=dim, size=length, runs=(Run(start, 0, filled),) if filled else ())
+
+    def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The part's shape, of a tensor of `shape`."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+    def read(self, tensors: LayerTensors, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with the part: of rows only their bytes are read, of columns the matrix, band by band.
+
+        Raises:
+            CheckpointError: It cannot be read.
+            ValueError: `out` has another shape.
+        """
+        shape = tensors.given_shape(name)
+        if tuple(out.shape) != self.shape_of(shape):
+            raise ValueError(f"{name}: out has {list(out.shape)}, expected {list(self.shape_of(shape))}")
+        if sum(run.length for run in self.runs) < self.size:
+            out.zero_()
+        if self.dim == 0:
+            for run in self.runs:
+                rows = range(run.source, run.source + run.length)
+                tensors.read_rows_into(name, rows, out[run.place : run.place + run.length])
+        elif self.runs:
+            self._read_columns(tensors, name, out)
+
+    def _read_columns(self, tensors: LayerTensors, name: str, out: torch.Tensor) -> None:
+        num_rows, width = tensors.given_shape(name)
+        band = torch.empty(min(_BAND_ROWS, num_rows), width, dtype=out.dtype)
+        for start in range(0, num_rows, _BAND_ROWS):
+            rows = range(start, min(start + _BAND_ROWS, num_rows))
+            tensors.read_rows_into(name, rows, band[: len(rows)])
+            for run in self.runs:
+                source = band[: len(rows), run.source : run.source + run.length]
+                out[rows.start : rows.stop, run.place : run.place + run.length].copy_(source)
+
+    def weight(self, tensors: LayerTensors, name: str) -> Gathered:
+        """The part of one of the layer's tensors, read when it is loaded."""
+        return Gathered(
+            shape=self.shape_of(tensors.given_shape(name)),
+            read=partial(self.read, tensors),
+            places=partial(_whole_storage, name),
+        )
+
+
+def _whole_storage(name: str, storage: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return {name: storage}
+
+
+def part_size(size: int, num_parts: int) -> int:
+    """The size of a part, padding included."""
+    return -(-size // num_parts)

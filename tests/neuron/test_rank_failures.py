@@ -1,0 +1,165 @@
+"""Ranks that die, fail, hang or are stopped: the run ends within seconds, says which it was, and leaves none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SHORT = ("--seq-len", "12,7", "--backend", "cpu")
+
+# How the lead and the rank itself begin its error.
+ERRORS = ("Error: rank 1 failed: ", "rank 1: Error: ")
+
+# What rank 1 does in layer 1, of which rank 0 waits for a part.
+TROUBLED_PORT = """
+import signal, time
+from pathlib import Path
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    reuse = False
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.is_troubled = layer_idx == 1 and config.ranks.rank == 1
+
+    def forward(self, *inputs):
+        if self.is_troubled:
+            Path("reached").touch()
+            {trouble}
+        return super().forward(*inputs)
+"""
+
+
+@pytest.fixture
+def sweep_of(small: Path) -> tuple[object, ...]:
+    return ("multi-layer", "--layers", "0:3", "--model", small, *SHORT, "--tp-degree", 2)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `mm2-test` in the test's folder, and ends what is left of it."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        environment.pop("WORLD_SIZE", None)
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "neuron", *map(str, arguments)],
+                cwd=tmp_path,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.05)
+
+
+def test_a_rank_that_is_killed_is_named_and_the_run_resumes(
+    process: Any, sweep_of: Any, write_port: Any, tmp_path: Path
+) -> None:
+    port = write_port(TROUBLED_PORT.format(trouble="os.kill(os.getpid(), signal.SIGKILL)"))
+    directory = tmp_path / "capture"
+    done = process(*sweep_of, "--target", port, "--output-dir", directory, "--json")
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["error"] == "rank 1 failed: it was ended by SIGKILL"
+    assert "rank 0" not in done.stderr
+    assert json.loads((directory / "manifest.json").read_text())["complete_layers"] == [0]
+
+
+@pytest.mark.slow
+def test_an_error_on_a_rank_is_told_once_by_it_and_once_by_the_lead(
+    process: Any, sweep_of: Any, write_port: Any
+) -> None:
+    port = write_port(TROUBLED_PORT.format(trouble="raise ValueError('no such head')"))
+    done = process(*sweep_of, "--target", port, "--quiet")
+    assert done.returncode == 3
+    text = f"target {port}, layer 1 failed while it ran: found ValueError: no such head."
+    errors = sorted(line for line in done.stderr.splitlines() if "Error" in line)
+    assert [line.startswith(start + text) for line, start in zip(errors, ERRORS, strict=True)] == [True, True]
+
+
+@pytest.mark.slow
+def test_a_rank_that_prints_does_not_get_between_the_results(
+    process: Any, sweep_of: Any, write_port: Any
+) -> None:
+    port = write_port(TROUBLED_PORT.format(trouble="print('in between', flush=True)"))
+    done = process(*sweep_of, "--target", port, "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["layers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_leaves_no_rank_behind(
+    started: Any, sweep_of: Any, write_port: Any, tmp_path: Path, sent: int
+) -> None:
+    launcher = started(*sweep_of, "--target", write_port(TROUBLED_PORT.format(trouble="time.sleep(600)")))
+    wait_for(tmp_path / "reached")
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    launcher.send_signal(sent)
+    _, stderr = launcher.communicate(timeout=30)
+    assert launcher.returncode == 3
+    assert "Error: interrupted" in stderr
+    assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_the_lead_computes_on_is_named(
+    started: Any, sweep_of: Any, write_port: Any, tmp_path: Path
+) -> None:
+    launcher = started(*sweep_of, "--target", write_port(TROUBLED_PORT.format(trouble="time.sleep(600)")))
+    wait_for(tmp_path / "reached")
+    (rank,) = (
+        process
+        for process in psutil.Process(launcher.pid).children(recursive=True)
+        if process.environ().get("RANK") == "1"
+    )
+    rank.send_signal(signal.SIGKILL)
+    _, stderr = launcher.communicate(timeout=30)
+    assert launcher.returncode == 3
+    assert "Error: rank 1 failed: it was ended by SIGKILL" in stderr
+
+
+@pytest.mark.slow
+def test_under_torchrun_every_rank_but_one_is_silent(small: Path, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "neuron")
+    run = ("single-layer", "--layer", "0", "--model", str(small), *SHORT, "--json")
+    done = subprocess.run(
+        [sys.executable, *torchrun, *run, "--output-dir", str(tmp_path / "capture")],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["layers"]
+    manifest = json.loads((tmp_path / "capture" / "manifest.json").read_text())
+    assert manifest["provenance"]["options"]["tp_degree"] == 2

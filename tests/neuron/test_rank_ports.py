@@ -1,0 +1,172 @@
+"""Ports on several ranks, judged: one that says how its sites are divided, and mistakes that only ranks make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Judged = Callable[..., dict[str, Any]]
+
+# Heads and the norms' widths divided, the experts whole on every rank; the sum over the ranks is left to `sites`.
+OWN_PORT = """
+import copy
+import torch.distributed as dist
+
+class WideNorm(nn.Module):
+    def __init__(self, width, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width // dist.get_world_size()))
+        self.width, self.eps = width, config.rms_norm_eps
+
+    def forward(self, states):
+        square = states.float().pow(2).sum(-1, keepdim=True)
+        dist.all_reduce(square)
+        return self.weight * (states.float() * torch.rsqrt(square / self.width + self.eps)).to(states.dtype)
+
+class Attention(ReferenceAttention):
+    def __init__(self, config):
+        local = copy.copy(config)
+        local.num_attention_heads //= dist.get_world_size()
+        local.num_key_value_heads //= dist.get_world_size()
+        super().__init__(local)
+        self.q_norm = WideNorm(config.num_attention_heads * config.head_dim, config)
+        self.k_norm = WideNorm(config.num_key_value_heads * config.head_dim, config)
+
+    def forward(self, states, mask, positions):
+        delta = super().forward(states, mask, positions)
+        dist.all_reduce(delta)
+        return delta
+
+class Port(ReferenceLayer):
+    sites = {
+        **{name: f"self_attn.{name}@shard(-1)" for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")},
+        **{name: f"self_attn.{name}@shard(1)" for name in ("q_rope", "k_rope")},
+        "attn_context": "self_attn.o_proj:input@shard(2)",
+        "attn_delta": "self_attn.o_proj@partial",
+        "attn_residual": "post_attention_layernorm:input@replicate",
+        "post_norm": "post_attention_layernorm",
+        "router_logits": "block_sparse_moe.gate",
+        "moe_delta": "block_sparse_moe",
+    }
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn = Attention(config)
+
+    @staticmethod
+    def convert_state_dict(tensors, config, layer_idx):
+        def own(name, tensor):
+            dim = 1 if "o_proj" in name else 0
+            divides = name.startswith("self_attn.")
+            return tensor.chunk(config.ranks.degree, dim=dim)[config.ranks.rank] if divides else tensor
+        return {name: own(name, tensors[name]) for name in tensors}
+"""
+PER_RANK_NORM = """
+from neuron.builtin.layer import DeviceAttention, DeviceLayer
+
+class PerRankNorm(DeviceAttention):
+    def _mean_squares(self, queries, keys):
+        return None, None
+
+class Port(DeviceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn.__class__ = PerRankNorm
+"""
+
+
+@pytest.fixture
+def judge(process: Any, toy: Path, golden: Path, tmp_path: Path) -> Judged:
+    """Runs layer 1 of the toy on two ranks; the verdict, and `exit_code` and `stderr` beside it."""
+
+    def run_on_two(target: str, *arguments: object) -> dict[str, Any]:
+        run = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--backend", "cpu")
+        place = ("--output-dir", tmp_path / "capture", "--target", target, "--json")
+        done = process(*run, *place, "--tp-degree", 2, *arguments)
+        return {**json.loads(done.stdout), "exit_code": done.returncode, "stderr": done.stderr}
+
+    return run_on_two
+
+
+def test_a_port_of_ones_own_passes(judge: Judged, write_port: Any) -> None:
+    found = judge(write_port(OWN_PORT))
+    assert (found["exit_code"], found["verdict"]) == (0, "pass"), found["stderr"]
+    compared = {site["site"] for layer in found["layers"] for site in layer["sites"]}
+    assert {"q_proj", "k_rope", "attn_context", "attn_delta"} <= compared
+
+
+def test_a_norm_over_a_ranks_own_heads_is_to_blame(judge: Judged, write_port: Any) -> None:
+    found = judge(write_port(PER_RANK_NORM))
+    assert (found["exit_code"], found["verdict"]) == (1, "fail")
+    assert found["blame"][0]["layer"] == 1
+    assert {"q_norm", "k_norm"} & set(found["blame"][0]["sites"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("declared", "wrong", "expected"),
+    [
+        ('self_attn.o_proj@partial"', 'self_attn.o_proj"', "attn_delta is not the same on all ranks"),
+        ("@shard(-1)", "", "q_proj is not the same on all ranks"),
+        ("o_proj:input@shard(2)", "o_proj:input@shard(4)", "attn_context is @shard(4), and has no such dim"),
+        ("@shard(2)", "@shards(2)", "the layout '@shards(2)' cannot be read"),
+    ],
+)
+def test_a_wrong_layout_is_named(
+    judge: Judged, write_port: Any, declared: str, wrong: str, expected: str
+) -> None:
+    assert declared in OWN_PORT
+    found = judge(write_port(OWN_PORT.replace(declared, wrong)))
+    assert (found["exit_code"], found["verdict"]) == (3, "incomparable")
+    assert expected in found["error"]
+
+
+@pytest.mark.slow
+def test_a_dim_that_is_another_fails_by_its_shape(judge: Judged, write_port: Any) -> None:
+    found = judge(write_port(OWN_PORT.replace("o_proj:input@shard(2)", "o_proj:input@shard(1)")))
+    assert (found["exit_code"], found["verdict"]) == (1, "fail")
+    assert found["blame"][0]["sites"] == ["attn_context"]
+
+
+@pytest.mark.slow
+def test_a_sum_that_is_not_made_is_named(judge: Judged, write_port: Any) -> None:
+    found = judge(write_port(OWN_PORT.replace("dist.all_reduce(delta)", "pass")))
+    assert found["exit_code"] == 3
+    assert "attn_residual is not the same on all ranks" in found["error"]
+    assert "a reduction is missing" in found["error"]
+
+
+@pytest.mark.slow
+def test_sites_that_are_found_by_name_are_told_apart_by_their_shape(judge: Judged, write_port: Any) -> None:
+    source = (
+        OWN_PORT[: OWN_PORT.index("    sites = {")]
+        + OWN_PORT[OWN_PORT.index("    def __init__(self, config, layer_idx)") :]
+    )
+    found = judge(
+        write_port(
+            source.replace("class Port(ReferenceLayer):", "class Port(ReferenceLayer):\n    sites = None")
+        )
+    )
+    assert found["verdict"] == "pass", found["stderr"]
+    compared = {site["site"] for layer in found["layers"] for site in layer["sites"]}
+    assert {"q_proj", "k_proj", "q_norm", "attn_context", "attn_delta"} <= compared
+
+
+@pytest.mark.slow
+def test_rows_are_decoded(judge: Judged) -> None:
+    found = judge("builtin", "--decode", 3)
+    assert (found["exit_code"], found["verdict"]) == (0, "pass"), found["stderr"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("component", ["attention", "experts"])
+def test_a_component_is_fed_on_every_rank(
+    process: Any, toy: Path, golden: Path, tmp_path: Path, component: str
+) -> None:
+    run = ("component", "--layer", 2, "--component", component, "--model", toy, "--golden", golden)
+    done = process(*run, "--backend", "cpu", "--tp-degree", 2, "--output-dir", tmp_path / "capture")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,112 @@
+"""Layers shared by several ranks: each site as on one, each rank a part, and every failure told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+
+Tensors = dict[str, torch.Tensor]
+
+LIMIT = 1e-5
+LAYER_0 = ("single-layer", "--layer", 0, "--seq-len", "12,7", "--dtype", "float32", "--json")
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A float32 model of so many heads and kv heads; 8 experts of width 24, which 5 ranks do not divide."""
+    made: dict[tuple[int, int], Path] = {}
+
+    def make(num_heads: int, num_kv_heads: int) -> Path:
+        key = (num_heads, num_kv_heads)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("ranks") / "x".join(map(str, key))
+            model = SyntheticModel(
+                num_hidden_layers=2,
+                hidden_size=64,
+                num_attention_heads=num_heads,
+                num_key_value_heads=num_kv_heads,
+                head_dim=16,
+                rotary_dim=8,
+                num_local_experts=8,
+                num_experts_per_tok=2,
+                intermediate_size=24,
+            )
+            synthesize(made[key], model=model, dtype=torch.float32, shard_size_bytes=None, seed=0)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def on_one(run: Any, tmp_path: Path) -> Callable[..., Tensors]:
+    """Layer 0 on one rank."""
+
+    def run_alone(model: Path, *arguments: object) -> Tensors:
+        result = run(
+            *LAYER_0, "--model", model, "--backend", "cpu", "--output-dir", tmp_path / "one", *arguments
+        )
+        assert result.exit_code == 0, result.stderr
+        return load_file(tmp_path / "one" / "layer_0.safetensors")
+
+    return run_alone
+
+
+@pytest.fixture
+def on_ranks(process: Any, tmp_path: Path) -> Callable[..., Tensors]:
+    """Layer 0 on several ranks, which mm2 starts."""
+
+    def run_shared(model: Path, *arguments: object) -> Tensors:
+        directory = tmp_path / "ranks"
+        done = process(*LAYER_0, "--model", model, "--backend", "cpu", "--output-dir", directory, *arguments)
+        assert done.returncode == 0, done.stderr
+        return load_file(directory / "layer_0.safetensors")
+
+    return run_shared
+
+
+def errors_of(found: Tensors, expected: Tensors) -> dict[str, float]:
+    """Relative L2 distances of all sites."""
+    assert found.keys() == expected.keys()
+    assert all(found[site].shape == expected[site].shape for site in expected)
+    return {
+        site: float((found[site].double() - expected[site].double()).norm() / expected[site].double().norm())
+        for site in expected
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks", "ep_degree"),
+    [
+        (6, 2, 4, 2),
+        pytest.param(6, 2, 2, 1, marks=pytest.mark.slow),
+        pytest.param(6, 1, 4, 1, marks=pytest.mark.slow),
+        pytest.param(6, 3, 4, 4, marks=pytest.mark.slow),
+        pytest.param(6, 6, 4, 1, marks=pytest.mark.slow),
+        pytest.param(8, 2, 8, 2, marks=pytest.mark.slow),
+        pytest.param(6, 2, 8, 1, marks=pytest.mark.slow),
+        pytest.param(10, 5, 5, 1, marks=pytest.mark.slow),
+        pytest.param(10, 5, 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_site_is_that_of_one_rank(
+    model_of: Any,
+    on_one: Any,
+    on_ranks: Any,
+    num_heads: int,
+    num_kv_heads: int,
+    num_ranks: int,
+    ep_degree: int,
+) -> None:
+    model = model_of(num_heads, num_kv_heads)
+    shared = on_ranks(model, "--tp-degree", num_ranks, "--ep-degree", ep_degree)
+    errors = errors_of(shared, on_one(model))
+    assert len(errors) == 18
+    assert max(errors.values()) <= LIMIT, errors
