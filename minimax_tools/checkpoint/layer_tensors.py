@@ -66,6 +66,11 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             present=dict.fromkeys(names),
         )
 
+    @property
+    def reader(self) -> CheckpointReader:
+        """The checkpoint."""
+        return self._reader
+
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in which the checkpoint stores the tensor, whatever was set over it.
 

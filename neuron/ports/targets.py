@@ -1,7 +1,8 @@
 """Target: the port under test, found by name, built as the protocol says, and loaded.
 
 `builtin` is mm2's device layer, `reference` its plain PyTorch layer; `PATH.py:NAME` and
-`package.module:NAME` name a port's own. NAME is called as `NAME(config, layer_idx)`.
+`package.module:NAME` name a port's own. NAME is called as `NAME(config, layer_idx)`. `traced:FILE` is a layer that was
+compiled before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import Mm2Error, TargetError, UsageError
 from minimax_tools.reference.layer import ReferenceLayer
@@ -25,6 +27,8 @@ from neuron.builtin.layer import DeviceLayer
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
 from neuron.devices.weights import Weight, WeightLoader, unchanged
 from neuron.ports.sources import TargetSource, import_file, import_module
+from neuron.ports.traced import PREFIX as TRACED
+from neuron.ports.traced import TracedFiles, TracedLayer
 
 # What the graph hard-wires; a config that transformers wrote may leave these keys out.
 _FIXED_VALUES = {
@@ -92,6 +96,11 @@ class Target:
             return spec.num_local_experts if is_lazy else 1
         return None
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether its weights come from the checkpoint rather than with it."""
+        return not isinstance(self.factory, TracedFiles)
+
     def converts(self, module: nn.Module) -> bool:
         """Whether code of the port's turns the checkpoint's tensors into the module's, beside them in memory."""
         convert = _conversion(module, self.factory)
@@ -114,6 +123,9 @@ class Target:
         torch.set_default_dtype(self.build_dtype or dtype)
         try:
             module = self.factory(target_config(spec), layer)
+        except Mm2Error:
+            # What mm2 wraps around a port says itself what is wrong.
+            raise
         except Exception as error:  # the port's own code: anything can come
             raise TargetError(
                 f"target {self.name} cannot be built for layer {layer}",
@@ -140,6 +152,11 @@ class Target:
             CheckpointError: A tensor cannot be read.
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
+        if isinstance(module, TracedLayer):
+            # Its weights came with it.
+            layers = range(tensors.layer, tensors.layer + 1)
+            module.verify_model(ModelFingerprint.of(tensors.reader, spec, layers))
+            return
         what = f"target {self.name}, layer {tensors.layer}"
         loader.load(module, self._weights(module, tensors, spec, what=what), what=what)
 
@@ -191,11 +208,14 @@ def find_target(name: str) -> Target:
         module = sys.modules[(DeviceLayer if name == "builtin" else ReferenceLayer).__module__]
         source = TargetSource(place=name, module=module)
         return Target(name=name, factory=_OWN[name], source_digest=source.digest())
+    if name.startswith(TRACED):
+        files = TracedFiles(pattern=name.removeprefix(TRACED))
+        return Target(name=name, factory=files, source_digest=files.digest())
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UsageError(
             f"--target {name!r} is unknown",
-            expected=f"{', '.join(_OWN)}, PATH.py:NAME or package.module:NAME",
+            expected=f"{', '.join(_OWN)}, PATH.py:NAME or package.module:NAME, or traced:FILE",
             next_step="Name what to call after a colon, as in port.py:DecoderLayer.",
         )
     source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
