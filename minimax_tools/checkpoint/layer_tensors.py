@@ -14,6 +14,7 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader, find_scale
+from minimax_tools.checkpoint.transpose import copy_matrix
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.spec import ModelSpec
 
@@ -172,7 +173,7 @@ def copy_weight(name: str, value: torch.Tensor, out: torch.Tensor) -> None:
         raise ValueError(f"{name} has shape {list(value.shape)}, out has {list(out.shape)}")
     if value.dtype == torch.float8_e4m3fn:
         raise ValueError(f"{name} is FP8 codes: without its scales it is no weight; dequantise it first")
-    out.copy_(value)
+    copy_matrix(value, out)
 
 
 def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:

@@ -145,13 +145,10 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
 def _loaded(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
     """The port's module with the layer's weights, on the CPU: compilers take it from there."""
     module = request.target.build(request.spec, request.layer, dtype=request.dtype)
-    pool = ReadingPool(torch.get_num_threads())
-    try:
+    with ReadingPool(torch.get_num_threads()) as pool:
         loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
         tensors = LayerTensors.open(reader, request.spec, request.layer, request.dtype)
         request.target.load(module, tensors, request.spec, loader=loader)
-    finally:
-        pool.close()
     return module
 
 
