@@ -168,11 +168,12 @@ def _showing(
                 found=f"{type(error).__name__}: {error}",
                 next_step="Try it with mm2-test single-layer first; see --debug for the traceback.",
             ) from error
-    shown = {site: shape_to_batch(site, kept, request.inputs) for site, kept in recorder.tensors.items()}
+    batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
+    shown = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
     return {
         site: tap
         for site, tap in taps.items()
-        if site in shown and exposure.accepts(site, shown[site], request.inputs, request.spec)
+        if site in shown and exposure.accepts(site, shown[site], request.spec, batch_shape)
     }
 
 
