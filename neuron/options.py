@@ -37,8 +37,9 @@ target_option = click.option(
     "--target",
     default="builtin",
     show_default=True,
-    metavar="builtin|reference|PATH.py:NAME|package.module:NAME|traced:FILE",
-    help="The implementation to run; whatever code is in a file that you name is executed.",
+    metavar="builtin|reference|PATH.py:NAME|package.module:NAME|nxdi:…|traced:FILE",
+    help="The implementation to run: mm2's own, a port's class, nxdi: and a class on neuronx-distributed-inference, "
+    "or what mm2-test trace wrote. Code in what you name is executed.",
 )
 device_options = stack_options(
     model_option,

@@ -1,8 +1,8 @@
 """Target: the port under test, found by name, built as the protocol says, and loaded.
 
 `builtin` is mm2's device layer, `reference` its plain PyTorch layer; `PATH.py:NAME` and
-`package.module:NAME` name a port's own. NAME is called as `NAME(config, layer_idx)`. `traced:FILE` is a layer that was
-compiled before.
+`package.module:NAME` name a port's own. NAME is called as `NAME(config, layer_idx)`. `nxdi:` before
+such a name says that it is a layer on neuronx-distributed-inference; `traced:FILE` is one that was compiled before.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from minimax_tools.spec import ModelSpec
 from neuron.builtin.layer import DeviceLayer
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
 from neuron.devices.weights import Weight, WeightLoader, unchanged
+from neuron.ports.nxdi import PREFIX as NXDI
+from neuron.ports.nxdi import NxdiLayer, NxdiPort, require_nxdi
 from neuron.ports.sources import TargetSource, import_file, import_module
 from neuron.ports.traced import PREFIX as TRACED
 from neuron.ports.traced import TracedFiles, TracedLayer
@@ -53,6 +55,9 @@ class ResidentReference(ReferenceLayer):
 
 
 _OWN: dict[str, type[nn.Module]] = {"builtin": DeviceLayer, "reference": ResidentReference}
+
+# Conversions whose weights are written straight into their storage.
+_FILL_STORAGE = (DeviceLayer.convert_state_dict, NxdiLayer.convert_state_dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +109,7 @@ class Target:
     def converts(self, module: nn.Module) -> bool:
         """Whether code of the port's turns the checkpoint's tensors into the module's, beside them in memory."""
         convert = _conversion(module, self.factory)
-        return (
-            convert is not None and getattr(convert, "__func__", None) is not DeviceLayer.convert_state_dict
-        )
+        return convert is not None and getattr(convert, "__func__", None) not in _FILL_STORAGE
 
     def build(self, spec: ModelSpec, layer: int, *, dtype: torch.dtype) -> nn.Module:
         """The module for one layer, its weights not loaded.
@@ -211,15 +214,9 @@ def find_target(name: str) -> Target:
     if name.startswith(TRACED):
         files = TracedFiles(pattern=name.removeprefix(TRACED))
         return Target(name=name, factory=files, source_digest=files.digest())
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise UsageError(
-            f"--target {name!r} is unknown",
-            expected=f"{', '.join(_OWN)}, PATH.py:NAME or package.module:NAME, or traced:FILE",
-            next_step="Name what to call after a colon, as in port.py:DecoderLayer.",
-        )
-    source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
-    factory = source.find(attribute)
+    if name.startswith(NXDI):
+        return _find_nxdi_port(name)
+    source, factory = _find_callable(name, name)
     return Target(name=name, factory=factory, source_digest=source.digest())
 
 
@@ -236,6 +233,27 @@ def target_config(spec: ModelSpec) -> SimpleNamespace:
         "partial_rotary_factor": config.partial_rotary_factor,
     }
     return config
+
+
+def _find_nxdi_port(name: str) -> Target:
+    require_nxdi()
+    source, layer_class = _find_callable(name, name.removeprefix(NXDI))
+    factory = NxdiPort(layer_class=layer_class, module=source.module)
+    return Target(name=name, factory=factory, source_digest=source.digest())
+
+
+def _find_callable(name: str, notation: str) -> tuple[TargetSource, Callable[..., Any]]:
+    """What `PATH.py:NAME` or `package.module:NAME` names, with its source."""
+    place, _, attribute = notation.rpartition(":")
+    if not place or not attribute:
+        raise UsageError(
+            f"--target {name!r} is unknown",
+            expected=f"{', '.join(_OWN)}, PATH.py:NAME or package.module:NAME; "
+            f"{NXDI} before one of them, or traced:FILE",
+            next_step="Name what to call after a colon, as in port.py:DecoderLayer.",
+        )
+    source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+    return source, source.find(attribute)
 
 
 def _conversion(module: nn.Module, factory: Any) -> Any:
