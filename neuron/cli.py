@@ -21,8 +21,7 @@ from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.console import Mm2Group, print_json
-from minimax_tools.errors import CannotRunError, CaptureError, UsageError
-from minimax_tools.inputs import Inputs
+from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import (
     dtype_option,
@@ -30,12 +29,10 @@ from minimax_tools.options import (
     optional_model_option,
     output_options,
     parse_lengths,
-    read_input_request,
     read_span,
     span_options,
 )
 from minimax_tools.progress import LayerProgress
-from minimax_tools.prompts import InputRequest, build_inputs
 from minimax_tools.results import Comparison
 from minimax_tools.run import (
     Component,
@@ -49,8 +46,9 @@ from minimax_tools.run import (
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 from neuron.check import Level, check_machine, worst
+from neuron.commands.trace import trace_command
 from neuron.devices.runtime import open_runtime
-from neuron.options import backend_option, device_options
+from neuron.options import backend_option, device_options, read_inputs
 from neuron.ports.targets import find_target
 from neuron.report_text import find_warnings, render_report
 from neuron.runs.run_profile import PROFILE_NAME, RunProfile
@@ -204,6 +202,9 @@ def show(directory: Path, as_json: bool) -> None:
     print_json(capture_record(source)) if as_json else click.echo(render_capture(source))
 
 
+main.add_command(trace_command)
+
+
 def _span(given: Span | None, spec: ModelSpec) -> Span:
     return given or Span(0, spec.num_hidden_layers)
 
@@ -243,7 +244,7 @@ def _execute(
         spec=spec,
         model_source=options["model"],
         run=run,
-        inputs=_read_inputs(options, folder, spec, golden),
+        inputs=read_inputs(options, folder, spec, golden),
         dtype=options["dtype"],
         target=find_target(options["target"]),
         golden=golden,
@@ -279,18 +280,6 @@ def _read_layers(options: Options, spec: ModelSpec, run: Run) -> range | None:
     is_fed = options["golden"] is not None or options["random_input"]
     layers = range(run.span.start if is_fed else 0, run.span.stop)
     return None if len(layers) == spec.num_hidden_layers else layers
-
-
-def _read_inputs(options: Options, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
-    request = read_input_request(options)
-    if golden is None:
-        return build_inputs(request, folder=folder, spec=spec)
-    if request != InputRequest(seed=request.seed):
-        raise UsageError(
-            "the golden's own inputs are run: options that choose others cannot be given beside --golden",
-            next_step="Leave out --prompt, --input-ids, --seq-len and so on, or capture a golden with them.",
-        )
-    return golden.read_inputs()
 
 
 def _refuse_other_run(saved: Capture, run: Run, options: Options) -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from compare.options import criteria_options
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import UsageError
+from minimax_tools.inputs import Inputs
 from minimax_tools.options import (
     input_options,
     memory_budget_option,
     model_option,
     output_options,
+    read_input_request,
     run_options,
     stack_options,
     store_options,
 )
+from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.rank_options import rank_options
 
@@ -26,6 +34,14 @@ backend_option = click.option(
     show_default=True,
     help="The device.",
 )
+target_option = click.option(
+    "--target",
+    default="builtin",
+    show_default=True,
+    metavar="builtin|reference|PATH.py:NAME|package.module:NAME|nxdi:…|traced:FILE",
+    help="The implementation to run: mm2's own, a port's class, nxdi: and a class on neuronx-distributed-inference, "
+    "or what mm2-test trace wrote. Code in what you name is executed.",
+)
 device_options = stack_options(
     model_option,
     click.option(
@@ -33,13 +49,7 @@ device_options = stack_options(
         type=click.Path(path_type=Path),
         help="Golden capture: its inputs are used, and it judges.",
     ),
-    click.option(
-        "--target",
-        default="builtin",
-        show_default=True,
-        metavar="builtin|reference|PATH.py:NAME|package.module:NAME",
-        help="The implementation to run.",
-    ),
+    target_option,
     backend_option,
     rank_options,
     click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
@@ -74,3 +84,21 @@ device_options = stack_options(
     store_options,
     output_options,
 )
+
+
+def read_inputs(options: Mapping[str, Any], folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
+    """The token rows of a run: the golden's own, else what the input options say.
+
+    Raises:
+        UsageError: Both were given.
+        CaptureError: The golden's inputs cannot be read.
+    """
+    request = read_input_request(dict(options))
+    if golden is None:
+        return build_inputs(request, folder=folder, spec=spec)
+    if request != InputRequest(seed=request.seed):
+        raise UsageError(
+            "the golden's own inputs are run: options that choose others cannot be given beside --golden",
+            next_step="Leave out --prompt, --input-ids, --seq-len and so on, or capture a golden with them.",
+        )
+    return golden.read_inputs()

@@ -24,7 +24,9 @@ FLOORS: dict[str, frozenset[str]] = {
 }
 EXTRA_FLOORS = {"minimax_tools/cli.py": frozenset({"reports"})}
 NOT_IMPORTED = frozenset({"scripts", "tests"})
-DEVICE_LIBRARIES = frozenset({"torch_xla", "torch_neuronx", "neuronx_distributed", "libneuronxla"})
+DEVICE_LIBRARIES = frozenset(
+    {"torch_xla", "torch_neuronx", "neuronx_distributed", "neuronx_distributed_inference", "libneuronxla"}
+)
 GOLDEN_LIBRARIES = frozenset({"transformers", "accelerate"})
 HOMES = {
     **dict.fromkeys(DEVICE_LIBRARIES, ("neuron/",)),

@@ -14,6 +14,7 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader, find_scale
+from minimax_tools.checkpoint.transpose import copy_matrix
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.spec import ModelSpec
 
@@ -65,6 +66,11 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             stored={name: reader.index[prefix + name].dtype for name in names},
             present=dict.fromkeys(names),
         )
+
+    @property
+    def reader(self) -> CheckpointReader:
+        """The checkpoint."""
+        return self._reader
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """The dtype in which the checkpoint stores the tensor, whatever was set over it.
@@ -180,7 +186,7 @@ def copy_weight(name: str, value: torch.Tensor, out: torch.Tensor) -> None:
         raise ValueError(f"{name} has shape {list(value.shape)}, out has {list(out.shape)}")
     if value.dtype == torch.float8_e4m3fn:
         raise ValueError(f"{name} is FP8 codes: without its scales it is no weight; dequantise it first")
-    out.copy_(value)
+    copy_matrix(value, out)
 
 
 def verify_layer(index: TensorIndex, spec: ModelSpec, layer: int) -> None:

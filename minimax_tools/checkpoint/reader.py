@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import scale_name
 from minimax_tools.checkpoint.shard_files import ShardFiles
+from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
 from minimax_tools.errors import CheckpointError
 
 # What a weight may be stored as; other types hold codes whose meaning mm2 does not know.
@@ -32,8 +34,8 @@ class CheckpointReader:
     | a weight's values, FP8 times its scales | `read_weight(name, dtype)`, `read_weight_into(name, out)` |
     | the values of some of its rows | `read_weight_rows_into(name, rows, out)` |
 
-    Opened shards stay open until `close`, or the end of a `with` block. FP8 codes pass through a buffer that each
-    thread keeps: fresh memory for every matrix would cost more than the arithmetic.
+    Opened shards stay open until `close`, or the end of a `with` block. FP8 codes, and what is to be transposed, pass
+    through buffers that each thread keeps: fresh memory for every matrix would cost more than the arithmetic.
 
     Args:
         folder: The checkpoint folder.
@@ -115,6 +117,8 @@ class CheckpointReader:
     def read_weight_into(self, name: str, out: torch.Tensor, *, past_cache: bool = False) -> None:
         """Fill `out`, of the stored shape and any float dtype, with the tensor's values (see `read_weight`).
 
+        `out` may be a transposed view of where the values go: then they are written as columns.
+
         Args:
             name: The tensor.
             out: Where its values go.
@@ -128,11 +132,7 @@ class CheckpointReader:
         _check_out(entry, out)
         _check_weight(entry)
         with self._weighing():
-            if entry.dtype == torch.float8_e4m3fn:
-                scale_inv = self._read(find_scale(self.index, entry), past_cache=past_cache)
-                self._dequantise_into(entry, scale_inv, out, past_cache=past_cache)
-            else:
-                self._fill_weight(entry, out, past_cache=past_cache)
+            self._weigh(entry, out, past_cache=past_cache)
 
     def read_weight_rows_into(self, name: str, rows: range, out: torch.Tensor) -> None:
         """Fill `out` with the values of some rows of a weight, in any float dtype; the others' bytes are not read.
@@ -177,6 +177,18 @@ class CheckpointReader:
         self._fill(entry, out, past_cache=past_cache)
         return out
 
+    def _weigh(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+        """Fill `out`, contiguous or not, with a weight's values."""
+        if is_transposed(out):
+            rows = self._staged("rows", entry.shape, out.dtype)
+            self._weigh(entry, rows, past_cache=past_cache)
+            copy_matrix(rows, out)
+        elif entry.dtype == torch.float8_e4m3fn:
+            scale_inv = self._read(find_scale(self.index, entry), past_cache=past_cache)
+            self._dequantise_into(entry, scale_inv, out, past_cache=past_cache)
+        else:
+            self._fill_weight(entry, out, past_cache=past_cache)
+
     def _fill_weight(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
         if entry.dtype == out.dtype and _is_fillable(out):
             self._fill(entry, out, past_cache=past_cache)
@@ -205,19 +217,21 @@ class CheckpointReader:
     def _dequantise_into(
         self, entry: TensorEntry, scale_inv: torch.Tensor, out: torch.Tensor, *, past_cache: bool
     ) -> None:
-        weight_fp8 = self._staged(entry)
+        weight_fp8 = self._staged("codes", entry.shape, entry.dtype)
         self._fill(entry, weight_fp8, past_cache=past_cache)
         if out.device.type == "cpu":
             dequantise(weight_fp8, scale_inv, out=out, dtype=out.dtype)
         else:
             out.copy_(dequantise(weight_fp8, scale_inv, dtype=out.dtype))
 
-    def _staged(self, entry: TensorEntry) -> torch.Tensor:
-        """This thread's buffer as a tensor of the entry's shape and dtype, its content left over."""
-        buffer: torch.Tensor | None = getattr(self._staging, "buffer", None)
-        if buffer is None or buffer.numel() < entry.size_bytes:
-            buffer = self._staging.buffer = torch.empty(entry.size_bytes, dtype=torch.uint8)
-        return buffer[: entry.size_bytes].view(entry.dtype).view(entry.shape)
+    def _staged(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """This thread's buffer for a use, as a tensor of that shape and dtype, its content left over."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        buffer: torch.Tensor | None = getattr(self._staging, use, None)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            setattr(self._staging, use, buffer)
+        return buffer[:num_bytes].view(dtype).view(shape)
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
         if entry.size_bytes == 0:

@@ -1,5 +1,6 @@
 """Experts regrouped from tensors of their own (the checkpoint) to grouped storage (what MoE kernels use).
 
+Storage that holds each matrix transposed, [E',H,2·I] and [E',I,H], is filled through its view `.mT`.
 E' experts asked for, I intermediate, H hidden.
 """
 

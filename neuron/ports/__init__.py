@@ -2,4 +2,5 @@
 
 - `targets`: the port, found in its `sources`, built, and loaded with its weights
 - `exposure`: which sites it shows
+- `tracing`: a layer compiled into a file; `traced`: such a file as a port
 """

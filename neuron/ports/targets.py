@@ -1,7 +1,8 @@
 """Target: the port under test, found by name, built as the protocol says, and loaded.
 
 `builtin` is mm2's device layer, `reference` its plain PyTorch layer; `PATH.py:NAME` and
-`package.module:NAME` name a port's own. NAME is called as `NAME(config, layer_idx)`.
+`package.module:NAME` name a port's own. NAME is called as `NAME(config, layer_idx)`. `nxdi:` before
+such a name says that it is a layer on neuronx-distributed-inference; `traced:FILE` is one that was compiled before.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import Mm2Error, TargetError, UsageError
 from minimax_tools.reference.layer import ReferenceLayer
@@ -25,7 +27,11 @@ from neuron.builtin.layer import DeviceLayer
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import Weight, WeightLoader, unchanged
+from neuron.ports.nxdi import PREFIX as NXDI
+from neuron.ports.nxdi import NxdiLayer, NxdiPort, require_nxdi
 from neuron.ports.sources import TargetSource, import_file, import_module
+from neuron.ports.traced import PREFIX as TRACED
+from neuron.ports.traced import TracedFiles, TracedLayer
 
 # What the graph hard-wires; a config that transformers wrote may leave these keys out.
 _FIXED_VALUES = {
@@ -50,6 +56,9 @@ class ResidentReference(ReferenceLayer):
 
 
 _OWN: dict[str, type[nn.Module]] = {"builtin": DeviceLayer, "reference": ResidentReference}
+
+# Conversions whose weights are written straight into their storage.
+_FILL_STORAGE = (DeviceLayer.convert_state_dict, NxdiLayer.convert_state_dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +111,15 @@ class Target:
             return spec.num_local_experts if is_lazy else 1
         return None
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether its weights come from the checkpoint rather than with it."""
+        return not isinstance(self.factory, TracedFiles)
+
     def converts(self, module: nn.Module) -> bool:
         """Whether code of the port's turns the checkpoint's tensors into the module's, beside them in memory."""
         convert = _conversion(module, self.factory)
-        return (
-            convert is not None and getattr(convert, "__func__", None) is not DeviceLayer.convert_state_dict
-        )
+        return convert is not None and getattr(convert, "__func__", None) not in _FILL_STORAGE
 
     def build(
         self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, ranks: Ranks | None = None
@@ -128,6 +140,7 @@ class Target:
         try:
             module = self.factory(target_config(spec, ranks=ranks), layer)
         except Mm2Error:
+            # What mm2 wraps around a port says itself what is wrong.
             raise
         except Exception as error:  # the port's own code: anything can come
             raise TargetError(
@@ -161,6 +174,11 @@ class Target:
             CheckpointError: A tensor cannot be read.
             TargetError: The port's conversion raised, or its names or shapes do not fit.
         """
+        if isinstance(module, TracedLayer):
+            # Its weights came with it.
+            layers = range(tensors.layer, tensors.layer + 1)
+            module.verify_model(ModelFingerprint.of(tensors.reader, spec, layers))
+            return
         what = f"target {self.name}, layer {tensors.layer}"
         config = target_config(spec, ranks=ranks)
         loader.load(module, self._weights(module, tensors, config, what=what), what=what)
@@ -213,15 +231,12 @@ def find_target(name: str) -> Target:
         module = sys.modules[(DeviceLayer if name == "builtin" else ReferenceLayer).__module__]
         source = TargetSource(place=name, module=module)
         return Target(name=name, factory=_OWN[name], source_digest=source.digest())
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise UsageError(
-            f"--target {name!r} is unknown",
-            expected=f"{', '.join(_OWN)}, PATH.py:NAME or package.module:NAME",
-            next_step="Name what to call after a colon, as in port.py:DecoderLayer.",
-        )
-    source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
-    factory = source.find(attribute)
+    if name.startswith(TRACED):
+        files = TracedFiles(pattern=name.removeprefix(TRACED))
+        return Target(name=name, factory=files, source_digest=files.digest())
+    if name.startswith(NXDI):
+        return _find_nxdi_port(name)
+    source, factory = _find_callable(name, name)
     return Target(name=name, factory=factory, source_digest=source.digest())
 
 
@@ -242,6 +257,27 @@ def target_config(spec: ModelSpec, *, ranks: Ranks | None = None) -> SimpleNames
         "partial_rotary_factor": config.partial_rotary_factor,
     }
     return config
+
+
+def _find_nxdi_port(name: str) -> Target:
+    require_nxdi()
+    source, layer_class = _find_callable(name, name.removeprefix(NXDI))
+    factory = NxdiPort(layer_class=layer_class, module=source.module)
+    return Target(name=name, factory=factory, source_digest=source.digest())
+
+
+def _find_callable(name: str, notation: str) -> tuple[TargetSource, Callable[..., Any]]:
+    """What `PATH.py:NAME` or `package.module:NAME` names, with its source."""
+    place, _, attribute = notation.rpartition(":")
+    if not place or not attribute:
+        raise UsageError(
+            f"--target {name!r} is unknown",
+            expected=f"{', '.join(_OWN)}, PATH.py:NAME or package.module:NAME; "
+            f"{NXDI} before one of them, or traced:FILE",
+            next_step="Name what to call after a colon, as in port.py:DecoderLayer.",
+        )
+    source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+    return source, source.find(attribute)
 
 
 def _conversion(module: nn.Module, factory: Any) -> Any:

@@ -17,7 +17,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.memory import give_back_freed_memory
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
@@ -221,7 +221,7 @@ class LayerExecutor:
         return module
 
     def _read_ahead(self, layer: int, then: int | None) -> None:
-        if self._ahead is None:
+        if self._ahead is None or not self._target.reads_weights:
             return
         # The layer itself comes first: two that are read at once would each take twice as long.
         self._ahead.request(layer)
@@ -238,6 +238,8 @@ class LayerExecutor:
         past = {} if given.past is None else {PAST: tuple(part.to(device, copy=True) for part in given.past)}
         try:
             return module(states, attention_mask, position_ids, **past)
+        except Mm2Error:
+            raise
         except Exception as error:  # the port's own code: anything can come
             raise TargetError(
                 f"{what} failed while it ran",

@@ -102,6 +102,22 @@ def test_a_checkpoints_layer_is_grouped_bit_for_bit(
         assert torch.equal(down[expert], w2.to(dtype))
 
 
+def test_a_checkpoints_layer_is_grouped_transposed_bit_for_bit(
+    fp8_tensors: Tensors, write: Writer, spec: ModelSpec
+) -> None:
+    gate_up, down = _storage(4, intermediate=72, hidden=160)
+    columns = [torch.full_like(rows.mT.contiguous(), -1.0) for rows in (gate_up, down)]
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        layer = LayerTensors.open(reader, spec, 1, torch.bfloat16)
+        _group(layer, range(4), gate_up=gate_up, down=down)
+        _group(layer, range(4), gate_up=columns[0].mT, down=columns[1].mT)
+        present = {name: layer[name] for name in layer}
+        _group(present, range(4), gate_up=(again := torch.empty_like(columns[0])).mT, down=columns[1].mT)
+    assert torch.equal(columns[0], gate_up.mT)
+    assert torch.equal(columns[1], down.mT)
+    assert torch.equal(again, columns[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_storage_that_is_not_bf16_is_refused(dtype: torch.dtype) -> None:
     gate_up, down = _storage(2, dtype=dtype)

@@ -1,0 +1,96 @@
+"""`mm2-test trace`: one layer of a port compiled into a file that `--target traced:FILE` judges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.hub import resolve_config, resolve_model
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.options import (
+    dtype_option,
+    input_options,
+    layer_option,
+    model_option,
+    output_options,
+    stack_options,
+)
+from minimax_tools.size import word_size
+from minimax_tools.span import Span
+from minimax_tools.spec import ModelSpec
+from neuron.devices.backend import Backend, choose_backend
+from neuron.devices.runtime import open_runtime
+from neuron.options import read_inputs, target_option
+from neuron.ports.targets import find_target
+from neuron.ports.traced import PREFIX, TracedProgram
+from neuron.ports.tracing import TraceRequest, trace_layer
+
+_BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
+
+
+@click.command(
+    "trace",
+    cls=Mm2Command,
+    epilog="\b\nExample: mm2-test trace --model DIR --layer 0 --golden GOLDEN --target port.py:DecoderLayer "
+    "--output layer_0.pt2",
+)
+@model_option
+@layer_option
+@target_option
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="The file to write; it is as large as the layer's weights.",
+)
+@click.option(
+    "--golden", type=click.Path(path_type=Path), help="Golden whose rows and length the program takes."
+)
+@click.option(
+    "--backend",
+    type=click.Choice(_BACKENDS),
+    default="auto",
+    show_default=True,
+    help="What will run it: torch_neuronx.trace compiles for neuron-xla, torch.export for cpu.",
+)
+@stack_options(input_options, dtype_option)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random number.")
+@output_options
+def trace_command(layer: int, output: Path, **options: Any) -> None:
+    """Compile one layer into a file, its sites as further outputs, for --target traced:FILE to judge.
+
+    The weights go into the file, and the program takes rows of one shape: --golden or --seq-len says which.
+    Whoever loads such a file executes what is in it, as with a port's own file.
+    """
+    spec = ModelSpec.from_folder(resolve_config(options["model"]))
+    Span(layer, layer + 1).within(spec.num_hidden_layers)
+    golden = Capture.open(options["golden"]) if options["golden"] else None
+    layers = range(layer, layer + 1)
+    folder = resolve_model(options["model"], layers=layers)
+    request = TraceRequest(
+        target=find_target(options["target"]),
+        spec=spec,
+        layer=layer,
+        inputs=read_inputs(options, folder, spec, golden),
+        dtype=options["dtype"],
+        backend=choose_backend(options["backend"]),
+    )
+    # A port may ask for its rank while it is built; the compiler opens the device itself.
+    with open_runtime(str(Backend.CPU)), CheckpointReader(folder, layers=layers) as reader:
+        traced = trace_layer(request, reader, output)
+    _print_traced(traced, output, as_json=options["as_json"])
+
+
+def _print_traced(traced: TracedProgram, output: Path, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"file": str(output), "size_bytes": output.stat().st_size, **traced.as_json()})
+        return
+    sites = ", ".join(str(site) for site in traced.sites) or "none"
+    click.echo(f"{output}: layer {traced.layer} of {traced.port}, {word_size(output.stat().st_size)}")
+    click.echo(f"compiled by {traced.program} for hidden states {list(traced.shape)} in {traced.dtype}")
+    click.echo(f"sites beside its input and output: {sites}")
+    click.echo(f"judge it with: mm2-test single-layer --layer {traced.layer} --target {PREFIX}{output} …")

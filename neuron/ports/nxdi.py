@@ -1,0 +1,259 @@
+"""Ports built on neuronx-distributed-inference: `--target nxdi:package.module:DecoderLayerClass`.
+
+Such a layer is called with NxDI's config, takes a boolean mask [B,1,S,S], and holds its weights in NxDI's layout.
+`NxdiPort` builds the config as the class's module offers it, and wraps the layer in `NxdiLayer`, which speaks mm2's
+protocol. Written against NxDI 0.9 and 0.10; nothing of it is imported before such a target is asked for.
+B batch, S rows of this pass, P rows of past, H hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.errors import TargetError, list_faults
+from minimax_tools.sites import Site
+from minimax_tools.spec import ModelSpec
+from neuron.devices.weights import Weight
+from neuron.ports.nxdi_layout import NxdiLayout
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "nxdi:"
+# What the port's class or its module may set over mm2's choices for NxDI's MoENeuronConfig.
+OPTIONS = "mm2_neuron_config"
+_CONVERT = "convert_state_dict"
+_INSTALL = (
+    "Run in the Neuron SDK's virtual environment for NxD Inference, or install it: pip install "
+    "--extra-index-url https://pip.repos.neuron.amazonaws.com neuronx-distributed-inference."
+)
+# Keys that models on NxDI ask for and MiniMax-M2's config.json leaves out.
+_ABSENT_KEYS: Mapping[str, object] = {
+    "n_shared_experts": 0,
+    "norm_topk_prob": True,
+    "pad_token_id": 0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+_ATTENTION, _QKV = "layer.self_attn", "layer.self_attn.qkv_proj"
+_NORMS = ("layer.input_layernorm", "layer.post_attention_layernorm")
+_MOE_NAMES = ("block_sparse_moe", "mlp", "moe", "feed_forward")
+
+
+class NxdiLayer(nn.Module):
+    """A decoder layer on NxDI, called as mm2 calls a port.
+
+    Args:
+        layer: The port's.
+        layout: How this rank holds weights.
+        neuron_config: NxDI's; told whether a pass is a prefill.
+    """
+
+    def __init__(self, layer: nn.Module, *, layout: NxdiLayout, neuron_config: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self._layout = layout
+        self._neuron_config = neuron_config
+        self.sites = _find_sites(self)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_value: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[Any, ...]:
+        """[B,S,H], mask [B,P+S] of 0/1 and positions [B,S] to what the layer returns, its output [B,S,H] first."""
+        num_rows = hidden_states.shape[1]
+        causal = torch.ones(num_rows, num_rows, dtype=torch.bool, device=attention_mask.device).tril()
+        is_real = attention_mask.bool()[:, None, None, :]
+        own = causal & is_real[..., -num_rows:]
+        self._neuron_config.is_prefill_stage = past_key_value is None
+        if past_key_value is None:
+            given: dict[str, Any] = {"attention_mask": own}
+        else:
+            # NxDI keeps apart what a row sees of the past and of its own pass.
+            past = is_real[..., :-num_rows].expand(-1, -1, num_rows, -1)
+            given = {"attention_mask": past, "active_mask": own, "past_key_value": past_key_value}
+        result = self.layer(hidden_states, position_ids=position_ids, **given)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
+        """The layer's weights in NxDI's layout, filled when they are loaded."""
+        places = self.layer.state_dict(keep_vars=True)
+        weights = self._layout.weights(places, tensors)
+        unused = self._layout.unused(places, tensors)
+        if unused:
+            logger.warning("The port has no place for %s: it computes without.", list_faults(unused))
+        return {f"layer.{name}": weight for name, weight in weights.items()}
+
+
+class ConvertingNxdiLayer(NxdiLayer):
+    """One whose class converts the layer's tensors itself.
+
+    Args:
+        convert: The class's `convert_state_dict`; the names it returns are the layer's own.
+        arguments: As for `NxdiLayer`.
+    """
+
+    def __init__(
+        self, layer: nn.Module, *, convert: Callable[..., Mapping[str, Weight]], **arguments: Any
+    ) -> None:
+        super().__init__(layer, **arguments)
+        self._convert = convert
+
+    def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
+        """What the class makes of the layer's tensors."""
+        converted = self._convert(tensors, config, layer_idx)
+        return {f"layer.{name}": weight for name, weight in converted.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NxdiPort:
+    """The factory of a target on NxDI: called as `port(config, layer_idx)`.
+
+    Args:
+        layer_class: The decoder layer's class, called as `layer_class(config, layer_idx)` with NxDI's config.
+        module: Where it is defined.
+    """
+
+    layer_class: Callable[..., Any]
+    module: ModuleType
+
+    @property
+    def reuse(self) -> bool:
+        """As the class says."""
+        return bool(getattr(self.layer_class, "reuse", False))
+
+    def __call__(self, config: Any, layer_idx: int) -> NxdiLayer:
+        """The layer, in the dtype that is torch's default.
+
+        Raises:
+            TargetError: NxDI is not installed, or its config cannot be chosen.
+        """
+        require_nxdi()
+        degree, rank = _open_parallel_state()
+        nxdi_config = self._config(config, tp_degree=degree)
+        layer = self.layer_class(nxdi_config, layer_idx)
+        spec = ModelSpec.from_config(vars(config))
+        layout = NxdiLayout(spec=spec, tp_degree=degree, rank=rank)
+        arguments = {"layout": layout, "neuron_config": nxdi_config.neuron_config}
+        convert = getattr(layer, _CONVERT, None)
+        if convert is not None:
+            return ConvertingNxdiLayer(layer, convert=convert, **arguments)
+        return NxdiLayer(layer, **arguments)
+
+    def _config(self, config: Any, *, tp_degree: int) -> Any:
+        """NxDI's config of the model, with its config of the device."""
+        config_class = self._config_class()
+        options = {
+            "tp_degree": tp_degree,
+            "moe_tp_degree": tp_degree,
+            "torch_dtype": torch.get_default_dtype(),
+            "router_config": {"act_fn": config.scoring_func, "dtype": torch.float32},
+            **getattr(self.module, OPTIONS, {}),
+            **getattr(self.layer_class, OPTIONS, {}),
+        }
+        neuron_config = config_class.get_neuron_config_cls()(**options)
+        # Nothing is built for a stage that nobody named.
+        neuron_config.is_prefill_stage = True
+        return config_class(neuron_config, **{**_ABSENT_KEYS, **vars(config)})
+
+    def _config_class(self) -> Any:
+        """The subclass of InferenceConfig that the layer's constructor names, or the only one that its module has."""
+        from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
+
+        here = {
+            name: value
+            for name, value in vars(self.module).items()
+            if inspect.isclass(value) and issubclass(value, InferenceConfig) and value is not InferenceConfig
+        }
+        named = _annotation_of_config(self.layer_class)
+        if named in here:
+            return here[named]
+        own = {name: value for name, value in here.items() if value.__module__ == self.module.__name__}
+        candidates = own or here
+        if len(candidates) == 1:
+            return next(iter(candidates.values()))
+        if candidates:
+            raise TargetError(
+                f"{self.module.__name__} has several configs of NxDI",
+                expected=f"one, or one that the constructor of {self.layer_class.__name__} names: config: CLASS",
+                found=", ".join(candidates),
+                next_step="Annotate the constructor's config.",
+            )
+        return type(
+            "Mm2InferenceConfig", (InferenceConfig,), {"get_neuron_config_cls": lambda: MoENeuronConfig}
+        )
+
+
+def require_nxdi() -> None:
+    """Pass where neuronx-distributed-inference can be imported.
+
+    Raises:
+        TargetError: It cannot.
+    """
+    try:
+        import neuronx_distributed_inference.models.config  # noqa: F401
+    except Exception as error:  # what PyPI has under these names are empty placeholders that raise
+        raise TargetError(
+            "--target nxdi:… needs the package neuronx_distributed_inference, which cannot be imported here",
+            found=f"{type(error).__name__}: {error}",
+            next_step=_INSTALL,
+        ) from error
+
+
+def _open_parallel_state() -> tuple[int, int]:
+    """The tensor-parallel degree and this rank, of groups that are opened where the run has opened none."""
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        # Off Neuron nobody else asks for them; the group of the process is gloo's there.
+        degree = torch.distributed.get_world_size()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=degree)
+    return (
+        int(parallel_state.get_tensor_model_parallel_size()),
+        int(parallel_state.get_tensor_model_parallel_rank()),
+    )
+
+
+def _annotation_of_config(layer_class: Callable[..., Any]) -> str | None:
+    parameter = inspect.signature(layer_class).parameters.get("config")
+    annotation = None if parameter is None else parameter.annotation
+    if annotation is None or annotation is inspect.Parameter.empty:
+        return None
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None)
+
+
+def _find_sites(module: NxdiLayer) -> dict[str, str]:
+    """Where the sites show: what the port's class names, else the submodules that layers on NxDI have.
+
+    Rotated queries and keys show nowhere, nor the chosen experts' weights: NxD's router gives affinities to all.
+    """
+    declared = getattr(module.layer, "sites", None)
+    if declared is not None:
+        return {site: f"layer.{path}" for site, path in declared.items()}
+    present = {name for name, _ in module.named_modules()}
+    moe = next((name for name in _MOE_NAMES if f"layer.{name}" in present), _MOE_NAMES[0])
+    candidates = {
+        Site.INPUT_NORM: _NORMS[0],
+        **{site: f"{_QKV}.{site}" for site in (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ)},
+        **{site: f"{_ATTENTION}.{site}" for site in (Site.Q_NORM, Site.K_NORM)},
+        Site.ATTN_CONTEXT: f"{_ATTENTION}.o_proj:input",
+        Site.ATTN_DELTA: f"{_ATTENTION}.o_proj",
+        Site.ATTN_RESIDUAL: f"{_NORMS[1]}:input",
+        Site.POST_NORM: _NORMS[1],
+        Site.ROUTER_LOGITS: f"layer.{moe}.router:output[0]",
+        Site.ROUTER_EXPERTS: f"layer.{moe}.router:output[2]",
+        Site.MOE_DELTA: f"layer.{moe}",
+    }
+    return {str(site): path for site, path in candidates.items() if path.partition(":")[0] in present}

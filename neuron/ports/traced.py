@@ -1,0 +1,291 @@
+"""Traced targets: a layer that `mm2-test trace` compiled into a file, its sites among its outputs.
+
+A compiled program has no submodules to look into. So it returns its sites beside its output, and `TracedLayer` passes
+each through a submodule of the site's name, where it is seen like any port's.
+B batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.errors import CaptureError, TargetError
+from minimax_tools.sites import Site
+
+PREFIX = "traced:"
+# An archive of either kind keeps such files beside the program: it can be judged before anything in it is loaded.
+DESCRIPTION = "mm2.json"
+EXPORT, NEURON = "torch.export", "torch_neuronx.trace"
+_LAYER = "{layer}"
+_FORMAT = 1
+_MAKE_ANEW = "Make it anew with mm2-test trace."
+# torch 2.9 warns of its own reading: it makes tensors of bytes that nobody writes to.
+_TORCHS_OWN_WARNING = "The given buffer is not writable"
+
+Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedProgram:
+    """What a traced file says of itself.
+
+    Args:
+        program: What compiled it: `torch.export` or `torch_neuronx.trace`.
+        port: The target as the user named it.
+        port_digest: sha256 of its source.
+        layer: The layer whose weights are inside.
+        sites: What it returns after the layer's output, in this order.
+        shape: [B,S,H] of the hidden states it takes.
+        dtype: Their dtype, and that of the weights.
+        model: Fingerprint of the checkpoint that the weights are of.
+        versions: Library versions that compiled it.
+    """
+
+    program: str
+    port: str
+    port_digest: str
+    layer: int
+    sites: tuple[Site, ...]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    model: ModelFingerprint
+    versions: Mapping[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> TracedProgram:
+        """What the file says; nothing else in it is read.
+
+        Raises:
+            TargetError: The file does not exist, or mm2-test trace did not write it.
+        """
+        if not path.is_file():
+            raise TargetError(
+                f"traced file {path} does not exist",
+                next_step="Give --target traced:FILE with what mm2-test trace --output wrote.",
+            )
+        try:
+            with zipfile.ZipFile(path) as archive:
+                [name] = [name for name in archive.namelist() if name.endswith(f"/extra/{DESCRIPTION}")]
+                return cls._from_json(json.loads(archive.read(name)))
+        except (OSError, zipfile.BadZipFile, CaptureError, KeyError, TypeError, ValueError) as error:
+            raise TargetError(
+                f"{path} is no file of mm2-test trace",
+                expected=f"an archive with a {DESCRIPTION} of format {_FORMAT}",
+                found=f"{type(error).__name__}: {error}",
+                next_step=_MAKE_ANEW,
+            ) from error
+
+    @classmethod
+    def _from_json(cls, data: Mapping[str, Any]) -> TracedProgram:
+        if data["format"] != _FORMAT:
+            raise ValueError(f"format {data['format']}")
+        if data["program"] not in (EXPORT, NEURON):
+            raise ValueError(f"program {data['program']!r}")
+        dtype = getattr(torch, data["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype {data['dtype']!r}")
+        batch, sequence, hidden = map(int, data["shape"])
+        return cls(
+            program=data["program"],
+            port=str(data["port"]),
+            port_digest=str(data["port_digest"]),
+            layer=int(data["layer"]),
+            sites=tuple(Site(name) for name in data["sites"]),
+            shape=(batch, sequence, hidden),
+            dtype=dtype,
+            model=ModelFingerprint.from_json(data["model"]),
+            versions=dict(data["versions"]),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return {
+            "format": _FORMAT,
+            "program": self.program,
+            "port": self.port,
+            "port_digest": self.port_digest,
+            "layer": self.layer,
+            "sites": [str(site) for site in self.sites],
+            "shape": list(self.shape),
+            "dtype": dtype_name(self.dtype),
+            "model": self.model.as_json(),
+            "versions": dict(self.versions),
+        }
+
+    @property
+    def device_type(self) -> str:
+        """Where a run that uses it keeps its tensors."""
+        return "cpu" if self.program == EXPORT else "xla"
+
+
+class TracedLayer(nn.Module):
+    """A traced layer as a port; it has no parameters, for its weights are in the program.
+
+    Args:
+        path: The file.
+        traced: What it says of itself.
+        program: What it holds.
+    """
+
+    def __init__(self, path: Path, traced: TracedProgram, program: Program) -> None:
+        super().__init__()
+        self.traced = traced
+        self.shown = nn.ModuleDict({str(site): nn.Identity() for site in traced.sites})
+        self.sites = {str(site): f"shown.{site}" for site in traced.sites}
+        self._path = path
+        # Within a tuple: its parameters are not this module's to load or to move.
+        self._program = (program,)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """[B,S,H], mask [B,S] of 0/1 and positions [B,S] to the layer's output [B,S,H].
+
+        Raises:
+            TargetError: The states are not what was traced, or a site is fed.
+        """
+        self._refuse_others(hidden_states)
+        # A program of torch_neuronx takes its inputs from the host and brings them to its core itself.
+        inputs = (hidden_states.cpu(), attention_mask.cpu(), position_ids.cpu())
+        output, *shown = self._program[0](*inputs)
+        for site, tensor in zip(self.traced.sites, shown, strict=True):
+            if self.shown[str(site)](tensor) is not tensor:
+                raise TargetError(
+                    f"{self._path} cannot be fed at {site}: what it computes there is compiled",
+                    next_step="Run the whole layer: mm2-test single-layer.",
+                )
+        return output
+
+    def verify_model(self, model: ModelFingerprint) -> None:
+        """Check that the weights inside are those of the checkpoint.
+
+        Raises:
+            TargetError: They are another model's.
+        """
+        differences = self.traced.model.differences(model)
+        if differences:
+            raise TargetError(
+                f"{self._path} holds weights of another model than this run's",
+                found="; ".join(differences),
+                next_step="Give --model the checkpoint that was traced, or trace this one.",
+            )
+
+    def _refuse_others(self, hidden_states: torch.Tensor) -> None:
+        traced = self.traced
+        if tuple(hidden_states.shape) != traced.shape:
+            raise TargetError(
+                f"{self._path} was traced for other shapes",
+                expected=f"hidden states {list(traced.shape)}",
+                found=str(list(hidden_states.shape)),
+                next_step="A compiled program has one shape: trace it with this run's --golden or --seq-len.",
+            )
+        if hidden_states.device.type != traced.device_type:
+            backend = "cpu" if traced.device_type == "cpu" else "neuron-xla"
+            raise TargetError(
+                f"{self._path} was compiled by {traced.program} for another backend than this run's",
+                expected=f"--backend {backend}",
+                found=f"tensors on {hidden_states.device}",
+                next_step=f"Run it with --backend {backend}, or trace it with this run's --backend.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedFiles:
+    """The factory of a traced target: called as `files(config, layer_idx)`, it loads the layer's file.
+
+    Args:
+        pattern: The file, or files named by `{layer}`, as in `layer_{layer}.pt2`.
+    """
+
+    pattern: str
+
+    def __call__(self, config: Any, layer_idx: int) -> TracedLayer:
+        """The layer.
+
+        Raises:
+            TargetError: There is no such file, or it is of another layer or dtype, or cannot be loaded.
+        """
+        path = Path(self.pattern.replace(_LAYER, str(layer_idx)))
+        traced = TracedProgram.read(path)
+        if traced.layer != layer_idx:
+            raise TargetError(
+                f"{path} is of another layer than this run asks for",
+                expected=f"layer {layer_idx}",
+                found=f"layer {traced.layer}",
+                next_step="Weights are in the file: trace each layer into one of its own, and name them as in "
+                f"--target '{PREFIX}layer_{_LAYER}.pt2'.",
+            )
+        # The dtype of the run, under which every port is built.
+        dtype = torch.get_default_dtype()
+        if traced.dtype != dtype:
+            raise TargetError(
+                f"{path} was traced in another dtype than this run's",
+                expected=dtype_name(traced.dtype),
+                found=dtype_name(dtype),
+                next_step=f"Run with --dtype {dtype_name(traced.dtype)}, or trace with --dtype {dtype_name(dtype)}.",
+            )
+        return TracedLayer(path, traced, _load_program(path, traced))
+
+    def digest(self) -> str:
+        """sha256 over names, sizes and check sums of all that lies in the files: it costs no reading of weights.
+
+        Raises:
+            TargetError: There is no such file, or it is no archive.
+        """
+        whole = Path(self.pattern)
+        paths = (
+            sorted(whole.parent.glob(whole.name.replace(_LAYER, "*"))) if _LAYER in whole.name else [whole]
+        )
+        digest = hashlib.sha256()
+        for path in paths or [whole]:
+            TracedProgram.read(path)
+            with zipfile.ZipFile(path) as archive:
+                for entry in archive.infolist():
+                    name = entry.filename.partition("/")[2]
+                    digest.update(f"{name} {entry.file_size} {entry.CRC}\n".encode())
+        return digest.hexdigest()
+
+
+def _load_program(path: Path, traced: TracedProgram) -> Program:
+    # Both loaders execute what is in the file: a target is code that the user chose to run.
+    try:
+        if traced.program == NEURON:
+            return _load_neuron_program(path)
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _TORCHS_OWN_WARNING)
+            module = torch.export.load(file).module()
+        return module
+    except TargetError:
+        raise
+    except Exception as error:  # a foreign archive: anything can come
+        raise TargetError(
+            f"{path} cannot be loaded",
+            expected=f"a program that {traced.program} wrote with torch {traced.versions.get('torch')}",
+            found=f"{type(error).__name__}: {error}",
+            next_step=f"{_MAKE_ANEW} A file need not load with another version of torch.",
+        ) from error
+
+
+def _load_neuron_program(path: Path) -> Program:
+    try:
+        import torch_neuronx  # noqa: F401 - registers the operation that runs a NEFF
+    except Exception as error:  # what PyPI has under this name is an empty placeholder that raises
+        raise TargetError(
+            f"{path} was compiled by torch_neuronx, which is not installed here",
+            found=f"{type(error).__name__}: {error}",
+            next_step="Run it in the Neuron SDK's virtual environment, on a Trn1, Inf2 or Trn2 instance.",
+        ) from error
+    program: Program = torch.jit.load(str(path))
+    return program

@@ -1,0 +1,213 @@
+"""Tracing: one layer of a target compiled into a file, with its sites as further outputs.
+
+One wrapper serves both compilers: torch_neuronx.trace on Neuron, torch.export elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.capture.recorder import Recorder, copy_on_device, shape_to_batch
+from minimax_tools.capture.taps import Tap
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.errors import BackendError, TargetError, UsageError
+from minimax_tools.inputs import Inputs
+from minimax_tools.provenance import library_versions
+from minimax_tools.sites import Site
+from minimax_tools.spec import ModelSpec
+from neuron.devices.backend import Backend
+from neuron.devices.weights import WeightLoader
+from neuron.ports.exposure import find_exposure
+from neuron.ports.targets import Target
+from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, PREFIX, TracedProgram
+
+_COMPILERS: Mapping[Backend, str] = {Backend.CPU: EXPORT, Backend.NEURON_XLA: NEURON}
+
+
+class SitesAsOutputs(nn.Module):
+    """A layer that returns its sites beside its output, so that they survive being compiled.
+
+    Args:
+        layer: A port's module, its weights loaded.
+        taps: Where each site shows; they are returned in this order.
+    """
+
+    def __init__(self, layer: nn.Module, taps: Mapping[Site, Tap]) -> None:
+        super().__init__()
+        self.layer = layer
+        self._taps = dict(taps)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The layer's output [B,S,H], then each site as the port gives it.
+
+        Raises:
+            TargetError: A site shows no tensor while the layer runs.
+        """
+        # A copy: a port may work in place.
+        states = hidden_states.clone()
+        with Recorder(self.layer, self._taps, keep=copy_on_device) as recorder:
+            output = self.layer(states, attention_mask.clone(), position_ids.clone())
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        missing = [str(site) for site in self._taps if site not in recorder.tensors]
+        if missing:
+            raise TargetError(
+                f"no tensor passed at {', '.join(missing)} while the layer ran",
+                next_step="Point the port's `sites` at submodules that it calls.",
+            )
+        return (first.reshape(hidden_states.shape), *(recorder.tensors[site] for site in self._taps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """A layer to be traced.
+
+    Args:
+        target: The implementation.
+        spec: The model.
+        layer: The layer.
+        inputs: Their shape is the one that the program takes.
+        dtype: Dtype of weights and activations.
+        backend: What will run the program: the CPU, or Neuron over torch_xla.
+    """
+
+    target: Target
+    spec: ModelSpec
+    layer: int
+    inputs: Inputs
+    dtype: torch.dtype
+    backend: Backend
+
+    def __post_init__(self) -> None:
+        if self.target.name.startswith(PREFIX):
+            raise UsageError(
+                f"{self.target.name} is traced already",
+                next_step="Give the --target that it was traced from.",
+            )
+        if self.backend not in _COMPILERS:
+            raise BackendError(
+                f"nothing compiles a layer into a file for the backend {self.backend}",
+                expected=" or ".join(str(backend) for backend in _COMPILERS),
+                found=str(self.backend),
+                next_step="Use --backend neuron-xla in a virtual environment of torch-neuronx 2.9 or older, or "
+                "--backend cpu.",
+            )
+        if self.backend is Backend.NEURON_XLA and self.target.name == "builtin":
+            raise TargetError(
+                "the target builtin is several graphs on a lazy device, not one program",
+                next_step="Trace a port of your own; builtin runs as it is.",
+            )
+
+
+def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -> TracedProgram:
+    """Compile the layer with its weights into `output`, which is there whole or not at all.
+
+    Raises:
+        CheckpointError: The layer's weights cannot be read.
+        TargetError: The port cannot be built, loaded, run or compiled.
+    """
+    what = f"target {request.target.name}, layer {request.layer}"
+    module = _loaded(request, reader)
+    # What the numbers are does not matter, but a router that sees zeros finds all experts alike.
+    generator = torch.Generator().manual_seed(0)
+    shape = (request.inputs.batch_size, request.inputs.sequence_length, request.spec.hidden_size)
+    states = torch.randn(shape, generator=generator).to(request.dtype)
+    example = (states, request.inputs.attention_mask, request.inputs.position_ids)
+    with torch.no_grad():
+        taps = _showing(request, module, example, what=what)
+        traced = TracedProgram(
+            program=_COMPILERS[request.backend],
+            port=request.target.name,
+            port_digest=request.target.source_digest,
+            layer=request.layer,
+            sites=tuple(taps),
+            shape=shape,
+            dtype=request.dtype,
+            model=ModelFingerprint.of(reader, request.spec, range(request.layer, request.layer + 1)),
+            versions=library_versions(),
+        )
+        _compile(SitesAsOutputs(module, taps).eval(), example, traced, output, what=what)
+    return traced
+
+
+def _loaded(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
+    """The port's module with the layer's weights, on the CPU: compilers take it from there."""
+    module = request.target.build(request.spec, request.layer, dtype=request.dtype)
+    with ReadingPool(torch.get_num_threads()) as pool:
+        loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
+        tensors = LayerTensors.open(reader, request.spec, request.layer, request.dtype)
+        request.target.load(module, tensors, request.spec, loader=loader)
+    return module
+
+
+def _showing(
+    request: TraceRequest, module: nn.Module, example: tuple[torch.Tensor, ...], *, what: str
+) -> dict[Site, Tap]:
+    """The taps of the sites that the port shows when it runs, but for its input and output, which every program has."""
+    exposure = find_exposure(module, what=what)
+    always = (Site.INPUT, Site.OUTPUT)
+    taps: dict[Site, Tap] = {site: tap for site, tap in exposure.taps.items() if site not in always}
+    with Recorder(module, taps, keep=copy_on_device) as recorder:
+        try:
+            module(*(tensor.clone() for tensor in example))
+        except Exception as error:  # the port's own code: anything can come
+            raise TargetError(
+                f"{what} failed while it ran",
+                found=f"{type(error).__name__}: {error}",
+                next_step="Try it with mm2-test single-layer first; see --debug for the traceback.",
+            ) from error
+    batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
+    shown = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
+    return {
+        site: tap
+        for site, tap in taps.items()
+        if site in shown and exposure.accepts(site, shown[site], request.spec, batch_shape)
+    }
+
+
+def _compile(
+    wrapper: SitesAsOutputs, example: tuple[Any, ...], traced: TracedProgram, output: Path, *, what: str
+) -> None:
+    extra = {DESCRIPTION: json.dumps(traced.as_json())}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        if traced.program == NEURON:
+            _compile_for_neuron(wrapper, example, extra, temporary)
+        else:
+            with temporary.open("wb") as file:
+                torch.export.save(torch.export.export(wrapper, example), file, extra_files=extra)
+        temporary.replace(output)
+    except OSError:
+        raise
+    except Exception as error:  # a compiler, over a port's own code: anything can come
+        raise TargetError(
+            f"{what} cannot be compiled by {traced.program}",
+            found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            next_step="A program has fixed shapes: no `if`, loop or index may depend on a tensor's values; see "
+            "--debug for the traceback.",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _compile_for_neuron(
+    wrapper: SitesAsOutputs, example: tuple[Any, ...], extra: dict[str, str], path: Path
+) -> None:
+    import torch_neuronx
+
+    # Weights beside the NEFF, in the same file: 7 GB would not go through the compiler as constants.
+    program = torch_neuronx.trace(wrapper, example, inline_weights_to_neff=False)
+    torch.jit.save(program, str(path), _extra_files=extra)

@@ -1,0 +1,143 @@
+"""Figures of regrouping: experts at true size, from matrices of their own into the layouts that ports compute with.
+
+Matrices and storage lie in memory that was written before: no disk and no fresh page counts in. Each matrix is
+copied by one of as many threads as torch computes with, as when a layer is loaded.
+E experts, I intermediate, H hidden.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from figures import Figure
+
+from minimax_tools.checkpoint.layer_tensors import copy_weight
+from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.checkpoint.regroup import down_places, gate_up_places
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.memory_usage import MemoryUsage
+
+# An eighth of a layer: 0.9 GB, twice.
+NUM_EXPERTS = 32
+_REPEATS = 5
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+# What resets the highest resident memory that the kernel remembers.
+_RESET_PEAK = "5"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Experts in one piece of memory, and each matrix as a view of it.
+
+    Args:
+        flat: All values.
+        matrices: [I,H], [I,H] and [H,I] of each expert, by the hub's relative names.
+        num_experts: E.
+        intermediate_size: I.
+        hidden_size: H.
+    """
+
+    flat: torch.Tensor
+    matrices: Mapping[str, torch.Tensor]
+    num_experts: int
+    intermediate_size: int
+    hidden_size: int
+
+    @classmethod
+    def draw(cls, num_experts: int) -> Experts:
+        """So many of MiniMax-M2's, of any bits in BF16."""
+        spec = SyntheticModel.m2().spec()
+        inner, hidden = spec.intermediate_size, spec.hidden_size
+        size = inner * hidden
+        flat = torch.randint(-(2**15), 2**15, (3 * num_experts * size,), dtype=torch.int16)
+        values = flat.view(torch.bfloat16)
+        shapes = {EXPERT_GATE: (inner, hidden), EXPERT_UP: (inner, hidden), EXPERT_DOWN: (hidden, inner)}
+        parts = iter(values.split(size))
+        matrices = {
+            expert_weight(expert, name): next(parts).view(shape)
+            for expert in range(num_experts)
+            for name, shape in shapes.items()
+        }
+        return cls(
+            flat=values,
+            matrices=matrices,
+            num_experts=num_experts,
+            intermediate_size=inner,
+            hidden_size=hidden,
+        )
+
+    def group(self, storage: torch.Tensor, pool: ReadingPool) -> None:
+        """Fill `storage`, as large as `flat`, with [E,2·I,H] and [E,H,I]."""
+        gate_up, down = self._halves(storage)
+        shape = (self.num_experts, 2 * self.intermediate_size, self.hidden_size)
+        self._group(gate_up.view(shape), down.view(shape[0], shape[2], -1), pool)
+
+    def group_transposed(self, storage: torch.Tensor, pool: ReadingPool) -> None:
+        """Fill `storage`, as large as `flat`, with [E,H,2·I] and [E,I,H], NxDI's layout."""
+        gate_up, down = self._halves(storage)
+        shape = (self.num_experts, self.hidden_size, 2 * self.intermediate_size)
+        self._group(gate_up.view(shape).mT, down.view(shape[0], -1, shape[1]).mT, pool)
+
+    def _halves(self, storage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        third = storage.numel() // 3
+        return storage[: 2 * third], storage[2 * third :]
+
+    def _group(self, gate_up: torch.Tensor, down: torch.Tensor, pool: ReadingPool) -> None:
+        experts, dtype = range(self.num_experts), self.flat.dtype
+        places = {
+            **gate_up_places(experts, gate_up, dtype=dtype),
+            **down_places(experts, down, dtype=dtype),
+        }
+        fillings = [partial(copy_weight, name, self.matrices[name], place) for name, place in places.items()]
+        pool.finish(pool.start(fillings))
+
+
+def measure_regrouping(*, num_experts: int = NUM_EXPERTS) -> Iterator[Figure]:
+    """The figures of the untransposed layout, and of NxDI's.
+
+    Args:
+        num_experts: How many experts are regrouped; a layer has 256, and takes 14 GB with its copy.
+    """
+    experts = Experts.draw(num_experts)
+    with ReadingPool(torch.get_num_threads()) as pool:
+        peak_bytes = _peak_above(lambda: experts.group(torch.empty_like(experts.flat), pool))
+        yield Figure.at_most("regroup_peak_over_output", peak_bytes / experts.flat.nbytes, 1.02)
+        storage = torch.zeros_like(experts.flat)
+        for name, group, limit in (
+            ("regroup_over_memcpy", experts.group, 1.5),
+            ("regroup_transposed_over_memcpy", experts.group_transposed, 4.0),
+        ):
+            yield Figure.at_most(name, _over_memcpy(partial(group, storage, pool), experts, storage), limit)
+
+
+def _over_memcpy(group: Callable[[], None], experts: Experts, storage: torch.Tensor) -> float:
+    """How much longer it takes than copying as many bytes as they lie; each right after the other."""
+    ratios = []
+    for _ in range(_REPEATS):
+        copied_s = _seconds(lambda: storage.copy_(experts.flat))
+        ratios.append(_seconds(group) / copied_s)
+    return statistics.median(ratios)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    action()
+    return time.perf_counter() - began_s
+
+
+def _peak_above(action: Callable[[], object]) -> int:
+    """The most resident memory while it runs, above what there was before; in bytes, as Linux counts it."""
+    _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
+    before = MemoryUsage.on_host().most_resident_bytes
+    action()
+    after = MemoryUsage.on_host().most_resident_bytes
+    if before is None or after is None:
+        raise RuntimeError("the kernel does not tell of this process's highest resident memory")
+    return after - before
