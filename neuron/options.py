@@ -25,6 +25,18 @@ backend_option = click.option(
     show_default=True,
     help="The device.",
 )
+target_option = click.option(
+    "--target",
+    default="builtin",
+    show_default=True,
+    metavar="builtin|reference|PATH.py:NAME|package.module:NAME",
+    help="The implementation to run.",
+)
+prefetch_option = click.option(
+    "--prefetch/--no-prefetch",
+    default=None,
+    help="Fetch the next layer from the disk while one runs; by default where memory holds it.",
+)
 device_options = stack_options(
     model_option,
     click.option(
@@ -32,20 +44,10 @@ device_options = stack_options(
         type=click.Path(path_type=Path),
         help="Golden capture: its inputs are used, and it judges.",
     ),
-    click.option(
-        "--target",
-        default="builtin",
-        show_default=True,
-        metavar="builtin|reference|PATH.py:NAME|package.module:NAME",
-        help="The implementation to run.",
-    ),
+    target_option,
     backend_option,
     click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
-    click.option(
-        "--prefetch/--no-prefetch",
-        default=None,
-        help="Fetch the next layer from the disk while one runs; by default where memory holds it.",
-    ),
+    prefetch_option,
     memory_budget_option,
     click.option(
         "--decode",
