@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from compare.batch import Batch
-from compare.chain_limits import LIMITS
+from compare.chain_limits import chain_limits
 from compare.chain_noise import PARTS, ChainError, measure_error, measure_unit
 from compare.feed import Feed
 from compare.judge import Criteria, relative_limit
@@ -76,7 +76,7 @@ class ChainJudge:
                 f"the golden's output of layer {span.last} holds NaN or Inf on real rows",
                 next_step="Make the golden again: no port can be judged by this one.",
             )
-        limits = LIMITS[len(span)]
+        limits = chain_limits(len(span), reference.dtype)
         unit = measure_unit(self._golden, span, batch=self._batch, layer_error=self._layer_error)
         visible = limits.lower_quartile * unit.relative
         num_nonfinite = int((~target.isfinite()).sum())

@@ -1,9 +1,9 @@
 """How far chains of layers drift in ports that are right: what the limits in compare/chain_limits.py leave room for.
 
-Right ports run in chains from the golden's input at every second layer, on synthetic models of several seeds and
+Right ports run in chains from the golden's input at every layer, on synthetic models of several seeds and
 shapes. For each length of a chain it prints the largest of each part of the error, in the unit of
-`compare.chain_noise`, and how much of the output that unit is; the limits are twice the figures of the default
-settings. `--json` prints one object.
+`compare.chain_noise`, and how much of the output that unit is; the limits are twice the figures that the default
+settings gave. `--json` prints one object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench_clean_ports import EXAMPLES
 from figures import Figure, print_figures
 
 from compare.batch import Batch
-from compare.chain_limits import LIMITS, LONGEST_CHAIN
+from compare.chain_limits import LONGEST_CHAIN, chain_limits
 from compare.chain_noise import PARTS, ChainError, measure_error, measure_unit
 from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
@@ -91,33 +91,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--every", type=int, default=2, help="begin a chain at every such layer")
+    parser.add_argument("--every", type=int, default=1, help="begin a chain at every such layer")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
     ends: list[Measured] = []
     for shape in arguments.shapes:
         for seed in range(arguments.seeds):
-            setting = Setting(shape=shape, seed=seed, dtype=getattr(torch, arguments.dtype))
+            setting = Setting(shape=shape, seed=seed, dtype=dtype)
             found = list(measure(setting, every=arguments.every))
             ends += found
-            worst = max(end.error.excess(LIMITS[end.length]) for end in found)
+            worst = max(end.error.excess(chain_limits(end.length, setting.dtype)) for end in found)
             print(f"{setting}: {len(found)} ends, at most {worst:.2f} of their limits", file=sys.stderr)
-    return print_figures("chained_ends", list(figures(ends)), as_json=arguments.json)
+    return print_figures("chained_ends", list(figures(ends, dtype)), as_json=arguments.json)
 
 
-def figures(ends: list[Measured]) -> Iterator[Figure]:
+def figures(ends: list[Measured], dtype: torch.dtype) -> Iterator[Figure]:
     """The largest errors by length, the unit, and how many ends would be false alarms."""
     for length in sorted({end.length for end in ends}):
         of_length = [end for end in ends if end.length == length]
+        limits = chain_limits(length, dtype)
         name = f"{length} layer{'s' if length > 1 else ''}"
         for part in PARTS:
             largest = max(getattr(end.error, part) for end in of_length)
-            yield Figure.at_most(f"{name}: largest {part}", largest, getattr(LIMITS[length], part))
+            yield Figure.at_most(f"{name}: largest {part}", largest, getattr(limits, part))
         yield Figure.plain(f"{name}: largest unit, %", 100 * max(end.unit for end in of_length))
-        alarms = sum(end.error.excess(LIMITS[length]) > 1 for end in of_length)
+        alarms = sum(end.error.excess(limits) > 1 for end in of_length)
         yield Figure.exactly(f"{name}: false alarms of {len(of_length)}", alarms, 0)
 
 
