@@ -191,6 +191,16 @@ def sweep_run(span: Span, *, sites_level: str) -> Run:
     return Run(name=name, span=span, mode=Mode.ISOLATED, sites=SITE_LEVELS[sites_level])
 
 
+def bisect_run(span: Span) -> Run:
+    """A range of layers searched by chains of some of them, each from the golden's own input."""
+    return Run(
+        name=f"bisect_{span.start}_to_{span.last}",
+        span=span,
+        mode=Mode.CHAINED,
+        sites=SITE_LEVELS["layer"],
+    )
+
+
 def component_run(layer: int, component: Component) -> Run:
     """One component of a layer, fed the golden's values at its border."""
     boundary = BOUNDARIES[component]

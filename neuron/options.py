@@ -42,6 +42,11 @@ target_option = click.option(
     help="The implementation to run: mm2's own, a port's class, nxdi: and a class on neuronx-distributed-inference, "
     "or what mm2-test trace wrote. Code in what you name is executed.",
 )
+prefetch_option = click.option(
+    "--prefetch/--no-prefetch",
+    default=None,
+    help="Fetch the next layer from the disk while one runs; by default where memory holds it.",
+)
 device_options = stack_options(
     model_option,
     click.option(
@@ -53,11 +58,7 @@ device_options = stack_options(
     backend_option,
     rank_options,
     click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
-    click.option(
-        "--prefetch/--no-prefetch",
-        default=None,
-        help="Fetch the next layer from the disk while one runs; by default where memory holds it.",
-    ),
+    prefetch_option,
     memory_budget_option,
     click.option(
         "--decode",

@@ -1,0 +1,180 @@
+"""ChainJudge: judges the output at the end of a chain of layers that was fed the golden's input.
+
+A layer that ran alone is judged as in a sweep; a chain by the limits of its length (see `chain_limits`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compare.batch import Batch
+from compare.chain_limits import chain_limits
+from compare.chain_noise import PARTS, ChainError, measure_error, measure_unit
+from compare.feed import Feed
+from compare.judge import Criteria, relative_limit
+from compare.layer_judge import LayerJudge
+from compare.sides import Sides
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.floor import error_name
+from minimax_tools.probes import Chain
+from minimax_tools.results import SiteResult, SiteStatus
+from minimax_tools.sites import ModelSite, Site
+from minimax_tools.span import Span
+
+
+class ChainJudge:
+    """Judges outputs against a golden.
+
+    Args:
+        golden: The golden.
+        criteria: How to judge a layer that ran alone.
+    """
+
+    def __init__(self, golden: Capture, *, criteria: Criteria) -> None:
+        self._golden = golden
+        self._criteria = criteria
+        self._batch = Batch.of(golden, golden)
+
+    def judge(self, span: Span, output: torch.Tensor) -> Chain:
+        """Judge what the chain `span` put out.
+
+        Args:
+            span: The layers; no more than `LONGEST_CHAIN`.
+            output: [B,S,H] on the CPU, of the last of them.
+
+        Raises:
+            IncomparableError: The golden holds NaN or Inf on a real row.
+            CaptureError: The golden cannot be read.
+        """
+        return self._judge_single(span, output) if len(span) == 1 else self._judge_chain(span, output)
+
+    def _judge_single(self, span: Span, output: torch.Tensor) -> Chain:
+        target = _OneOutput(layer=span.last, output=output)
+        sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
+        judge = LayerJudge(sides, layer=span.last, feed=Feed(known=(Site.INPUT,)))
+        result = judge.judge(Site.OUTPUT)
+        is_right = result.status is not SiteStatus.FAIL
+        return Chain(
+            span=span,
+            is_right=is_right,
+            excess=self._excess(result),
+            visible=self._single_visible(span.last),
+            reason="" if is_right else result.reason,
+        )
+
+    def _judge_chain(self, span: Span, output: torch.Tensor) -> Chain:
+        reference = self._batch.rows(self._golden.read(span.last, Site.OUTPUT), Site.OUTPUT)
+        target = self._batch.rows(output, Site.OUTPUT)
+        if not bool(reference.isfinite().all()):
+            raise IncomparableError(
+                f"the golden's output of layer {span.last} holds NaN or Inf on real rows",
+                next_step="Make the golden again: no port can be judged by this one.",
+            )
+        limits = chain_limits(len(span), reference.dtype)
+        unit = measure_unit(self._golden, span, batch=self._batch, layer_error=self._layer_error)
+        visible = limits.lower_quartile * unit.relative
+        num_nonfinite = int((~target.isfinite()).sum())
+        if num_nonfinite:
+            reason = f"{num_nonfinite} NaN or Inf on real rows"
+            return Chain(span=span, is_right=False, excess=math.inf, visible=visible, reason=reason)
+        error = measure_error(reference, target, unit)
+        excess = error.excess(limits)
+        reason = "" if excess <= 1.0 else _describe(error, limits)
+        return Chain(span=span, is_right=excess <= 1.0, excess=excess, visible=visible, reason=reason)
+
+    @property
+    def _layer_error(self) -> float:
+        """What a layer may differ by between implementations, relative to its output, where no floor tells."""
+        return relative_limit(self._golden, self._criteria) / self._criteria.noise.fail
+
+    def _excess(self, result: SiteResult) -> float:
+        """The error of a layer that ran alone, in units of the limit that is nearest."""
+        limits, noise, metrics = self._criteria.noise, result.noise, result.metrics
+        if noise is not None:
+            worst = max(noise.whole, noise.ordinary, noise.massive or 0.0, noise.token_median)
+            return max(worst / limits.fail, noise.token_worst / limits.token_fail)
+        if metrics is None or metrics.num_nonfinite_target:
+            return math.inf if result.status is SiteStatus.FAIL else 0.0
+        return metrics.relative_l2 / relative_limit(self._golden, self._criteria)
+
+    def _single_visible(self, layer: int) -> float:
+        """The error of a layer's own that would take ρ to its limit, beside the noise that is there anyhow."""
+        limit = self._criteria.noise.fail
+        unit = measure_unit(
+            self._golden, Span.single(layer), batch=self._batch, layer_error=self._layer_error
+        )
+        if self._golden.read_floor(layer, error_name(Site.OUTPUT)) is None:
+            return relative_limit(self._golden, self._criteria)
+        # The unit holds the floor of two implementations, ρ is in units of one.
+        return math.sqrt((limit**2 - 1) / 2) * unit.relative
+
+    def sweep_visible(self, span: Span) -> float | None:
+        """The smallest error of the MoE's delta that a sweep of all sites sees in every layer of `span`.
+
+        Returns:
+            It is relative to the layer's output; None where the golden kept no floor of that site.
+        """
+        limit = self._criteria.noise.fail
+        shares = []
+        for layer in span:
+            error = self._golden.read_floor(layer, error_name(Site.MOE_DELTA))
+            if error is None:
+                return None
+            norms = self._batch.rows(self._golden.read(layer, Site.OUTPUT), Site.OUTPUT).double().norm(dim=-1)
+            shares.append(float((self._batch.tokens(error).double() / norms).median()))
+        return math.sqrt(limit**2 - 1) * max(shares)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _OneOutput:
+    """A capture source that holds one layer's output: a run that was never written down."""
+
+    layer: int
+    output: torch.Tensor
+    directory: Path = Path()
+    known_description: Description | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return (self.layer,)
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        return (Site.OUTPUT,) if layer == self.layer else ()
+
+    def model_sites(self) -> tuple[ModelSite, ...]:
+        return ()
+
+    def not_exposed(self, layer: int) -> tuple[Site, ...]:
+        return ()
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        if site not in self.sites(layer):
+            raise CaptureError(f"there is no {site} of layer {layer}: only the output of layer {self.layer}")
+        return self.output
+
+    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+        return None
+
+    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
+        return None
+
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        raise CaptureError(f"there is no {site}: only the output of layer {self.layer}")
+
+    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+        return None
+
+    def read_attention_mask(self) -> torch.Tensor | None:
+        return None
+
+
+def _describe(error: ChainError, limits: ChainError) -> str:
+    part = error.worst_part(limits)
+    value, limit = getattr(error, part), getattr(limits, part)
+    return f"error {PARTS[part]} {value:.3g}× what BF16 costs the layers one by one, limit {limit:.3g}"

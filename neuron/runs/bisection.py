@@ -1,0 +1,185 @@
+"""Bisection on a device: the search of a port's layers for those that are wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from compare.bisection import find_all, find_exhaustively, find_first
+from compare.chain_judge import ChainJudge
+from compare.chain_limits import LONGEST_CHAIN
+from compare.judge import Criteria
+from minimax_tools.capture.manifest import Description, dtype_name
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import IncomparableError, UsageError
+from minimax_tools.probes import Bisection, Finding
+from minimax_tools.progress import NoProgress
+from minimax_tools.provenance import Provenance
+from minimax_tools.run import bisect_run
+from minimax_tools.sites import Site
+from minimax_tools.span import Span
+from neuron.devices.runtime import Runtime
+from neuron.runs.chain_runner import ChainRequest, ChainRunner
+from neuron.runs.journal import open_journal
+from neuron.runs.prober import Prober, Watch
+from neuron.runs.runner import CompileReport
+
+
+class Extent(str, Enum):
+    """How far a bisection goes."""
+
+    FIRST = "first"  # to the first finding
+    ALL = "all"  # on behind every finding
+    EXHAUSTIVE = "exhaustive"  # every layer alone
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BisectRequest:
+    """A bisection before it starts.
+
+    Args:
+        chains: What runs.
+        span: The layers to search.
+        extent: How far to go.
+        chain_length: How many layers run one after the other before they are judged, at most.
+        criteria: How a layer that ran alone is judged.
+        model_source: The model as the user named it.
+    """
+
+    chains: ChainRequest
+    span: Span
+    extent: Extent
+    chain_length: int
+    criteria: Criteria
+    model_source: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chain_length <= LONGEST_CHAIN:
+            raise UsageError(
+                f"a chain of {self.chain_length} layers cannot be judged",
+                expected=f"1 to {LONGEST_CHAIN}: behind more, right ports differ by as much as the output",
+                next_step="Leave out --chain-length, or choose a shorter one.",
+            )
+
+
+def bisect_layers(
+    request: BisectRequest,
+    *,
+    runtime: Runtime,
+    reader: CheckpointReader,
+    directory: Path,
+    is_anew: bool = False,
+    watch: Watch = lambda _: nullcontext(NoProgress()),
+) -> tuple[Bisection, CompileReport]:
+    """Search the port's layers for those that are wrong, and note every probe in `directory`.
+
+    Args:
+        request: What to search.
+        runtime: The device.
+        reader: The checkpoint.
+        directory: The journal's place.
+        is_anew: Whether the probes of earlier runs are forgotten.
+        watch: Makes what is told of the layers of a probe.
+
+    Raises:
+        IncomparableError: The golden is of another model or dtype, or lacks an input or output of the layers.
+        CaptureError: The directory is in use or holds something else, or the golden cannot be read.
+        TargetError: The port could not be built, loaded or run.
+    """
+    chains, span = request.chains, request.span
+    model = ModelFingerprint.of(reader, chains.spec, span)
+    chains.verify(span, model=model)
+    _refuse_missing_outputs(chains.golden, span)
+    judge = ChainJudge(chains.golden, criteria=request.criteria)
+    with (
+        open_journal(directory, _describe(request, model, runtime), is_anew=is_anew) as journal,
+        ChainRunner(chains, runtime=runtime, reader=reader) as runner,
+    ):
+        prober = Prober(
+            runner=runner,
+            judge=judge,
+            journal=journal,
+            chain_length=request.chain_length,
+            runtime=runtime,
+            reader=reader,
+            watch=watch,
+        )
+        findings = tuple(_search(request, prober))
+    bisection = Bisection(
+        span=span,
+        reference=str(chains.golden.directory),
+        model=request.model_source,
+        target=chains.target.name,
+        chain_length=request.chain_length,
+        probes=prober.probes,
+        findings=findings,
+        num_resumed=prober.num_resumed,
+        sweep_visible=judge.sweep_visible(span),
+    )
+    return bisection, prober.compile_report()
+
+
+def _search(request: BisectRequest, prober: Prober) -> Iterator[Finding]:
+    if request.extent is Extent.EXHAUSTIVE:
+        yield from find_exhaustively(request.span, prober.run)
+    elif request.extent is Extent.ALL:
+        yield from find_all(request.span, prober.run)
+    else:
+        finding = find_first(request.span, prober.run)
+        if finding is not None:
+            yield finding
+
+
+def _refuse_missing_outputs(golden: Capture, span: Span) -> None:
+    missing = [layer for layer in span if golden.entry(layer, Site.OUTPUT) is None]
+    if missing:
+        raise IncomparableError(
+            f"the golden {golden.directory} lacks the output of {len(missing)} layers, the first is layer {missing[0]}",
+            next_step="Capture it with mm2-gpu extract-all, or choose layers that it holds.",
+        )
+
+
+def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime) -> Description:
+    """All that a probe's result depends on: where it differs, no earlier probe is gone on with."""
+    chains = request.chains
+    inputs = chains.golden.read_inputs()
+    return Description(
+        side=DEVICE_SIDE,
+        run=bisect_run(request.span),
+        provenance=Provenance(
+            model=model,
+            model_source=request.model_source,
+            backend=str(runtime.backend),
+            device=runtime.backend.description,
+            dtypes={"weights": dtype_name(chains.dtype)},
+            target=chains.target.name,
+            target_digest=chains.target.source_digest,
+            options={
+                "golden": _digest_golden(chains.golden, request.span),
+                "chain_length": request.chain_length,
+                "criteria": request.criteria.name,
+            },
+        ),
+        inputs_digest=inputs.digest(),
+        input_source=f"golden {chains.golden.description.run.name}",
+    )
+
+
+def _digest_golden(golden: Capture, span: Span) -> str:
+    """sha256 over the digests of what the chains are fed and judged by."""
+    digest = hashlib.sha256(golden.description.noise_floor.encode())
+    for layer in span:
+        for site in (Site.INPUT, Site.OUTPUT):
+            entry = golden.entry(layer, site)
+            digest.update(f"{layer} {site} {entry.sha256 if entry else None}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,126 @@
+"""Journal: the finished probes of a bisection in a file, so that an interrupted one goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.capture.lock import LOCK_NAME, locked_directory
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.replacement import is_temporary, remove_temporaries, replacing
+from minimax_tools.errors import CaptureError
+from minimax_tools.probes import Probe
+from minimax_tools.span import Span
+
+logger = logging.getLogger(__name__)
+
+JOURNAL_NAME = "bisection.json"
+_SCHEMA_VERSION = 1
+
+
+class Journal:
+    """The probes of one port on one golden; made by `open_journal`.
+
+    Args:
+        directory: Where it lies.
+        description: What was probed.
+        probes: What has been run.
+    """
+
+    def __init__(self, directory: Path, description: Description, probes: tuple[Probe, ...]) -> None:
+        self._directory = directory
+        self._description = description
+        self._probes = {probe.span: probe for probe in probes}
+
+    def find(self, span: Span) -> Probe | None:
+        """The probe of these layers, if it was run."""
+        return self._probes.get(span)
+
+    def add(self, probe: Probe) -> None:
+        """Store one more finished probe.
+
+        Raises:
+            CaptureError: The disk is full, or cannot be written to.
+        """
+        self._probes[probe.span] = probe
+        self.write()
+
+    def write(self) -> None:
+        """Write it whole.
+
+        Raises:
+            CaptureError: The disk is full, or cannot be written to.
+        """
+        record = {
+            "schema_version": _SCHEMA_VERSION,
+            "description": self._description.as_json(),
+            "probes": [probe.as_json() for probe in self._probes.values()],
+        }
+        with replacing(self._directory / JOURNAL_NAME) as temporary:
+            temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def open_journal(directory: Path, description: Description, *, is_anew: bool) -> Iterator[Journal]:
+    """The journal in `directory`, with the probes of earlier runs where they were of the same kind.
+
+    The directory is made where it is missing, and locked while the block lasts.
+
+    Args:
+        directory: The bisection's directory.
+        description: What will be probed: model, golden, target, inputs and options.
+        is_anew: Whether earlier probes are forgotten.
+
+    Raises:
+        CaptureError: Another process writes there, the directory holds something else, or cannot be written to.
+    """
+    with locked_directory(directory):
+        remove_temporaries(directory)
+        _refuse_foreign(directory)
+        probes = () if is_anew else _read_probes(directory / JOURNAL_NAME, description)
+        journal = Journal(directory, description, probes)
+        journal.write()
+        yield journal
+
+
+def _refuse_foreign(directory: Path) -> None:
+    ours = (LOCK_NAME, JOURNAL_NAME)
+    others = sorted(
+        path.name for path in directory.iterdir() if path.name not in ours and not is_temporary(path)
+    )
+    if others:
+        raise CaptureError(
+            f"{directory} holds something other than a bisection",
+            found=", ".join(others[:3]),
+            next_step="Choose another --output-dir.",
+        )
+
+
+def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
+    """The probes that may be gone on with; none where there are none, and the log says why."""
+    if not path.exists():
+        return ()
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        obstacle = _obstacle(record, description)
+        probes = tuple(Probe.from_json(probe) for probe in record["probes"])
+    except Exception as error:  # a damaged file: whatever reading it raises, it is begun anew
+        logger.warning("Starting anew: %s cannot be read (%s: %s).", path, type(error).__name__, error)
+        return ()
+    if obstacle is not None:
+        logger.info("Starting anew in %s: %s.", path.parent, obstacle)
+        return ()
+    if probes:
+        logger.info("Resuming %s: %d probes were run before.", path.parent, len(probes))
+    return probes
+
+
+def _obstacle(record: dict[str, Any], description: Description) -> str | None:
+    if record["schema_version"] != _SCHEMA_VERSION:
+        return "another version of mm2 wrote the journal there"
+    differing = Description.from_json(record["description"]).differences(description)
+    return f"the bisection there has other {', '.join(differing)}" if differing else None

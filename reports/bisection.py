@@ -1,0 +1,216 @@
+"""A bisection as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minimax_tools.probes import Bisection, Chain, Finding, Probe
+from minimax_tools.results import Verdict
+from minimax_tools.span import Span
+from reports.canvas import Canvas, Column, Row
+from reports.json_values import to_json
+from reports.wording import word_figure
+
+_STYLES = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red"}
+_COLUMNS = (
+    Column(title="probe"),
+    Column(title="layers", is_text=True),
+    Column(title="verdict", is_text=True),
+    Column(title="error\nof limit"),
+    Column(title="at", is_text=True),
+    Column(title="sees\nfrom"),
+)
+
+
+def render_bisection(
+    bisection: Bisection, *, width: int | None = None, is_terminal: bool | None = None
+) -> str:
+    """A bisection as text: the verdict, the probes, what could not be seen, and what to run next.
+
+    Args:
+        bisection: The bisection.
+        width: Columns; None for standard output's own.
+        is_terminal: Whether escape codes are understood; None where standard output decides.
+    """
+    canvas = Canvas(width=width, is_terminal=is_terminal)
+    canvas.line(_headline(bisection), style=_STYLES[bisection.verdict])
+    canvas.line(_extent(bisection))
+    canvas.facts([("reference", bisection.reference), ("target", bisection.target)])
+    canvas.gap()
+    canvas.table(_COLUMNS, [_row(number, probe) for number, probe in enumerate(bisection.probes, start=1)])
+    if bisection.findings:
+        canvas.gap()
+        canvas.line("Found", style="bold")
+        for finding in bisection.findings:
+            canvas.paragraph(f"{_word_span(finding.chain.span)}: {_reason(bisection, finding)}")
+    canvas.gap()
+    canvas.line("Not seen", style="bold")
+    for sentence in blind_spots(bisection):
+        canvas.paragraph(sentence)
+    canvas.gap()
+    canvas.line("Next", style="bold")
+    for command in next_commands(bisection):
+        canvas.line(f"  {command}")
+    return canvas.text
+
+
+def bisection_record(bisection: Bisection) -> dict[str, Any]:
+    """A bisection as JSON: verdict, blame, every probe with its chains, and what could not be seen."""
+    return {
+        "verdict": bisection.verdict.value,
+        "compared": bisection.compared,
+        "of": bisection.of,
+        "blame": [
+            {
+                "layer": finding.chain.span.start,
+                "sites": ["output"],
+                "reason": _reason(bisection, finding),
+            }
+            for finding in bisection.culprits
+        ],
+        "drifts": [
+            {**_span_record(finding.chain.span), "reason": _reason(bisection, finding)}
+            for finding in bisection.drifts
+        ],
+        "reference": bisection.reference,
+        "target": bisection.target,
+        "chain_length": bisection.chain_length,
+        "runs": len(bisection.probes),
+        "runs_resumed": bisection.num_resumed,
+        "probes": [_probe_record(probe) for probe in bisection.probes],
+        "smallest_visible": {
+            "in_chains": to_json(bisection.chained_visible),
+            "alone": to_json(bisection.single_visible),
+            "in_a_sweep": to_json(bisection.sweep_visible),
+        },
+        "notes": list(blind_spots(bisection)),
+        "next": list(next_commands(bisection)),
+    }
+
+
+def blind_spots(bisection: Bisection) -> tuple[str, ...]:
+    """What the probes could not have seen, and where else to look, in sentences."""
+    sentences = []
+    if bisection.chained_visible is not None:
+        sentences.append(
+            f"In chains an error below {_percent(bisection.chained_visible)} of the output, or one of few tokens, "
+            "hides in the noise of the layers before and behind it."
+        )
+    if bisection.single_visible is not None:
+        sentences.append(
+            f"In a layer alone an error below {_percent(bisection.single_visible)} of the output does."
+        )
+    if bisection.sweep_visible is not None:
+        sentences.append(
+            f"A sweep of a port that shows its sites sees {_percent(bisection.sweep_visible)} in what the experts add."
+        )
+    skipped = bisection.of - len(bisection.covered)
+    if skipped:
+        sentences.append(f"{_count(skipped, 'layer')} did not run.")
+    return tuple(sentences)
+
+
+def next_commands(bisection: Bisection) -> tuple[str, ...]:
+    """The commands that look closer: at each culprit, or at all layers where nothing was found."""
+    options = f"--model {bisection.model} --golden {bisection.reference} --target {bisection.target}"
+    singles = [
+        f"mm2-test single-layer --layer {finding.chain.span.start} {options} --sites all"
+        for finding in bisection.culprits
+    ]
+    sweeps = [_sweep(finding.chain.span, options) for finding in bisection.drifts]
+    return (*singles, *sweeps) or (_sweep(bisection.span, options),)
+
+
+def _sweep(span: Span, options: str) -> str:
+    return f"mm2-test sweep --layers {span.start}:{span.stop} {options} --sites all"
+
+
+def _headline(bisection: Bisection) -> str:
+    verdict = str(bisection.verdict).upper()
+    if not bisection.findings:
+        return f"{verdict}: nothing found in {_word_span(bisection.span)}"
+    first, *others = bisection.findings
+    more = f" (and {_count(len(others), 'more place')})" if others else ""
+    place = "output" if first.is_culprit else "in a chain alone"
+    return f"{verdict}: {_word_span(first.chain.span)}, {place}{more}"
+
+
+def _extent(bisection: Bisection) -> str:
+    runs = _count(len(bisection.probes), "run")
+    resumed = f", {bisection.num_resumed} of them before" if bisection.num_resumed else ""
+    return (
+        f"compared {bisection.compared} of {_count(bisection.of, 'output')} in {runs}{resumed}, "
+        f"in chains of at most {_count(bisection.chain_length, 'layer')}"
+    )
+
+
+def _reason(bisection: Bisection, finding: Finding) -> str:
+    chain = finding.chain
+    if not finding.is_culprit:
+        return (
+            f"{chain.reason}; each of the layers, run alone, is right: the error grows from one to the next"
+        )
+    before = _right_before(bisection, chain.span.start)
+    return f"{chain.reason} when it runs alone" + (f"; {before}, as far as chains see" if before else "")
+
+
+def _right_before(bisection: Bisection, layer: int) -> str:
+    """What was seen right right before a layer: from behind the finding before it, or from the start."""
+    start = max(
+        (finding.chain.span.stop for finding in bisection.findings if finding.chain.span.stop <= layer),
+        default=bisection.span.start,
+    )
+    if start >= layer:
+        return ""
+    span = Span(start, layer)
+    return f"{_word_span(span)} {'is' if len(span) == 1 else 'are'} right"
+
+
+def _row(number: int, probe: Probe) -> Row:
+    first_wrong = probe.first_wrong
+    shown = first_wrong or probe.worst
+    return Row(
+        cells=(
+            str(number),
+            str(probe.span),
+            "right" if first_wrong is None else "wrong",
+            word_figure(shown.excess),
+            _word_span(shown.span),
+            _percent(max(chain.visible for chain in probe.chains)),
+        ),
+        style="" if first_wrong is None else "red",
+    )
+
+
+def _probe_record(probe: Probe) -> dict[str, Any]:
+    return {
+        **_span_record(probe.span),
+        "verdict": str(Verdict.PASS if probe.first_wrong is None else Verdict.FAIL),
+        "chains": [_chain_record(chain) for chain in probe.chains],
+    }
+
+
+def _chain_record(chain: Chain) -> dict[str, Any]:
+    return {
+        **_span_record(chain.span),
+        "verdict": str(Verdict.PASS if chain.is_right else Verdict.FAIL),
+        "error_of_limit": to_json(chain.excess),
+        "smallest_visible": to_json(chain.visible),
+        "reason": chain.reason,
+    }
+
+
+def _span_record(span: Span) -> dict[str, int]:
+    return {"start_layer": span.start, "end_layer": span.last}
+
+
+def _word_span(span: Span) -> str:
+    return f"layer {span.start}" if len(span) == 1 else f"layers {span.start}-{span.last}"
+
+
+def _percent(share: float) -> str:
+    return f"{word_figure(100 * share)} %"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

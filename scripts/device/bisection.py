@@ -1,0 +1,147 @@
+"""The figures of `bench_device.py` that tell of bisection: how many runs find the wrong layers of 62.
+
+The model is synthetic and narrow, the golden its own. The port is mm2's device layer, without its attention's output
+(o_proj left at zero, as where its weight was never loaded) in some layers. Nothing is timed: runs are counted.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import Figure
+
+from compare.chain_limits import default_chain_length
+from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.judge import Criteria
+from gpu_reference.golden import GoldenRequest, open_golden
+from gpu_reference.model import GoldenModelRequest
+from gpu_reference.placement import Placement
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.probes import Bisection
+from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.run import full_run
+from minimax_tools.span import Span
+from minimax_tools.spec import ModelSpec
+from neuron.builtin.layer import DeviceLayer
+from neuron.devices.runtime import open_runtime
+from neuron.devices.weights import Weight
+from neuron.ports.targets import Target
+from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
+from neuron.runs.chain_runner import ChainRequest
+
+_MODEL = SyntheticModel(
+    num_hidden_layers=62,
+    hidden_size=128,
+    num_attention_heads=4,
+    head_dim=32,
+    rotary_dim=16,
+    num_local_experts=16,
+    intermediate_size=64,
+)
+_LENGTHS = {"full": (96, 61), "toy": (24, 15)}
+# The last layer takes the most runs; the others are in either half, and on the border of two chains.
+_SINGLE_CULPRITS = {"full": (0, 17, 31, 37, 60, 61), "toy": (37, 61)}
+_THREE = (9, 37, 55)
+
+
+def measure(scale: str) -> Iterator[Figure]:
+    """Bisections of 62 layers with one culprit, with three, and with none.
+
+    Args:
+        scale: `full`, of longer rows and more places; or `toy`.
+    """
+    with tempfile.TemporaryDirectory(prefix="mm2-bisection-") as scratch:
+        bench = _Bench.make(Path(scratch), lengths=_LENGTHS[scale])
+        singles = {layer: bench.bisect(frozenset({layer}), Extent.FIRST) for layer in _SINGLE_CULPRITS[scale]}
+        yield Figure.at_most("bisect_runs_62", max(len(one.probes) for one in singles.values()), 7)
+        missed = sum(_culprits(one) != [layer] for layer, one in singles.items())
+        yield Figure.exactly("bisect_single_culprits_missed", missed, 0)
+        three = bench.bisect(frozenset(_THREE), Extent.ALL)
+        yield Figure.exactly("bisect_found_of_three", len({*_culprits(three)} & {*_THREE}), 3)
+        yield Figure.exactly("bisect_found_beside_three", len({*_culprits(three)} - {*_THREE}), 0)
+        yield Figure.plain("bisect_runs_62_of_three", len(three.probes))
+        clean = bench.bisect(frozenset(), Extent.FIRST)
+        yield Figure.exactly("bisect_false_alarms", len(clean.findings), 0)
+        yield Figure.at_most("bisect_runs_62_clean", len(clean.probes), 7)
+        yield Figure.plain("bisect_sees_in_chains_from_%", 100 * (clean.chained_visible or 0.0))
+        yield Figure.plain("bisect_sees_alone_from_%", 100 * (clean.single_visible or 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    """A checkpoint and its golden."""
+
+    folder: Path
+    spec: ModelSpec
+    golden: Capture
+
+    @classmethod
+    def make(cls, scratch: Path, *, lengths: tuple[int, ...]) -> _Bench:
+        folder = scratch / "model"
+        synthesize(folder, model=_MODEL, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
+        spec = ModelSpec.from_folder(folder)
+        request = GoldenRequest(
+            model=GoldenModelRequest(
+                folder=folder,
+                spec=spec,
+                num_hidden_layers=spec.num_hidden_layers,
+                dtype=torch.bfloat16,
+                placement=Placement(device_map={"": "cpu"}),
+                attn_implementation="sdpa",
+                experts_implementation="grouped_mm",
+            ),
+            model_source=str(folder),
+            run=full_run(spec.num_hidden_layers, sites_level="layer"),
+            inputs=build_inputs(InputRequest(seq_lens=lengths), folder=folder, spec=spec),
+            noise_floor="stats",
+        )
+        with open_golden(request) as golden:
+            golden.capture(scratch / "golden", extra={})
+        return cls(folder=folder, spec=spec, golden=Capture.open(scratch / "golden"))
+
+    def bisect(self, layers: frozenset[int], extent: Extent) -> Bisection:
+        """The bisection of a port that is wrong in these layers."""
+        request = BisectRequest(
+            chains=ChainRequest(
+                spec=self.spec, golden=self.golden, target=_unloaded(layers), dtype=torch.bfloat16
+            ),
+            span=Span(0, self.spec.num_hidden_layers),
+            extent=extent,
+            chain_length=default_chain_length(torch.bfloat16),
+            criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+            model_source=str(self.folder),
+        )
+        with (
+            tempfile.TemporaryDirectory(prefix="mm2-journal-") as directory,
+            open_runtime("cpu") as runtime,
+            CheckpointReader(self.folder) as reader,
+        ):
+            bisection, _ = bisect_layers(request, runtime=runtime, reader=reader, directory=Path(directory))
+            return bisection
+
+
+def _unloaded(layers: frozenset[int]) -> Target:
+    """The device layer whose o_proj was never loaded in some layers."""
+
+    class Port(DeviceLayer):
+        def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
+            state: Mapping[str, Weight] = super().convert_state_dict(tensors, config, layer_idx)
+            if layer_idx not in layers:
+                return dict(state)
+            name = "self_attn.o_proj.weight"
+            return {**state, name: torch.zeros_like(tensors[name])}
+
+    return Target(name=f"o_proj unloaded in {sorted(layers)}", factory=Port, source_digest="")
+
+
+def _culprits(bisection: Bisection) -> list[int]:
+    return [finding.chain.span.start for finding in bisection.culprits]
