@@ -311,7 +311,7 @@ def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
     if as_json:
         record = capture_record(outcome.capture)
         record["graphs"] = asdict(outcome.report.compiles) if outcome.report else None
-        if outcome.report is not None:
+        if outcome.report is not None and outcome.report.effects is not None:
             record["capture_effects"] = to_json(outcome.report.effects)
         if outcome.generation is not None:
             record["generation"] = outcome.generation.as_json()
