@@ -64,11 +64,11 @@ class Port(DeviceLayer):
 
     def forward(self, hidden_states, attention_mask, position_ids):
         is_behind = Port.last is not None and torch.equal(Port.last, hidden_states)
-        output = super().forward(hidden_states, attention_mask, position_ids)
+        output, _ = super().forward(hidden_states, attention_mask, position_ids)
         Port.last = output.clone()
         return output * 1.5 if is_behind and Port.layer_idx == 5 else output
 """
-# Fails at the layer that a variable names: the source stays the same.
+# Fails, or is killed, at the layer that a variable names: the source stays the same.
 STUMBLING = """
 from neuron.builtin.layer import DeviceLayer
 
@@ -76,6 +76,8 @@ class Port(DeviceLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         if os.environ.get("FAIL_AT") == str(layer_idx):
             raise RuntimeError("out of luck")
+        if os.environ.get("DIE_AT") == str(layer_idx):
+            os.kill(os.getpid(), 9)
         with open(os.environ["RAN"], "a") as file:
             file.write(f"{layer_idx} ")
         state = super().convert_state_dict(tensors, config, layer_idx)
@@ -209,6 +211,7 @@ def test_mistake_of_few_tokens_hides_in_chains_and_not_in_layers_alone(bisect: A
     assert layers_blamed(record) == [5]
     assert record["runs"] == record["compared"] == record["of"] == NUM_LAYERS
     assert record["smallest_visible"]["in_chains"] is None
+    assert "chains" not in record["blame"][0]["reason"]
 
 
 def test_layers_that_are_wrong_in_a_chain_alone_are_no_culprits(bisect: Any, write_port: Any) -> None:
@@ -244,6 +247,29 @@ def test_interrupted_bisection_goes_on_where_it_stopped(
     whole = json.loads(bisect(target, "--json", "--anew").stdout)
     assert whole["runs_resumed"] == 0
     assert whole["probes"] == record["probes"]
+
+
+def test_killed_bisection_goes_on_where_it_stopped(
+    bisect: Any,
+    process: Any,
+    write_port: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    deep: Path,
+    deep_golden: Path,
+    tmp_path: Path,
+) -> None:
+    target, ran = write_port(STUMBLING), tmp_path / "ran"
+    monkeypatch.setenv("RAN", str(ran))
+    # As in the process that is killed: sums depend on the number of threads in their last digits.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", target)
+    killed = process("bisect", *common, "--captures", tmp_path / "captures", DIE_AT="8", RAN=str(ran))
+    assert killed.returncode == -9
+    ran.unlink()
+    resumed = bisect(target, "--json")
+    record = json.loads(resumed.stdout)
+    assert (resumed.exit_code, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
+    assert ran.read_text().split() == ["6", "7", "8", "9", "10"]
 
 
 def test_edited_port_is_searched_anew(bisect: Any, write_port: Any) -> None:
