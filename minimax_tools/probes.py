@@ -13,6 +13,10 @@ from typing import Any
 from minimax_tools.results import Verdict
 from minimax_tools.span import Span
 
+# Right ports drift more in some models than in those that were measured: a chain that only just exceeds its limit,
+# of layers that are right alone, is no proof.
+_LOUD_EXCESS = 2.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
@@ -146,8 +150,10 @@ class Bisection:
 
     @property
     def verdict(self) -> Verdict:
-        """Fail where anything was found."""
-        return Verdict.FAIL if self.findings else Verdict.PASS
+        """Fail where a layer is wrong, or a chain far beyond its limit; warn where a chain is a little beyond."""
+        if self.culprits or any(drift.chain.excess > _LOUD_EXCESS for drift in self.drifts):
+            return Verdict.FAIL
+        return Verdict.WARN if self.drifts else Verdict.PASS
 
     @property
     def culprits(self) -> tuple[Finding, ...]:

@@ -12,7 +12,7 @@ from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_figure
 
-_STYLES = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red"}
+_STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold red"}
 _COLUMNS = (
     Column(title="probe"),
     Column(title="layers", is_text=True),
