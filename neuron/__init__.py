@@ -7,5 +7,4 @@ From the lowest up:
 - `ports`: the port, found in its sources, built, loaded, and the sites it shows
 - `runs`: a run from its hidden states to the capture
 - `check`: what changes numbers on this machine, and whether a layer fits
-- `bisect_layers`: the command that finds the wrong layers of a range
 """

@@ -22,7 +22,7 @@ from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
 from neuron.runs.executor import LayerExecutor
-from neuron.runs.footprint import DeviceFootprint, MemoryLimits, choose_read_ahead
+from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.layer_input import LayerInput
 
@@ -69,14 +69,8 @@ class ChainRunner:
     def __init__(self, request: ChainRequest, *, runtime: Runtime, reader: CheckpointReader) -> None:
         self._golden = request.golden
         self._inputs = request.golden.read_inputs()
-        footprint = DeviceFootprint(
-            spec=request.spec,
-            dtype=request.dtype,
-            inputs=self._inputs,
-            backend=runtime.backend,
-            num_experts_at_once=request.target.num_experts_at_once(
-                request.spec, dtype=request.dtype, is_lazy=runtime.backend.is_lazy
-            ),
+        footprint = device_footprint(
+            request.target, request.spec, dtype=request.dtype, inputs=self._inputs, runtime=runtime
         )
         self._executor = LayerExecutor(
             target=request.target,

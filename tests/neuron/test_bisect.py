@@ -30,6 +30,17 @@ class Port(DeviceLayer):
             state["self_attn.o_proj.weight"] = torch.zeros_like(tensors["self_attn.o_proj.weight"])
         return state
 """
+# The same in layer 7, where ranks divide what is loaded.
+UNLOADED_ON_RANKS = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx == 7:
+            name = "self_attn.o_proj.weight"
+            tensors[name] = torch.zeros_like(tensors[name])
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
 # Gate and up swapped in layer 7, seen from outside; a module for each layer.
 BLACK_BOX = """
 class Port(ReferenceLayer):
@@ -342,3 +353,16 @@ def test_graphs_are_compiled_for_the_first_layer_alone(
     assert record["graphs"]["first_layer"] > 0
     assert record["graphs"]["later_layers"] == 0
     assert record["graphs"]["fallbacks"] == []
+
+
+@pytest.mark.slow
+def test_ranks_share_the_layers_of_a_bisection(
+    process: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
+) -> None:
+    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--captures", tmp_path)
+    target = write_port(UNLOADED_ON_RANKS)
+    done = process("bisect", *common, "--target", target, "--tp-degree", 2, "--json", "--quiet")
+    assert done.returncode == 1, done.stderr
+    record = json.loads(done.stdout)
+    assert layers_blamed(record) == [7]
+    assert "--tp-degree 2 --ep-degree 1" in record["next"][0]

@@ -30,9 +30,11 @@ from minimax_tools.progress import LayerProgress
 from minimax_tools.run import bisect_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
+from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, prefetch_option, target_option
 from neuron.ports.targets import find_target
+from neuron.rank_options import rank_options
 from neuron.report_text import find_warnings, render_report
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 from neuron.runs.chain_runner import ChainRequest
@@ -54,6 +56,7 @@ from reports.bisection import bisection_record, render_bisection
 )
 @target_option
 @backend_option
+@rank_options
 @span_options
 @click.option(
     "--all",
@@ -84,6 +87,7 @@ def bisect_command(
     extent: Extent | None,
     is_anew: bool,
     as_json: bool,
+    ranks: Ranks,
     **options: Any,
 ) -> None:
     """Find the first wrong layer by running halves of a range.
@@ -120,7 +124,10 @@ def bisect_command(
     # None for all layers: then no shard may be missing.
     read = None if len(span) == spec.num_hidden_layers else range(span.start, span.stop)
     folder = resolve_model(options["model"], layers=read)
-    with open_runtime(options["backend"]) as runtime, CheckpointReader(folder, layers=read) as reader:
+    with (
+        open_runtime(options["backend"], ranks=ranks) as runtime,
+        CheckpointReader(folder, layers=read) as reader,
+    ):
         bisection, compiles = bisect_layers(
             request,
             runtime=runtime,
