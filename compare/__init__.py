@@ -8,5 +8,7 @@
 - `noise`: ρ, in units of what BF16 costs, from the `norms` of rows
 - `routing`: expert sets, and which flips the noise explains
 - `blame`: where the first fault lies
+- `bisection`: the search for wrong layers by running parts of them
+- `chain_judge`: the end of a chain of layers, judged by its `chain_noise` against `chain_limits`
 - `options`: the options of every command that judges
 """

@@ -13,6 +13,10 @@ from typing import Any
 from minimax_tools.results import Verdict
 from minimax_tools.span import Span
 
+# Right ports drift more in some models than in those that were measured: a chain that only just exceeds its limit,
+# of layers that are right alone, is no proof.
+_LOUD_EXCESS = 2.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
@@ -86,11 +90,6 @@ class Probe:
         """The chain with the most error in units of its limit."""
         return max(self.chains, key=lambda chain: chain.excess)
 
-    @property
-    def is_single(self) -> bool:
-        """Whether it ran one layer alone."""
-        return len(self.span) == 1
-
     def as_json(self) -> dict[str, Any]:
         """The probe as it stands in a journal."""
         return {
@@ -131,9 +130,8 @@ class Bisection:
     Args:
         span: The layers that were searched.
         reference: The golden's directory.
-        model: The model as the user named it.
         target: The port as the user named it.
-        chain_length: How many layers ran in a chain at most.
+        arguments: What a command needs to run the same port on the same golden.
         probes: Every run of it, in order.
         findings: What they found, ascending.
         num_resumed: How many of the probes an earlier bisection had run.
@@ -143,9 +141,8 @@ class Bisection:
 
     span: Span
     reference: str
-    model: str
     target: str
-    chain_length: int
+    arguments: tuple[str, ...]
     probes: tuple[Probe, ...]
     findings: tuple[Finding, ...]
     num_resumed: int = 0
@@ -153,8 +150,10 @@ class Bisection:
 
     @property
     def verdict(self) -> Verdict:
-        """Fail where anything was found."""
-        return Verdict.FAIL if self.findings else Verdict.PASS
+        """Fail where a layer is wrong, or a chain far beyond its limit; warn where a chain is a little beyond."""
+        if self.culprits or any(drift.chain.excess > _LOUD_EXCESS for drift in self.drifts):
+            return Verdict.FAIL
+        return Verdict.WARN if self.drifts else Verdict.PASS
 
     @property
     def culprits(self) -> tuple[Finding, ...]:
@@ -180,6 +179,11 @@ class Bisection:
     def covered(self) -> frozenset[int]:
         """Layers that ran in a chain whose end was judged."""
         return frozenset(layer for probe in self.probes for chain in probe.chains for layer in chain.span)
+
+    @property
+    def longest_chain(self) -> int:
+        """How many layers ran in a chain at most."""
+        return max((len(chain.span) for chain in self._chains()), default=0)
 
     @property
     def chained_visible(self) -> float | None:

@@ -45,8 +45,8 @@ from minimax_tools.run import (
 )
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
-from neuron.bisect_layers import bisect_command
 from neuron.check import Level, check_machine, worst
+from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.trace import trace_command
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options, read_inputs
@@ -112,9 +112,6 @@ def sweep(start_layer: int | None, end_layer: int | None, layers: str | None, **
     """Run every layer of a range by itself, on the golden's own inputs: the usual way to find a fault."""
     given = read_span(start_layer, end_layer, layers)
     _run_device(options, lambda spec: sweep_run(_span(given, spec), sites_level=options["sites_level"]))
-
-
-main.add_command(bisect_command)
 
 
 @main.command(
@@ -206,6 +203,7 @@ def show(directory: Path, as_json: bool) -> None:
     print_json(capture_record(source)) if as_json else click.echo(render_capture(source))
 
 
+main.add_command(bisect_command)
 main.add_command(trace_command)
 
 

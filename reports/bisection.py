@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from minimax_tools.probes import Bisection, Chain, Finding, Probe
@@ -11,7 +12,7 @@ from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_figure
 
-_STYLES = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red"}
+_STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold red"}
 _COLUMNS = (
     Column(title="probe"),
     Column(title="layers", is_text=True),
@@ -74,7 +75,7 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
         ],
         "reference": bisection.reference,
         "target": bisection.target,
-        "chain_length": bisection.chain_length,
+        "longest_chain": bisection.longest_chain,
         "runs": len(bisection.probes),
         "runs_resumed": bisection.num_resumed,
         "probes": [_probe_record(probe) for probe in bisection.probes],
@@ -112,7 +113,7 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
 
 def next_commands(bisection: Bisection) -> tuple[str, ...]:
     """The commands that look closer: at each culprit, or at all layers where nothing was found."""
-    options = f"--model {bisection.model} --golden {bisection.reference} --target {bisection.target}"
+    options = shlex.join(bisection.arguments)
     singles = [
         f"mm2-test single-layer --layer {finding.chain.span.start} {options} --sites all"
         for finding in bisection.culprits
@@ -138,10 +139,9 @@ def _headline(bisection: Bisection) -> str:
 def _extent(bisection: Bisection) -> str:
     runs = _count(len(bisection.probes), "run")
     resumed = f", {bisection.num_resumed} of them before" if bisection.num_resumed else ""
-    return (
-        f"compared {bisection.compared} of {_count(bisection.of, 'output')} in {runs}{resumed}, "
-        f"in chains of at most {_count(bisection.chain_length, 'layer')}"
-    )
+    longest = bisection.longest_chain
+    how = f"in chains of at most {_count(longest, 'layer')}" if longest > 1 else "every layer alone"
+    return f"compared {bisection.compared} of {_count(bisection.of, 'output')} in {runs}{resumed}, {how}"
 
 
 def _reason(bisection: Bisection, finding: Finding) -> str:
@@ -151,7 +151,8 @@ def _reason(bisection: Bisection, finding: Finding) -> str:
             f"{chain.reason}; each of the layers, run alone, is right: the error grows from one to the next"
         )
     before = _right_before(bisection, chain.span.start)
-    return f"{chain.reason} when it runs alone" + (f"; {before}, as far as chains see" if before else "")
+    how_far = ", as far as chains see" if before and bisection.longest_chain > 1 else ""
+    return "; ".join(part for part in (f"{chain.reason} when it runs alone", f"{before}{how_far}") if part)
 
 
 def _right_before(bisection: Bisection, layer: int) -> str:

@@ -59,7 +59,12 @@ SHAPES = {
     ),
 }
 LENGTHS = (96, 61, 7)
-PORTS = ("builtin", *(f"{EXAMPLES / 'transformers_port.py'}:{name}" for name in ("Eager", "EagerExperts")))
+# Targets and the backends they run on; the reference layer gives bit for bit what the device layer gives on the CPU.
+PORTS = (
+    ("builtin", "cpu"),
+    *((f"{EXAMPLES / 'transformers_port.py'}:{name}", "cpu") for name in ("Eager", "EagerExperts")),
+    ("builtin", "xla-cpu"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +141,10 @@ def measure(setting: Setting, *, every: int) -> Iterator[Measured]:
         )
         spec = ModelSpec.from_folder(folder)
         golden = _make_golden(folder, spec, setting, Path(scratch) / "golden")
-        for port in PORTS:
+        for port, backend in PORTS:
             request = ChainRequest(spec=spec, golden=golden, target=find_target(port), dtype=setting.dtype)
             with (
-                open_runtime("cpu") as runtime,
+                open_runtime(backend) as runtime,
                 CheckpointReader(folder) as reader,
                 ChainRunner(request, runtime=runtime, reader=reader) as runner,
             ):

@@ -29,7 +29,7 @@ from neuron.devices.runtime import Runtime
 from neuron.runs.chain_runner import ChainRequest, ChainRunner
 from neuron.runs.journal import open_journal
 from neuron.runs.prober import Prober, Watch
-from neuron.runs.runner import CompileReport
+from neuron.runs.run_report import CompileReport
 
 
 class Extent(str, Enum):
@@ -118,9 +118,8 @@ def bisect_layers(
     bisection = Bisection(
         span=span,
         reference=str(chains.golden.directory),
-        model=request.model_source,
         target=chains.target.name,
-        chain_length=request.chain_length,
+        arguments=_arguments(request, runtime),
         probes=prober.probes,
         findings=findings,
         num_resumed=prober.num_resumed,
@@ -138,6 +137,26 @@ def _search(request: BisectRequest, prober: Prober) -> Iterator[Finding]:
         finding = find_first(request.span, prober.run)
         if finding is not None:
             yield finding
+
+
+def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
+    chains = request.chains
+    named = {
+        "model": request.model_source,
+        "golden": chains.golden.directory,
+        "target": chains.target.name,
+        "backend": runtime.backend,
+        "dtype": dtype_name(chains.dtype),
+        **_sharing(runtime),
+    }
+    return tuple(
+        part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))
+    )
+
+
+def _sharing(runtime: Runtime) -> dict[str, int | str]:
+    """How ranks share a layer, as options; nothing of one."""
+    return runtime.sharing.as_json() if runtime.sharing.are_several else {}
 
 
 def _refuse_missing_outputs(golden: Capture, span: Span) -> None:
@@ -168,6 +187,7 @@ def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime)
                 "golden": _digest_golden(chains.golden, request.span),
                 "chain_length": request.chain_length,
                 "criteria": request.criteria.name,
+                **_sharing(runtime),
             },
         ),
         inputs_digest=inputs.digest(),

@@ -22,8 +22,9 @@ from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
 from neuron.runs.executor import LayerExecutor
-from neuron.runs.footprint import DeviceFootprint, MemoryLimits, choose_read_ahead
+from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
 from neuron.runs.golden_feed import GoldenFeed
+from neuron.runs.layer_input import LayerInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +68,15 @@ class ChainRunner:
 
     def __init__(self, request: ChainRequest, *, runtime: Runtime, reader: CheckpointReader) -> None:
         self._golden = request.golden
-        inputs = request.golden.read_inputs()
-        footprint = DeviceFootprint(
-            spec=request.spec,
-            dtype=request.dtype,
-            inputs=inputs,
-            backend=runtime.backend,
-            num_experts_at_once=request.target.num_experts_at_once(
-                request.spec, dtype=request.dtype, is_lazy=runtime.backend.is_lazy
-            ),
+        self._inputs = request.golden.read_inputs()
+        footprint = device_footprint(
+            request.target, request.spec, dtype=request.dtype, inputs=self._inputs, runtime=runtime
         )
         self._executor = LayerExecutor(
             target=request.target,
             runtime=runtime,
             reader=reader,
             spec=request.spec,
-            inputs=inputs,
             dtype=request.dtype,
             limits=MemoryLimits(footprint=footprint, budget=request.budget),
             reads_ahead=choose_read_ahead(request.prefetch, footprint, reader.index),
@@ -114,5 +108,6 @@ class ChainRunner:
         for layer in span:
             following = layer + 1 if layer < span.last else then
             # No sites: what a port shows plays no part here, and all chains share their graphs.
-            states = self._executor.run(layer, states, sites=(), then=following).output
+            given = LayerInput.of(states, self._inputs)
+            states = self._executor.run(layer, given, sites=(), then=following).output
             yield layer, states

@@ -16,7 +16,7 @@ from minimax_tools.span import Span
 from neuron.devices.runtime import CompileCounts, Runtime
 from neuron.runs.chain_runner import ChainRunner
 from neuron.runs.journal import Journal
-from neuron.runs.runner import CompileReport
+from neuron.runs.run_report import CompileReport
 
 logger = logging.getLogger(__name__)
 

@@ -115,7 +115,7 @@ def test_chain_that_is_wrong_of_layers_that_are_right_is_no_culprit() -> None:
     assert finding is not None
     assert not finding.is_culprit
     assert {4, 5} <= set(finding.chain.span)
-    singles = {probe.span.start for probe in port.probes if probe.is_single}
+    singles = {probe.span.start for probe in port.probes if len(probe.span) == 1}
     assert singles, "it was tried alone"
 
 

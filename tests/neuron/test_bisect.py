@@ -30,6 +30,17 @@ class Port(DeviceLayer):
             state["self_attn.o_proj.weight"] = torch.zeros_like(tensors["self_attn.o_proj.weight"])
         return state
 """
+# The same in layer 7, where ranks divide what is loaded.
+UNLOADED_ON_RANKS = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx == 7:
+            name = "self_attn.o_proj.weight"
+            tensors[name] = torch.zeros_like(tensors[name])
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
 # Gate and up swapped in layer 7, seen from outside; a module for each layer.
 BLACK_BOX = """
 class Port(ReferenceLayer):
@@ -64,11 +75,11 @@ class Port(DeviceLayer):
 
     def forward(self, hidden_states, attention_mask, position_ids):
         is_behind = Port.last is not None and torch.equal(Port.last, hidden_states)
-        output = super().forward(hidden_states, attention_mask, position_ids)
+        output, _ = super().forward(hidden_states, attention_mask, position_ids)
         Port.last = output.clone()
         return output * 1.5 if is_behind and Port.layer_idx == 5 else output
 """
-# Fails at the layer that a variable names: the source stays the same.
+# Fails, or is killed, at the layer that a variable names: the source stays the same.
 STUMBLING = """
 from neuron.builtin.layer import DeviceLayer
 
@@ -76,6 +87,8 @@ class Port(DeviceLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         if os.environ.get("FAIL_AT") == str(layer_idx):
             raise RuntimeError("out of luck")
+        if os.environ.get("DIE_AT") == str(layer_idx):
+            os.kill(os.getpid(), 9)
         with open(os.environ["RAN"], "a") as file:
             file.write(f"{layer_idx} ")
         state = super().convert_state_dict(tensors, config, layer_idx)
@@ -209,6 +222,7 @@ def test_mistake_of_few_tokens_hides_in_chains_and_not_in_layers_alone(bisect: A
     assert layers_blamed(record) == [5]
     assert record["runs"] == record["compared"] == record["of"] == NUM_LAYERS
     assert record["smallest_visible"]["in_chains"] is None
+    assert "chains" not in record["blame"][0]["reason"]
 
 
 def test_layers_that_are_wrong_in_a_chain_alone_are_no_culprits(bisect: Any, write_port: Any) -> None:
@@ -244,6 +258,29 @@ def test_interrupted_bisection_goes_on_where_it_stopped(
     whole = json.loads(bisect(target, "--json", "--anew").stdout)
     assert whole["runs_resumed"] == 0
     assert whole["probes"] == record["probes"]
+
+
+def test_killed_bisection_goes_on_where_it_stopped(
+    bisect: Any,
+    process: Any,
+    write_port: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    deep: Path,
+    deep_golden: Path,
+    tmp_path: Path,
+) -> None:
+    target, ran = write_port(STUMBLING), tmp_path / "ran"
+    monkeypatch.setenv("RAN", str(ran))
+    # As in the process that is killed: sums depend on the number of threads in their last digits.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", target)
+    killed = process("bisect", *common, "--captures", tmp_path / "captures", DIE_AT="8", RAN=str(ran))
+    assert killed.returncode == -9
+    ran.unlink()
+    resumed = bisect(target, "--json")
+    record = json.loads(resumed.stdout)
+    assert (resumed.exit_code, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
+    assert ran.read_text().split() == ["6", "7", "8", "9", "10"]
 
 
 def test_edited_port_is_searched_anew(bisect: Any, write_port: Any) -> None:
@@ -316,3 +353,16 @@ def test_graphs_are_compiled_for_the_first_layer_alone(
     assert record["graphs"]["first_layer"] > 0
     assert record["graphs"]["later_layers"] == 0
     assert record["graphs"]["fallbacks"] == []
+
+
+@pytest.mark.slow
+def test_ranks_share_the_layers_of_a_bisection(
+    process: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
+) -> None:
+    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--captures", tmp_path)
+    target = write_port(UNLOADED_ON_RANKS)
+    done = process("bisect", *common, "--target", target, "--tp-degree", 2, "--json", "--quiet")
+    assert done.returncode == 1, done.stderr
+    record = json.loads(done.stdout)
+    assert layers_blamed(record) == [7]
+    assert "--tp-degree 2 --ep-degree 1" in record["next"][0]

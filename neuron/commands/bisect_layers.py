@@ -30,12 +30,15 @@ from minimax_tools.progress import LayerProgress
 from minimax_tools.run import bisect_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
+from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, prefetch_option, target_option
 from neuron.ports.targets import find_target
+from neuron.rank_options import rank_options
+from neuron.report_text import find_warnings, render_report
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 from neuron.runs.chain_runner import ChainRequest
-from neuron.runs.runner import CompileReport
+from neuron.runs.run_report import CompileReport, RunReport
 from reports.bisection import bisection_record, render_bisection
 
 
@@ -53,6 +56,7 @@ from reports.bisection import bisection_record, render_bisection
 )
 @target_option
 @backend_option
+@rank_options
 @span_options
 @click.option(
     "--all",
@@ -83,13 +87,14 @@ def bisect_command(
     extent: Extent | None,
     is_anew: bool,
     as_json: bool,
+    ranks: Ranks,
     **options: Any,
 ) -> None:
     """Find the first wrong layer by running halves of a range.
 
-    Takes at most log2 of the number of layers, rounded up, and one run. Each run goes through its layers in short
-    chains, each fed the golden's own input at its start and judged at its end. A port needs to show nothing but its
-    output. Finished runs are noted: an interrupted bisection goes on where it stopped.
+    Of 62 layers it takes seven runs at most: log2 of their number, rounded up, and one. Each run goes through its
+    layers in short chains, each fed the golden's own input at its start and judged at its end. A port needs to show
+    nothing but its output. Finished runs are noted: an interrupted bisection goes on where it stopped.
 
     Exits with 1 where a layer is wrong. 0 says that no error was large enough to be seen; the output says how large.
     """
@@ -119,7 +124,10 @@ def bisect_command(
     # None for all layers: then no shard may be missing.
     read = None if len(span) == spec.num_hidden_layers else range(span.start, span.stop)
     folder = resolve_model(options["model"], layers=read)
-    with open_runtime(options["backend"]) as runtime, CheckpointReader(folder, layers=read) as reader:
+    with (
+        open_runtime(options["backend"], ranks=ranks) as runtime,
+        CheckpointReader(folder, layers=read) as reader,
+    ):
         bisection, compiles = bisect_layers(
             request,
             runtime=runtime,
@@ -137,10 +145,10 @@ def bisect_command(
     raise SystemExit(bisection.verdict.exit_code)
 
 
-def _print_compiles(report: CompileReport) -> None:
-    if report.first_layer or report.later_layers:
-        click.echo(
-            f"\ngraphs compiled: {report.first_layer} for the first layer, {report.later_layers} after it"
-        )
-    for operation in report.fallbacks:
-        click.echo(f"warning: {operation} ran on the CPU instead of the device", err=True)
+def _print_compiles(compiles: CompileReport) -> None:
+    report = RunReport(compiles=compiles)
+    text = render_report(report)
+    if text:
+        click.echo(f"\n{text}")
+    for warning in find_warnings(report):
+        click.echo(f"warning: {warning}", err=True)

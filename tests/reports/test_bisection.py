@@ -1,0 +1,105 @@
+"""Bisections as text and JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from minimax_tools.probes import Bisection, Chain, Finding, Probe
+from minimax_tools.results import Verdict
+from minimax_tools.span import Span
+from reports.bisection import bisection_record, render_bisection
+
+ARGUMENTS = ("--model", "my model", "--golden", "golden", "--target", "port.py:Port")
+
+
+def chain(start: int, stop: int, excess: float, visible: float = 0.015) -> Chain:
+    is_right = excess <= 1
+    return Chain(
+        span=Span(start, stop),
+        is_right=is_right,
+        excess=excess,
+        visible=visible,
+        reason="" if is_right else "error 9× the noise",
+    )
+
+
+def bisection(*probes: Probe, findings: tuple[Chain, ...] = ()) -> Bisection:
+    return Bisection(
+        span=Span(0, 8),
+        reference="golden",
+        target="port.py:Port",
+        arguments=ARGUMENTS,
+        probes=probes,
+        findings=tuple(Finding(chain=found) for found in findings),
+        sweep_visible=0.0004,
+    )
+
+
+def draw(found: Bisection) -> str:
+    return render_bisection(found, width=100, is_terminal=False)
+
+
+@pytest.fixture
+def culprit() -> Bisection:
+    first = Probe(span=Span(0, 4), chains=(chain(0, 2, 0.3), chain(2, 4, 40.0, visible=0.017)))
+    right = Probe(span=Span(2, 3), chains=(chain(2, 3, 0.5, visible=0.006),))
+    wrong = Probe(span=Span(3, 4), chains=(chain(3, 4, float("inf"), visible=0.006),))
+    return bisection(first, right, wrong, findings=(wrong.chains[0],))
+
+
+def test_culprit_is_named_with_what_to_run_next(culprit: Bisection) -> None:
+    text = draw(culprit)
+    assert text.splitlines()[0] == "FAIL: layer 3, output"
+    assert "compared 3 of 8 outputs in 3 runs, in chains of at most 2 layers" in text
+    assert "layers 0-2 are right, as far as chains see" in text
+    assert "an error below 1.70 % of the output" in text
+    assert "In a layer alone an error below 0.600 % of the output does." in text
+    assert "0.0400 % in what the experts add" in text
+    assert "4 layers did not run." in text
+    assert "mm2-test single-layer --layer 3 --model 'my model' --golden golden" in text
+
+
+def test_record_has_the_keys_of_every_verdict_and_is_plain_json(culprit: Bisection) -> None:
+    record = json.loads(json.dumps(bisection_record(culprit), allow_nan=False))
+    assert (record["verdict"], record["compared"], record["of"]) == ("fail", 3, 8)
+    assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(3, ["output"])]
+    assert record["probes"][2]["chains"][0]["error_of_limit"] == "inf"
+    assert record["probes"][0]["verdict"] == "fail"
+    assert record["probes"][1] == {
+        "start_layer": 2,
+        "end_layer": 2,
+        "verdict": "pass",
+        "chains": [
+            {
+                "start_layer": 2,
+                "end_layer": 2,
+                "verdict": "pass",
+                "error_of_limit": 0.5,
+                "smallest_visible": 0.006,
+                "reason": "",
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize(("excess", "verdict"), [(1.5, Verdict.WARN), (2.5, Verdict.FAIL)])
+def test_chain_that_is_wrong_alone_warns_and_fails_where_it_is_far_beyond_its_limit(
+    excess: float, verdict: Verdict
+) -> None:
+    drift = chain(2, 4, excess)
+    found = bisection(Probe(span=Span(0, 4), chains=(chain(0, 2, 0.3), drift)), findings=(drift,))
+    assert found.verdict is verdict
+    assert (found.culprits, len(found.drifts)) == ((), 1)
+    assert draw(found).splitlines()[0] == f"{str(verdict).upper()}: layers 2-3, in a chain alone"
+    assert "mm2-test sweep --layers 2:4 " in draw(found)
+    assert bisection_record(found)["blame"] == []
+
+
+def test_clean_bisection_points_to_the_sweep() -> None:
+    whole = bisection(Probe(span=Span(0, 8), chains=tuple(chain(at, at + 2, 0.4) for at in range(0, 8, 2))))
+    assert whole.verdict is Verdict.PASS
+    assert draw(whole).splitlines()[0] == "PASS: nothing found in layers 0-7"
+    assert "did not run" not in draw(whole)
+    assert draw(whole).splitlines()[-1].startswith("  mm2-test sweep --layers 0:8 ")
