@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +23,7 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, list_faults
+from minimax_tools.native_output import native_output_dropped
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.weights import Weight
@@ -31,6 +34,8 @@ logger = logging.getLogger(__name__)
 PREFIX = "nxdi:"
 # What the port's class or its module may set over mm2's choices for NxDI's MoENeuronConfig.
 OPTIONS = "mm2_neuron_config"
+_LOG_LEVEL = "NXD_LOG_LEVEL"
+_PACKAGES = ("neuronx_distributed", "Neuron")
 _CONVERT = "convert_state_dict"
 _INSTALL = (
     "Run in the Neuron SDK's virtual environment for NxD Inference, or install it: pip install "
@@ -141,6 +146,7 @@ class NxdiPort:
             TargetError: NxDI is not installed, or its config cannot be chosen.
         """
         require_nxdi()
+        _log_to_stderr()
         degree, rank = _open_parallel_state()
         nxdi_config = self._config(config, tp_degree=degree)
         layer = self.layer_class(nxdi_config, layer_idx)
@@ -202,6 +208,8 @@ def require_nxdi() -> None:
     Raises:
         TargetError: It cannot.
     """
+    # Its loggers write to standard output, where results belong; their level is set when they are made.
+    os.environ.setdefault(_LOG_LEVEL, "warning")
     try:
         import neuronx_distributed_inference.models.config  # noqa: F401
     except Exception as error:  # what PyPI has under these names are empty placeholders that raise
@@ -212,6 +220,14 @@ def require_nxdi() -> None:
         ) from error
 
 
+def _log_to_stderr() -> None:
+    for name in tuple(logging.root.manager.loggerDict):
+        if name.startswith(_PACKAGES):
+            for handler in logging.getLogger(name).handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+                    handler.setStream(sys.stderr)
+
+
 def _open_parallel_state() -> tuple[int, int]:
     """The tensor-parallel degree and this rank, of groups that are opened where the run has opened none."""
     from neuronx_distributed.parallel_layers import parallel_state
@@ -219,7 +235,8 @@ def _open_parallel_state() -> tuple[int, int]:
     if not parallel_state.model_parallel_is_initialized():
         # Off Neuron nobody else asks for them; the group of the process is gloo's there.
         degree = torch.distributed.get_world_size()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=degree)
+        with native_output_dropped():
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=degree)
     return (
         int(parallel_state.get_tensor_model_parallel_size()),
         int(parallel_state.get_tensor_model_parallel_rank()),
