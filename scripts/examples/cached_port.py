@@ -5,8 +5,8 @@ A port takes part in decoding by accepting `past_key_value` and returning what i
     mm2-test sweep --model DIR --golden DIR --decode 8 --target scripts/examples/cached_port.py:DecoderLayer
     mm2-test full --model DIR --golden DIR --target scripts/examples/cached_port.py:DecoderLayer
 
-The past [B,K,P,D] is the keys, rotated, and the values of the rows before; the mask is then [B,P+S], and what it has a 0 for must
-not be seen: mm2 gives a past of one length for every step, part of it unused, so that no step compiles anything.
+The past [B,K,P,D] is the keys, rotated, and the values of the rows before; the mask is then [B,P+S], and what it has a
+0 for must not be seen: mm2 gives a past of one length for every step, part of it unused, so that no step compiles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Attention(port.Attention):
         num_past = k.shape[2] - q.shape[2]
         places = torch.arange(k.shape[2], device=q.device)
         visible = (places <= places[num_past:, None]) & attention_mask[:, None, None, :].bool()
-        scores = torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
+        scores = (
+            torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
+        )
         scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
         context = torch.matmul(scores.softmax(-1).to(v.dtype), self.repeat(v))
         return context.transpose(1, 2).flatten(2)

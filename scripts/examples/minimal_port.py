@@ -1,7 +1,7 @@
 """The least that is a port: one class, the checkpoint's own names, nothing for mm2 but its arguments.
 
-Weights are loaded by the hub's names as they are (`self_attn.q_proj.weight`, `block_sparse_moe.experts.3.w1.weight`), and
-mm2 finds what it can look at by the usual names of submodules. Judge it with:
+Weights are loaded by the hub's names as they are (`self_attn.q_proj.weight`,
+`block_sparse_moe.experts.3.w1.weight`), and mm2 finds what it can look at by the usual names. Judge it with:
 
     mm2-test sweep --model DIR --golden DIR --target scripts/examples/minimal_port.py:DecoderLayer
 

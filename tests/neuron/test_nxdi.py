@@ -89,8 +89,8 @@ def test_decoding_tells_apart_what_is_seen_of_the_past_and_of_its_own_rows(layer
 def test_sites_are_found_where_layers_on_nxdi_show_them(layer: NxdiLayer) -> None:
     assert layer.sites == {
         "input_norm": "layer.input_layernorm",
-        "q_proj": "layer.self_attn.qkv_proj.q_proj",
-        "attn_context": "layer.self_attn.o_proj:input",
+        "q_proj": "layer.self_attn.qkv_proj.q_proj@shard(-1; 0,1,2,3,4,5,6,7)",
+        "attn_context": "layer.self_attn.o_proj:input@shard(-1; 0,1,2,3,4,5,6,7)",
         "attn_delta": "layer.self_attn.o_proj",
         "attn_residual": "layer.post_attention_layernorm:input",
         "post_norm": "layer.post_attention_layernorm",

@@ -13,8 +13,9 @@ from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.spec import ModelSpec
+from neuron.builtin.head_layout import HeadLayout
 from neuron.devices.weights import Deferred, Gathered, Weight
-from neuron.ports.nxdi_layout import HeadLayout, NxdiLayout
+from neuron.ports.nxdi_layout import NxdiLayout
 
 # The toy: 32 experts, hidden 256, intermediate 128, 8 query and 2 kv heads of 64.
 E, H, INNER, N, K, D = 32, 256, 128, 8, 2, 64
@@ -51,49 +52,6 @@ def weights(
         name.replace("__", "."): torch.empty(shape, dtype=torch.bfloat16) for name, shape in places.items()
     }
     return {name: fill(weight) for name, weight in layout.weights(named, tensors).items()}
-
-
-class TestHeads:
-    def heads(self, num_heads: int, num_kv: int, degree: int) -> HeadLayout:
-        return HeadLayout(num_heads=num_heads, num_key_value_heads=num_kv, tp_degree=degree)
-
-    def test_one_rank_holds_all_as_they_are(self) -> None:
-        layout = self.heads(48, 8, 1)
-        assert layout.query_heads == tuple(range(48))
-        assert layout.key_value_heads == tuple(range(8))
-
-    def test_minimax_m2_on_64_ranks_pads_two_heads_into_each_group_and_repeats_kv_heads(self) -> None:
-        layout = self.heads(48, 8, 64)
-        assert layout.query_heads[:16] == (0, 1, 2, 3, 4, 5, None, None, 6, 7, 8, 9, 10, 11, None, None)
-        assert layout.key_value_heads == tuple(head for head in range(8) for _ in range(8))
-
-    def test_each_rank_has_the_kv_head_that_its_queries_read(self) -> None:
-        for num_heads, num_kv, degree in ((48, 8, 16), (48, 8, 32), (48, 8, 64), (56, 8, 32), (8, 2, 4)):
-            layout = self.heads(num_heads, num_kv, degree)
-            for rank in range(degree):
-                queries = layout.of_rank(layout.query_heads, rank)
-                read = layout.of_rank(layout.key_value_heads, rank)
-                group = len(queries) // len(read)
-                for index, query in enumerate(queries):
-                    assert query is None or query // (num_heads // num_kv) == read[index // group]
-
-    def test_ranks_that_divide_the_kv_heads_share_them(self) -> None:
-        layout = self.heads(48, 8, 4)
-        assert layout.of_rank(layout.query_heads, 1) == tuple(range(12, 24))
-        assert layout.of_rank(layout.key_value_heads, 1) == (2, 3)
-
-    def test_every_query_head_gets_a_kv_head_where_neither_number_divides_the_other(self) -> None:
-        layout = self.heads(6, 3, 4)
-        assert layout.query_heads == (0, 1, 2, 3, 4, 5, None, None)
-        assert layout.key_value_heads == (0, 0, 1, 1, 2, 2, None, None)
-
-    def test_as_many_kv_heads_as_queries_are_padded_alike(self) -> None:
-        layout = self.heads(6, 6, 4)
-        assert layout.query_heads == layout.key_value_heads == (0, 1, 2, 3, 4, 5, None, None)
-
-    def test_padding_that_does_not_divide_among_groups_is_refused(self) -> None:
-        with pytest.raises(TargetError, match="cannot divide 6 query heads among 8 ranks.*4 groups"):
-            _ = self.heads(6, 4, 8).query_heads
 
 
 class TestOneRank:
@@ -230,12 +188,12 @@ class TestRanks:
             {"self_attn.qkv_proj.q_proj.weight": torch.empty(2 * D, H)}, layer
         )
         [weight] = found.values()
-        heads = HeadLayout(num_heads=N, num_key_value_heads=K, tp_degree=6)
+        heads = HeadLayout(num_heads=N, num_kv_heads=K, num_ranks=6)
         expected = [
             torch.zeros(D, H) if head is None else layer[ATTENTION + "q_proj.weight"].split(D)[head].float()
-            for head in heads.of_rank(heads.query_heads, 5)
+            for head in heads.query_heads(5)
         ]
-        assert None in heads.of_rank(heads.query_heads, 5)
+        assert None in heads.query_heads(5)
         assert torch.equal(fill(weight).float(), torch.cat(expected))
 
     def test_degree_that_does_not_divide_the_experts_is_refused(self, spec: ModelSpec) -> None:
