@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,9 +23,11 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, list_faults
+from minimax_tools.native_output import native_output_dropped
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.weights import Weight
+from neuron.ports.layouts import Sharded
 from neuron.ports.nxdi_layout import NxdiLayout
 
 logger = logging.getLogger(__name__)
@@ -31,6 +35,8 @@ logger = logging.getLogger(__name__)
 PREFIX = "nxdi:"
 # What the port's class or its module may set over mm2's choices for NxDI's MoENeuronConfig.
 OPTIONS = "mm2_neuron_config"
+_LOG_LEVEL = "NXD_LOG_LEVEL"
+_PACKAGES = ("neuronx_distributed", "Neuron")
 _CONVERT = "convert_state_dict"
 _INSTALL = (
     "Run in the Neuron SDK's virtual environment for NxD Inference, or install it: pip install "
@@ -63,7 +69,7 @@ class NxdiLayer(nn.Module):
         self.layer = layer
         self._layout = layout
         self._neuron_config = neuron_config
-        self.sites = _find_sites(self)
+        self.sites = _find_sites(self, layout)
 
     def forward(
         self,
@@ -141,6 +147,7 @@ class NxdiPort:
             TargetError: NxDI is not installed, or its config cannot be chosen.
         """
         require_nxdi()
+        _log_to_stderr()
         degree, rank = _open_parallel_state()
         nxdi_config = self._config(config, tp_degree=degree)
         layer = self.layer_class(nxdi_config, layer_idx)
@@ -166,7 +173,8 @@ class NxdiPort:
         neuron_config = config_class.get_neuron_config_cls()(**options)
         # Nothing is built for a stage that nobody named.
         neuron_config.is_prefill_stage = True
-        return config_class(neuron_config, **{**_ABSENT_KEYS, **vars(config)})
+        values = {name: value for name, value in vars(config).items() if name != "ranks"}
+        return config_class(neuron_config, **{**_ABSENT_KEYS, **values})
 
     def _config_class(self) -> Any:
         """The subclass of InferenceConfig that the layer's constructor names, or the only one that its module has."""
@@ -202,6 +210,8 @@ def require_nxdi() -> None:
     Raises:
         TargetError: It cannot.
     """
+    # Its loggers write to standard output, where results belong; their level is set when they are made.
+    os.environ.setdefault(_LOG_LEVEL, "warning")
     try:
         import neuronx_distributed_inference.models.config  # noqa: F401
     except Exception as error:  # what PyPI has under these names are empty placeholders that raise
@@ -212,6 +222,14 @@ def require_nxdi() -> None:
         ) from error
 
 
+def _log_to_stderr() -> None:
+    for name in tuple(logging.root.manager.loggerDict):
+        if name.startswith(_PACKAGES):
+            for handler in logging.getLogger(name).handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+                    handler.setStream(sys.stderr)
+
+
 def _open_parallel_state() -> tuple[int, int]:
     """The tensor-parallel degree and this rank, of groups that are opened where the run has opened none."""
     from neuronx_distributed.parallel_layers import parallel_state
@@ -219,7 +237,8 @@ def _open_parallel_state() -> tuple[int, int]:
     if not parallel_state.model_parallel_is_initialized():
         # Off Neuron nobody else asks for them; the group of the process is gloo's there.
         degree = torch.distributed.get_world_size()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=degree)
+        with native_output_dropped():
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=degree)
     return (
         int(parallel_state.get_tensor_model_parallel_size()),
         int(parallel_state.get_tensor_model_parallel_rank()),
@@ -234,7 +253,7 @@ def _annotation_of_config(layer_class: Callable[..., Any]) -> str | None:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None)
 
 
-def _find_sites(module: NxdiLayer) -> dict[str, str]:
+def _find_sites(module: NxdiLayer, layout: NxdiLayout) -> dict[str, str]:
     """Where the sites show: what the port's class names, else the submodules that layers on NxDI have.
 
     Rotated queries and keys show nowhere, nor the chosen experts' weights: NxD's router gives affinities to all.
@@ -244,11 +263,15 @@ def _find_sites(module: NxdiLayer) -> dict[str, str]:
         return {site: f"layer.{path}" for site, path in declared.items()}
     present = {name for name, _ in module.named_modules()}
     moe = next((name for name in _MOE_NAMES if f"layer.{name}" in present), _MOE_NAMES[0])
+    queries = Sharded(dim=-1, blocks=layout.heads.all_query_heads())
+    keys = Sharded(dim=-1, blocks=layout.heads.all_kv_heads())
     candidates = {
         Site.INPUT_NORM: _NORMS[0],
-        **{site: f"{_QKV}.{site}" for site in (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ)},
-        **{site: f"{_ATTENTION}.{site}" for site in (Site.Q_NORM, Site.K_NORM)},
-        Site.ATTN_CONTEXT: f"{_ATTENTION}.o_proj:input",
+        Site.Q_PROJ: f"{_QKV}.q_proj{queries}",
+        **{site: f"{_QKV}.{site}{keys}" for site in (Site.K_PROJ, Site.V_PROJ)},
+        Site.Q_NORM: f"{_ATTENTION}.q_norm{queries}",
+        Site.K_NORM: f"{_ATTENTION}.k_norm{keys}",
+        Site.ATTN_CONTEXT: f"{_ATTENTION}.o_proj:input{queries}",
         Site.ATTN_DELTA: f"{_ATTENTION}.o_proj",
         Site.ATTN_RESIDUAL: f"{_NORMS[1]}:input",
         Site.POST_NORM: _NORMS[1],
@@ -256,4 +279,5 @@ def _find_sites(module: NxdiLayer) -> dict[str, str]:
         Site.ROUTER_EXPERTS: f"layer.{moe}.router:output[2]",
         Site.MOE_DELTA: f"layer.{moe}",
     }
-    return {str(site): path for site, path in candidates.items() if path.partition(":")[0] in present}
+    paths = {site: text.partition("@")[0].partition(":")[0] for site, text in candidates.items()}
+    return {str(site): text for site, text in candidates.items() if paths[site] in present}

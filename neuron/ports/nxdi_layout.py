@@ -12,7 +12,7 @@
 | experts.E.w2 [H,I] | ….expert_mlps.mlp_op.down_proj [E,I,H] | transposed |
 
 A rank holds its share of the experts' intermediate size.
-N heads, K kv heads, T ranks, D head_dim, E experts, I intermediate, H hidden.
+D head_dim, E experts, I intermediate, H hidden.
 """
 
 from __future__ import annotations
@@ -42,73 +42,11 @@ from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.checkpoint.transpose import copy_matrix
 from minimax_tools.errors import TargetError
 from minimax_tools.spec import ModelSpec
+from neuron.builtin.head_layout import Head, HeadLayout
 from neuron.devices.weights import Deferred, Gathered, Weight, unchanged
-
-# Numbers of the checkpoint's heads, in the order in which a port holds them; None for a head of zeros.
-Heads = tuple[int | None, ...]
 
 _EXPERTS = ".experts."
 _MOE = r"(?:block_sparse_moe|mlp|moe|feed_forward)\."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadLayout:
-    """The heads of all ranks, as NxDI's grouped-query attention divides them.
-
-    Args:
-        num_heads: N.
-        num_key_value_heads: K.
-        tp_degree: T.
-    """
-
-    num_heads: int
-    num_key_value_heads: int
-    tp_degree: int
-
-    @property
-    def query_heads(self) -> Heads:
-        """N heads, padded to a multiple of T: at the end of each kv head's group where these are replicated."""
-        padding: Heads = (None,) * (-self.num_heads % self.tp_degree)
-        heads: Heads = tuple(range(self.num_heads))
-        if not self._replicates_to_degree:
-            return heads + padding
-        size, num_groups = self._group_size, self.num_key_value_heads
-        if len(padding) % num_groups:
-            raise TargetError(
-                f"NxDI cannot divide {self.num_heads} query heads among {self.tp_degree} ranks",
-                expected=f"padding heads that divide among {num_groups} groups",
-                found=f"{len(padding)} of them",
-                next_step="Choose another tensor-parallel degree.",
-            )
-        own = padding[: len(padding) // num_groups]
-        groups = (heads[group * size : (group + 1) * size] + own for group in range(num_groups))
-        return tuple(head for group in groups for head in group)
-
-    @property
-    def key_value_heads(self) -> Heads:
-        """K heads as they are where T divides them, else each repeated for the ranks or the queries that read it."""
-        heads: Heads = tuple(range(self.num_key_value_heads))
-        if self.num_key_value_heads == self.num_heads:
-            return heads + (None,) * (-self.num_heads % self.tp_degree)
-        if self.num_key_value_heads % self.tp_degree == 0:
-            return heads
-        if self._replicates_to_degree:
-            return _repeated(heads, self.tp_degree // self.num_key_value_heads)
-        return _repeated(heads, self._group_size) + (None,) * (-self.num_heads % self.tp_degree)
-
-    def of_rank(self, heads: Heads, rank: int) -> Heads:
-        """The heads that a rank holds."""
-        share = len(heads) // self.tp_degree
-        return heads[rank * share : (rank + 1) * share]
-
-    @property
-    def _group_size(self) -> int:
-        return self.num_heads // self.num_key_value_heads
-
-    @property
-    def _replicates_to_degree(self) -> bool:
-        """NxDI's REPLICATE_TO_TP_DEGREE, which needs K to divide T; else it makes every query head a kv head."""
-        return self.tp_degree % self.num_key_value_heads == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,12 +96,13 @@ class NxdiLayout:
         return [name for name in tensors if (_EXPERTS if _EXPERTS in name else name) not in taken]
 
     @property
-    def _heads(self) -> HeadLayout:
+    def heads(self) -> HeadLayout:
+        """The heads of all ranks: NxDI divides them as mm2's own layer does."""
         spec = self.spec
         return HeadLayout(
             num_heads=spec.num_attention_heads,
-            num_key_value_heads=spec.num_key_value_heads,
-            tp_degree=self.tp_degree,
+            num_kv_heads=spec.num_key_value_heads,
+            num_ranks=self.tp_degree,
         )
 
     @property
@@ -237,13 +176,13 @@ class NxdiLayout:
         start = self.rank * self._intermediate_size
         copy_matrix(tensors[name].narrow(dim, start, self._intermediate_size), place)
 
-    def _all_heads(self, which: str) -> Heads:
-        return self._heads.query_heads if which == "q" else self._heads.key_value_heads
+    def _all_heads(self, which: str) -> tuple[Head, ...]:
+        return self.heads.all_query_heads() if which == "q" else self.heads.all_kv_heads()
 
-    def _own_heads(self, which: str) -> Heads:
-        return self._heads.of_rank(self._all_heads(which), self.rank)
+    def _own_heads(self, which: str) -> tuple[Head, ...]:
+        return self.heads.query_heads(self.rank) if which == "q" else self.heads.kv_heads(self.rank)
 
-    def _of_heads(self, tensors: LayerTensors, parts: Mapping[str, Heads], *, dim: int) -> Weight:
+    def _of_heads(self, tensors: LayerTensors, parts: Mapping[str, tuple[Head, ...]], *, dim: int) -> Weight:
         """The heads of some tensors along a dim, one tensor after the other."""
         head_dim = self.spec.head_dim
         names = list(parts)
@@ -321,7 +260,3 @@ _RULES = (
 def _rules_of(name: str) -> list[tuple[_Rule, re.Match[str]]]:
     """The rule of a place, or none."""
     return [(rule, match) for rule in _RULES if (match := rule.pattern.fullmatch(name))]
-
-
-def _repeated(heads: Heads, times: int) -> Heads:
-    return tuple(head for head in heads for _ in range(times))

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,10 @@ Command = Callable[..., click.testing.Result]
 
 EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 RIGHT = [
+    "minimal_port.py:DecoderLayer",
     "port.py:DecoderLayer",
+    "cached_port.py:DecoderLayer",
+    "tensor_parallel_port.py:DecoderLayer",
     "transformers_port.py:Same",
     "transformers_port.py:Eager",
     "transformers_port.py:BatchedExperts",
@@ -41,9 +47,82 @@ def test_swapped_device_layer_is_blamed_on_the_experts(
     ]
 
 
-def _sweep(command: Command, target: str, toy: Path, golden: Path, tmp_path: Path) -> click.testing.Result:
+def test_minimal_example_shows_what_is_found_by_name(
+    toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    record = json.loads(_sweep(command, "minimal_port.py:DecoderLayer", toy, golden, tmp_path).stdout)
+    assert (record["compared"], record["of"]) == (4 * 13, 4 * 17)
+
+
+def test_cached_example_decodes(toy: Path, golden: Path, command: Command, tmp_path: Path) -> None:
+    arguments = ("--decode", 3)
+    result = _sweep(command, "cached_port.py:DecoderLayer", toy, golden, tmp_path, *arguments)
+    assert (result.exit_code, json.loads(result.stdout)["verdict"]) == (0, "pass")
+
+
+def test_example_without_a_cache_says_what_decoding_needs(
+    toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    result = _sweep(command, "port.py:DecoderLayer", toy, golden, tmp_path, "--decode", 3)
+    assert result.exit_code == 3
+    assert "does not accept past_key_value" in result.stderr
+
+
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tensor_parallel_example_passes_on_several_ranks(
+    degree: int, toy: Path, golden: Path, tmp_path: Path
+) -> None:
+    # Of the toy's two kv heads each of 4 ranks holds a copy.
+    done = _run_ranks(EXAMPLES / "tensor_parallel_port.py", degree, toy, golden, tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 17, 17)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "wrong", "sites"),
+    [
+        ("        dist.all_reduce(squares)\n", "", ["q_norm", "k_norm"]),
+        ('part(tensors[name + "w1.weight"], 0)', 'part(tensors[name + "w1.weight"], 0, 0)', ["moe_delta"]),
+    ],
+)
+def test_mistake_of_a_rank_is_blamed(
+    line: str, wrong: str, sites: list[str], toy: Path, golden: Path, tmp_path: Path
+) -> None:
+    source = (EXAMPLES / "tensor_parallel_port.py").read_text()
+    assert line in source
+    port = tmp_path / "wrong_port.py"
+    port.write_text(
+        f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n" + _without_future(source, line, wrong)
+    )
+    done = _run_ranks(port, 2, toy, golden, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert [blame["sites"] for blame in json.loads(done.stdout)["blame"]] == [[site] for site in sites]
+
+
+def _without_future(source: str, line: str, wrong: str) -> str:
+    """The example with a mistake, to stand behind other lines."""
+    return source.replace("from __future__ import annotations\n", "").replace(line, wrong)
+
+
+def _run_ranks(
+    port: Path, degree: int, toy: Path, golden: Path, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "neuron", "single-layer", "--layer", "1", "--tp-degree", str(degree)]
+    command += ["--model", str(toy), "--golden", str(golden), "--target", f"{port}:DecoderLayer"]
+    command += ["--backend", "cpu", "--output-dir", str(folder / "run"), "--json", "--quiet"]
+    inherited = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    environment = {**inherited, "PYTHONPATH": str(EXAMPLES.parents[1]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def _sweep(
+    command: Command, target: str, toy: Path, golden: Path, tmp_path: Path, *arguments: object
+) -> click.testing.Result:
     return command(
         mm2_test,
         *("sweep", "--model", toy, "--golden", golden, "--target", EXAMPLES / target),
         *("--backend", "cpu", "--output-dir", tmp_path / "run", "--json", "--quiet"),
+        *arguments,
     )

@@ -1,0 +1,59 @@
+"""The example port with a cache: what `port.py` lacks to decode, and nothing else.
+
+A port takes part in decoding by accepting `past_key_value` and returning what is past now, second. Judge it with:
+
+    mm2-test sweep --model DIR --golden DIR --decode 8 --target scripts/examples/cached_port.py:DecoderLayer
+    mm2-test full --model DIR --golden DIR --target scripts/examples/cached_port.py:DecoderLayer
+
+The past [B,K,P,D] is the keys, rotated, and the values of the rows before; the mask is then [B,P+S], and what it has a
+0 for must not be seen: mm2 gives a past of one length for every step, part of it unused, so that no step compiles.
+"""
+
+from __future__ import annotations
+
+import port
+import torch
+
+
+class Attention(port.Attention):
+    """Attends to the past, and gives back all keys and values."""
+
+    def forward(self, states, attention_mask, position_ids, past_key_value=None):
+        """[B,S,H] to [B,S,H], and keys and values [B,K,P+S,D]."""
+        q, k, v = self.qkv_proj(states).split((self.query_width, self.key_width, self.key_width), dim=-1)
+        q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
+        q = self.q_rope(self.rotate(self.heads(self.q_norm(q)), position_ids))
+        k = self.k_rope(self.rotate(self.heads(self.k_norm(k)), position_ids))
+        v = self.heads(v)
+        if past_key_value is not None:
+            k, v = (torch.cat(parts, dim=2) for parts in zip(past_key_value, (k, v), strict=True))
+        return self.o_proj(self.attend(q, k, v, attention_mask)), (k, v)
+
+    def attend(self, q, k, v, attention_mask):
+        """Each row sees all of the past, and of its own pass the rows up to itself."""
+        num_past = k.shape[2] - q.shape[2]
+        places = torch.arange(k.shape[2], device=q.device)
+        visible = (places <= places[num_past:, None]) & attention_mask[:, None, None, :].bool()
+        scores = (
+            torch.matmul(q.float(), self.repeat(k).float().transpose(-1, -2)) * self.config.head_dim**-0.5
+        )
+        scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
+        context = torch.matmul(scores.softmax(-1).to(v.dtype), self.repeat(v))
+        return context.transpose(1, 2).flatten(2)
+
+
+class DecoderLayer(port.DecoderLayer):
+    """The port; its attention returns a pair, so that attn_delta is the first of it."""
+
+    sites = {**port.DecoderLayer.sites, "attn_delta": "self_attn:output[0]"}
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.self_attn = Attention(config)
+
+    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
+        """[B,S,H], mask [B,P+S], positions [B,S] to the output [B,S,H] and keys and values [B,K,P+S,D]."""
+        normed = self.input_layernorm(hidden_states)
+        delta, key_value = self.self_attn(normed, attention_mask, position_ids, past_key_value)
+        hidden_states = hidden_states + delta
+        return hidden_states + self.moe(self.post_attention_layernorm(hidden_states)), key_value

@@ -1,0 +1,153 @@
+"""An example port divided among ranks: heads and experts in parts, and sums over all ranks where these meet.
+
+Every rank is a process that builds this module and holds its part of the weights. Judge it on one rank, then on more:
+
+    mm2-test sweep --model DIR --golden DIR --target scripts/examples/tensor_parallel_port.py:DecoderLayer
+    mm2-test sweep … --target scripts/examples/tensor_parallel_port.py:DecoderLayer --tp-degree 4
+
+What ranks add to `port.py`: `convert_state_dict` cuts the rank's part; the norms of q and k need one sum over all
+ranks, for they cover all heads; o_proj and the experts end in a sum; and `sites` says after `@` what a rank shows of each
+site: a part of a dim, or the whole. `@partial` would be a sum that is still to be reduced.
+B batch, S sequence, T tokens, H hidden, N heads, K kv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import port
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def sum_over_ranks(partial, dtype):
+    """Added up in float32 and rounded once: BF16 sums of many ranks lose digits."""
+    total = partial.float()
+    dist.all_reduce(total)
+    return total.to(dtype)
+
+
+class WideNorm(nn.Module):
+    """RMSNorm over the heads of all ranks, of which this one holds some.
+
+    Args:
+        width: Of all ranks' heads.
+        num_copies: On how many ranks each head lies.
+    """
+
+    def __init__(self, width, num_copies, eps):
+        super().__init__()
+        self.width, self.num_copies, self.eps = width, num_copies, eps
+        self.weight = nn.Parameter(torch.empty(width * num_copies // dist.get_world_size()))
+
+    def forward(self, states):
+        """[..., heads·D of this rank]."""
+        exact = states.float()
+        squares = exact.pow(2).sum(-1, keepdim=True)
+        # The norm covers all heads: without this sum every rank would scale its own by another number.
+        dist.all_reduce(squares)
+        exact = exact * torch.rsqrt(squares / (self.width * self.num_copies) + self.eps)
+        return self.weight * exact.to(states.dtype)
+
+
+class Attention(port.Attention):
+    """The rank's query heads, and the kv heads that they read; where there are fewer of these than ranks, copies."""
+
+    def __init__(self, config):
+        num_ranks = dist.get_world_size()
+        num_copies = max(1, num_ranks // config.num_key_value_heads)
+        own = copy.copy(config)
+        own.num_attention_heads = config.num_attention_heads // num_ranks
+        own.num_key_value_heads = config.num_key_value_heads * num_copies // num_ranks
+        super().__init__(own)
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_norm = WideNorm(query_width, 1, config.rms_norm_eps)
+        self.k_norm = WideNorm(key_width, num_copies, config.rms_norm_eps)
+
+    def forward(self, states, attention_mask, position_ids):
+        """[B,S,H] to [B,S,H], the same on all ranks."""
+        partial = super().forward(states, attention_mask, position_ids)
+        return sum_over_ranks(partial, states.dtype)
+
+
+class Moe(port.Moe):
+    """Every expert, of each the rank's part of the intermediate size; the router is whole on every rank."""
+
+    def __init__(self, config):
+        own = copy.copy(config)
+        own.intermediate_size = config.intermediate_size // dist.get_world_size()
+        super().__init__(own)
+
+    def forward(self, states):
+        """[B,S,H] to [B,S,H], the same on all ranks."""
+        return sum_over_ranks(super().forward(states), states.dtype)
+
+
+class DecoderLayer(port.DecoderLayer):
+    """The port; the number of ranks divides the heads and the intermediate size."""
+
+    def __init__(self, config, layer_idx):
+        nn.Module.__init__(self)
+        num_ranks, num_kv_heads = dist.get_world_size(), config.num_key_value_heads
+        if config.num_attention_heads % num_ranks or config.intermediate_size % num_ranks:
+            raise ValueError(
+                f"{num_ranks} ranks do not divide {config.num_attention_heads} heads and the experts"
+            )
+        if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+            raise ValueError(f"{num_ranks} ranks and {num_kv_heads} kv heads do not divide each other")
+        self.input_layernorm = port.Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = port.Norm(config.hidden_size, config.rms_norm_eps)
+        self.moe = Moe(config)
+        # Numbers of the kv heads that the ranks hold, in their order: 0,0,1,1 says that two ranks share each of two.
+        num_copies = max(1, num_ranks // num_kv_heads)
+        keys = ",".join(str(head) for head in range(num_kv_heads) for _ in range(num_copies))
+        self.sites = {
+            **{site: f"{path}@replicate" for site, path in port.DecoderLayer.sites.items()},
+            "q_proj": "self_attn.q_proj@shard(2)",
+            "q_norm": "self_attn.q_norm@shard(2)",
+            "q_rope": "self_attn.q_rope@shard(1)",
+            "attn_context": "self_attn.o_proj:input@shard(2)",
+            "k_proj": f"self_attn.k_proj@shard(2; {keys})",
+            "v_proj": f"self_attn.v_proj@shard(2; {keys})",
+            "k_norm": f"self_attn.k_norm@shard(2; {keys})",
+            "k_rope": f"self_attn.k_rope@shard(1; {keys})",
+        }
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        """The rank's part of each tensor, under this module's names."""
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        num_kv_parts = min(num_ranks, config.num_key_value_heads)
+
+        def part(tensor, dim, index=rank, num_parts=num_ranks):
+            return tensor.chunk(num_parts, dim=dim)[index]
+
+        def kv_part(tensor):
+            return part(tensor, 0, rank * num_kv_parts // num_ranks, num_kv_parts)
+
+        attention, moe = "self_attn.", "block_sparse_moe."
+        experts = [f"{moe}experts.{expert}." for expert in range(config.num_local_experts)]
+        projections = (
+            part(tensors[f"{attention}q_proj.weight"], 0),
+            kv_part(tensors[f"{attention}k_proj.weight"]),
+            kv_part(tensors[f"{attention}v_proj.weight"]),
+        )
+        return {
+            "input_layernorm.weight": tensors["input_layernorm.weight"],
+            "post_attention_layernorm.weight": tensors["post_attention_layernorm.weight"],
+            "self_attn.qkv_proj.weight": torch.cat(projections),
+            "self_attn.o_proj.weight": part(tensors[f"{attention}o_proj.weight"], 1),
+            "self_attn.q_norm.weight": part(tensors[f"{attention}q_norm.weight"], 0),
+            "self_attn.k_norm.weight": kv_part(tensors[f"{attention}k_norm.weight"]),
+            "moe.router.weight": tensors[f"{moe}gate.weight"],
+            "moe.router.correction_bias": tensors[f"{moe}e_score_correction_bias"],
+            "moe.gate_up_proj": torch.stack(
+                [
+                    torch.cat((part(tensors[name + "w1.weight"], 0), part(tensors[name + "w3.weight"], 0)))
+                    for name in experts
+                ]
+            ),
+            "moe.down_proj": torch.stack([part(tensors[name + "w2.weight"], 1) for name in experts]),
+        }
