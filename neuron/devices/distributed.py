@@ -67,7 +67,9 @@ def model_parallel(tp_degree: int = 1) -> Iterator[None]:
     if parallel_state.model_parallel_is_initialized():
         raise BackendError("parallel_state is initialised already", next_step=_OWN_PROCESS)
     try:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_degree)
+        # It tells of every group it makes, where results belong.
+        with native_output_dropped():
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_degree)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise BackendError(
             f"parallel_state cannot be set up for a tensor-parallel size of {tp_degree}",

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+REPOSITORY = Path(__file__).parents[2]
 
 # Initialises twice without a word, clamps the size it is asked for, and fails to destroy what is not there.
 PARALLEL_STATE = """
@@ -111,3 +118,73 @@ def test_that_do_not_divide_the_ranks_are_refused(held: dict[str, list[Any]]) ->
     calls, is_up, error = held["not_divisible"]
     assert (calls, is_up) == ([], False)
     assert "cannot be set up for a tensor-parallel size of 4: found invalid implied data parallel" in error
+
+
+# What each of two gloo ranks sees of the real groups, in the CPU mode of neuronx-distributed.
+REAL = """
+import json, os
+import torch
+from minimax_tools.errors import BackendError
+from neuron.devices.backend import Backend
+from neuron.devices.crew import open_store
+from neuron.devices.distributed import model_parallel, probe_group, process_group
+from neuron.devices.ranks import Ranks
+from neuronx_distributed.parallel_layers import parallel_state
+
+ranks = Ranks(rank=int(os.environ["RANK"]), degree=2)
+errors = []
+with process_group(Backend.CPU, ranks=ranks, store=open_store(ranks)):
+    with model_parallel(2):
+        group = parallel_state.get_tensor_model_parallel_group()
+        probe_group(torch.device("cpu"), group=group)
+        seen = [torch.distributed.get_world_size(group), parallel_state.get_tensor_model_parallel_rank()]
+        try:
+            with model_parallel(2):
+                pass
+        except BackendError as error:
+            errors.append(str(error))
+    # More than there are ranks is clamped.
+    try:
+        with model_parallel(8):
+            pass
+    except BackendError as error:
+        errors.append(str(error))
+    is_up = parallel_state.model_parallel_is_initialized()
+print(f"seen {json.dumps([ranks.rank, seen, errors, is_up])}\\n", end="")
+"""
+
+
+@pytest.mark.slow
+def test_of_neuronx_distributed_itself_are_those_asked_for(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("neuronx_distributed")
+    if spec is None or spec.origin is None:
+        pytest.skip("neuronx_distributed is not installed: it comes with the Neuron SDK")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{REPOSITORY}:{Path(spec.origin).parents[1]}",
+        "NXD_CPU_MODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    state = "neuronx_distributed.parallel_layers.parallel_state"
+    imported = subprocess.run([sys.executable, "-c", f"import {state}"], env=environment, capture_output=True)
+    if imported.returncode:
+        # What PyPI has under this name is an empty placeholder that raises.
+        pytest.skip(f"{state} cannot be imported: {imported.stderr.decode().splitlines()[-1]}")
+    (tmp_path / "real.py").write_text(REAL)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "real.py"))
+    done = subprocess.run(
+        [sys.executable, *torchrun],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("seen ") for line in lines), lines
+    found = sorted(json.loads(line.removeprefix("seen ")) for line in lines)
+    for rank, (number, seen, errors, is_up) in enumerate(found):
+        assert (number, seen, is_up) == (rank, [2, rank], False)
+        assert "parallel_state is initialised already" in errors[0]
+        assert "another tensor-parallel size: expected 8, found 2" in errors[1]
+    assert len(found) == 2
