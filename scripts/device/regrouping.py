@@ -24,8 +24,8 @@ from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.memory_usage import MemoryUsage
 
-# An eighth of a layer: 0.9 GB, twice.
-NUM_EXPERTS = 32
+# Of a layer's 256 all: 7 GB, twice.
+_NUM_EXPERTS = {"full": 256, "toy": 1}
 _REPEATS = 5
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 # What resets the highest resident memory that the kernel remembers.
@@ -99,13 +99,9 @@ class Experts:
         pool.finish(pool.start(fillings))
 
 
-def measure_regrouping(*, num_experts: int = NUM_EXPERTS) -> Iterator[Figure]:
-    """The figures of the untransposed layout, and of NxDI's.
-
-    Args:
-        num_experts: How many experts are regrouped; a layer has 256, and takes 14 GB with its copy.
-    """
-    experts = Experts.draw(num_experts)
+def measure(scale: str) -> Iterator[Figure]:
+    """The figures of the untransposed layout, and of NxDI's."""
+    experts = Experts.draw(_NUM_EXPERTS[scale])
     with ReadingPool(torch.get_num_threads()) as pool:
         peak_bytes = _peak_above(lambda: experts.group(torch.empty_like(experts.flat), pool))
         yield Figure.at_most("regroup_peak_over_output", peak_bytes / experts.flat.nbytes, 1.02)

@@ -6,8 +6,8 @@ Every rank is a process that builds this module and holds its part of the weight
     mm2-test sweep … --target scripts/examples/tensor_parallel_port.py:DecoderLayer --tp-degree 4
 
 What ranks add to `port.py`: `convert_state_dict` cuts the rank's part; the norms of q and k need one sum over all
-ranks, for they cover all heads; o_proj and the experts end in a sum; and `sites` says after `@` what a rank shows of each
-site: a part of a dim, or the whole. `@partial` would be a sum that is still to be reduced.
+ranks, for they cover all heads; o_proj and the experts end in a sum; and `sites` says after `@` what a rank shows of
+each site: a part of a dim, or the whole. `@partial` would be a sum that is still to be reduced.
 B batch, S sequence, T tokens, H hidden, N heads, K kv heads, D head_dim.
 """
 

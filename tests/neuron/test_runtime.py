@@ -16,6 +16,7 @@ from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.errors import BackendError
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.distributed import probe_group, process_group
+from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import CompileCounts, open_runtime
 
 MOST_GRAPHS = 3
@@ -181,7 +182,7 @@ class TestProcessGroup:
         assert not torch.distributed.is_initialized()
 
     def test_of_somebody_else_is_left_alone(self) -> None:
-        with process_group(Backend.CPU):
+        with process_group(Backend.CPU, ranks=Ranks()):
             with pytest.raises(
                 BackendError, match=r"initialised already\. Start mm2-test in a process of its own"
             ):

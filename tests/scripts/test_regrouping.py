@@ -12,7 +12,7 @@ import torch
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from device.regrouping import Experts, measure_regrouping
+from device.regrouping import Experts, measure
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_both_layouts_hold_every_matrix_where_it_belongs(pool: ReadingPool) -> N
 
 
 def test_figures_are_named_and_have_their_goals() -> None:
-    figures = {figure.figure: figure for figure in measure_regrouping(num_experts=1)}
+    figures = {figure.figure: figure for figure in measure("toy")}
     assert {name: figure.goal for name, figure in figures.items()} == {
         "regroup_peak_over_output": "<= 1.02",
         "regroup_over_memcpy": "<= 1.5",

@@ -1,0 +1,70 @@
+"""Groups of figures: a benchmark whose groups lie in a folder, each in the file of its name with a `measure(scale)`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from figures import Figure, print_figures
+
+from minimax_tools.errors import Mm2Error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedBenchmark:
+    """A benchmark and its groups.
+
+    Args:
+        name: Its name, and its folder's.
+        description: What it measures, in words.
+        groups: The figures that each group is named for; it may give others beside them.
+    """
+
+    name: str
+    description: str
+    groups: Mapping[str, tuple[str, ...]]
+
+    def main(self) -> int:
+        """Measure, print, and give the exit code: 1 if a goal is missed, 3 if it could not run."""
+        arguments = self._parse_arguments()
+        try:
+            figures = list(self._measure(arguments.only, arguments.scale))
+        except Mm2Error as error:
+            print(f"Error: {error}", file=sys.stderr)
+            return 3
+        return print_figures(self.name, figures, as_json=arguments.json)
+
+    def _measure(self, only: set[str] | None, scale: str) -> Iterator[Figure]:
+        for group, names in self.groups.items():
+            if only is None or only & {group, *names}:
+                print(f"{group} …", file=sys.stderr)
+                yield from importlib.import_module(f"{self.name}.{group}").measure(scale)
+
+    def _parse_arguments(self) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(
+            description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.add_argument(
+            "--only",
+            type=self._parse_only,
+            metavar="NAME,...",
+            help="measure these groups, or what gives these figures",
+        )
+        parser.add_argument(
+            "--scale", choices=("full", "toy"), default="full", help="toy tries the script out quickly"
+        )
+        return parser.parse_args()
+
+    def _parse_only(self, text: str) -> set[str]:
+        names = {name for name in text.split(",") if name}
+        known = {name for group, figures in self.groups.items() for name in (group, *figures)}
+        unknown = names - known
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"no figure {', '.join(sorted(unknown))}: choose of {', '.join(sorted(known))}"
+            )
+        return names
