@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 EXTRAS := golden,xla,dev
+# Processes that share the tests, file by file.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test slow check fix clean
@@ -33,7 +35,7 @@ demo: $(STAMP) ## Find planted bugs in a toy port, start to end on the CPU
 
 test: $(STAMP) ## Run the tests, without the slow ones
 	@echo "Running the tests, 4-8 minutes on 2 cores; what needs a device or a checkpoint is skipped and says why."
-	$(BIN)/python -m pytest -q -rs -m "not slow"
+	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile
 
 slow: $(STAMP) ## Run the slow tests alone
 	$(BIN)/python -m pytest -q -rs -m slow
