@@ -12,6 +12,8 @@ from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_figure
 
+# Of 24 mistakes of real ports that were planted, ten changed less of a layer's output than this.
+_COARSE = 0.05
 _STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold red"}
 _COLUMNS = (
     Column(title="probe"),
@@ -97,6 +99,8 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
             f"In chains an error below {_percent(bisection.chained_visible)} of the output, or one of few tokens, "
             "hides in the noise of the layers before and behind it."
         )
+        if bisection.chained_visible > _COARSE:
+            sentences.append("Many mistakes are smaller than that: choose a shorter --chain-length.")
     if bisection.single_visible is not None:
         sentences.append(
             f"In a layer alone an error below {_percent(bisection.single_visible)} of the output does."

@@ -215,7 +215,9 @@ def test_mistake_of_few_tokens_hides_in_chains_and_not_in_layers_alone(bisect: A
     target = write_port(FEW_TOKENS)
     chained = bisect(target, "--chain-length", 4, "--json", "--quiet")
     assert chained.exit_code == 0
-    assert "or one of few tokens, hides" in " ".join(json.loads(chained.stdout)["notes"])
+    notes = " ".join(json.loads(chained.stdout)["notes"])
+    assert "or one of few tokens, hides" in notes
+    assert "choose a shorter --chain-length" in notes
     alone = bisect(target, "--exhaustive", "--json", "--quiet")
     assert alone.exit_code == 1
     record = json.loads(alone.stdout)
