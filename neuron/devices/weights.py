@@ -113,7 +113,8 @@ class WeightLoader:
             what: The module in words, for errors.
 
         Raises:
-            TargetError: Names are missing or unexpected, or shapes differ, all listed; or one cannot be cast.
+            TargetError: Names are missing or unexpected, or shapes differ, all listed; or one cannot be cast; or a
+                buffer that is no weight holds nothing.
         """
         places = dict(module.state_dict(keep_vars=True))
         _refuse_misfits(places, weights, what=what)
@@ -121,6 +122,7 @@ class WeightLoader:
             self._fill_in_place(module, places, weights, what=what)
         else:
             self._send(module, places, weights, what=what)
+        _refuse_empty(module, what=what)
         module.to(self._device)
 
     def release(self) -> None:
@@ -278,7 +280,7 @@ def _blaming(name: str, *, what: str) -> Iterator[None]:
         yield
     except Mm2Error:
         raise
-    except Exception as error:  # what a port's conversion put there: anything can come
+    except (Exception, SystemExit) as error:  # what a port's conversion put there: anything can come
         raise TargetError(
             f"{what}: the weight {name} cannot be loaded",
             found=f"{type(error).__name__}: {error}",
@@ -306,6 +308,18 @@ def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, We
             found="; ".join(faults),
             next_step="Give the target a convert_state_dict(tensors, config, layer_idx) that returns the "
             "module's own names and shapes.",
+        )
+
+
+def _refuse_empty(module: nn.Module, *, what: str) -> None:
+    """A buffer that is no weight is the port's to compute: built without memory, it would hold nothing."""
+    empty = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if empty:
+        raise TargetError(
+            f"{what}: buffers that are no weights were built without memory",
+            expected="values, or persistent buffers that convert_state_dict returns",
+            found=f"device meta: {_listed(empty)}",
+            next_step="Leave torch.device('meta') before computing them.",
         )
 
 

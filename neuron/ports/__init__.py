@@ -1,6 +1,8 @@
 """The port under test.
 
 - `targets`: the port, found in its `sources`, built, and loaded with its weights
-- `exposure`: which sites it shows
+- `exposure`: which sites it shows, and `layouts`: how ranks divide them
+- `own_code`: what a port raises, and `past`: what it gives to decode
+- `nxdi`: ports on neuronx-distributed-inference, and `nxdi_layout`: how their weights lie
 - `tracing`: a layer compiled into a file; `traced`: such a file as a port
 """

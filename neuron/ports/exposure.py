@@ -18,6 +18,7 @@ from minimax_tools.sites import Site, parse_site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.ports.layouts import Layout, Replicated, Sharded, parse_layout
+from neuron.ports.own_code import own_code
 
 _ATTENTION = ("self_attn", "attention", "attn")
 _MOE = ("block_sparse_moe", "mlp", "moe", "feed_forward")
@@ -115,7 +116,8 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
     """
     always = {Site.INPUT: Tap(path="", point="input"), Site.OUTPUT: Tap(path="")}
-    declared = getattr(module, "sites", None)
+    with own_code(f"{what}: sites cannot be read", next_step=_SITES_STEP):
+        declared = getattr(module, "sites", None)
     if declared is None:
         return Exposure(taps={**_found_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
     taps, layouts = _declared(declared, what=what)

@@ -20,7 +20,7 @@ from torch import nn
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.errors import Mm2Error, TargetError, UsageError
+from minimax_tools.errors import TargetError, UsageError
 from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.spec import ModelSpec
 from neuron.builtin.layer import DeviceLayer
@@ -29,6 +29,7 @@ from neuron.devices.ranks import Ranks
 from neuron.devices.weights import Weight, WeightLoader, unchanged
 from neuron.ports.nxdi import PREFIX as NXDI
 from neuron.ports.nxdi import NxdiLayer, NxdiPort, require_nxdi
+from neuron.ports.own_code import own_code
 from neuron.ports.sources import TargetSource, import_file, import_module
 from neuron.ports.traced import PREFIX as TRACED
 from neuron.ports.traced import TracedFiles, TracedLayer
@@ -42,6 +43,9 @@ _FIXED_VALUES = {
     "use_routing_bias": True,
 }
 _CONVERT = "convert_state_dict"
+_BUILD_STEP = "It is called as NAME(config, layer_idx); see --debug for the traceback."
+_CONVERT_STEP = "It gets the hub's names relative to the layer; see --debug for the traceback."
+_LOAD_STEP = "Its state_dict() is filled, then to(device) called; see --debug for the traceback."
 
 
 class ResidentReference(ReferenceLayer):
@@ -138,16 +142,10 @@ class Target:
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.build_dtype or dtype)
         try:
-            module = self.factory(target_config(spec, ranks=ranks), layer)
-        except Mm2Error:
-            # What mm2 wraps around a port says itself what is wrong.
-            raise
-        except Exception as error:  # the port's own code: anything can come
-            raise TargetError(
-                f"target {self.name} cannot be built for layer {layer}",
-                found=f"{type(error).__name__}: {error}",
-                next_step="It is called as NAME(config, layer_idx); see --debug for the traceback.",
-            ) from error
+            with own_code(f"target {self.name} cannot be built for layer {layer}", next_step=_BUILD_STEP):
+                module = self.factory(target_config(spec, ranks=ranks), layer)
+                if isinstance(module, nn.Module):
+                    module.eval()
         finally:
             torch.set_default_dtype(default)
         if not isinstance(module, nn.Module):
@@ -157,7 +155,7 @@ class Target:
                 found=type(module).__name__,
                 next_step="NAME(config, layer_idx) must return the layer.",
             )
-        return module.eval()
+        return module
 
     def load(
         self,
@@ -181,7 +179,9 @@ class Target:
             return
         what = f"target {self.name}, layer {tensors.layer}"
         config = target_config(spec, ranks=ranks)
-        loader.load(module, self._weights(module, tensors, config, what=what), what=what)
+        weights = self._weights(module, tensors, config, what=what)
+        with own_code(f"{what} cannot be loaded", next_step=_LOAD_STEP):
+            loader.load(module, weights, what=what)
 
     def _weights(
         self, module: nn.Module, tensors: LayerTensors, config: SimpleNamespace, *, what: str
@@ -198,17 +198,9 @@ class Target:
         convert = _conversion(module, self.factory)
         if convert is None:
             return tensors
-        try:
+        # Tensors are read when the port asks for them: a damaged shard is not the port's fault, and says so.
+        with own_code(f"{what}: convert_state_dict failed", next_step=_CONVERT_STEP):
             converted = convert(tensors, config, tensors.layer)
-        except Mm2Error:
-            # Tensors are read when the port asks for them: a damaged shard is not the port's fault.
-            raise
-        except Exception as error:  # the port's own code: anything can come
-            raise TargetError(
-                f"{what}: convert_state_dict failed",
-                found=f"{type(error).__name__}: {error}",
-                next_step="It gets the hub's names relative to the layer; see --debug for the traceback.",
-            ) from error
         if not isinstance(converted, Mapping):
             raise TargetError(
                 f"{what}: convert_state_dict returned no state dict",

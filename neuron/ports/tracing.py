@@ -29,6 +29,7 @@ from minimax_tools.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import find_exposure
+from neuron.ports.own_code import own_code
 from neuron.ports.targets import Target
 from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, PREFIX, TracedProgram
 
@@ -160,14 +161,9 @@ def _showing(
     always = (Site.INPUT, Site.OUTPUT)
     taps: dict[Site, Tap] = {site: tap for site, tap in exposure.taps.items() if site not in always}
     with Recorder(module, taps, keep=copy_on_device) as recorder:
-        try:
+        step = "Try it with mm2-test single-layer first; see --debug for the traceback."
+        with own_code(f"{what} failed while it ran", next_step=step):
             module(*(tensor.clone() for tensor in example))
-        except Exception as error:  # the port's own code: anything can come
-            raise TargetError(
-                f"{what} failed while it ran",
-                found=f"{type(error).__name__}: {error}",
-                next_step="Try it with mm2-test single-layer first; see --debug for the traceback.",
-            ) from error
     batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
     shown = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
     return {
@@ -192,7 +188,7 @@ def _compile(
         temporary.replace(output)
     except OSError:
         raise
-    except Exception as error:  # a compiler, over a port's own code: anything can come
+    except (Exception, SystemExit) as error:  # a compiler, over a port's own code: anything can come
         raise TargetError(
             f"{what} cannot be compiled by {traced.program}",
             found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",

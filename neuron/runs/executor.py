@@ -17,13 +17,14 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.errors import Mm2Error, TargetError
+from minimax_tools.errors import TargetError
 from minimax_tools.memory import give_back_freed_memory
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
+from neuron.ports.own_code import own_code
 from neuron.ports.past import PAST, find_key_values, require_past
 from neuron.ports.targets import Target
 from neuron.runs.assembly import Assembly
@@ -236,17 +237,9 @@ class LayerExecutor:
         attention_mask = given.attention_mask.to(device, copy=True)
         position_ids = given.position_ids.to(device, copy=True)
         past = {} if given.past is None else {PAST: tuple(part.to(device, copy=True) for part in given.past)}
-        try:
+        called = f"It is called as module({', '.join((*_ARGUMENTS, *past))}); see --debug for the traceback."
+        with own_code(f"{what} failed while it ran", next_step=called):
             return module(states, attention_mask, position_ids, **past)
-        except Mm2Error:
-            raise
-        except Exception as error:  # the port's own code: anything can come
-            raise TargetError(
-                f"{what} failed while it ran",
-                found=f"{type(error).__name__}: {error}",
-                next_step=f"It is called as module({', '.join((*_ARGUMENTS, *past))}); "
-                "see --debug for the traceback.",
-            ) from error
 
     def _accepted(
         self, recorder: Recorder, assembly: Assembly, sites: tuple[Site, ...]

@@ -183,6 +183,53 @@ class Port(ReferenceLayer):
         assert run("sweep", "--model", toy, "--golden", golden, "--target", target).exit_code == 0
 
 
+class TestState:
+    """A port may keep state of its own between calls: buffers that are no weights, or plain attributes."""
+
+    COUNTING = """
+class Port(ReferenceLayer):
+    reuse = {reuse}
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64), persistent=False)
+
+    def forward(self, *arguments):
+        self.calls += 1
+        print("calls:", int(self.calls))
+        return super().forward(*arguments)
+"""
+
+    @pytest.mark.parametrize(("reuse", "calls"), [(False, [1, 1, 1]), (True, [1, 2, 3])])
+    def test_state_lasts_as_long_as_the_module(
+        self, process: Any, write_port: Any, toy: Path, reuse: bool, calls: list[int]
+    ) -> None:
+        target = write_port(self.COUNTING.format(reuse=reuse))
+        done = process("multi-layer", "--layers", "0:3", "--model", toy, "--target", target, "--seq-len", 4)
+        found = [line for line in done.stdout.splitlines() if line.startswith("calls")]
+        assert found == [f"calls: {count}" for count in calls], done.stderr
+
+    def test_persistent_state_is_a_weight_that_the_conversion_owes(
+        self, run_layer: Any, write_port: Any
+    ) -> None:
+        port = self.COUNTING.format(reuse=False).replace(", persistent=False", "")
+        result = run_layer(write_port(port))
+        assert result.exit_code == 3
+        assert "1 missing: calls" in result.stderr
+
+    def test_factory_may_be_a_function_that_says_reuse(
+        self, process: Any, write_port: Any, toy: Path
+    ) -> None:
+        port = self.COUNTING.format(reuse=False).replace("class Port", "class Counting")
+        port += (
+            "\ndef Port(config, layer_idx):\n    return Counting(config, layer_idx)\n\nPort.reuse = True\n"
+        )
+        done = process(
+            *("multi-layer", "--layers", "0:2", "--model", toy, "--target", write_port(port), "--seq-len", 4)
+        )
+        assert "calls: 2" in done.stdout, done.stderr
+
+
 class TestDtypes:
     def test_default_dtype_is_the_runs_while_building_only(self, tensors_of: Any, write_port: Any) -> None:
         source = """
@@ -301,6 +348,49 @@ class TestPortsOwnErrors:
                 "    def convert_state_dict(self, tensors, config, layer_idx):\n"
                 "        return tensors['no.such']\n",
                 ("convert_state_dict failed", "KeyError", "no.such"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def forward(self, *arguments):\n"
+                "        raise SystemExit(0)\n",
+                ("layer 0 failed while it ran", "SystemExit: 0"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n    def __init__(self, config, layer_idx):\n        quit()\n",
+                ("cannot be built for layer 0", "SystemExit"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def train(self, mode=True):\n"
+                "        raise ValueError('no modes')\n",
+                ("cannot be built for layer 0", "ValueError: no modes"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def state_dict(self, **options):\n"
+                "        raise ValueError('no state')\n",
+                ("layer 0 cannot be loaded", "ValueError: no state"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def to(self, device):\n"
+                "        raise ValueError('stays here')\n",
+                ("layer 0 cannot be loaded", "ValueError: stays here"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    @property\n"
+                "    def sites(self):\n"
+                "        raise ValueError('unknown')\n",
+                ("sites cannot be read", "ValueError: unknown"),
+            ),
+            (
+                "class Port(ReferenceLayer):\n"
+                "    def __init__(self, config, layer_idx):\n"
+                "        with torch.device('meta'):\n"
+                "            super().__init__(config, layer_idx)\n"
+                "            self.register_buffer('inv_freq', torch.ones(4), persistent=False)\n",
+                ("built without memory", "device meta: inv_freq", "torch.device('meta')"),
             ),
             ("import nosuchpackage\n", ("cannot be imported", "ModuleNotFoundError", "nosuchpackage")),
             ("def Port(:\n", ("cannot be imported", "SyntaxError")),

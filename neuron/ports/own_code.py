@@ -1,0 +1,29 @@
+"""The border to a port's own code, in which anything can happen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from minimax_tools.errors import Mm2Error, TargetError
+
+
+@contextmanager
+def own_code(failed: str, *, next_step: str) -> Iterator[None]:
+    """Run code of a port's: what it raises becomes one error that says where; an error of mm2's own stays.
+
+    A port that exits is caught too: its exit code would stand for a verdict that nobody reached.
+
+    Args:
+        failed: What failed, and where, as in "target port.py:Layer, layer 3 failed while it ran".
+        next_step: What the reader should do.
+
+    Raises:
+        TargetError: The code raised, or tried to exit.
+    """
+    try:
+        yield
+    except Mm2Error:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TargetError(failed, found=f"{type(error).__name__}: {error}", next_step=next_step) from error
