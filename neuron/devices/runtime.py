@@ -56,7 +56,7 @@ class Runtime:
 
     @property
     def sharing(self) -> Mapping[str, int | str]:
-        """How a layer is shared, among processes or among devices within this one, as options by name; nothing where it is not."""
+        """How processes share a layer, or devices within this one, as options by name; nothing where none do."""
         return self.ranks.as_json() if self.spmd is None else self.spmd.as_json()
 
     def synchronise(self) -> None:
