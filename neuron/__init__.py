@@ -7,4 +7,5 @@ From the lowest up:
 - `ports`: the port, found in its sources, built, loaded, and the sites it shows
 - `runs`: a run from its hidden states to the capture
 - `check`: what changes numbers on this machine, and whether a layer fits
+- `launch`, `rank_options`: the ranks of a run, started as processes of the command itself
 """

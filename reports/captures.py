@@ -127,11 +127,21 @@ def _facts(source: CaptureSource) -> list[tuple[str, str]]:
     return [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
-        ("backend", f"{made.backend}{device}, target {made.target}"),
+        ("backend", f"{made.backend}{device}, target {made.target}{_ranks(made.options)}"),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
         *floor,
     ]
+
+
+def _ranks(options: Mapping[str, Any]) -> str:
+    """Among how many a layer was divided; nothing where it was not."""
+    degree, expert_degree = options.get("tp_degree", 1), options.get("ep_degree", 1)
+    if degree == 1:
+        return ""
+    groups = f" in {expert_degree} groups of experts" if expert_degree > 1 else ""
+    summed = f", summed in {options['reduce_dtype']}" if "reduce_dtype" in options else ""
+    return f", divided among {degree}{groups}{summed}"
 
 
 def _draw_incomplete(canvas: Canvas, source: CaptureSource) -> None:

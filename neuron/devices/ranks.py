@@ -83,7 +83,9 @@ class Ranks:
         return self.add_up(partial_sum.to(self.reduce_dtype)).to(dtype)
 
     def as_json(self) -> dict[str, int | str]:
-        """What of it changes numbers."""
+        """What of it changes numbers; nothing for one alone."""
+        if not self.are_several:
+            return {}
         return {
             "tp_degree": self.degree,
             "ep_degree": self.expert_degree,

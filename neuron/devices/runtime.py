@@ -55,9 +55,9 @@ class Runtime:
         return self.crew.ranks
 
     @property
-    def sharing(self) -> Ranks:
-        """How a layer is shared, among processes or among devices within this one."""
-        return self.ranks if self.spmd is None else self.spmd.sharing
+    def sharing(self) -> Mapping[str, int | str]:
+        """How processes share a layer, or devices within this one, as options by name; nothing where none do."""
+        return self.ranks.as_json() if self.spmd is None else self.spmd.as_json()
 
     def synchronise(self) -> None:
         """Wait until everything recorded so far has been computed."""

@@ -63,6 +63,9 @@ class Replicated:
         """The whole."""
         return tensor
 
+    def __str__(self) -> str:
+        return "@replicate"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
@@ -82,6 +85,9 @@ class Partial:
             f"{what} cannot be fed on several ranks: it is @partial, and a sum does not tell its parts",
             next_step="Name a site behind the reduction, or run on one rank.",
         )
+
+    def __str__(self) -> str:
+        return "@partial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,16 +147,11 @@ def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
         "target": chains.target.name,
         "backend": runtime.backend,
         "dtype": dtype_name(chains.dtype),
-        **_sharing(runtime),
+        **runtime.sharing,
     }
     return tuple(
         part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))
     )
-
-
-def _sharing(runtime: Runtime) -> dict[str, int | str]:
-    """How ranks share a layer, as options; nothing of one."""
-    return runtime.sharing.as_json() if runtime.sharing.are_several else {}
 
 
 def _refuse_missing_outputs(golden: Capture, span: Span) -> None:
@@ -187,7 +182,7 @@ def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime)
                 "golden": _digest_golden(chains.golden, request.span),
                 "chain_length": request.chain_length,
                 "criteria": request.criteria.name,
-                **_sharing(runtime),
+                **runtime.sharing,
             },
         ),
         inputs_digest=inputs.digest(),

@@ -388,8 +388,7 @@ class DeviceRun:
             # They make the input, and belong to no span: where they differ, nothing stored is gone on with.
             before = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
             options["layers_before"] = before.as_json()["layers"]
-        if self._runtime.sharing.are_several:
-            options |= self._runtime.sharing.as_json()
+        options |= self._runtime.sharing
         return Description(
             side=DEVICE_SIDE,
             run=request.run,

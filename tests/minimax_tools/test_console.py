@@ -12,7 +12,7 @@ import click
 import click.testing
 import pytest
 
-from minimax_tools.console import Mm2Command, Mm2Group, print_json
+from minimax_tools.console import Mm2Command, Mm2Group, given_arguments, print_json, speak_as
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.options import output_options
 
@@ -187,3 +187,28 @@ def test_reader_that_stops_reading_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 3
+
+
+def test_a_command_knows_what_it_was_given(command: Any) -> None:
+    @click.group(cls=Mm2Group)
+    def main() -> None:
+        pass
+
+    @main.command()
+    @click.option("--layer", type=int)
+    def run(layer: int) -> None:
+        click.echo(f"{layer}: {given_arguments()}")
+
+    assert command(main, "run", "--layer", 3).stdout == "3: ('run', '--layer', '3')\n"
+
+
+def test_one_of_several_says_who_it_is_and_prints_no_json(command: Any) -> None:
+    @click.command(cls=Mm2Command)
+    @output_options
+    def main(as_json: bool) -> None:
+        speak_as("rank 3")
+        raise UsageError("no such thing")
+
+    result = command(main, "--json")
+    assert (result.stdout, result.stderr) == ("", "rank 3: Error: no such thing\n")
+    assert result.exit_code == 2

@@ -23,8 +23,9 @@ WHAT = "target port.py:Port, layer 5, q_proj"
         ("shard(1;0, 0 ,1,1)", Sharded(dim=1, blocks=(0, 0, 1, 1))),
     ],
 )
-def test_every_form_is_read(text: str, layout: object) -> None:
+def test_every_form_is_read_and_written(text: str, layout: object) -> None:
     assert parse_layout(text) == layout
+    assert parse_layout(str(layout).removeprefix("@")) == layout
 
 
 @pytest.mark.parametrize(

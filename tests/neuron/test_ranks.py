@@ -18,6 +18,19 @@ Tensors = dict[str, torch.Tensor]
 LIMIT = 1e-5
 LAYER_0 = ("single-layer", "--layer", 0, "--seq-len", "12,7", "--dtype", "float32", "--json")
 
+# The device layer, whose layer 1 fails until it is told to run.
+FAILS_ONCE = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    reuse = False
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        if layer_idx == 1 and os.environ.get("LAYER_1") != "runs":
+            raise ValueError("not yet")
+"""
+
 
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
@@ -110,3 +123,35 @@ def test_every_site_is_that_of_one_rank(
     errors = errors_of(shared, on_one(model))
     assert len(errors) == 18
     assert max(errors.values()) <= LIMIT, errors
+
+
+@pytest.mark.slow
+def test_a_capture_tells_its_ranks_and_resumes_with_the_same_alone(
+    model_of: Any, process: Any, write_port: Any, tmp_path: Path
+) -> None:
+    port = write_port(FAILS_ONCE)
+    run = ("multi-layer", "--layers", "0:2", "--model", model_of(6, 2), "--seq-len", "12,7", "--target", port)
+    place = ("--backend", "cpu", "--output-dir", tmp_path / "capture")
+    assert process(*run, *place, "--tp-degree", 2).returncode == 3
+    other = process(*run, *place, "--tp-degree", 2, "--reduce-dtype", "bfloat16", LAYER_1="fails")
+    assert "Starting anew" in other.stderr
+    assert "options.reduce_dtype" in other.stderr
+    resumed = process(*run, *place, "--tp-degree", 2, "--reduce-dtype", "bfloat16", LAYER_1="runs")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "Resuming" in resumed.stderr
+    assert "after layer 0" in resumed.stderr
+    assert "divided among 2, summed in bfloat16" in resumed.stdout
+    anew = process(*run, *place, LAYER_1="runs")
+    assert "Starting anew" in anew.stderr
+    assert "options.tp_degree" in anew.stderr
+
+
+def test_one_rank_is_what_no_option_says(run: Any, model_of: Any, tmp_path: Path) -> None:
+    for name, arguments in (("without", ()), ("with", ("--tp-degree", 1))):
+        place = ("--backend", "cpu", "--output-dir", tmp_path / name)
+        result = run(*LAYER_0, "--model", model_of(6, 2), *place, *arguments)
+        assert result.exit_code == 0, result.stderr
+    files = sorted(path.name for path in (tmp_path / "with").iterdir())
+    assert "manifest.json" in files
+    for name in files:
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
