@@ -4,7 +4,8 @@
 |---|---|---|
 | a tensor | before loading | copied by the thread that loads |
 | `Deferred` | when it is loaded | its own function, in the thread that loads |
-| `Gathered` | when it is loaded | the reading threads, tensor by tensor of the checkpoint |
+| `Gathered` | when it is loaded, or begun before | the reading threads, tensor by tensor of the checkpoint |
+| `Staged` | begun | the reading threads are at it |
 """
 
 from __future__ import annotations
@@ -65,7 +66,22 @@ class Gathered:
         return [partial(self.read, name, place) for name, place in self.places(storage).items()]
 
 
-Weight = torch.Tensor | Deferred | Gathered
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Staged:
+    """A weight on its way to a device.
+
+    Args:
+        weight: What it was.
+        host: Where it is being read to; None where it is not being read yet.
+        jobs: Those that read it.
+    """
+
+    weight: torch.Tensor | Deferred | Gathered
+    host: torch.Tensor | None = None
+    jobs: Jobs = field(default_factory=list)
+
+
+Weight = torch.Tensor | Deferred | Gathered | Staged
 
 
 def unchanged(tensors: LayerTensors, name: str) -> Weight:
@@ -125,6 +141,26 @@ class WeightLoader:
         _refuse_empty(module, what=what)
         module.to(self._device)
 
+    def begin(self, module: nn.Module, weights: dict[str, Weight]) -> None:
+        """Begin to read weights that `load` will be given, while the device computes with those that are there.
+
+        Args:
+            module: As for `load`; it is left as it is.
+            weights: As for `load`. What has begun is there in place of what it was; where something does not fit the
+                module, or the CPU computes and has no place to put them, nothing begins.
+        """
+        places = module.state_dict(keep_vars=True)
+        if self._device.type == "cpu" or _find_misfits(places, weights):
+            return
+        for name, place in places.items():
+            weights[name] = self._stage(weights[name], place)
+
+    def abandon(self, weights: Mapping[str, Weight]) -> None:
+        """Stop what `begin` began, where nothing will load it."""
+        for weight in weights.values():
+            if isinstance(weight, Staged):
+                self._pool.abandon(weight.jobs)
+
     def release(self) -> None:
         """Give the host buffers back."""
         self._buffers.clear()
@@ -141,6 +177,7 @@ class WeightLoader:
                     if isinstance(weight, Gathered):
                         started.append((name, self._pool.start(weight.fillings(storage))))
                     else:
+                        assert not isinstance(weight, Staged), "nothing begins where the CPU computes"
                         _fill(storage, weight)
             for name, jobs in started:
                 with _blaming(name, what=what):
@@ -152,36 +189,42 @@ class WeightLoader:
     def _send(
         self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
-        waiting, ahead = deque(places), deque[_Staged]()
+        waiting, ahead = deque(places), deque[tuple[str, Staged]]()
+
+        def stage_next() -> None:
+            name = waiting.popleft()
+            with _blaming(name, what=what):
+                ahead.append((name, self._stage(weights.pop(name), places[name])))
+
         try:
             while waiting or ahead:
                 if not ahead:
-                    ahead.append(self._stage(places, weights, waiting.popleft(), what=what))
-                staged = ahead.popleft()
+                    stage_next()
+                name, staged = ahead.popleft()
                 while waiting and _may_stage(ahead, places[waiting[0]]):
-                    ahead.append(self._stage(places, weights, waiting.popleft(), what=what))
+                    stage_next()
                 try:
-                    with _blaming(staged.name, what=what):
-                        self._send_one(module, staged, places)
+                    with _blaming(name, what=what):
+                        self._send_one(module, name, staged, places)
                 finally:
                     self._pool.abandon(staged.jobs)
         finally:
-            for staged in ahead:
-                self._pool.abandon(staged.jobs)
+            self.abandon(dict(ahead))
+            self.abandon(weights)
 
-    def _stage(
-        self, places: Mapping[str, torch.Tensor], weights: dict[str, Weight], name: str, *, what: str
-    ) -> _Staged:
-        """Begin to read what the reading threads can."""
-        weight, place = weights.pop(name), places[name]
+    def _stage(self, weight: Weight, place: torch.Tensor) -> Staged:
+        """Begin to read what the reading threads can, unless that has begun."""
+        if isinstance(weight, Staged):
+            return weight
         if not isinstance(weight, Gathered):
-            return _Staged(name=name, weight=weight)
+            return Staged(weight=weight)
         host = self._buffers.take(place)
-        with _blaming(name, what=what):
-            return _Staged(name=name, weight=weight, host=host, jobs=self._pool.start(weight.fillings(host)))
+        return Staged(weight=weight, host=host, jobs=self._pool.start(weight.fillings(host)))
 
-    def _send_one(self, module: nn.Module, staged: _Staged, places: dict[str, torch.Tensor]) -> None:
-        weight, place = staged.weight, places.pop(staged.name)
+    def _send_one(
+        self, module: nn.Module, name: str, staged: Staged, places: dict[str, torch.Tensor]
+    ) -> None:
+        weight, place = staged.weight, places.pop(name)
         if isinstance(weight, torch.Tensor):
             host = weight.to("cpu", place.dtype)
         elif staged.host is None:
@@ -191,26 +234,16 @@ class WeightLoader:
             host = staged.host
             self._pool.finish(staged.jobs)
         # The old tensor is freed before the new one comes: the device holds one layer, not two.
-        is_parameter = _take_off(module, staged.name)
+        is_parameter = _take_off(module, name)
         del place
         started = time.perf_counter()
         moved = host.to(self._device)
         # The host buffer is filled again for another weight: the transfer must have ended.
         self._wait()
         self._sending_s += time.perf_counter() - started
-        _put(module, staged.name, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
+        _put(module, name, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
         if not isinstance(weight, torch.Tensor):
             self._buffers.give(host)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Staged:
-    """A weight on its way: where it is being read to, if it is being read already."""
-
-    name: str
-    weight: Weight
-    host: torch.Tensor | None = None
-    jobs: Jobs = field(default_factory=list)
 
 
 class _Buffers:
@@ -230,8 +263,8 @@ class _Buffers:
         self._idle.clear()
 
 
-def _may_stage(ahead: deque[_Staged], place: torch.Tensor) -> bool:
-    staged_bytes = sum(staged.host.nbytes for staged in ahead if staged.host is not None)
+def _may_stage(ahead: deque[tuple[str, Staged]], place: torch.Tensor) -> bool:
+    staged_bytes = sum(staged.host.nbytes for _, staged in ahead if staged.host is not None)
     return not ahead or staged_bytes + place.nbytes <= _AHEAD_BYTES
 
 
@@ -289,7 +322,18 @@ def _blaming(name: str, *, what: str) -> Iterator[None]:
 
 
 def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight], *, what: str) -> None:
-    """Compare names and shapes, and name all that do not fit at once."""
+    faults = _find_misfits(places, weights)
+    if faults:
+        raise TargetError(
+            f"{what}: the weights do not fit the module",
+            found="; ".join(faults),
+            next_step="Give the target a convert_state_dict(tensors, config, layer_idx) that returns the "
+            "module's own names and shapes.",
+        )
+
+
+def _find_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight]) -> list[str]:
+    """Compare names and shapes; all that do not fit, in words."""
     shapes = {name: _shape_of(weight) for name, weight in weights.items()}
     lists = {
         "missing": [name for name in places if name not in shapes],
@@ -301,14 +345,7 @@ def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, We
             if (shape := shapes.get(name)) is not None and shape != tuple(place.shape)
         ],
     }
-    faults = [f"{len(names)} {fault}: {_listed(names)}" for fault, names in lists.items() if names]
-    if faults:
-        raise TargetError(
-            f"{what}: the weights do not fit the module",
-            found="; ".join(faults),
-            next_step="Give the target a convert_state_dict(tensors, config, layer_idx) that returns the "
-            "module's own names and shapes.",
-        )
+    return [f"{len(names)} {fault}: {_listed(names)}" for fault, names in lists.items() if names]
 
 
 def _refuse_empty(module: nn.Module, *, what: str) -> None:
@@ -324,6 +361,7 @@ def _refuse_empty(module: nn.Module, *, what: str) -> None:
 
 
 def _shape_of(weight: object) -> tuple[int, ...] | None:
+    weight = weight.weight if isinstance(weight, Staged) else weight
     return tuple(weight.shape) if isinstance(weight, (torch.Tensor, Deferred, Gathered)) else None
 
 

@@ -165,8 +165,17 @@ class Target:
         *,
         loader: WeightLoader,
         ranks: Ranks | None = None,
+        prepared: dict[str, Weight] | None = None,
     ) -> None:
         """Load a layer's weights, or of several ranks what this one holds, and move `module` to the loader's device.
+
+        Args:
+            module: What `build` gave.
+            tensors: The layer's.
+            spec: The model.
+            loader: Brings them there.
+            ranks: Those that share the layer; None for one alone.
+            prepared: What `prepare` gave for this layer; None where it was not asked.
 
         Raises:
             CheckpointError: A tensor cannot be read.
@@ -178,10 +187,30 @@ class Target:
             module.verify_model(ModelFingerprint.of(tensors.reader, spec, layers))
             return
         what = f"target {self.name}, layer {tensors.layer}"
-        config = target_config(spec, ranks=ranks)
-        weights = self._weights(module, tensors, config, what=what)
+        if prepared is None:
+            prepared = self._weights(module, tensors, target_config(spec, ranks=ranks), what=what)
         with own_code(f"{what} cannot be loaded", next_step=_LOAD_STEP):
-            loader.load(module, weights, what=what)
+            loader.load(module, prepared, what=what)
+
+    def prepare(
+        self,
+        module: nn.Module,
+        tensors: LayerTensors,
+        spec: ModelSpec,
+        *,
+        loader: WeightLoader,
+        ranks: Ranks | None = None,
+    ) -> dict[str, Weight]:
+        """Begin on the host what `load` does, while `module` computes with another layer's weights.
+
+        Raises:
+            CheckpointError: As for `load`.
+            TargetError: As for `load`.
+        """
+        what = f"target {self.name}, layer {tensors.layer}"
+        weights = self._weights(module, tensors, target_config(spec, ranks=ranks), what=what)
+        loader.begin(module, weights)
+        return weights
 
     def _weights(
         self, module: nn.Module, tensors: LayerTensors, config: SimpleNamespace, *, what: str

@@ -5,7 +5,9 @@ On several ranks each has one. That of the lead is told what to run, and tells t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -17,12 +19,12 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.errors import TargetError
+from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.memory import give_back_freed_memory
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
-from neuron.devices.weights import WeightLoader
+from neuron.devices.weights import Weight, WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
 from neuron.ports.own_code import own_code
 from neuron.ports.past import PAST, find_key_values, require_past
@@ -34,7 +36,17 @@ from neuron.runs.layer_run import LayerRun
 from neuron.runs.orders import Assignment, LayerOrder, ReleaseOrder
 from neuron.runs.stopwatch import Stopwatch
 
+logger = logging.getLogger(__name__)
+
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Prepared:
+    """Weights that are being made for a layer that has not begun."""
+
+    layer: int
+    weights: dict[str, Weight]
 
 
 class LayerExecutor:
@@ -75,6 +87,7 @@ class LayerExecutor:
         self._resident: nn.Module | None = None
         # The layer whose weights the resident module holds.
         self._resident_layer: int | None = None
+        self._prepared: _Prepared | None = None
 
     def __enter__(self) -> LayerExecutor:
         self._tell(
@@ -178,6 +191,7 @@ class LayerExecutor:
             result = self._forward(module, assembly.own(given), what=what)
         shown = _first_tensor(result, tuple(given.hidden_states.shape), what=what)
         key_values = find_key_values(result, batch_shape, what=what) if order.keeps_past else None
+        self._prepare(order.then)
         self._runtime.synchronise()
         watch.ran()
         _refuse_unfed(feeds, recorder, what=what)
@@ -197,6 +211,7 @@ class LayerExecutor:
 
     def _free(self) -> None:
         self._resident = self._resident_layer = None
+        self._take_prepared(None)
         self.loader.release()
         # Many small weights stay with the allocator, which could not use them for a large one.
         give_back_freed_memory()
@@ -206,6 +221,7 @@ class LayerExecutor:
         if self._resident is not None and self._resident_layer == layer:
             return self._resident
         tensors = LayerTensors.open(self._reader, self._spec, layer, self._dtype)
+        prepared = self._take_prepared(layer)
         self._read_ahead(layer, then)
         module, self._resident, self._resident_layer = self._resident, None, None
         is_built_anew = module is None or not self._target.is_reused
@@ -215,11 +231,40 @@ class LayerExecutor:
             module = self._target.build(self._spec, layer, dtype=self._dtype, ranks=self._runtime.ranks)
         if self._target.converts(module):
             self._limits.allow_conversion(layer, is_built_anew=is_built_anew)
-        self._target.load(module, tensors, self._spec, loader=self.loader, ranks=self._runtime.ranks)
+        self._target.load(
+            module, tensors, self._spec, loader=self.loader, ranks=self._runtime.ranks, prepared=prepared
+        )
         if self._runtime.spmd is not None:
             self._runtime.spmd.shard(module, what=f"target {self._target.name}")
         self._resident, self._resident_layer = module, layer
         return module
+
+    def _prepare(self, layer: int | None) -> None:
+        """Begin to make the next layer's weights while this one runs, where the host can hold them beside it."""
+        module = self._resident
+        is_wanted = self._ahead is not None and self._target.is_reused and self._target.reads_weights
+        if layer is None or module is None or not is_wanted or self._prepared is not None:
+            return
+        if self._runtime.device.type == "cpu" or not self._limits.has_room_for_another_layer():
+            return
+        logger.debug("Preparing layer %d", layer)
+        try:
+            tensors = LayerTensors.open(self._reader, self._spec, layer, self._dtype)
+            weights = self._target.prepare(
+                module, tensors, self._spec, loader=self.loader, ranks=self._runtime.ranks
+            )
+        except Mm2Error:
+            # Loading meets it again: what has run is to be stored first.
+            return
+        self._prepared = _Prepared(layer=layer, weights=weights)
+
+    def _take_prepared(self, layer: int | None) -> dict[str, Weight] | None:
+        """What was prepared for a layer; what was for another is dropped."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.layer == layer:
+            return None if prepared is None else prepared.weights
+        self.loader.abandon(prepared.weights)
+        return None
 
     def _read_ahead(self, layer: int, then: int | None) -> None:
         if self._ahead is None or not self._target.reads_weights:

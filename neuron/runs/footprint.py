@@ -167,6 +167,12 @@ class MemoryLimits:
         """
         self.budget.require(self.footprint.activation_bytes, f"what layer {layer} computes")
 
+    def has_room_for_another_layer(self) -> bool:
+        """Whether the host can hold the weights of one more layer beside what the one that runs computes."""
+        left = self.budget.left_bytes
+        free = int(available_bytes() * _SHARE) if left is None else left
+        return self.footprint.converted_bytes + self.footprint.activation_bytes <= free
+
     def allow_embedding(self) -> None:
         """Pass where the embedding's weights fit.
 

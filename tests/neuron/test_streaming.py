@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minimax_tools.capture.manifest import Manifest
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD
@@ -154,6 +155,17 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+FAILS_AT_LAYER_2 = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx == 2:
+            raise ValueError("no such layer")
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
+
+
 class TestReadingAhead:
     @pytest.mark.parametrize("target", TARGETS)
     def test_changes_no_bit_on_the_cpu(self, run: Any, small: Path, tmp_path: Path, target: str) -> None:
@@ -210,6 +222,39 @@ class TestReadingAhead:
             assert (counted["later_layers"], counted["fallbacks"]) == (0, [])
         for prefetched, plain in zip(directories[::2], directories[1::2], strict=True):
             assert contents(prefetched) == contents(plain)
+
+    def test_weights_of_the_next_layer_are_prepared_while_a_device_computes(
+        self, needs_xla: None, serve: Any, small: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "port.py").write_text(FAILS_AT_LAYER_2)
+        common = ("multi-layer", "--layers", "0:4", "--model", small, "--seq-len", "12,7", "--debug")
+        xla = (*common, "--backend", "xla-cpu", "--output-dir")
+        prepared, plain, failing = serve(
+            [
+                (*xla, tmp_path / "prepared", "--prefetch"),
+                (*xla, tmp_path / "plain", "--no-prefetch"),
+                (
+                    *common[:-1],
+                    *xla[len(common) :],
+                    tmp_path / "failing",
+                    "--prefetch",
+                    "--target",
+                    f"{tmp_path}/port.py:Port",
+                ),
+            ],
+            XLA_FLAGS="--xla_backend_optimization_level=0",
+        )
+        told = [line for line in prepared["stderr"].splitlines() if line.startswith("Preparing")]
+        assert told == [f"Preparing layer {layer}" for layer in (1, 2, 3)]
+        assert "Preparing" not in plain["stderr"]
+        # What is wrong with the weights of a layer ends the run at that layer, and not at the one before.
+        assert failing["exit_code"] == 3
+        assert "layer 2: convert_state_dict failed" in failing["stderr"]
+        assert Manifest.read(tmp_path / "failing").complete_layers == (0, 1)
+
+    def test_where_the_cpu_computes_nothing_is_prepared(self, run: Any, small: Path) -> None:
+        common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", 9, "--debug", "--prefetch")
+        assert "Preparing" not in run(*common).stderr
 
     def test_counts_nothing_twice(self, small: Path, tmp_path: Path) -> None:
         counts = []
