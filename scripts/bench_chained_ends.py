@@ -128,8 +128,16 @@ def figures(ends: list[Measured], dtype: torch.dtype) -> Iterator[Figure]:
         yield Figure.exactly(f"{name}: false alarms of {len(of_length)}", alarms, 0)
 
 
-def measure(setting: Setting, *, every: int) -> Iterator[Measured]:
-    """The ends of every chain of right ports on one model, after each of their layers."""
+def measure(
+    setting: Setting, *, every: int, ports: tuple[tuple[str, str], ...] = PORTS
+) -> Iterator[Measured]:
+    """The ends of chains of right ports on one model, after each of their layers.
+
+    Args:
+        setting: The model.
+        every: A chain begins at every such layer.
+        ports: Targets and their backends.
+    """
     with tempfile.TemporaryDirectory(prefix="mm2-chains-") as scratch:
         folder = Path(scratch) / "model"
         synthesize(
@@ -141,7 +149,7 @@ def measure(setting: Setting, *, every: int) -> Iterator[Measured]:
         )
         spec = ModelSpec.from_folder(folder)
         golden = _make_golden(folder, spec, setting, Path(scratch) / "golden")
-        for port, backend in PORTS:
+        for port, backend in ports:
             request = ChainRequest(spec=spec, golden=golden, target=find_target(port), dtype=setting.dtype)
             with (
                 open_runtime(backend) as runtime,
