@@ -100,7 +100,7 @@ class Target:
 
     @property
     def divides_weights(self) -> bool:
-        """Whether each of several ranks is known to hold its part of a layer alone; a port of one's own does not tell."""
+        """Whether each of several ranks is known to hold its part of a layer alone; other ports do not tell."""
         return self.factory is DeviceLayer or isinstance(self.factory, NxdiPort)
 
     def num_experts_at_once(
