@@ -26,8 +26,8 @@ from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.runtime import open_runtime
 from neuron.options import read_inputs, target_option
 from neuron.ports.targets import find_target
-from neuron.ports.traced import PREFIX, TracedProgram
-from neuron.ports.tracing import TraceRequest, trace_layer
+from neuron.ports.traced import PREFIX
+from neuron.ports.tracing import Trace, TraceRequest, trace_layer
 
 _BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
 
@@ -57,6 +57,11 @@ _BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
     show_default=True,
     help="What will run it: torch_neuronx.trace compiles for neuron-xla, torch.export for cpu.",
 )
+@click.option(
+    "--check-capture",
+    is_flag=True,
+    help="Compile the layer without its sites too, and tell whether returning them changes its output.",
+)
 @stack_options(input_options, dtype_option)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random number.")
 @output_options
@@ -78,19 +83,25 @@ def trace_command(layer: int, output: Path, **options: Any) -> None:
         inputs=read_inputs(options, folder, spec, golden),
         dtype=options["dtype"],
         backend=choose_backend(options["backend"]),
+        checks_capture=options["check_capture"],
     )
     # A port may ask for its rank while it is built; the compiler opens the device itself.
     with open_runtime(str(Backend.CPU)), CheckpointReader(folder, layers=layers) as reader:
-        traced = trace_layer(request, reader, output)
-    _print_traced(traced, output, as_json=options["as_json"])
+        trace = trace_layer(request, reader, output)
+    _print_trace(trace, output, as_json=options["as_json"])
 
 
-def _print_traced(traced: TracedProgram, output: Path, *, as_json: bool) -> None:
+def _print_trace(trace: Trace, output: Path, *, as_json: bool) -> None:
+    program, effect = trace.program, trace.effect_of_sites
     if as_json:
-        print_json({"file": str(output), "size_bytes": output.stat().st_size, **traced.as_json()})
+        sizes = {"file": str(output), "size_bytes": output.stat().st_size}
+        print_json({**sizes, **program.as_json(), "effect_of_sites": effect})
         return
-    sites = ", ".join(str(site) for site in traced.sites) or "none"
-    click.echo(f"{output}: layer {traced.layer} of {traced.port}, {word_size(output.stat().st_size)}")
-    click.echo(f"compiled by {traced.program} for hidden states {list(traced.shape)} in {traced.dtype}")
+    sites = ", ".join(str(site) for site in program.sites) or "none"
+    click.echo(f"{output}: layer {program.layer} of {program.port}, {word_size(output.stat().st_size)}")
+    click.echo(f"compiled by {program.program} for hidden states {list(program.shape)} in {program.dtype}")
     click.echo(f"sites beside its input and output: {sites}")
-    click.echo(f"judge it with: mm2-test single-layer --layer {traced.layer} --target {PREFIX}{output} …")
+    if effect is not None:
+        changed = f"changes its output by up to {effect:.3g}" if effect else "does not change its output"
+        click.echo(f"returning the sites {changed}")
+    click.echo(f"judge it with: mm2-test single-layer --layer {program.layer} --target {PREFIX}{output} …")

@@ -100,8 +100,8 @@ class Target:
 
     @property
     def divides_weights(self) -> bool:
-        """Whether each of several ranks is known to hold its part of a layer alone; a port does not tell."""
-        return self.factory is DeviceLayer
+        """Whether each of several ranks is known to hold its part of a layer alone; other ports do not tell."""
+        return self.factory is DeviceLayer or isinstance(self.factory, NxdiPort)
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None

@@ -215,9 +215,17 @@ class TracedFiles:
         """The layer.
 
         Raises:
-            TargetError: There is no such file, or it is of another layer or dtype, or cannot be loaded.
+            TargetError: There is no such file, or it is of another layer or dtype, or cannot be loaded; or there are
+                several ranks.
         """
         path = Path(self.pattern.replace(_LAYER, str(layer_idx)))
+        if config.ranks.are_several:
+            raise TargetError(
+                f"{path} is a whole layer, not one rank's part of it",
+                expected="one rank",
+                found=f"{config.ranks.degree} ranks",
+                next_step="Leave out --tp-degree, or run the port itself on several ranks.",
+            )
         traced = TracedProgram.read(path)
         if traced.layer != layer_idx:
             raise TargetError(
@@ -236,7 +244,7 @@ class TracedFiles:
                 found=dtype_name(dtype),
                 next_step=f"Run with --dtype {dtype_name(traced.dtype)}, or trace with --dtype {dtype_name(dtype)}.",
             )
-        return TracedLayer(path, traced, _load_program(path, traced))
+        return TracedLayer(path, traced, load_program(path, traced))
 
     def digest(self) -> str:
         """sha256 over names, sizes and check sums of all that lies in the files: it costs no reading of weights.
@@ -258,7 +266,12 @@ class TracedFiles:
         return digest.hexdigest()
 
 
-def _load_program(path: Path, traced: TracedProgram) -> Program:
+def load_program(path: Path, traced: TracedProgram) -> Program:
+    """The program in a file: it takes the layer's three arguments on the host, and gives its output and sites there.
+
+    Raises:
+        TargetError: It cannot be loaded here.
+    """
     # Both loaders execute what is in the file: a target is code that the user chose to run.
     try:
         if traced.program == NEURON:

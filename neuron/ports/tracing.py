@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import find_exposure
 from neuron.ports.own_code import own_code
 from neuron.ports.targets import Target
-from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, PREFIX, TracedProgram
+from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, PREFIX, TracedProgram, load_program
 
+# What a number differs by from one that is none: JSON knows no infinity.
+_ENDLESS = torch.finfo(torch.float64).max
 _COMPILERS: Mapping[Backend, str] = {Backend.CPU: EXPORT, Backend.NEURON_XLA: NEURON}
 
 
@@ -82,6 +84,7 @@ class TraceRequest:
         inputs: Their shape is the one that the program takes.
         dtype: Dtype of weights and activations.
         backend: What will run the program: the CPU, or Neuron over torch_xla.
+        checks_capture: Whether to compile the layer without its sites too, and run both.
     """
 
     target: Target
@@ -90,6 +93,7 @@ class TraceRequest:
     inputs: Inputs
     dtype: torch.dtype
     backend: Backend
+    checks_capture: bool = False
 
     def __post_init__(self) -> None:
         if self.target.name.startswith(PREFIX):
@@ -112,7 +116,21 @@ class TraceRequest:
             )
 
 
-def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -> TracedProgram:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A layer that was traced.
+
+    Args:
+        program: What its file says of it.
+        effect_of_sites: The largest difference between the outputs of the programs with sites and without, on one
+            input; None where that was not asked for.
+    """
+
+    program: TracedProgram
+    effect_of_sites: float | None
+
+
+def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -> Trace:
     """Compile the layer with its weights into `output`, which is there whole or not at all.
 
     Raises:
@@ -128,7 +146,7 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
     example = (states, request.inputs.attention_mask, request.inputs.position_ids)
     with torch.no_grad():
         taps = _showing(request, module, example, what=what)
-        traced = TracedProgram(
+        program = TracedProgram(
             program=_COMPILERS[request.backend],
             port=request.target.name,
             port_digest=request.target.source_digest,
@@ -139,8 +157,11 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
             model=ModelFingerprint.of(reader, request.spec, range(request.layer, request.layer + 1)),
             versions=library_versions(),
         )
-        _compile(SitesAsOutputs(module, taps).eval(), example, traced, output, what=what)
-    return traced
+        _compile(SitesAsOutputs(module, taps).eval(), example, program, output, what=what)
+        effect = (
+            _effect_of_sites(module, example, program, output, what=what) if request.checks_capture else None
+        )
+    return Trace(program=program, effect_of_sites=effect)
 
 
 def _loaded(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
@@ -171,6 +192,23 @@ def _showing(
         for site, tap in taps.items()
         if site in shown and exposure.accepts(site, shown[site], request.spec, batch_shape)
     }
+
+
+def _effect_of_sites(
+    module: nn.Module, example: tuple[torch.Tensor, ...], program: TracedProgram, output: Path, *, what: str
+) -> float:
+    """How far the output moves when the sites are returned beside it: a compiler may fuse less then."""
+    bare = replace(program, sites=())
+    path = output.with_name(f".{output.name}.{os.getpid()}.bare")
+    try:
+        _compile(SitesAsOutputs(module, {}).eval(), example, bare, path, what=what)
+        alone = load_program(path, bare)(*example)[0]
+    finally:
+        path.unlink(missing_ok=True)
+    beside_sites = load_program(output, program)(*example)[0]
+    difference = (beside_sites.double() - alone.double()).abs()
+    difference[beside_sites.isnan() & alone.isnan()] = 0
+    return float(difference.nan_to_num(nan=_ENDLESS, posinf=_ENDLESS).max())
 
 
 def _compile(

@@ -129,6 +129,12 @@ def test_port_decodes_from_a_cache(needs_nxdi: None, process: Any, toy: Path, go
     assert record["verdict"] == "pass"
 
 
+def test_class_chooses_its_config(needs_nxdi: None, process: Any, toy: Path, golden: Path) -> None:
+    record = _sweep(process, "FusedProjection", toy, golden)
+    # Of the fused projection its three parts do not show.
+    assert (record["verdict"], record["compared"], record["of"]) == ("pass", 22, 34)
+
+
 def test_port_without_a_place_for_the_bias_is_told_and_blamed(
     needs_nxdi: None, process: Any, toy: Path, golden: Path
 ) -> None:

@@ -116,6 +116,21 @@ def test_file_says_what_it_holds(trace: Trace, small: Path, tmp_path: Path) -> N
         assert json.loads(archive.read(_description(archive)))["layer"] == 2
 
 
+def test_effect_of_the_sites_is_told(trace: Trace, small: Path, write_port: Any, tmp_path: Path) -> None:
+    arguments = (*ROWS, "--check-capture")
+    assert json.loads(trace(small, "--target", "reference", *arguments).stdout)["effect_of_sites"] == 0
+    # One that computes something else where it is watched, as a fusion that a further output breaks would.
+    watched = """
+class Port(ReferenceLayer):
+    def forward(self, *arguments):
+        output = super().forward(*arguments)
+        return output + 1 if self.block_sparse_moe._forward_hooks else output
+"""
+    record = json.loads(trace(small, "--target", write_port(watched), *arguments).stdout)
+    assert record["effect_of_sites"] == pytest.approx(1, abs=0.1)
+    assert not list(tmp_path.glob("*.bare"))
+
+
 def test_port_that_shows_nothing_gives_its_output_alone(
     trace: Trace, run_traced: Any, write_port: Any, small: Path, tmp_path: Path
 ) -> None:
@@ -218,6 +233,20 @@ class Port(ReferenceLayer):
     for text in texts:
         assert text in result.stderr
     assert not list(tmp_path.glob("*traced*"))
+
+
+def test_cannot_decode(run_traced: Any, traced: Path, small: Path) -> None:
+    result = run_traced(f"traced:{traced}", "--layer", 1, "--model", small, *ROWS, "--decode", 2)
+    assert result.exit_code == 3
+    assert "does not accept past_key_value" in result.stderr
+
+
+@pytest.mark.slow
+def test_is_no_part_of_a_rank(process: Any, traced: Path, small: Path) -> None:
+    arguments = ("--layer", 1, "--model", small, *ROWS, "--random-input", "--backend", "cpu")
+    done = process("single-layer", *arguments, "--target", f"traced:{traced}", "--tp-degree", 2)
+    assert done.returncode == 3
+    assert "is a whole layer, not one rank's part of it" in done.stderr
 
 
 def test_traced_target_is_not_traced_again(trace: Trace, small: Path, traced: Path) -> None:

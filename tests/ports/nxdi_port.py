@@ -118,3 +118,10 @@ class WithoutBias(DecoderLayer):
         super().__init__(config, layer_idx)
         self.block_sparse_moe.router.__class__ = RouterTopK
         del self.block_sparse_moe.router.e_score_correction_bias
+
+
+class FusedProjection(DecoderLayer):
+    """One that has q, k and v in a single matrix, as NxDI's config says, and serves all layers."""
+
+    mm2_neuron_config = {"fused_qkv": True}
+    reuse = True
