@@ -21,6 +21,8 @@ from minimax_tools.errors import CannotRunError
 from neuron.devices.crew import attempt_store, leave_word
 
 _HOST = "127.0.0.1"
+# What ends a process, and must end its ranks with it, which are in sessions of their own.
+_STOPPING = (signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.05
 # How long rank 0 has to say why the run ended, and the others to end, before they are ended.
 _GRACE_S = 5.0
@@ -46,7 +48,7 @@ def launch_ranks(
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         _HOST, 0, is_master=True, wait_for_workers=False
     )
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {number: signal.signal(number, _interrupt) for number in _STOPPING}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
@@ -61,13 +63,13 @@ def launch_ranks(
         return ranks[0].returncode
     finally:
         _end(ranks)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start(
     rank: int, num_ranks: int, port: int, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
     own = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -83,7 +85,7 @@ def _start(
     return subprocess.Popen(
         [sys.executable, "-m", "neuron", *arguments],
         env={
-            "OMP_NUM_THREADS": str(num_threads),
+            "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks)),
             **environment,
             **{name: str(value) for name, value in own.items()},
         },

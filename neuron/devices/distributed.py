@@ -50,18 +50,21 @@ def process_group(backend: Backend, *, ranks: Ranks, store: Any = None) -> Itera
 
 
 @contextmanager
-def model_parallel(tp_degree: int = 1) -> Iterator[None]:
+def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
     """Hold Neuron's model-parallel groups, of that size, where neuronx-distributed is installed.
 
     The process group is up.
 
+    Yields:
+        The tensor-parallel group, to be probed; None where the package is absent.
+
     Raises:
-        BackendError: They are up already, have another size than was asked for, or add up wrongly.
+        BackendError: They are up already, have another size than was asked for, or cannot be set up.
     """
     try:
         from neuronx_distributed.parallel_layers import parallel_state
     except ImportError:
-        yield
+        yield None
         return
     # A second initialisation does not raise there, so it is asked for here.
     if parallel_state.model_parallel_is_initialized():
@@ -80,7 +83,7 @@ def model_parallel(tp_degree: int = 1) -> Iterator[None]:
         # The size asked for is clamped to the world silently.
         found = parallel_state.get_tensor_model_parallel_size()
         _refuse_other_size("parallel_state", found, tp_degree)
-        yield
+        yield parallel_state.get_tensor_model_parallel_group()
     finally:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()

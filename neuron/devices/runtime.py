@@ -131,7 +131,9 @@ def open_runtime(name: str, *, ranks: Ranks | None = None) -> Iterator[Runtime]:
         # XLA on the CPU has no collectives to trust: its group is gloo's, over plain tensors.
         probe_group(device if backend.is_neuron else torch.device("cpu"))
         if backend.is_neuron:
-            stack.enter_context(model_parallel(ranks.degree))
+            tensor_parallel_group = stack.enter_context(model_parallel(ranks.degree))
+            if tensor_parallel_group is not None:
+                probe_group(device, group=tensor_parallel_group)
         crew.meet()
         yield Runtime(backend=backend, device=device, crew=crew, spmd=spmd)
         if ranks.is_lead:

@@ -34,6 +34,10 @@ def initialize_model_parallel(tensor_model_parallel_size=1):
 def get_tensor_model_parallel_size():
     return size
 
+def get_tensor_model_parallel_group():
+    assert size is not None
+    return "group"
+
 def destroy_model_parallel():
     global size
     assert size is not None, "destroyed twice"
@@ -64,7 +68,8 @@ for name, (size, before, inside) in SCENARIOS.items():
     error = None
     exec(before)
     try:
-        with model_parallel(size):
+        with model_parallel(size) as group:
+            assert group == "group"
             exec(inside)
     except (BackendError, ValueError) as caught:
         error = str(caught)
@@ -134,8 +139,7 @@ from neuronx_distributed.parallel_layers import parallel_state
 ranks = Ranks(rank=int(os.environ["RANK"]), degree=2)
 errors = []
 with process_group(Backend.CPU, ranks=ranks, store=open_store(ranks)):
-    with model_parallel(2):
-        group = parallel_state.get_tensor_model_parallel_group()
+    with model_parallel(2) as group:
         probe_group(torch.device("cpu"), group=group)
         seen = [torch.distributed.get_world_size(group), parallel_state.get_tensor_model_parallel_rank()]
         try:

@@ -116,7 +116,7 @@ def test_a_rank_that_prints_does_not_get_between_the_results(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_stopped_leaves_no_rank_behind(
     started: Any, sweep_of: Any, write_port: Any, tmp_path: Path, sent: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,18 @@ def test_one_rank_is_what_no_option_says(run: Any, model_of: Any, tmp_path: Path
     assert "manifest.json" in files
     for name in files:
         assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_whole_model_goes_on_with_the_same_tokens(
+    model_of: Any, run: Any, process: Any, tmp_path: Path
+) -> None:
+    model = model_of(6, 2)
+    whole = ("full", "--model", model, "--seq-len", "12,7", "--dtype", "float32", "--max-new-tokens", 4)
+    place = ("--backend", "cpu", "--json", "--output-dir")
+    alone = run(*whole, *place, tmp_path / "one")
+    shared = process(*whole, *place, tmp_path / "ranks", "--tp-degree", 4)
+    assert (alone.exit_code, shared.returncode) == (0, 0), shared.stderr
+    assert json.loads(shared.stdout)["generation"] == json.loads(alone.stdout)["generation"]
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "one"))
+    assert max(errors_of(found, expected).values()) <= LIMIT
