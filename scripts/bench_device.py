@@ -22,7 +22,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "sweeping": ("graphs_for_62_layers", "compiles_after_first_layer", "sweep_over_bare"),
         "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),
-        "bisection": ("bisect_runs_62",),
+        "bisection": ("bisect_runs_62", "bisect_found_of_three", "bisect_runs_62_clean"),
     }
 )
 BENCHMARK = GroupedBenchmark(name="device", description=__doc__, groups=GROUPS)
