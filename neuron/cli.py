@@ -52,9 +52,10 @@ from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options, read_inputs
 from neuron.ports.targets import find_target
 from neuron.report_text import find_warnings, render_report
+from neuron.runs.device_request import DeviceRequest
 from neuron.runs.run_profile import PROFILE_NAME, RunProfile
 from neuron.runs.run_report import RunReport
-from neuron.runs.runner import DeviceRequest, DeviceRun
+from neuron.runs.runner import DeviceRun
 from reports.captures import capture_record, render_capture
 from reports.data import comparison_record
 from reports.json_values import to_json

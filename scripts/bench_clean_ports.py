@@ -34,7 +34,8 @@ from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
-from neuron.runs.runner import DeviceRequest, DeviceRun
+from neuron.runs.device_request import DeviceRequest
+from neuron.runs.runner import DeviceRun
 
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=6),

@@ -27,7 +27,8 @@ from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.targets import find_target
-from neuron.runs.runner import DeviceRequest, DeviceRun
+from neuron.runs.device_request import DeviceRequest
+from neuron.runs.runner import DeviceRun
 
 
 def main(way: str, model: str, golden: str, output: str) -> None:

@@ -33,8 +33,9 @@ from minimax_tools.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
+from neuron.runs.device_request import DeviceRequest
 from neuron.runs.footprint import DeviceFootprint, choose_read_ahead
-from neuron.runs.runner import DeviceRequest, DeviceRun
+from neuron.runs.runner import DeviceRun
 
 CONVERTING_PORT = Path(__file__).parents[2] / "scripts" / "examples" / "port.py"
 TARGETS = {"builtin": "builtin", "reference": "reference", "converting": f"{CONVERTING_PORT}:DecoderLayer"}
