@@ -37,6 +37,8 @@ PREFIX = "nxdi:"
 OPTIONS = "mm2_neuron_config"
 _LOG_LEVEL = "NXD_LOG_LEVEL"
 _PACKAGES = ("neuronx_distributed", "Neuron")
+_CPU_MODE = "NXD_CPU_MODE"
+_MASTER = "master_weight"
 _CONVERT = "convert_state_dict"
 _INSTALL = (
     "Run in the Neuron SDK's virtual environment for NxD Inference, or install it: pip install "
@@ -62,13 +64,17 @@ class NxdiLayer(nn.Module):
         layer: The port's.
         layout: How this rank holds weights.
         neuron_config: NxDI's; told whether a pass is a prefill.
+        is_cpu_mode: Whether NxD was built to compute on the CPU.
     """
 
-    def __init__(self, layer: nn.Module, *, layout: NxdiLayout, neuron_config: Any) -> None:
+    def __init__(
+        self, layer: nn.Module, *, layout: NxdiLayout, neuron_config: Any, is_cpu_mode: bool
+    ) -> None:
         super().__init__()
         self.layer = layer
         self._layout = layout
         self._neuron_config = neuron_config
+        self._is_cpu_mode = is_cpu_mode
         self.sites = _find_sites(self, layout)
 
     def forward(
@@ -78,7 +84,12 @@ class NxdiLayer(nn.Module):
         position_ids: torch.Tensor,
         past_key_value: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
-        """[B,S,H], mask [B,P+S] of 0/1 and positions [B,S] to what the layer returns, its output [B,S,H] first."""
+        """[B,S,H], mask [B,P+S] of 0/1 and positions [B,S] to what the layer returns, its output [B,S,H] first.
+
+        Raises:
+            TargetError: The states are on the CPU, and NxD computes elsewhere, or the other way round.
+        """
+        self._refuse_other_device(hidden_states.device)
         num_rows = hidden_states.shape[1]
         causal = torch.ones(num_rows, num_rows, dtype=torch.bool, device=attention_mask.device).tril()
         is_real = attention_mask.bool()[:, None, None, :]
@@ -92,6 +103,15 @@ class NxdiLayer(nn.Module):
             given = {"attention_mask": past, "active_mask": own, "past_key_value": past_key_value}
         result = self.layer(hidden_states, position_ids=position_ids, **given)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    def _refuse_other_device(self, device: torch.device) -> None:
+        if (device.type == "cpu") != self._is_cpu_mode:
+            raise TargetError(
+                f"the port computes on {device}, which NxD was not told",
+                expected=f"{_CPU_MODE}={int(device.type == 'cpu')}",
+                found=f"{_CPU_MODE}={int(self._is_cpu_mode)}",
+                next_step=f"Set {_CPU_MODE}=1 for --backend cpu, and only there.",
+            )
 
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """The layer's weights in NxDI's layout, filled when they are loaded."""
@@ -150,10 +170,14 @@ class NxdiPort:
         _log_to_stderr()
         degree, rank = _open_parallel_state()
         nxdi_config = self._config(config, tp_degree=degree)
-        layer = self.layer_class(nxdi_config, layer_idx)
+        layer = _build_undrawn(self.layer_class, nxdi_config, layer_idx)
         spec = ModelSpec.from_config(vars(config))
         layout = NxdiLayout(spec=spec, tp_degree=degree, rank=rank)
-        arguments = {"layout": layout, "neuron_config": nxdi_config.neuron_config}
+        arguments = {
+            "layout": layout,
+            "neuron_config": nxdi_config.neuron_config,
+            "is_cpu_mode": _is_cpu_mode(),
+        }
         convert = getattr(layer, _CONVERT, None)
         if convert is not None:
             return ConvertingNxdiLayer(layer, convert=convert, **arguments)
@@ -222,6 +246,12 @@ def require_nxdi() -> None:
         ) from error
 
 
+def _is_cpu_mode() -> bool:
+    from neuronx_distributed.utils import cpu_mode
+
+    return bool(cpu_mode())
+
+
 def _log_to_stderr() -> None:
     for name in tuple(logging.root.manager.loggerDict):
         if name.startswith(_PACKAGES):
@@ -243,6 +273,29 @@ def _open_parallel_state() -> tuple[int, int]:
         int(parallel_state.get_tensor_model_parallel_size()),
         int(parallel_state.get_tensor_model_parallel_rank()),
     )
+
+
+def _build_undrawn(layer_class: Callable[..., Any], config: Any, layer_idx: int) -> Any:
+    """The layer, the weights of NxD's parallel modules left as memory has them.
+
+    They would draw each of them whole in float32 first, 10 GB of a true layer's, to be overwritten by loading.
+    """
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    before = parallel_state.get_aot_mode()
+    parallel_state.set_aot_mode(True)
+    try:
+        layer = layer_class(config, layer_idx)
+    finally:
+        parallel_state.set_aot_mode(before)
+    if isinstance(layer, nn.Module):
+        for module in layer.modules():
+            # In that mode NxD keeps the weight itself under this name too, where it keeps none otherwise.
+            if _MASTER in module._parameters and module._parameters[_MASTER] is getattr(
+                module, "weight", None
+            ):
+                module._parameters[_MASTER] = None
+    return layer
 
 
 def _annotation_of_config(layer_class: Callable[..., Any]) -> str | None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from minimax_tools.errors import TargetError
 from minimax_tools.spec import ModelSpec
 from neuron.ports.nxdi import NxdiLayer
 from neuron.ports.nxdi_layout import NxdiLayout
@@ -53,7 +54,7 @@ class Layer(nn.Module):
 @pytest.fixture
 def layer(toy: Path) -> NxdiLayer:
     layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
-    return NxdiLayer(Layer(), layout=layout, neuron_config=SimpleNamespace())
+    return NxdiLayer(Layer(), layout=layout, neuron_config=SimpleNamespace(), is_cpu_mode=True)
 
 
 def given(layer: NxdiLayer) -> dict[str, Any]:
@@ -105,8 +106,15 @@ def test_sites_of_the_class_come_first(toy: Path) -> None:
         sites = {"moe_delta": "mlp:output[1]"}  # noqa: RUF012 - what a porter writes
 
     layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
-    layer = NxdiLayer(Declaring(), layout=layout, neuron_config=SimpleNamespace())
+    layer = NxdiLayer(Declaring(), layout=layout, neuron_config=SimpleNamespace(), is_cpu_mode=True)
     assert layer.sites == {"moe_delta": "layer.mlp:output[1]"}
+
+
+def test_cpu_that_nxd_was_not_told_of_is_refused(toy: Path) -> None:
+    layout = NxdiLayout(spec=ModelSpec.from_folder(toy), tp_degree=1, rank=0)
+    layer = NxdiLayer(Layer(), layout=layout, neuron_config=SimpleNamespace(), is_cpu_mode=False)
+    with pytest.raises(TargetError, match="expected NXD_CPU_MODE=1, found NXD_CPU_MODE=0"):
+        layer(torch.zeros(1, 2, 4), torch.ones(1, 2), torch.arange(2)[None])
 
 
 def test_without_the_package_it_says_what_to_install(run_layer: Any, run_python: Any) -> None:
