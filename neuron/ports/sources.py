@@ -76,8 +76,8 @@ def import_file(path: Path) -> TargetSource:
             f"target file {path} does not exist", next_step="Give --target PATH.py:NAME with its path."
         )
     folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    # First, as a script's folder is: another that was put there later may hold a file of the same name.
+    sys.path[:] = [folder, *(path for path in sys.path if path != folder)]
     module = ModuleType(f"mm2_target_{path.stem}")
     module.__file__ = str(path.resolve())
     sys.modules[module.__name__] = module

@@ -25,6 +25,16 @@ def test_file_can_import_what_lies_beside_it(tmp_path: Path) -> None:
     assert import_file(port).find("build")() == 3
 
 
+def test_what_lies_beside_the_file_comes_before_what_another_port_brought(tmp_path: Path) -> None:
+    source = "def build():\n    import shared_name_of_ports\n    return shared_name_of_ports.VALUE\n"
+    for name, value in (("first", 1), ("second", 2)):
+        write(tmp_path / name / "shared_name_of_ports.py", f"VALUE = {value}\n")
+        write(tmp_path / name / "port.py", source)
+    import_file(tmp_path / "first" / "port.py")
+    import_file(tmp_path / "second" / "port.py")
+    assert import_file(tmp_path / "first" / "port.py").find("build")() == 1
+
+
 def test_edit_within_a_second_is_seen(tmp_path: Path) -> None:
     values = []
     for number in (1, 2, 3):
