@@ -122,18 +122,21 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         else:
             copy_weight(name, value, out)
 
-    def read_rows_into(self, name: str, rows: range, out: torch.Tensor) -> None:
-        """Fill `out` with some rows of the tensor, side by side, and read no others from the checkpoint.
+    def read_rows_into(
+        self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
+    ) -> None:
+        """Fill `out` with some rows of the tensor, or some of their columns; no other rows are read.
 
         Raises:
             KeyError: There is no such tensor.
-            ValueError: It has no such rows, `out` has another shape, or the tensor was set to FP8 codes.
+            ValueError: It has no such rows or columns, `out` has another shape, or the tensor was set to FP8 codes.
         """
         value = self._value(name)
         if value is None:
-            self._reader.read_weight_rows_into(layer_prefix(self.layer) + name, rows, out)
-        else:
-            copy_weight(name, value[rows.start : rows.stop], out)
+            self._reader.read_weight_rows_into(layer_prefix(self.layer) + name, rows, out, columns=columns)
+            return
+        part = value[rows.start : rows.stop]
+        copy_weight(name, part if columns is None else part[:, columns.start : columns.stop], out)
 
     def copy(self) -> LayerTensors:
         """A second mapping over the same checkpoint: setting or removing in one leaves the other alone."""

@@ -134,31 +134,40 @@ class CheckpointReader:
         with self._weighing():
             self._weigh(entry, out, past_cache=past_cache)
 
-    def read_weight_rows_into(self, name: str, rows: range, out: torch.Tensor) -> None:
-        """Fill `out` with the values of some rows of a weight, in any float dtype; the others' bytes are not read.
+    def read_weight_rows_into(
+        self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
+    ) -> None:
+        """Fill `out` with the values of some rows of a weight, in any float dtype; other rows' bytes are not read.
 
-        Of an FP8 weight the rows that share a scale with them are read too.
+        Of an FP8 weight the rows and columns that share a scale with them are read and weighed too.
 
         Args:
             name: The tensor.
             rows: Which, side by side.
-            out: Of the stored shape but for the number of rows.
+            out: On the CPU, of the stored shape but for the number of rows and columns.
+            columns: Which of their columns, side by side, of a matrix; None for all.
 
         Raises:
             CheckpointError: As for `read_weight`.
-            ValueError: There are no such rows, or `out` has another shape.
+            ValueError: There are no such rows or columns, or `out` has another shape.
         """
         entry = self.index[name]
-        if rows.step != 1 or not 0 <= rows.start <= rows.stop <= entry.shape[0]:
-            raise ValueError(f"{name} has {entry.shape[0]} rows, not {rows}")
         part = _rows_of(entry, rows)
-        _check_out(part, out)
+        if columns is not None:
+            _check_range(columns, entry.shape[1], f"{name} has", "columns")
+        shape = part.shape if columns is None else (len(rows), len(columns))
+        if tuple(out.shape) != shape:
+            raise ValueError(f"{name} has a part of {list(shape)}, out has {list(out.shape)}")
         _check_weight(entry)
         with self._weighing():
             if entry.dtype == torch.float8_e4m3fn:
-                self._dequantise_rows_into(entry, rows, out)
-            else:
+                self._dequantise_part_into(entry, rows, columns or range(entry.shape[1]), out)
+            elif columns is None:
                 self._fill_weight(part, out, past_cache=False)
+            else:
+                whole_rows = self._staged("rows", part.shape, part.dtype)
+                self._fill(part, whole_rows, past_cache=False)
+                out.copy_(whole_rows[:, columns.start : columns.stop])
 
     def close(self) -> None:
         """Close every shard that was opened; reading again opens it anew."""
@@ -195,16 +204,27 @@ class CheckpointReader:
         else:
             out.copy_(self._read(entry, past_cache=past_cache))
 
-    def _dequantise_rows_into(self, entry: TensorEntry, rows: range, out: torch.Tensor) -> None:
+    def _dequantise_part_into(
+        self, entry: TensorEntry, rows: range, columns: range, out: torch.Tensor
+    ) -> None:
+        if not out.numel():
+            return
         scale_inv = self._read(find_scale(self.index, entry), past_cache=False)
-        blocks = range(rows.start // BLOCK_SIZE, -(-rows.stop // BLOCK_SIZE))
-        covered = range(blocks.start * BLOCK_SIZE, min(blocks.stop * BLOCK_SIZE, entry.shape[0]))
-        is_exact = covered == rows
-        values = out if is_exact else torch.empty((len(covered), *entry.shape[1:]), dtype=out.dtype)
-        part = _rows_of(entry, covered)
-        self._dequantise_into(part, scale_inv[blocks.start : blocks.stop], values, past_cache=False)
-        if not is_exact:
-            out.copy_(values[rows.start - covered.start : rows.stop - covered.start])
+        (row_blocks, all_rows), (column_blocks, all_columns) = (
+            _blocks_of(part, size) for part, size in zip((rows, columns), entry.shape, strict=True)
+        )
+        covered = _rows_of(entry, all_rows)
+        codes = self._staged("codes", covered.shape, covered.dtype)
+        self._fill(covered, codes, past_cache=False)
+        values = dequantise(
+            codes[:, all_columns.start : all_columns.stop].contiguous(),
+            scale_inv[row_blocks, column_blocks],
+            out=out if (all_rows, all_columns) == (rows, columns) else None,
+            dtype=out.dtype,
+        )
+        if values is not out:
+            first_row, first_column = rows.start - all_rows.start, columns.start - all_columns.start
+            out.copy_(values[first_row:, first_column:][: len(rows), : len(columns)])
 
     @contextmanager
     def _weighing(self) -> Iterator[None]:
@@ -276,14 +296,30 @@ def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
 
 
 def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
-    """Some rows of a tensor, as an entry of their own."""
-    row_bytes = entry.size_bytes // entry.shape[0] if entry.shape[0] else 0
+    """Some rows of a tensor, as an entry of their own.
+
+    Raises:
+        ValueError: There are no such rows.
+    """
+    _check_range(rows, entry.shape[0], f"{entry.name} has", "rows")
+    row_bytes = entry.size_bytes // max(entry.shape[0], 1)
     return replace(
         entry,
         shape=(len(rows), *entry.shape[1:]),
         offset=entry.offset + rows.start * row_bytes,
         size_bytes=len(rows) * row_bytes,
     )
+
+
+def _check_range(part: range, size: int, what: str, unit: str) -> None:
+    if part.step != 1 or not 0 <= part.start <= part.stop <= size:
+        raise ValueError(f"{what} {size} {unit}, not {part}")
+
+
+def _blocks_of(part: range, size: int) -> tuple[slice, range]:
+    """The blocks of an FP8 weight's dim that hold a part of it, and the indices that these cover."""
+    start, stop = part.start // BLOCK_SIZE, -(-part.stop // BLOCK_SIZE)
+    return slice(start, stop), range(start * BLOCK_SIZE, min(stop * BLOCK_SIZE, size))
 
 
 def _check_weight(entry: TensorEntry) -> None:

@@ -89,13 +89,16 @@ class RankCut:
             self._read_columns(tensors, name, out)
 
     def _read_columns(self, tensors: LayerTensors, name: str, out: torch.Tensor) -> None:
-        num_rows, width = tensors.given_shape(name)
-        band = torch.empty(min(_BAND_ROWS, num_rows), width, dtype=out.dtype)
+        num_rows, _ = tensors.given_shape(name)
+        first = min(run.source for run in self.runs)
+        columns = range(first, max(run.source + run.length for run in self.runs))
+        band = torch.empty(min(_BAND_ROWS, num_rows), len(columns), dtype=out.dtype)
         for start in range(0, num_rows, _BAND_ROWS):
             rows = range(start, min(start + _BAND_ROWS, num_rows))
-            tensors.read_rows_into(name, rows, band[: len(rows)])
+            own = band[: len(rows)]
+            tensors.read_rows_into(name, rows, own, columns=columns)
             for run in self.runs:
-                source = band[: len(rows), run.source : run.source + run.length]
+                source = own.narrow(1, run.source - first, run.length)
                 out[rows.start : rows.stop, run.place : run.place + run.length].copy_(source)
 
     def weight(self, tensors: LayerTensors, name: str) -> Gathered:

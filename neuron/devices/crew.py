@@ -34,6 +34,7 @@ _CAUSE_S = 3.0
 _POLL_S = 0.05
 _LEAD_KEY, _FAILURE_KEY = "lead", "failure"
 _FIRST_ATTEMPT = "0"
+_TIMED_OUT = re.compile(r"timed out", re.IGNORECASE)
 _CONNECTION = re.compile(r"gloo|connection|socket|recv|timed out|broken pipe|NCCL", re.IGNORECASE)
 
 
@@ -48,6 +49,23 @@ class RankFailedError(CannotRunError):
     def __init__(self, rank: int, text: str) -> None:
         self.rank = rank
         super().__init__(f"rank {rank} failed: {text}")
+
+
+class RankUnheardError(CannotRunError):
+    """A rank waited for the others for longer than anything takes.
+
+    Args:
+        rank: Which.
+        error: What it got at last.
+    """
+
+    def __init__(self, rank: int, error: Exception) -> None:
+        self.rank = rank
+        where = error.what if isinstance(error, Mm2Error) else str(error)
+        super().__init__(
+            f"{where}: rank {rank} waited in vain for the other ranks",
+            next_step="All must make the same collective calls, in the same order; see --debug for the traceback.",
+        )
 
 
 class Crew:
@@ -111,12 +129,14 @@ class Crew:
                 cause = self._find_cause(error)
                 if cause["rank"] != self.ranks.rank:
                     raise RankFailedError(cause["rank"], cause["text"]) from error
+                if _matches(error, _TIMED_OUT) and not isinstance(error, RankUnheardError):
+                    raise RankUnheardError(self.ranks.rank, error) from error
             raise
 
     def _find_cause(self, error: Exception) -> dict[str, Any]:
         """Whoever failed first: this rank, unless another one left word, or is about to."""
         own = {"rank": self.ranks.rank, "text": str(error) or type(error).__name__}
-        deadline = time.monotonic() + (_CAUSE_S if _is_lost_connection(error) else 0.0)
+        deadline = time.monotonic() + (_CAUSE_S if _matches(error, _CONNECTION) else 0.0)
         try:
             while time.monotonic() < deadline and not self._store.check([_FAILURE_KEY]):
                 time.sleep(_POLL_S)
@@ -170,11 +190,11 @@ def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:
     return torch.distributed.PrefixStore(f"mm2/{attempt}", store)  # type: ignore[attr-defined]  # not in its __all__
 
 
-def _is_lost_connection(error: BaseException) -> bool:
-    """Whether an error, or what it came from, tells that another rank is gone."""
+def _matches(error: BaseException, pattern: re.Pattern[str]) -> bool:
+    """Whether an error that is not mm2's own, or one that it came from, is of such a text."""
     cause: BaseException | None = error
     while cause is not None:
-        if not isinstance(cause, Mm2Error) and _CONNECTION.search(str(cause)):
+        if not isinstance(cause, Mm2Error) and pattern.search(str(cause)):
             return True
         cause = cause.__cause__
     return False

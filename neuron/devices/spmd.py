@@ -38,11 +38,7 @@ class Spmd:
 
     def as_json(self) -> dict[str, int | str]:
         """What of it changes numbers; in which dtype sums are made is XLA's choice."""
-        return {
-            "tp_degree": self.sharing.degree,
-            "ep_degree": self.sharing.expert_degree,
-            "devices": "one process",
-        }
+        return {"tp_degree": self.sharing.degree, "ep_degree": self.sharing.expert_degree}
 
     def shard(self, module: nn.Module, *, what: str) -> None:
         """Mark a loaded module's weights as its `shardings` say: by name, for each dim an axis or several, or None.
