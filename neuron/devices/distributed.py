@@ -21,17 +21,20 @@ from neuron.devices.ranks import Ranks
 
 _OWN_PROCESS = "Start mm2-test in a process of its own."
 # How long a rank waits for the others within a layer: they load as much, and compute as much.
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+PATIENCE = timedelta(minutes=10)
 
 
 @contextmanager
-def process_group(backend: Backend, *, ranks: Ranks, store: Any = None) -> Iterator[None]:
+def process_group(
+    backend: Backend, *, ranks: Ranks, store: Any = None, patience: timedelta = PATIENCE
+) -> Iterator[None]:
     """Hold a process group of these ranks for the time of the block.
 
     Args:
         backend: What computes.
         ranks: All that were launched.
         store: torch.distributed's, which all of them reach; none for one rank.
+        patience: How long a rank waits for the others in a collective call.
 
     Raises:
         BackendError: A group is up already, cannot be opened, or has another size than was asked for.
@@ -39,7 +42,7 @@ def process_group(backend: Backend, *, ranks: Ranks, store: Any = None) -> Itera
     if torch.distributed.is_initialized():
         raise BackendError("torch.distributed is initialised already", next_step=_OWN_PROCESS)
     with native_output_dropped():
-        _open_group(backend, ranks, store)
+        _open_group(backend, ranks, store, patience)
     try:
         _refuse_other_size("the process group", torch.distributed.get_world_size(), ranks.degree)
         yield
@@ -139,7 +142,7 @@ def _refuse_other_size(what: str, found: int, expected: int) -> None:
         )
 
 
-def _open_group(backend: Backend, ranks: Ranks, store: Any) -> None:
+def _open_group(backend: Backend, ranks: Ranks, store: Any, patience: timedelta) -> None:
     try:
         if backend is Backend.NEURON_XLA:
             import torch_xla.distributed.xla_backend  # noqa: F401 - registers the backend "xla"
@@ -151,7 +154,7 @@ def _open_group(backend: Backend, ranks: Ranks, store: Any) -> None:
                 store=store or torch.distributed.HashStore(),  # type: ignore[attr-defined]  # not in its __all__
                 rank=ranks.rank,
                 world_size=ranks.degree,
-                timeout=_COLLECTIVE_TIMEOUT,
+                timeout=patience,
             )
     except Exception as error:  # a foreign runtime: anything can come
         raise BackendError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 
 from neuron.devices.backend import Backend, choose_backend, open_device
 from neuron.devices.crew import Crew, open_store
-from neuron.devices.distributed import model_parallel, probe_group, process_group, refuse_launched
+from neuron.devices.distributed import PATIENCE, model_parallel, probe_group, process_group, refuse_launched
 from neuron.devices.ranks import Ranks
 from neuron.devices.spmd import Spmd, open_spmd
 
@@ -99,7 +100,9 @@ class Runtime:
 
 
 @contextmanager
-def open_runtime(name: str, *, ranks: Ranks | None = None) -> Iterator[Runtime]:
+def open_runtime(
+    name: str, *, ranks: Ranks | None = None, patience: timedelta = PATIENCE
+) -> Iterator[Runtime]:
     """Open the backend `name` (`auto` or a value of `Backend`) with its process group, and close both after.
 
     An error in the block is told to the other ranks; one of theirs that is its cause is raised instead.
@@ -108,11 +111,13 @@ def open_runtime(name: str, *, ranks: Ranks | None = None) -> Iterator[Runtime]:
         name: The backend.
         ranks: Those that share a layer, launched all; of XLA on the CPU as many devices within this process. None
             for one.
+        patience: How long one waits for the others in a collective call, before that ends the run.
 
     Raises:
         BackendError: The backend is not available here, or its process group cannot be trusted.
         MissingExtraError: torch_xla is not installed.
         RankFailedError: Another rank failed.
+        RankUnheardError: The others do not make the same calls.
     """
     backend = choose_backend(name)
     refuse_launched(backend)
@@ -125,7 +130,7 @@ def open_runtime(name: str, *, ranks: Ranks | None = None) -> Iterator[Runtime]:
         # Once for what happens while groups are opened, and once for what happens in them: word of an error must be
         # out before they close.
         stack.enter_context(crew.failing_together())
-        stack.enter_context(process_group(backend, ranks=ranks, store=store))
+        stack.enter_context(process_group(backend, ranks=ranks, store=store, patience=patience))
         stack.enter_context(crew.failing_together())
         device = open_device(backend)
         # XLA on the CPU has no collectives to trust: its group is gloo's, over plain tensors.

@@ -42,6 +42,27 @@ class Port(DeviceLayer):
 """
 
 
+# A sum that rank 0 alone asks for.
+LONELY_SUM = """
+import os
+from datetime import timedelta
+import torch
+from minimax_tools.errors import Mm2Error
+from neuron.devices.ranks import Ranks
+from neuron.devices.runtime import open_runtime
+
+ranks = Ranks(rank=int(os.environ["RANK"]), degree=2)
+try:
+    with open_runtime("cpu", ranks=ranks, patience=timedelta(seconds=3)) as runtime:
+        if ranks.is_lead:
+            torch.distributed.all_reduce(torch.ones(1))
+        else:
+            runtime.crew.hear()
+except Mm2Error as error:
+    print(f"{ranks.rank}: {error}\\n", end="")
+"""
+
+
 @pytest.fixture
 def sweep_of(small: Path) -> tuple[object, ...]:
     return ("multi-layer", "--layers", "0:3", "--model", small, *SHORT, "--tp-degree", 2)
@@ -146,6 +167,22 @@ def test_a_rank_that_dies_while_the_lead_computes_on_is_named(
     _, stderr = launcher.communicate(timeout=30)
     assert launcher.returncode == 3
     assert "Error: rank 1 failed: it was ended by SIGKILL" in stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_vain_says_so(tmp_path: Path) -> None:
+    (tmp_path / "lonely.py").write_text(LONELY_SUM)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "lonely.py"))
+    done = subprocess.run(
+        [sys.executable, *torchrun],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lead, other = sorted(done.stdout.splitlines())
+    assert "rank 0 waited in vain for the other ranks. All must make the same collective calls" in lead
+    assert other.startswith("1: rank 0 failed: ")
 
 
 @pytest.mark.slow

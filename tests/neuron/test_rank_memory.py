@@ -57,7 +57,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder, 64 * 3 * 512 * 512 * 2
 
 
-@pytest.mark.parametrize(("degree", "expert_degree"), [(4, 1), (4, 2), (8, 8)])
+@pytest.mark.parametrize(
+    ("degree", "expert_degree"),
+    [(4, 2), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(8, 8, marks=pytest.mark.slow)],
+)
 def test_a_rank_holds_its_part_of_a_layer_and_never_more(
     run_python: Any, large: tuple[Path, int], degree: int, expert_degree: int
 ) -> None:
@@ -71,6 +74,7 @@ def test_a_rank_holds_its_part_of_a_layer_and_never_more(
     assert growth < weights + 16e6 < experts_bytes / 2
 
 
+@pytest.mark.slow
 def test_a_rank_reads_of_other_experts_nothing(run_python: Any, large: tuple[Path, int]) -> None:
     folder, experts_bytes = large
     done = run_python(LOAD.format(folder=str(folder), degree=8, expert_degree=8))
