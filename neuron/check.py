@@ -313,7 +313,7 @@ def _look_at_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype
             level=Level.OK if fits else Level.FAIL,
             subject="device memory",
             found=f"a layer takes {word_size(weights)}, the lm_head {word_size(head)}, of {word_size(hbm)} on a core",
-            next_step="" if fits else "Run it on more cores, or in a smaller dtype.",
+            next_step="" if fits else "Share it among cores with --tp-degree, or take a smaller dtype.",
         )
     gate_up = spec.num_local_experts * 2 * spec.intermediate_size * spec.hidden_size * dtype.itemsize
     largest_tensor = max(
@@ -325,7 +325,7 @@ def _look_at_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype
             subject="tensor size",
             found=f"gate and up of all experts in one tensor take {word_size(largest_tensor)}, over the 4 GiB that "
             "runtimes before SDK 2.28 allow",
-            next_step="In a port, run experts in chunks, as mm2's own layer does, or spread them over two cores.",
+            next_step="In a port, run experts in chunks, as mm2's own layer does, or share them with --tp-degree.",
         )
 
 

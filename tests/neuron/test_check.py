@@ -206,7 +206,7 @@ def test_a_layer_that_is_too_large_for_a_core_fails(machine: Any) -> None:
     larger = SyntheticModel(hidden_size=6144, intermediate_size=4096, num_local_experts=256).spec()
     (found,) = check(machine("trn1.2xlarge", 1), spec=larger)["device memory"]
     assert found.level is Level.FAIL
-    assert "more cores" in found.next_step
+    assert "among cores with --tp-degree" in found.next_step
 
 
 def test_a_tensor_over_four_gibibytes_is_noted_and_a_small_one_is_not(machine: Any) -> None:
