@@ -17,20 +17,17 @@ from pathlib import Path
 
 import torch
 from bench_clean_ports import EXAMPLES
+from cpu_golden import capture_cpu_golden
 from figures import Figure, print_figures
 
 from compare.batch import Batch
 from compare.chain_limits import LONGEST_CHAIN, chain_limits
 from compare.chain_noise import PARTS, ChainError, measure_error, measure_unit
-from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest
-from gpu_reference.placement import Placement
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.run import full_run
+from minimax_tools.prompts import InputRequest
 from minimax_tools.sites import Site
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
@@ -148,7 +145,14 @@ def measure(
             seed=setting.seed,
         )
         spec = ModelSpec.from_folder(folder)
-        golden = _make_golden(folder, spec, setting, Path(scratch) / "golden")
+        golden = capture_cpu_golden(
+            folder,
+            Path(scratch) / "golden",
+            rows=InputRequest(seq_lens=LENGTHS, seed=setting.seed),
+            sites_level="layer",
+            noise_floor="stats" if setting.dtype is torch.bfloat16 else "off",
+            dtype=setting.dtype,
+        )
         for port, backend in ports:
             request = ChainRequest(spec=spec, golden=golden, target=find_target(port), dtype=setting.dtype)
             with (
@@ -168,27 +172,6 @@ def _measure_chain(golden: Capture, runner: ChainRunner, start: int) -> Iterator
         reference = batch.rows(golden.read(layer, Site.OUTPUT), Site.OUTPUT)
         error = measure_error(reference, batch.rows(output, Site.OUTPUT), unit)
         yield Measured(length=layer + 1 - start, error=error, unit=unit.relative)
-
-
-def _make_golden(folder: Path, spec: ModelSpec, setting: Setting, directory: Path) -> Capture:
-    request = GoldenRequest(
-        model=GoldenModelRequest(
-            folder=folder,
-            spec=spec,
-            num_hidden_layers=spec.num_hidden_layers,
-            dtype=setting.dtype,
-            placement=Placement(device_map={"": "cpu"}),
-            attn_implementation="sdpa",
-            experts_implementation="grouped_mm",
-        ),
-        model_source=str(folder),
-        run=full_run(spec.num_hidden_layers, sites_level="layer"),
-        inputs=build_inputs(InputRequest(seq_lens=LENGTHS, seed=setting.seed), folder=folder, spec=spec),
-        noise_floor="stats" if setting.dtype is torch.bfloat16 else "off",
-    )
-    with open_golden(request) as golden:
-        golden.capture(directory, extra={})
-    return Capture.open(directory)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cpu_golden import capture_cpu_golden
 from figures import Figure, print_figures
 
 from compare.comparer import compare_captures
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL, NoiseLimits
 from compare.judge import Criteria
-from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest
-from gpu_reference.placement import Placement
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.prompts import InputRequest
 from minimax_tools.results import Comparison, NoiseRatio, RoutingResult, Verdict
 from minimax_tools.run import full_run, sweep_run
 from minimax_tools.span import Span
@@ -137,7 +135,15 @@ def compare_clean_ports(setting: Setting, backends: list[str]) -> list[tuple[str
             seed=setting.seed,
         )
         spec = ModelSpec.from_folder(folder)
-        golden = make_golden(folder, spec, setting, Path(scratch) / "golden")
+        golden = capture_cpu_golden(
+            folder,
+            Path(scratch) / "golden",
+            rows=InputRequest(seq_lens=LENGTHS, seed=setting.seed),
+            sites_level="all",
+            noise_floor="full",
+            attention=setting.golden_attention,
+            experts=setting.golden_experts,
+        )
         for kind, target, backend in clean_ports(backends):
             for mode in ("isolated", "chained"):
                 directory = Path(scratch) / "run"
@@ -162,29 +168,6 @@ def clean_ports(backends: list[str]) -> list[tuple[str, str, str]]:
         for name in TRANSFORMERS
     ]
     return [*own, *others]
-
-
-def make_golden(folder: Path, spec: ModelSpec, setting: Setting, directory: Path) -> Capture:
-    """A golden of the whole model with its floor."""
-    run = full_run(spec.num_hidden_layers, sites_level="all")
-    request = GoldenRequest(
-        model=GoldenModelRequest(
-            folder=folder,
-            spec=spec,
-            num_hidden_layers=spec.num_hidden_layers,
-            dtype=torch.bfloat16,
-            placement=Placement(device_map={"": "cpu"}),
-            attn_implementation=setting.golden_attention,
-            experts_implementation=setting.golden_experts,
-        ),
-        model_source=str(folder),
-        run=run,
-        inputs=build_inputs(InputRequest(seq_lens=LENGTHS, seed=setting.seed), folder=folder, spec=spec),
-        noise_floor="full",
-    )
-    with open_golden(request) as golden:
-        golden.capture(directory, extra={})
-    return Capture.open(directory)
 
 
 def run_port(

@@ -13,22 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_golden import capture_cpu_golden
 from figures import Figure
 
 from compare.chain_limits import default_chain_length
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.judge import Criteria
-from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest
-from gpu_reference.placement import Placement
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.probes import Bisection
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.run import full_run
+from minimax_tools.prompts import InputRequest
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 from neuron.builtin.layer import DeviceLayer
@@ -89,24 +86,14 @@ class _Bench:
         folder = scratch / "model"
         synthesize(folder, model=_MODEL, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
         spec = ModelSpec.from_folder(folder)
-        request = GoldenRequest(
-            model=GoldenModelRequest(
-                folder=folder,
-                spec=spec,
-                num_hidden_layers=spec.num_hidden_layers,
-                dtype=torch.bfloat16,
-                placement=Placement(device_map={"": "cpu"}),
-                attn_implementation="sdpa",
-                experts_implementation="grouped_mm",
-            ),
-            model_source=str(folder),
-            run=full_run(spec.num_hidden_layers, sites_level="layer"),
-            inputs=build_inputs(InputRequest(seq_lens=lengths), folder=folder, spec=spec),
+        golden = capture_cpu_golden(
+            folder,
+            scratch / "golden",
+            rows=InputRequest(seq_lens=lengths),
+            sites_level="layer",
             noise_floor="stats",
         )
-        with open_golden(request) as golden:
-            golden.capture(scratch / "golden", extra={})
-        return cls(folder=folder, spec=spec, golden=Capture.open(scratch / "golden"))
+        return cls(folder=folder, spec=spec, golden=golden)
 
     def bisect(self, layers: frozenset[int], extent: Extent) -> Bisection:
         """The bisection of a port that is wrong in these layers."""

@@ -63,7 +63,7 @@ def test_rows_do_not_depend_on_their_neighbours(opened: Golden, toy: Path, side:
     together = batch(toy, input_ids=("5,6,7,8,9", "40,41"), padding_side=side)
     alone = batch(toy, input_ids=("40,41",))
     generated = generate(opened.model, together, sampling, folder=toy)
-    assert [row["prompt_ids"] for row in generated["rows"]] == [[5, 6, 7, 8, 9], [40, 41]]
+    assert [row.prompt_ids for row in generated.rows] == [(5, 6, 7, 8, 9), (40, 41)]
     assert new_ids(generated)[1:] == new_ids(generate(opened.model, alone, sampling, folder=toy))
 
 

@@ -17,8 +17,8 @@ from minimax_tools.options import read_input_request, read_span
 from minimax_tools.span import Span
 from neuron.cli import main as mm2_test
 
-# These run no model.
-OTHERS = {"show", "check"}
+# These capture no run: two run no model, bisect keeps no sites of a golden's rows, trace runs nothing of its own.
+OTHERS = {"show", "check", "bisect", "trace"}
 # A plan, or the dimensions that all know, stand for a model that is not given.
 NEED_NO_MODEL = {"extract-all", "check"}
 # Run by every command of mm2-gpu and mm2-test that runs a model.
