@@ -86,7 +86,7 @@ class Run:
         sites: Sites to keep of every layer, in execution order.
         model_sites: Sites to keep outside the layers.
         component: The component run alone, where it is one.
-        decode_rows: How many of the last rows are computed one at a time, from the keys and values before them.
+        decode_rows: How many of each prompt's last rows are computed one at a time, from the keys and values before.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Run:
         )
 
     def __str__(self) -> str:
-        decoded = f", last {self.decode_rows} rows decoded" if self.decode_rows else ""
+        decoded = f", last {self.decode_rows} rows of each prompt decoded" if self.decode_rows else ""
         return f"{self.name} ({self.mode}, {self.span}{decoded})"
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.checkpoint.names import expected_layer_shapes
 from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
 from minimax_tools.errors import BackendError, MissingExtraError
@@ -134,6 +135,9 @@ def check_machine(
         dtype: Of weights and activations.
         profile: Of a run on this machine, from which the time that other lengths take is told; None for none.
         root: Where `dev`, `sys` and `var` lie.
+
+    Raises:
+        CaptureError: The profile is of another model, dtype or backend, of several ranks, or of a run that decodes.
     """
     machine = Machine.current(root=root)
     findings = [*_look_at_machine(machine), *_look_at_versions()]
@@ -157,7 +161,13 @@ def check_machine(
                 ),
             )
             findings.append(_look_at_host_memory(footprint, free))
+            findings += _look_at_device_activations(machine, footprint)
     if profile is not None:
+        profile.verify(
+            spec_digest=spec.digest(),
+            dtype=dtype_name(dtype),
+            backend=None if chosen is None else str(chosen),
+        )
         findings += [_look_at_time(profile, spec, seq_len) for seq_len in seq_lens]
     return tuple(findings)
 
@@ -327,6 +337,24 @@ def _look_at_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype
             "runtimes before SDK 2.28 allow",
             next_step="In a port, run experts in chunks, as mm2's own layer does, or share them with --tp-degree.",
         )
+
+
+def _look_at_device_activations(machine: Machine, footprint: DeviceFootprint) -> Iterator[Finding]:
+    """Whether a core holds a layer and what it computes of a row of some length."""
+    hbm = machine.hbm_bytes_per_core
+    if hbm is None:
+        return
+    # What the host would take if it computed, the device takes.
+    on_device = replace(footprint, backend=Backend.CPU)
+    needed = on_device.layer_bytes + on_device.activation_bytes
+    fits = needed <= hbm
+    yield Finding(
+        level=Level.OK if fits else Level.FAIL,
+        subject="device memory by length",
+        found=f"a layer and what it computes of {footprint.inputs.sequence_length} tokens take about "
+        f"{word_size(needed)}, of {word_size(hbm)} on a core",
+        next_step="" if fits else "Share the layer among more ranks with --tp-degree, or run shorter rows.",
+    )
 
 
 def _look_at_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> Finding:

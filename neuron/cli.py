@@ -15,13 +15,14 @@ from compare.comparer import compare_captures
 from compare.options import read_criteria
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.locate import open_source
+from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.console import Mm2Group, print_json
-from minimax_tools.errors import CannotRunError, CaptureError
+from minimax_tools.errors import CannotRunError, CaptureError, TargetError
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import (
     dtype_option,
@@ -51,7 +52,7 @@ from neuron.commands.trace import trace_command
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options, read_inputs
 from neuron.ports.targets import find_target
-from neuron.report_text import find_warnings, render_report
+from neuron.report_text import compare_tokens, find_warnings, render_report
 from neuron.runs.device_request import DeviceRequest
 from neuron.runs.run_profile import PROFILE_NAME, RunProfile
 from neuron.runs.run_report import RunReport
@@ -71,6 +72,7 @@ class _Outcome:
     capture: Capture
     report: RunReport | None
     generation: Generation | None
+    golden_generation: Generation | None
     comparison: Comparison | None
 
 
@@ -230,11 +232,17 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
         criteria = read_criteria(options)
         comparison = compare_captures(golden, capture, criteria=criteria, layer_pattern="layer_*")
     outcome = _Outcome(
-        capture=capture, report=report, generation=Generation.read(directory), comparison=comparison
+        capture=capture,
+        report=report,
+        generation=Generation.read(directory),
+        golden_generation=None if golden is None else Generation.read(golden.directory),
+        comparison=comparison,
     )
     _print_outcome(outcome, as_json=options["as_json"])
     if comparison is not None:
         raise SystemExit(comparison.verdict.exit_code)
+    if report is not None and report.generation_error is not None:
+        raise SystemExit(TargetError.exit_code)
 
 
 def _execute(
@@ -268,6 +276,10 @@ def _execute(
         if report.profile:
             RunProfile(
                 backend=str(runtime.backend),
+                spec_digest=spec.digest(),
+                dtype=dtype_name(request.dtype),
+                num_ranks=options["ranks"].degree,
+                decode_rows=run.decode_rows,
                 batch_size=request.inputs.batch_size,
                 sequence_length=request.inputs.sequence_length,
                 layers=report.profile,
@@ -289,7 +301,12 @@ def _refuse_other_run(saved: Capture, run: Run, options: Options) -> None:
     """Refuse to show a saved run as the one asked for where it is another."""
     description = saved.description
     found = description.run
-    if (found.span, found.mode, found.component) != (run.span, run.mode, run.component):
+    if (found.span, found.mode, found.component, found.decode_rows) != (
+        run.span,
+        run.mode,
+        run.component,
+        run.decode_rows,
+    ):
         raise CaptureError(
             f"{saved.directory} holds another run than --skip-compile asks for",
             expected=str(run),
@@ -319,6 +336,8 @@ def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
     click.echo(render_capture(outcome.capture))
     if outcome.generation is not None:
         click.echo(str(outcome.generation))
+        for line in compare_tokens(outcome.generation, outcome.golden_generation):
+            click.echo(line)
     if outcome.report is not None:
         _print_report(outcome.report, outcome.capture.directory)
     if outcome.comparison is not None:

@@ -66,7 +66,7 @@ device_options = stack_options(
         type=click.IntRange(min=0),
         default=0,
         metavar="N",
-        help="Compute the last N rows one at a time, from the keys and values of those before them.",
+        help="Compute the last N rows of each prompt one at a time, from the keys and values of those before them.",
     ),
     click.option(
         "--check-capture",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from minimax_tools.capture.generation import Generation
 from minimax_tools.size import word_size
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
@@ -27,12 +28,34 @@ def render_report(report: RunReport) -> str:
             f"graphs compiled: {compiles.first_layer} for the first layer, {compiles.later_layers} after it"
         )
     if report.effects is not None and not _changed(report):
-        layers = "layer" if len(report.effects) == 1 else "layers"
-        canvas.line(f"recording the sites changes no bit of what {len(report.effects)} {layers} gave")
+        num_run = len(report.effects)
+        earlier = f"; the others of {report.num_layers} ran before" if num_run < report.num_layers else ""
+        canvas.line(
+            f"recording the sites changes no bit of what {num_run} layer{'s' * (num_run != 1)} gave{earlier}"
+        )
     if report.profile:
         canvas.gap()
         canvas.table(_COLUMNS, _rows(report.profile))
     return canvas.text
+
+
+def compare_tokens(generation: Generation, golden: Generation | None) -> Iterator[str]:
+    """How far the tokens are the golden's, in words; no verdict rests on them."""
+    if golden is None:
+        if any(len(row.generated_ids) > 1 for row in generation.rows):
+            yield "Tokens after the first are not judged: --decode N judges what they are made of."
+        return
+    for index, (num_alike, mine, theirs) in enumerate(
+        zip(generation.num_alike(golden), generation.rows, golden.rows, strict=True)
+    ):
+        num_compared = min(len(mine.generated_ids), len(theirs.generated_ids))
+        if num_alike < num_compared:
+            yield (
+                f"Row {index}: token {num_alike} is {mine.generated_ids[num_alike]}, the golden's is "
+                f"{theirs.generated_ids[num_alike]}; not judged."
+            )
+        else:
+            yield f"Row {index}: {num_alike} token{'s' * (num_alike != 1)} as the golden's."
 
 
 def find_warnings(report: RunReport) -> Iterator[str]:
@@ -42,6 +65,8 @@ def find_warnings(report: RunReport) -> Iterator[str]:
         yield "a graph depends on the layer: a number, a shape or a slice that differs"
     for operation in compiles.fallbacks:
         yield f"{operation} ran on the CPU instead of the device"
+    if report.generation_error is not None:
+        yield f"no token was generated: {report.generation_error}"
     if changed := _changed(report):
         yield _word_effects(changed)
 

@@ -87,6 +87,20 @@ class Generation:
                 f"{path} is damaged", found=str(error), next_step="Run the capture again."
             ) from error
 
+    def num_alike(self, other: Generation) -> tuple[int, ...]:
+        """Of each row how many tokens are the other's, before the first that is not."""
+        return tuple(
+            next(
+                (
+                    index
+                    for index, pair in enumerate(zip(mine.generated_ids, theirs.generated_ids, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                min(len(mine.generated_ids), len(theirs.generated_ids)),
+            )
+            for mine, theirs in zip(self.rows, other.rows, strict=True)
+        )
+
     def as_json(self) -> dict[str, Any]:
         """As it is stored."""
         return {

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +15,8 @@ from typing import Any
 
 from minimax_tools.errors import TargetError
 
+# Python's own, and mm2: what the port is run by, rather than what it is made of.
+_LIBRARIES = sys.stdlib_module_names | {"compare", "gpu_reference", "minimax_tools", "neuron", "reports"}
 _FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
@@ -25,10 +27,12 @@ class TargetSource:
     Args:
         place: How the user named it.
         module: The module.
+        imported: Names of the modules that its import brought in.
     """
 
     place: str
     module: ModuleType
+    imported: frozenset[str] = frozenset()
 
     def find(self, name: str) -> Callable[..., Any]:
         """What the module calls `name`.
@@ -51,16 +55,21 @@ class TargetSource:
         )
 
     def digest(self) -> str:
-        """sha256 over the module's file and every loaded module beneath its folder; empty without a file."""
+        """sha256 over the module's file, every loaded module beneath its folder, and what its import brought in.
+
+        Installed libraries and mm2 itself are left out; empty without a file.
+        """
         file = getattr(self.module, "__file__", None)
         if file is None:
             return ""
         folder = Path(file).parent
-        files = {Path(file), *_loaded_files_beneath(folder)}
+        named = {path.relative_to(folder).as_posix(): path for path in _loaded_files_beneath(folder)}
+        named |= _own_files(self.imported)
+        named[Path(file).name] = Path(file)
         digest = hashlib.sha256()
-        for path in sorted(files):
+        for name, path in sorted(named.items()):
             content = path.read_bytes()
-            digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+            digest.update(f"{name} {len(content)}\n".encode())
             digest.update(content)
         return digest.hexdigest()
 
@@ -100,14 +109,27 @@ def import_module(name: str) -> TargetSource:
 
 
 def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
+    before = set(sys.modules)
     try:
-        return TargetSource(place=place, module=load())
+        module = load()
     except (Exception, SystemExit) as error:  # the port's own code: anything can come
         raise TargetError(
             f"target {place} cannot be imported",
             found=f"{type(error).__name__}: {error}",
             next_step="See --debug for the traceback; a module must be installed or on PYTHONPATH.",
         ) from error
+    return TargetSource(place=place, module=module, imported=frozenset(sys.modules) - before)
+
+
+def _own_files(names: Iterable[str]) -> dict[str, Path]:
+    """Source files of these modules by name, without libraries: what is installed, Python's own, and mm2."""
+    files = {}
+    for name in names:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        is_library = name.partition(".")[0] in _LIBRARIES
+        if not is_library and isinstance(file, str) and not _FOREIGN_FOLDERS & set(Path(file).parts):
+            files[name] = Path(file)
+    return {name: file for name, file in files.items() if file.suffix == ".py" and file.is_file()}
 
 
 def _loaded_files_beneath(folder: Path) -> set[Path]:

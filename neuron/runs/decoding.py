@@ -62,28 +62,45 @@ class Cache:
         )
 
 
+def decoded_rows(attention_mask: torch.Tensor, num_rows: int) -> range:
+    """The columns of a batch that are decoded, so that of each prompt the last `num_rows` real ones are, at least.
+
+    A prompt that is no longer than that is decoded from its second row on. Behind the last real row nothing is.
+
+    Args:
+        attention_mask: [B,S] of 0/1.
+        num_rows: How many; less than the longest prompt has.
+    """
+    real = [prompt.nonzero().flatten().tolist() for prompt in attention_mask]
+    starts = [columns[max(len(columns) - num_rows, 1)] for columns in real if len(columns) > 1]
+    return range(min(starts), max(columns[-1] for columns in real) + 1)
+
+
 def run_decoding(
     run: Callable[[LayerInput], LayerRun],
     whole: LayerInput,
     *,
-    num_rows: int,
+    rows: range,
+    sites: tuple[Site, ...],
     given: KeyValues | None = None,
 ) -> LayerRun:
-    """Run all rows but the last `num_rows` in one pass, and each of those in one of its own.
+    """Run all rows before `rows` in one pass, and each of `rows` in one of its own.
+
+    What a port returns as its keys and values stands for `k_rope` and `v_proj`, whatever it shows there: they are what
+    decoding rests on, and so they are judged.
 
     Args:
         run: Runs the layer, and gives the keys and values of the rows that it is fed.
         whole: All rows.
-        num_rows: How many are decoded; fewer than there are.
+        rows: Those to decode; rows behind them are padding, and left at zero.
+        sites: What is recorded.
         given: Keys and values [B,K,S,D] to decode from, such as the golden's; None for the layer's own.
     """
-    start, stop = whole.num_rows - num_rows, whole.num_rows
-    first = run(whole.first(start))
-    assert first.key_values is not None, "a run that decodes gives keys and values"
-    key_values = first.key_values if given is None else tuple(tensor[:, :, :start] for tensor in given)
-    cache = Cache((key_values[0], key_values[1]), num_rows=stop - 1)
+    first = run(whole.first(rows.start))
+    past = _cached(first) if given is None else _rows(given, range(rows.start))
+    cache = Cache(past, num_rows=rows.stop - 1)
     runs = [first]
-    for row in range(start, stop):
+    for row in rows:
         step = run(
             cache.input_of(
                 whole.hidden_states[:, row : row + 1],
@@ -92,23 +109,34 @@ def run_decoding(
             )
         )
         runs.append(step)
-        if row < stop - 1:
-            assert step.key_values is not None, "a run that decodes gives keys and values"
-            cache.append(step.key_values if given is None else _row(given, row))
-    return _joined(runs)
+        if row < rows.stop - 1:
+            cache.append(_cached(step) if given is None else _rows(given, range(row, row + 1)))
+    return _joined([_with_cache(one, sites) for one in runs], num_padding=whole.num_rows - rows.stop)
 
 
-def _joined(runs: list[LayerRun]) -> LayerRun:
+def _with_cache(run: LayerRun, sites: tuple[Site, ...]) -> LayerRun:
+    """The run with what it returned as keys and values at the sites where the golden has these."""
+    keys, values = _cached(run)
+    returned = {Site.K_ROPE: keys, Site.V_PROJ: values.transpose(1, 2).flatten(2)}
+    tensors = {**run.tensors, **{site: tensor for site, tensor in returned.items() if site in sites}}
+    return replace(
+        run,
+        tensors={site: tensors[site] for site in sorted(tensors, key=_order)},
+        not_exposed=tuple(site for site in run.not_exposed if site not in tensors),
+    )
+
+
+def _joined(runs: list[LayerRun], *, num_padding: int) -> LayerRun:
     """One run of all rows; a site that one pass did not show is shown by none."""
     tensors = {
-        site: torch.cat([run.tensors[site] for run in runs], dim=2 if site.has_heads_dim else 1)
+        site: _padded([run.tensors[site] for run in runs], 2 if site.has_heads_dim else 1, num_padding)
         for site in runs[0].tensors
         if all(site in run.tensors for run in runs)
     }
     lost = tuple(site for site in runs[0].tensors if site not in tensors)
     return replace(
         runs[0],
-        output=torch.cat([run.output for run in runs], dim=1),
+        output=_padded([run.output for run in runs], 1, num_padding),
         tensors=tensors,
         not_exposed=tuple(sorted((*runs[0].not_exposed, *lost), key=_order)),
         key_values=None,
@@ -116,13 +144,25 @@ def _joined(runs: list[LayerRun]) -> LayerRun:
     )
 
 
+def _padded(pieces: list[torch.Tensor], dim: int, num_padding: int) -> torch.Tensor:
+    """The pieces one after the other along `dim`, and zeros behind them."""
+    shape = list(pieces[0].shape)
+    shape[dim] = num_padding
+    return torch.cat((*pieces, pieces[0].new_zeros(shape)), dim=dim)
+
+
+def _cached(run: LayerRun) -> KeyValues:
+    assert run.key_values is not None, "a run that decodes gives keys and values"
+    return run.key_values
+
+
+def _rows(key_values: KeyValues, rows: range) -> KeyValues:
+    keys, values = (tensor[:, :, rows.start : rows.stop] for tensor in key_values)
+    return keys, values
+
+
 def _order(site: Site) -> int:
     return site.order
-
-
-def _row(key_values: KeyValues, row: int) -> KeyValues:
-    keys, values = (tensor[:, :, row : row + 1] for tensor in key_values)
-    return keys, values
 
 
 def _widened(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -57,9 +57,9 @@ class DeviceRequest:
     max_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.run.decode_rows >= self.inputs.sequence_length:
+        if self.run.decode_rows >= max(self.inputs.lengths):
             raise UsageError(
-                f"of {self.inputs.sequence_length} rows {self.run.decode_rows} cannot be decoded",
+                f"of {max(self.inputs.lengths)} rows {self.run.decode_rows} cannot be decoded",
                 expected="at least one row before the first that is decoded",
                 next_step="Give --decode fewer rows.",
             )

@@ -240,10 +240,15 @@ class LayerExecutor:
         return module
 
     def _prepare(self, layer: int | None) -> None:
-        """Begin to make the next layer's weights while this one runs, where the host can hold them beside it."""
+        """Begin to read the next layer's weights while this one runs, where the host can hold them beside it.
+
+        Not through a port's own conversion: the module that it may write to is still to run, in further passes too.
+        """
         module = self._resident
         is_wanted = self._ahead is not None and self._target.is_reused and self._target.reads_weights
         if layer is None or module is None or not is_wanted or self._prepared is not None:
+            return
+        if self._target.converts(module):
             return
         if self._runtime.device.type == "cpu" or not self._limits.has_room_for_another_layer():
             return

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import TargetError
 from minimax_tools.inputs import Inputs
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.sites import ModelSite, Site
@@ -60,7 +61,7 @@ def generate_greedily(
 
     Raises:
         MemoryBudgetError: They do not fit.
-        TargetError: The port takes or gives no past.
+        TargetError: The port takes or gives no past, or its logits are NaN.
     """
     tokens = [_first_tokens(capture, inputs)]
     caches: list[Cache] = []
@@ -87,7 +88,7 @@ def generate_greedily(
             caches[layer].append(result.key_values)
             states = result.output
         positions = positions + 1
-        tokens.append(model.read_logits(states)[:, -1:].argmax(dim=-1))
+        tokens.append(_likeliest(model.read_logits(states)[:, -1]))
     return [_until_end(row, end_tokens) for row in torch.cat(tokens, dim=1)]
 
 
@@ -96,7 +97,17 @@ def _first_tokens(capture: Capture, inputs: Inputs) -> torch.Tensor:
     logits = capture.read_model(ModelSite.LOGITS)
     places = torch.arange(inputs.sequence_length) * inputs.attention_mask
     last = places.argmax(dim=1)
-    return logits[torch.arange(len(last)), last].argmax(dim=-1, keepdim=True)
+    return _likeliest(logits[torch.arange(len(last)), last])
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The token with the largest logit, [B,1] of [B,vocab]."""
+    if logits.isnan().any():
+        raise TargetError(
+            "no token can be chosen: logits are NaN",
+            next_step="Find the layer that makes them: mm2-test sweep --golden DIR.",
+        )
+    return logits.argmax(dim=-1, keepdim=True)
 
 
 def _has_ended(row: torch.Tensor, ended: frozenset[int]) -> bool:

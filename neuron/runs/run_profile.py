@@ -25,12 +25,20 @@ class RunProfile:
 
     Args:
         backend: What computed.
+        spec_digest: Of the model's quantities.
+        dtype: Of weights and activations.
+        num_ranks: How many shared each layer.
+        decode_rows: How many rows of each prompt were decoded.
         batch_size: Rows of the run.
         sequence_length: Tokens of each, padding included.
         layers: In the order in which they ran.
     """
 
     backend: str
+    spec_digest: str
+    dtype: str
+    num_ranks: int
+    decode_rows: int
     batch_size: int
     sequence_length: int
     layers: tuple[LayerProfile, ...]
@@ -42,6 +50,33 @@ class RunProfile:
         medians = [sorted(column)[len(column) // 2] for column in zip(*times, strict=True)]
         names = [field.name for field in dataclasses.fields(LayerTimes)]
         return dataclasses.replace(LayerTimes(**dict(zip(names, medians, strict=True))), compile_s=0.0)
+
+    def verify(self, *, spec_digest: str, dtype: str, backend: str | None) -> None:
+        """Check that other lengths can be told from it for one rank of this model, dtype and backend.
+
+        Args:
+            spec_digest: Of the model's quantities.
+            dtype: Of weights and activations.
+            backend: What would compute; None where nothing can.
+
+        Raises:
+            CaptureError: The profile is of something else.
+        """
+        pairs = (
+            ("another model", spec_digest, self.spec_digest),
+            ("another dtype", dtype, self.dtype),
+            ("another backend", backend, self.backend),
+            ("several ranks", 1, self.num_ranks),
+            ("a run that decodes", 0, self.decode_rows),
+        )
+        for what, expected, found in pairs:
+            if expected not in (None, found):
+                raise CaptureError(
+                    f"the profile is of {what}",
+                    expected=str(expected),
+                    found=str(found),
+                    next_step="Run with --profile what the check is asked about, on this machine.",
+                )
 
     def write(self, directory: Path) -> Path:
         """Write the trace into `directory`, and say where."""

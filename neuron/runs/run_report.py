@@ -74,8 +74,12 @@ class RunReport:
         compiles: Its graphs.
         effects: What recording changes, by layer; None where it was not asked for.
         profile: What each layer took; None where it was not asked for.
+        num_layers: How many the run has; of those that an earlier attempt ran, effects and profile know nothing.
+        generation_error: Why no token was generated that was asked for; None where nothing failed.
     """
 
     compiles: CompileReport
     effects: tuple[CaptureEffect, ...] | None = None
     profile: tuple[LayerProfile, ...] | None = None
+    num_layers: int = 0
+    generation_error: str | None = None

@@ -19,6 +19,7 @@ from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.end_tokens import read_end_tokens
+from minimax_tools.errors import TargetError
 from minimax_tools.progress import NoProgress, Progress
 from minimax_tools.provenance import Provenance
 from minimax_tools.run import Mode
@@ -26,7 +27,7 @@ from minimax_tools.sites import ModelSite, Site
 from minimax_tools.span import Span
 from neuron.builtin.layer import KeyValues
 from neuron.devices.runtime import Runtime
-from neuron.runs.decoding import run_decoding
+from neuron.runs.decoding import decoded_rows, run_decoding
 from neuron.runs.device_request import DeviceRequest
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
@@ -113,12 +114,13 @@ class DeviceRun:
             else:
                 self._run_chained(writer)
             writer.finish()
-            if request.max_new_tokens:
-                self._generate(writer)
+            generation_error = self._try_to_generate(writer) if request.max_new_tokens else None
         return RunReport(
             compiles=self._compile_report(),
             effects=tuple(self._effects) if request.checks_capture else None,
             profile=self._profiler.layers if self._profiler else None,
+            num_layers=request.num_layers,
+            generation_error=generation_error,
         )
 
     def _run_isolated(self, writer: CaptureWriter) -> None:
@@ -189,19 +191,25 @@ class DeviceRun:
         whole = LayerInput.of(hidden_states, request.inputs)
         num_decoded = request.run.decode_rows
 
+        # A port that generates is asked for its keys and values from the first layer on: what it lacks is told there.
+        keeps_past = num_decoded > 0 or request.max_new_tokens > 1
+
         def run(sites: tuple[Site, ...]) -> LayerRun:
             once = partial(
-                self._executor.run, layer, sites=sites, feeds=feeds, keeps_past=num_decoded > 0, then=then
+                self._executor.run, layer, sites=sites, feeds=feeds, keeps_past=keeps_past, then=then
             )
-            return run_decoding(once, whole, num_rows=num_decoded, given=past) if num_decoded else once(whole)
+            if not num_decoded:
+                return once(whole)
+            rows = decoded_rows(request.inputs.attention_mask, num_decoded)
+            return run_decoding(once, whole, rows=rows, sites=sites, given=past)
 
         started_s = time.perf_counter()
         result = run(request.run.sites)
-        self._counts.append(self._runtime.count_compiles())
         if self._profiler is not None:
             self._profiler.keep(layer, started_s, result.times)
         if request.checks_capture:
             self._effects.append(CaptureEffect.between(layer, result.output, run(()).output))
+        self._counts.append(self._runtime.count_compiles())
         return result
 
     def _tell_of(self, layer: int) -> None:
@@ -227,6 +235,14 @@ class DeviceRun:
             loader=self._executor.loader,
             dtype=self._request.dtype,
         )
+
+    def _try_to_generate(self, writer: CaptureWriter) -> str | None:
+        """Why nothing was generated: what was captured is whole, and can be judged, all the same."""
+        try:
+            self._generate(writer)
+        except TargetError as error:
+            return str(error)
+        return None
 
     def _generate(self, writer: CaptureWriter) -> None:
         """Store how the rows go on."""

@@ -217,6 +217,15 @@ def test_a_tensor_over_four_gibibytes_is_noted_and_a_small_one_is_not(machine: A
     assert "tensor size" not in check(root, spec=TOY)
 
 
+def test_memory_of_a_core_is_told_for_each_length_and_too_much_fails(machine: Any) -> None:
+    root = machine("trn1.2xlarge", 1)
+    findings = check_machine(TRUE_SIZE, (128, 100_000), backend="cpu", dtype=torch.bfloat16, root=root)
+    short, long = (one for one in findings if one.subject == "device memory by length")
+    assert (short.level, long.level) == (Level.OK, Level.FAIL)
+    assert "of 128 tokens" in short.found
+    assert "--tp-degree" in long.next_step
+
+
 def test_memory_is_told_for_each_length_and_too_much_fails(machine: Any) -> None:
     root = machine("Latitude 7420", 0)
     short, long = check(root, spec=TRUE_SIZE, seq_lens=(16, 196_608))["host memory"]

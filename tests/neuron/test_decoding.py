@@ -56,6 +56,22 @@ class FlatKeys(DeviceLayer):
         output, (keys, values) = super().forward(hidden_states, attention_mask, position_ids, past_key_value)
         return output, (keys.flatten(2), values.flatten(2))
 
+class OtherCache(DeviceLayer):
+    "Computes what it should and returns something else to be cached."
+    def forward(self, *args, **kwargs):
+        output, (keys, values) = super().forward(*args, **kwargs)
+        return output, (keys, torch.zeros_like(values))
+
+class FewerHeads(DeviceLayer):
+    def forward(self, *args, **kwargs):
+        output, (keys, values) = super().forward(*args, **kwargs)
+        return output, (keys[:, :1], values[:, :1])
+
+class MakesNan(DeviceLayer):
+    def forward(self, *args, **kwargs):
+        output, cache = super().forward(*args, **kwargs)
+        return output * float("nan"), cache
+
 class TakesNone(DeviceLayer):
     def forward(self, hidden_states, attention_mask, position_ids):
         return super().forward(hidden_states, attention_mask, position_ids)
@@ -95,6 +111,50 @@ def test_mistake_of_a_decode_step_alone_fails_in_attention(decode: Any, name: st
         "q_rope",
         "k_rope",
     }
+
+
+@pytest.mark.parametrize(("name", "site"), [("OtherCache", "v_proj"), ("FewerHeads", "k_rope")])
+def test_what_is_returned_to_be_cached_is_judged(decode: Any, name: str, site: str) -> None:
+    record = json.loads(decode(name).stdout)
+    assert record["verdict"] == "fail"
+    assert site in {site for blame in record["blame"] for site in blame["sites"]}
+
+
+def test_rows_that_are_decoded_are_each_prompts_own(
+    run: Any, command: Any, toy: Path, tmp_path: Path
+) -> None:
+    """Behind a short prompt, and behind all in a bucket, there is padding: decoding that would judge nothing."""
+    path = tmp_path / "ports.py"
+    path.write_text(DECODE_MISTAKES)
+    for side in ("right", "left"):
+        golden = tmp_path / side
+        rows = ("--seq-len", "24,9", "--pad-to", 32, "--padding-side", side)
+        arguments = ("extract-all", "--model", toy, *rows, "--noise-floor", "full", "--quiet")
+        assert command(mm2_gpu, *arguments, "--output-dir", golden).exit_code == 0
+        common = ("sweep", "--layers", "1:2", "--model", toy, "--golden", golden, "--decode", 5, "--json")
+        assert json.loads(run(*common).stdout)["verdict"] == "pass"
+        wrong = json.loads(run(*common, "--target", f"{path}:Forgets").stdout)
+        assert (side, wrong["verdict"]) == (side, "fail")
+
+
+def test_saved_run_that_decoded_nothing_is_not_shown_as_one_that_did(
+    run: Any, toy: Path, tmp_path: Path
+) -> None:
+    common = (
+        "single-layer",
+        "--layer",
+        0,
+        "--model",
+        toy,
+        "--seq-len",
+        9,
+        "--output-dir",
+        tmp_path / "saved",
+    )
+    assert run(*common).exit_code == 0
+    result = run(*common, "--decode", 2, "--skip-compile")
+    assert result.exit_code == 3
+    assert "last 2 rows of each prompt decoded" in result.stderr
 
 
 def test_mistake_of_a_decode_step_is_not_seen_without_decoding(decode: Any) -> None:
@@ -241,7 +301,37 @@ class TestGeneration:
         path.write_text(DECODE_MISTAKES)
         result = run("full", *model, "--target", f"{path}:KeepsNothing", "--max-new-tokens", 2)
         assert result.exit_code == 3
-        assert "returned no keys and values" in result.stderr
+        assert "layer 0 returned no keys and values" in result.stderr
+
+    def test_logits_that_are_nan_choose_no_token(
+        self, run: Any, model: tuple[object, ...], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "ports.py"
+        path.write_text(DECODE_MISTAKES)
+        result = run("full", *model, "--target", f"{path}:MakesNan")
+        assert result.exit_code == 3
+        assert "warning: no token was generated: no token can be chosen: logits are NaN" in result.stderr
+        assert "continues with" not in result.stdout
+
+    def test_tokens_are_held_against_the_goldens(
+        self, run: Any, command: Any, model: tuple[object, ...], expected: list[list[int]], tmp_path: Path
+    ) -> None:
+        options = (
+            "--max-new-tokens",
+            5,
+            "--noise-floor",
+            "off",
+            "--quiet",
+            "--output-dir",
+            tmp_path / "golden",
+        )
+        assert command(mm2_gpu, "full", *model, *options).exit_code == 0
+        path = tmp_path / "ports.py"
+        path.write_text(DECODE_MISTAKES)
+        common = ("full", *model[:4], "--golden", tmp_path / "golden", "--max-new-tokens", 5)
+        assert "Row 0: 5 tokens as the golden's." in run(*common).stdout
+        wrong = run(*common, "--target", f"{path}:Forgets").stdout
+        assert f"the golden's is {expected[0][1]}; not judged." in wrong
 
     def test_text_ends_with_the_token_that_ends_it(
         self, run: Any, expected: list[list[int]], tmp_path: Path

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from minimax_tools.spec import ModelSpec
 from neuron.cli import main
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_profile import RunProfile
@@ -80,7 +81,7 @@ def test_compiling_and_sending_are_told_apart_on_xla(
 class TestEstimate:
     """`mm2-test check --profile-of`."""
 
-    def write(self, folder: Path, **times: float) -> Path:
+    def write(self, folder: Path, model: Path, *, times: dict[str, float], **about: Any) -> Path:
         layers = tuple(
             LayerProfile(
                 layer=layer,
@@ -91,7 +92,19 @@ class TestEstimate:
             )
             for layer in range(3)
         )
-        RunProfile(backend="cpu", batch_size=2, sequence_length=64, layers=layers).write(folder)
+        RunProfile(
+            **{
+                "backend": "cpu",
+                "spec_digest": ModelSpec.from_folder(model).digest(),
+                "dtype": "bfloat16",
+                "num_ranks": 1,
+                "decode_rows": 0,
+                "batch_size": 2,
+                "sequence_length": 64,
+                **about,
+            },
+            layers=layers,
+        ).write(folder)
         return folder
 
     def check(self, command: Any, folder: Path, model: Path) -> list[str]:
@@ -102,7 +115,9 @@ class TestEstimate:
         return [finding["found"] for finding in findings if finding["subject"] == "time"]
 
     def test_loading_stays_and_running_grows(self, command: Any, small: Path, tmp_path: Path) -> None:
-        folder = self.write(tmp_path, read_s=2.0, regroup_s=0.5, transfer_s=0.5, run_s=4.0)
+        folder = self.write(
+            tmp_path, small, times={"read_s": 2.0, "regroup_s": 0.5, "transfer_s": 0.5, "run_s": 4.0}
+        )
         same, twice = self.check(command, folder, small)
         # A row is half of the batch that was measured; four layers; what was compiled is left out.
         assert (
@@ -111,6 +126,24 @@ class TestEstimate:
         )
         run_s = float(twice.split("load, ")[1].split(" s")[0])
         assert 4.0 < run_s < 8.0, "attention grows with the square of the length"
+
+    @pytest.mark.parametrize(
+        ("about", "message"),
+        [
+            ({"spec_digest": "another"}, "another model"),
+            ({"dtype": "float32"}, "another dtype"),
+            ({"backend": "xla-cpu"}, "another backend"),
+            ({"num_ranks": 2}, "several ranks"),
+            ({"decode_rows": 3}, "a run that decodes"),
+        ],
+    )
+    def test_profile_of_something_else_is_refused(
+        self, command: Any, small: Path, tmp_path: Path, about: dict[str, Any], message: str
+    ) -> None:
+        folder = self.write(tmp_path, small, times={"run_s": 1.0}, **about)
+        result = command(main, "check", "--model", small, "--backend", "cpu", "--profile-of", folder)
+        assert result.exit_code == 3
+        assert f"the profile is of {message}" in result.stderr
 
     def test_run_that_kept_no_profile_is_refused(self, command: Any, golden: Path) -> None:
         result = command(main, "check", "--profile-of", golden)

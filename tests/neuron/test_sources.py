@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,25 @@ def test_digest_covers_what_the_port_imports_from_its_own_folder(tmp_path: Path)
     after = import_file(port).digest()
     write(tmp_path / "unrelated.py", "SCALE = 3\n")
     assert before != after == import_file(port).digest()
+
+
+def test_digest_covers_what_the_import_brings_in_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port's base class may lie in another folder of its package."""
+    write(tmp_path / "ported" / "__init__.py", "")
+    write(tmp_path / "ported" / "a" / "layer.py", "from ported.b.base import build\n")
+    base = write(tmp_path / "ported" / "b" / "base.py", "def build(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def digest() -> str:
+        for name in [name for name in sys.modules if name.startswith("ported")]:
+            monkeypatch.delitem(sys.modules, name)
+        return import_module("ported.a.layer").digest()
+
+    before = digest()
+    base.write_text("def build(): return 'mended'\n")
+    assert before != digest() == digest()
 
 
 def test_digest_leaves_installed_libraries_out(tmp_path: Path) -> None:
