@@ -24,6 +24,7 @@ from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.console import Mm2Group, print_json
 from minimax_tools.errors import CannotRunError, CaptureError, TargetError
 from minimax_tools.memory import MemoryBudget
+from minimax_tools.native_output import output_set_aside
 from minimax_tools.options import (
     dtype_option,
     layer_option,
@@ -225,7 +226,8 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     if options["skip_compile"]:
         _refuse_other_run(Capture.open(directory), run, options)
     else:
-        report = _execute(options, spec, run, golden, directory)
+        with output_set_aside():
+            report = _execute(options, spec, run, golden, directory)
     capture = Capture.open(directory)
     comparison = None
     if golden is not None:
@@ -312,6 +314,14 @@ def _refuse_other_run(saved: Capture, run: Run, options: Options) -> None:
             expected=str(run),
             found=str(found),
             next_step="Name its directory with --output-dir, or leave out --skip-compile.",
+        )
+    asked, stored = options["ranks"].degree, description.provenance.options.get("tp_degree", 1)
+    if options["ranks"].are_several and asked != stored:
+        raise CaptureError(
+            f"{saved.directory} holds a run of another number of ranks",
+            expected=str(asked),
+            found=str(stored),
+            next_step="Leave out --tp-degree to show it, or --skip-compile to run with it.",
         )
     is_chosen = click.get_current_context().get_parameter_source("target") is not ParameterSource.DEFAULT
     if is_chosen and description.provenance.target != options["target"]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 
 from minimax_tools.errors import CannotRunError
-from neuron.devices.crew import attempt_store, leave_word
+from neuron.devices.crew import attempt_store, leave_word, tell_end
 
 _HOST = "127.0.0.1"
 # What ends a process, and must end its ranks with it, which are in sessions of their own.
@@ -96,7 +96,12 @@ def _start(
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], store: Any) -> int:
+    ended: set[int] = set()
     while True:
+        for rank, process in enumerate(ranks):
+            if rank > 0 and rank not in ended and process.poll() == 0:
+                ended.add(rank)
+                tell_end(store, rank)
         failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
         if failed:
             _tell_of(failed, ranks[failed], store)

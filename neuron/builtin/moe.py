@@ -179,7 +179,7 @@ def own_experts(config: Any) -> int:
     if num_experts % degree:
         raise UsageError(
             f"{num_experts} experts do not divide into {degree} groups",
-            expected=f"an --ep-degree that divides {num_experts}",
+            expected=f"an --ep-degree that divides {num_experts}, and the number of ranks",
             found=str(degree),
         )
     return num_experts // degree

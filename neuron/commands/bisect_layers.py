@@ -17,6 +17,7 @@ from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.memory import MemoryBudget
+from minimax_tools.native_output import output_set_aside
 from minimax_tools.options import (
     dtype_option,
     memory_budget_option,
@@ -125,6 +126,7 @@ def bisect_command(
     read = None if len(span) == spec.num_hidden_layers else range(span.start, span.stop)
     folder = resolve_model(options["model"], layers=read)
     with (
+        output_set_aside(),
         open_runtime(options["backend"], ranks=ranks) as runtime,
         CheckpointReader(folder, layers=read) as reader,
     ):

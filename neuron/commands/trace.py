@@ -11,6 +11,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.native_output import output_set_aside
 from minimax_tools.options import (
     dtype_option,
     input_options,
@@ -86,7 +87,11 @@ def trace_command(layer: int, output: Path, **options: Any) -> None:
         checks_capture=options["check_capture"],
     )
     # A port may ask for its rank while it is built; the compiler opens the device itself.
-    with open_runtime(str(Backend.CPU)), CheckpointReader(folder, layers=layers) as reader:
+    with (
+        output_set_aside(),
+        open_runtime(str(Backend.CPU)),
+        CheckpointReader(folder, layers=layers) as reader,
+    ):
         trace = trace_layer(request, reader, output)
     _print_trace(trace, output, as_json=options["as_json"])
 

@@ -32,7 +32,7 @@ _ARRIVAL_TIMEOUT = timedelta(hours=24)
 # How long to look for the cause of a closed connection: whoever launched the ranks tells of one that was killed.
 _CAUSE_S = 3.0
 _POLL_S = 0.05
-_LEAD_KEY, _FAILURE_KEY = "lead", "failure"
+_LEAD_KEY, _FAILURE_KEY, _END_KEY = "lead", "failure", "end"
 _FIRST_ATTEMPT = "0"
 _TIMED_OUT = re.compile(r"timed out", re.IGNORECASE)
 _CONNECTION = re.compile(r"gloo|connection|socket|recv|timed out|broken pipe|NCCL", re.IGNORECASE)
@@ -125,20 +125,28 @@ class Crew:
                 leave_word(self._store, {"rank": self.ranks.rank, "text": "interrupted"})
             raise
         except Exception as error:
-            if self._store is not None:
-                cause = self._find_cause(error)
-                if cause["rank"] != self.ranks.rank:
-                    raise RankFailedError(cause["rank"], cause["text"]) from error
-                if _matches(error, _TIMED_OUT) and not isinstance(error, RankUnheardError):
-                    raise RankUnheardError(self.ranks.rank, error) from error
+            if self._store is None:
+                raise
+            told = error
+            if _matches(error, _TIMED_OUT) and not isinstance(error, RankUnheardError):
+                told = RankUnheardError(self.ranks.rank, error)
+            cause = self._find_cause(error, str(told) or type(told).__name__)
+            if cause["rank"] != self.ranks.rank:
+                raise RankFailedError(cause["rank"], cause["text"]) from error
+            if told is not error:
+                raise told from error
             raise
 
-    def _find_cause(self, error: Exception) -> dict[str, Any]:
-        """Whoever failed first: this rank, unless another one left word, or is about to."""
-        own = {"rank": self.ranks.rank, "text": str(error) or type(error).__name__}
+    def _find_cause(self, error: Exception, text: str) -> dict[str, Any]:
+        """Whoever failed first: this rank with its text, unless another one left word, or is about to."""
+        own = {"rank": self.ranks.rank, "text": text}
         deadline = time.monotonic() + (_CAUSE_S if _matches(error, _CONNECTION) else 0.0)
         try:
             while time.monotonic() < deadline and not self._store.check([_FAILURE_KEY]):
+                if self._store.check([_END_KEY]):
+                    # Not a failure by itself: in a run that ends well the others end first.
+                    own = json.loads(self._store.get(_END_KEY))
+                    break
                 time.sleep(_POLL_S)
             return leave_word(self._store, own)
         except RuntimeError:
@@ -183,6 +191,11 @@ def leave_word(store: Any, failure: dict[str, Any]) -> dict[str, Any]:
     """Say in a store that a rank failed, unless another one was first: whoever that was, and its text."""
     first: dict[str, Any] = json.loads(store.compare_set(_FAILURE_KEY, "", json.dumps(failure)))
     return first
+
+
+def tell_end(store: Any, rank: int) -> None:
+    """Say in a store that a rank ended, with no error: whoever loses the connection to it knows whose it was."""
+    store.set(_END_KEY, json.dumps({"rank": rank, "text": "it ended before the run did"}))
 
 
 def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:

@@ -17,7 +17,7 @@ from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.sites import Site, parse_site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.ranks import Ranks
-from neuron.ports.layouts import Layout, Replicated, Sharded, parse_layout
+from neuron.ports.layouts import Layout, Replicated, parse_layout
 from neuron.ports.own_code import own_code
 
 _ATTENTION = ("self_attn", "attention", "attn")
@@ -71,10 +71,15 @@ class Exposure:
         Raises:
             TargetError: The pieces are not what the port says, or what all ranks should have differs.
         """
-        layout = self._layout(site, pieces, spec, batch_shape)
-        if layout is None:
+        if len(pieces) == 1:
+            whole = pieces[0]
+        elif site in self.declared:
+            whole = self.layouts.get(site, Replicated()).assemble(pieces, what=what)
+        elif all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
+            whole = pieces[0]
+        else:
+            # Which part each rank holds, or whether they are to be added up, nobody said: a guess could be wrong.
             return None
-        whole = layout.assemble(pieces, what=what) if len(pieces) > 1 else pieces[0]
         return shape_to_batch(site, whole, batch_shape)
 
     def cut(self, site: Site, tensor: torch.Tensor, *, ranks: Ranks, what: str) -> torch.Tensor:
@@ -85,28 +90,24 @@ class Exposure:
         """
         if not ranks.are_several:
             return tensor
-        if site.has_heads_dim and site not in self.declared:
+        if site.has_heads_dim:
+            self.require_heads(site, what=what)
+        layout = self.layouts.get(site, Replicated())
+        return layout.cut(tensor, rank=ranks.rank, num_ranks=ranks.degree, what=what)
+
+    def require_heads(self, site: Site, *, what: str) -> None:
+        """Pass where it can be told which heads of a site a rank holds.
+
+        Raises:
+            TargetError: It cannot.
+        """
+        if site not in self.declared:
             raise TargetError(
                 f"{what}: which heads a rank holds cannot be told",
                 expected=f"{site} among the port's `sites`, with its layout, such as '@shard(1)'",
                 found="no such site",
                 next_step="Name it, or run on one rank.",
             )
-        layout = self.layouts.get(site, Replicated())
-        return layout.cut(tensor, rank=ranks.rank, num_ranks=ranks.degree, what=what)
-
-    def _layout(
-        self, site: Site, pieces: Sequence[torch.Tensor], spec: ModelSpec, batch_shape: tuple[int, int]
-    ) -> Layout | None:
-        """As declared; of a site found by name, as the shape of its pieces tells."""
-        if site in self.declared or len(pieces) == 1:
-            return self.layouts.get(site, Replicated())
-        expected = site_shape(site, spec, batch_shape)
-        found = tuple(shape_to_batch(site, pieces[0], batch_shape).shape)
-        if found == expected:
-            return Replicated()
-        is_part = found[:-1] == expected[:-1] and found[-1] * len(pieces) == expected[-1]
-        return Sharded(dim=-1) if is_part else None
 
 
 def find_exposure(module: nn.Module, *, what: str) -> Exposure:
@@ -122,11 +123,15 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
         return Exposure(taps={**_found_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))
     taps, layouts = _declared(declared, what=what)
     verify_taps(module, taps)
-    return Exposure(
-        taps={**taps, **always},
-        declared=frozenset((*taps, Site.OUTPUT)),
-        layouts={site: layout for site, layout in layouts.items() if site not in always},
-    )
+    for site in always:
+        if not isinstance(layouts.get(site, Replicated()), Replicated):
+            raise TargetError(
+                f"{what}: sites[{str(site)!r}] is {layouts[site]}",
+                expected="the whole of it on every rank",
+                found=str(layouts[site]),
+                next_step="Reduce or gather before the layer returns.",
+            )
+    return Exposure(taps={**taps, **always}, declared=frozenset((*taps, Site.OUTPUT)), layouts=layouts)
 
 
 def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tuple[int, ...]:

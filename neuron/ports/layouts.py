@@ -67,6 +67,11 @@ class Replicated:
         return "@replicate"
 
 
+def _are_wholes(pieces: Sequence[torch.Tensor]) -> bool:
+    """Whether all ranks have the same, and not nothing."""
+    return bool(pieces[0].any()) and all(torch.equal(pieces[0], piece) for piece in pieces[1:])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
     """Parts of a sum."""
@@ -74,6 +79,13 @@ class Partial:
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
         """Their sum in float32, rounded once to their dtype."""
         _refuse_other_shapes(pieces, what=what)
+        if not pieces[0].is_floating_point() or _are_wholes(pieces):
+            raise TargetError(
+                f"{what} is no sum that each rank has a part of",
+                expected="floating-point numbers that differ between ranks",
+                found=str(pieces[0].dtype) if not pieces[0].is_floating_point() else "the same on all ranks",
+                next_step="It is @replicate, or a part of it was added up already.",
+            )
         total = torch.zeros(pieces[0].shape, dtype=torch.float32)
         for piece in pieces:
             total += piece

@@ -23,7 +23,7 @@ def own_code(failed: str, *, next_step: str) -> Iterator[None]:
     """
     try:
         yield
-    except Mm2Error:
+    except (Mm2Error, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # one that exits, or raises what nobody catches, too
         raise TargetError(failed, found=f"{type(error).__name__}: {error}", next_step=next_step) from error

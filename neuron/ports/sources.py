@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from minimax_tools.errors import TargetError
+from minimax_tools.native_output import output_set_aside
 
 # Python's own, and mm2: what the port is run by, rather than what it is made of.
 _LIBRARIES = sys.stdlib_module_names | {"compare", "gpu_reference", "minimax_tools", "neuron", "reports"}
@@ -111,7 +112,8 @@ def import_module(name: str) -> TargetSource:
 def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
     before = set(sys.modules)
     try:
-        module = load()
+        with output_set_aside():
+            module = load()
     except (Exception, SystemExit) as error:  # the port's own code: anything can come
         raise TargetError(
             f"target {place} cannot be imported",

@@ -26,6 +26,7 @@ from minimax_tools.spec import ModelSpec
 from neuron.builtin.layer import DeviceLayer
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
 from neuron.devices.ranks import Ranks
+from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader, unchanged
 from neuron.ports.nxdi import PREFIX as NXDI
 from neuron.ports.nxdi import NxdiLayer, NxdiPort, require_nxdi
@@ -114,6 +115,11 @@ class Target:
         if self.factory is ResidentReference:
             return spec.num_local_experts if is_lazy else 1
         return None
+
+    def sharing(self, runtime: Runtime) -> dict[str, int | str]:
+        """How ranks share a layer, as options by name; the dtype of sums where mm2's own layer adds up."""
+        adds_up = isinstance(self.factory, type) and issubclass(self.factory, DeviceLayer)
+        return {name: value for name, value in runtime.sharing.items() if adds_up or name != "reduce_dtype"}
 
     @property
     def reads_weights(self) -> bool:

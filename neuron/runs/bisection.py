@@ -147,8 +147,10 @@ def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
         "target": chains.target.name,
         "backend": runtime.backend,
         "dtype": dtype_name(chains.dtype),
-        **runtime.sharing,
+        **chains.target.sharing(runtime),
     }
+    # How devices of one process share a layer is no option.
+    named.pop("devices", None)
     return tuple(
         part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))
     )
@@ -182,7 +184,7 @@ def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime)
                 "golden": _digest_golden(chains.golden, request.span),
                 "chain_length": request.chain_length,
                 "criteria": request.criteria.name,
-                **runtime.sharing,
+                **chains.target.sharing(runtime),
             },
         ),
         inputs_digest=inputs.digest(),

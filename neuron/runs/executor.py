@@ -177,9 +177,11 @@ class LayerExecutor:
         self._limits.allow_activations(order.layer)
         watch.loaded()
         batch_shape = (given.batch_size, given.num_rows)
+        exposure = find_exposure(module, what=what)
         if order.keeps_past:
             require_past(module, what=what)
-        exposure = find_exposure(module, what=what)
+            if self._runtime.ranks.are_several:
+                exposure.require_heads(Site.K_ROPE, what=f"{what}, keys of the past")
         assembly = Assembly(
             crew=self._runtime.crew, exposure=exposure, spec=self._spec, batch_shape=batch_shape, what=what
         )

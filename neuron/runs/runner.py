@@ -325,7 +325,7 @@ class DeviceRun:
             # They make the input, and belong to no span: where they differ, nothing stored is gone on with.
             before = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
             options["layers_before"] = before.as_json()["layers"]
-        options |= self._runtime.sharing
+        options |= request.target.sharing(self._runtime)
         return Description(
             side=DEVICE_SIDE,
             run=request.run,

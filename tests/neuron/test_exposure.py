@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import nn
 
+from minimax_tools.errors import TargetError
 from minimax_tools.sites import Site
+from neuron.ports.exposure import find_exposure
 
 # What the reference layer's submodules do not show by their names alone.
 HIDDEN = {"q_rope", "k_rope", "router_experts", "router_weights"}
@@ -174,3 +177,12 @@ def test_sites_that_mean_nothing_are_an_error(run_port: Any, sites: str, texts: 
     for text in texts:
         assert text in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_output_is_whole_on_every_rank() -> None:
+    module = nn.Linear(2, 2)
+    module.sites = {"output": "@partial"}  # type: ignore[assignment]  # as a port may write it
+    with pytest.raises(
+        TargetError, match=r"sites\['output'\] is @partial: expected the whole of it on every rank"
+    ):
+        find_exposure(module, what="target port.py:Port, layer 0")

@@ -114,3 +114,14 @@ def test_a_layout_that_does_not_fit_its_pieces_is_refused(text: str, fault: str)
 def test_what_does_not_divide_is_not_fed() -> None:
     with pytest.raises(TargetError, match="cannot be fed on several ranks: expected a multiple of 2 along"):
         Sharded(dim=1).cut(WHOLE, rank=0, num_ranks=2, what=WHAT)
+
+
+@pytest.mark.parametrize("piece", [torch.ones(2, 3), torch.tensor([[1, 2]])], ids=["whole", "integer"])
+def test_what_all_ranks_have_is_no_part_of_a_sum(piece: torch.Tensor) -> None:
+    with pytest.raises(TargetError, match=r"no sum that each rank has a part of.*It is @replicate"):
+        Partial().assemble([piece, piece.clone()], what="layer 0, attn_delta")
+
+
+def test_parts_that_are_zero_on_all_ranks_are_a_sum() -> None:
+    pieces = [torch.zeros(2, 3), torch.zeros(2, 3)]
+    assert torch.equal(Partial().assemble(pieces, what="layer 0, attn_delta"), pieces[0])

@@ -172,7 +172,7 @@ class Port(ReferenceLayer):
     ) -> None:
         target = write_port(self.COUNTING.format(reuse=reuse))
         done = process("multi-layer", "--layers", "0:4", "--model", toy, "--target", target, "--seq-len", 4)
-        assert [line for line in done.stdout.splitlines() if line.startswith("built")][
+        assert [line for line in done.stderr.splitlines() if line.startswith("built")][
             -1
         ] == f"built: {built}"
 
@@ -206,7 +206,7 @@ class Port(ReferenceLayer):
     ) -> None:
         target = write_port(self.COUNTING.format(reuse=reuse))
         done = process("multi-layer", "--layers", "0:3", "--model", toy, "--target", target, "--seq-len", 4)
-        found = [line for line in done.stdout.splitlines() if line.startswith("calls")]
+        found = [line for line in done.stderr.splitlines() if line.startswith("calls")]
         assert found == [f"calls: {count}" for count in calls], done.stderr
 
     def test_persistent_state_is_a_weight_that_the_conversion_owes(
@@ -227,7 +227,7 @@ class Port(ReferenceLayer):
         done = process(
             *("multi-layer", "--layers", "0:2", "--model", toy, "--target", write_port(port), "--seq-len", 4)
         )
-        assert "calls: 2" in done.stdout, done.stderr
+        assert "calls: 2" in done.stderr, done.stderr
 
 
 class TestDtypes:
@@ -416,3 +416,23 @@ class Port(ReferenceLayer):
         assert result.exit_code == 3
         assert "Traceback" in result.stderr
         assert "raise ValueError('odd')" in result.stderr
+
+
+PRINTS = """
+import os
+print("imported")
+
+class Port(ReferenceLayer):
+    def forward(self, *args):
+        print("running")
+        os.system("echo from a process of its own")
+        return super().forward(*args)
+"""
+
+
+def test_what_a_port_prints_is_no_result(process: Any, small: Path, write_port: Any) -> None:
+    common = ("single-layer", "--layer", 0, "--model", small, "--seq-len", 5, "--backend", "cpu", "--json")
+    done = process(*common, "--target", write_port(PRINTS))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["complete"]
+    assert all(text in done.stderr for text in ("imported", "running", "from a process of its own"))
