@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from minimax_tools.floor import MASSIVE_RATIO
 from minimax_tools.probes import Bisection, Chain, Finding, Probe
 from minimax_tools.results import Verdict
 from minimax_tools.span import Span
@@ -97,8 +98,9 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
     if bisection.chained_visible is not None:
         sentences.append(
             f"In the output of a chain, noise from {_percent(bisection.chained_visible)} on is seen if it is on every "
-            "token (relative to all of a token's channels but the massive ones). A smaller error, or one of few "
-            "tokens, may hide in the noise of the chain's layers; those behind it change its size."
+            f"token, relative to all of a token's channels but the massive ones (above {MASSIVE_RATIO:g} times the "
+            "median channel). A smaller error, or one of few tokens, may hide in the noise of the chain's layers; "
+            "layers behind it change its size."
         )
         if bisection.chained_visible > _COARSE:
             sentences.append("Many mistakes are smaller than that: choose a shorter --chain-length.")
