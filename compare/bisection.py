@@ -50,6 +50,14 @@ def find_all(span: Span, run_probe: RunProbe) -> Iterator[Finding]:
         rest = Span(stop, span.stop) if stop < span.stop else None
 
 
+def find_until_proof(span: Span, run_probe: RunProbe) -> Iterator[Finding]:
+    """Every finding up to the first that proves the port wrong: behind a faint drift the search goes on."""
+    for finding in find_all(span, run_probe):
+        yield finding
+        if finding.is_proof:
+            return
+
+
 def find_exhaustively(span: Span, run_probe: RunProbe) -> Iterator[Finding]:
     """Every layer of `span` that is wrong when it runs alone: a probe for each."""
     for layer in span:

@@ -1,6 +1,8 @@
 """ChainJudge: judges the output at the end of a chain of layers that was fed the golden's input.
 
 A layer that ran alone is judged as in a sweep; a chain by the limits of its length (see `chain_limits`).
+What it says that it sees is the size of noise on every token, relative to all of the token's channels but the massive
+ones, at the place that is judged: layers behind a mistake change its size.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from compare.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError, IncomparableError
-from minimax_tools.floor import error_name
+from minimax_tools.floor import error_name, massive_channels
 from minimax_tools.probes import Chain
 from minimax_tools.results import SiteResult, SiteStatus
 from minimax_tools.sites import ModelSite, Site
@@ -55,18 +57,27 @@ class ChainJudge:
         return self._judge_single(span, output) if len(span) == 1 else self._judge_chain(span, output)
 
     def _judge_single(self, span: Span, output: torch.Tensor) -> Chain:
-        target = _OneOutput(layer=span.last, output=output)
-        sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
-        judge = LayerJudge(sides, layer=span.last, feed=Feed(known=(Site.INPUT,)))
-        result = judge.judge(Site.OUTPUT)
+        result = self._judge_site(span.last, Site.OUTPUT, output)
+        if not result.status.is_compared:
+            raise IncomparableError(
+                f"the output of layer {span.last} cannot be judged: {result.reason}",
+                expected=" or ".join((SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL)),
+                found=result.status,
+                next_step="Make a golden of more tokens, on other prompts.",
+            )
         is_right = result.status is not SiteStatus.FAIL
         return Chain(
             span=span,
             is_right=is_right,
             excess=self._excess(result),
-            visible=self._single_visible(span.last),
+            visible=self._visible_alone(span.last, Site.OUTPUT, dtype=output.dtype),
             reason="" if is_right else result.reason,
         )
+
+    def _judge_site(self, layer: int, site: Site, tensor: torch.Tensor) -> SiteResult:
+        target = _OneSite(layer=layer, site=site, tensor=tensor)
+        sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
+        return LayerJudge(sides, layer=layer, feed=Feed(known=(Site.INPUT,))).judge(site)
 
     def _judge_chain(self, span: Span, output: torch.Tensor) -> Chain:
         reference = self._batch.rows(self._golden.read(span.last, Site.OUTPUT), Site.OUTPUT)
@@ -78,7 +89,8 @@ class ChainJudge:
             )
         limits = chain_limits(len(span), reference.dtype)
         unit = measure_unit(self._golden, span, batch=self._batch, layer_error=self._layer_error)
-        visible = limits.lower_quartile * unit.relative
+        noise = reference.masked_fill(massive_channels(reference), 0.0)
+        visible = _invert(measure_error(reference, reference + noise, unit).excess(limits))
         num_nonfinite = int((~target.isfinite()).sum())
         if num_nonfinite:
             reason = f"{num_nonfinite} NaN or Inf on real rows"
@@ -103,40 +115,43 @@ class ChainJudge:
             return math.inf if result.status is SiteStatus.FAIL else 0.0
         return metrics.relative_l2 / relative_limit(self._golden, self._criteria)
 
-    def _single_visible(self, layer: int) -> float:
-        """The error of a layer's own that would take ρ to its limit, beside the noise that is there anyhow."""
-        limit = self._criteria.noise.fail
-        unit = measure_unit(
-            self._golden, Span.single(layer), batch=self._batch, layer_error=self._layer_error
-        )
-        if self._golden.read_floor(layer, error_name(Site.OUTPUT)) is None:
-            return relative_limit(self._golden, self._criteria)
-        # The unit holds the floor of two implementations, ρ is in units of one.
-        return math.sqrt((limit**2 - 1) / 2) * unit.relative
+    def _visible_alone(self, layer: int, site: Site, *, dtype: torch.dtype) -> float:
+        """The size from which noise at a site of a layer that runs alone is seen, relative to the layer's output.
+
+        Whatever error the port has besides: with it, less noise is enough.
+        """
+        output = self._golden.read(layer, Site.OUTPUT)
+        massive = massive_channels(self._batch.rows(output, Site.OUTPUT))
+        noise = output.masked_fill(massive, 0.0)
+        result = self._judge_site(layer, site, (self._golden.read(layer, site) + noise).to(dtype))
+        visible = _invert(self._excess(result))
+        if result.noise is None or not result.noise.is_estimated:
+            return visible
+        # Without a twin the golden's own error is taken off, which the noise must make up for first.
+        return visible * math.sqrt(1.0 + 1.0 / self._criteria.noise.fail**2)
 
     def sweep_visible(self, span: Span) -> float | None:
-        """The smallest error of the MoE's delta that a sweep of all sites sees in every layer of `span`.
+        """The size from which noise in the MoE's delta is seen by a sweep of all sites, in every layer of `span`.
 
         Returns:
             It is relative to the layer's output; None where the golden kept no floor of that site.
         """
-        limit = self._criteria.noise.fail
-        shares = []
+        sizes = []
         for layer in span:
-            error = self._golden.read_floor(layer, error_name(Site.MOE_DELTA))
-            if error is None:
+            if self._golden.read_floor(layer, error_name(Site.MOE_DELTA)) is None:
                 return None
-            norms = self._batch.rows(self._golden.read(layer, Site.OUTPUT), Site.OUTPUT).double().norm(dim=-1)
-            shares.append(float((self._batch.tokens(error).double() / norms).median()))
-        return math.sqrt(limit**2 - 1) * max(shares)
+            dtype = self._golden.read(layer, Site.MOE_DELTA).dtype
+            sizes.append(self._visible_alone(layer, Site.MOE_DELTA, dtype=dtype))
+        return max(sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _OneOutput:
-    """A capture source that holds one layer's output: a run that was never written down."""
+class _OneSite:
+    """A capture source that holds one site of one layer: a run that was never written down."""
 
     layer: int
-    output: torch.Tensor
+    site: Site
+    tensor: torch.Tensor
     directory: Path = Path()
     known_description: Description | None = None
 
@@ -145,7 +160,7 @@ class _OneOutput:
         return (self.layer,)
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        return (Site.OUTPUT,) if layer == self.layer else ()
+        return (self.site,) if layer == self.layer else ()
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         return ()
@@ -155,8 +170,8 @@ class _OneOutput:
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
         if site not in self.sites(layer):
-            raise CaptureError(f"there is no {site} of layer {layer}: only the output of layer {self.layer}")
-        return self.output
+            raise CaptureError(f"there is no {site} of layer {layer}: only {self.site} of layer {self.layer}")
+        return self.tensor
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
         return None
@@ -165,13 +180,21 @@ class _OneOutput:
         return None
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        raise CaptureError(f"there is no {site}: only the output of layer {self.layer}")
+        raise CaptureError(f"there is no {site}: only {self.site} of layer {self.layer}")
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
         return None
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None
+
+
+def _invert(excess: float) -> float:
+    """The size of noise that a judge just lets pass, of its excess at noise as large as the output.
+
+    Its limits are on errors in units that do not hang on the target: the excess grows in proportion to the noise.
+    """
+    return 1.0 / excess if excess > 0.0 else math.inf
 
 
 def _describe(error: ChainError, limits: ChainError) -> str:

@@ -26,7 +26,8 @@ class Chain:
         span: The layers.
         is_right: Whether the output is within its limits.
         excess: Its error in units of the limit; above 1 it is wrong.
-        visible: The smallest error that would have been seen on most tokens, relative to the output.
+        visible: Noise of this size on every token of the chain's output is seen, whatever the port's own noise. It is
+            relative to all channels of the token but the massive ones.
         reason: Why it is wrong; empty where it is right.
     """
 
@@ -122,6 +123,11 @@ class Finding:
         """Whether one layer, run alone, is wrong."""
         return len(self.chain.span) == 1
 
+    @property
+    def is_proof(self) -> bool:
+        """Whether the port is wrong beyond doubt: in one layer, or in a chain far beyond its limit."""
+        return self.is_culprit or self.chain.excess > _LOUD_EXCESS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
@@ -135,8 +141,8 @@ class Bisection:
         probes: Every run of it, in order.
         findings: What they found, ascending.
         num_resumed: How many of the probes an earlier bisection had run.
-        sweep_visible: The smallest error of a delta that a sweep sees, relative to the output; None where the golden
-            does not tell.
+        sweep_visible: Noise of this size, relative to the output, in what the experts add is seen by a sweep; None
+            where the golden does not tell.
     """
 
     span: Span
@@ -150,10 +156,10 @@ class Bisection:
 
     @property
     def verdict(self) -> Verdict:
-        """Fail where a layer is wrong, or a chain far beyond its limit; warn where a chain is a little beyond."""
-        if self.culprits or any(drift.chain.excess > _LOUD_EXCESS for drift in self.drifts):
+        """Fail where a finding is a proof; warn where a chain is a little beyond its limit."""
+        if any(finding.is_proof for finding in self.findings):
             return Verdict.FAIL
-        return Verdict.WARN if self.drifts else Verdict.PASS
+        return Verdict.WARN if self.findings else Verdict.PASS
 
     @property
     def culprits(self) -> tuple[Finding, ...]:
@@ -187,12 +193,12 @@ class Bisection:
 
     @property
     def chained_visible(self) -> float | None:
-        """The smallest error that every chain of several layers would have shown; None where none ran."""
+        """Noise of this size in the output of any chain of several layers is seen; None where none ran."""
         return max((chain.visible for chain in self._chains() if len(chain.span) > 1), default=None)
 
     @property
     def single_visible(self) -> float | None:
-        """The smallest error that every layer run alone would have shown; None where none ran."""
+        """Noise of this size in the output of any layer that ran alone is seen; None where none ran."""
         return max((chain.visible for chain in self._chains() if len(chain.span) == 1), default=None)
 
     def _chains(self) -> tuple[Chain, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from minimax_tools.floor import MASSIVE_RATIO
 from minimax_tools.probes import Bisection, Chain, Finding, Probe
 from minimax_tools.results import Verdict
 from minimax_tools.span import Span
@@ -96,18 +97,21 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
     sentences = []
     if bisection.chained_visible is not None:
         sentences.append(
-            f"In chains an error below {_percent(bisection.chained_visible)} of the output, or one of few tokens, "
-            "hides in the noise of the layers before and behind it."
+            f"In the output of a chain, noise from {_percent(bisection.chained_visible)} on is seen if it is on every "
+            f"token, relative to all of a token's channels but the massive ones (above {MASSIVE_RATIO:g} times the "
+            "median channel). A smaller error, or one of few tokens, may hide in the noise of the chain's layers; "
+            "layers behind it change its size."
         )
         if bisection.chained_visible > _COARSE:
             sentences.append("Many mistakes are smaller than that: choose a shorter --chain-length.")
     if bisection.single_visible is not None:
         sentences.append(
-            f"In a layer alone an error below {_percent(bisection.single_visible)} of the output does."
+            f"In the output of a layer alone, such noise is seen from {_percent(bisection.single_visible)} on."
         )
     if bisection.sweep_visible is not None:
         sentences.append(
-            f"A sweep of a port that shows its sites sees {_percent(bisection.sweep_visible)} in what the experts add."
+            f"A sweep of a port that shows its sites sees it from {_percent(bisection.sweep_visible)} of the output on "
+            "in what the experts add."
         )
     skipped = bisection.of - len(bisection.covered)
     if skipped:
@@ -134,8 +138,9 @@ def _headline(bisection: Bisection) -> str:
     verdict = str(bisection.verdict).upper()
     if not bisection.findings:
         return f"{verdict}: nothing found in {_word_span(bisection.span)}"
-    first, *others = bisection.findings
-    more = f" (and {_count(len(others), 'more place')})" if others else ""
+    first = next((finding for finding in bisection.findings if finding.is_proof), bisection.findings[0])
+    num_others = len(bisection.findings) - 1
+    more = f" (and {_count(num_others, 'more place')})" if num_others else ""
     place = "output" if first.is_culprit else "in a chain alone"
     return f"{verdict}: {_word_span(first.chain.span)}, {place}{more}"
 

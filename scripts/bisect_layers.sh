@@ -93,7 +93,10 @@ while true; do
         start=$first stop=$behind is_known_wrong=yes
         if ((stop - start == 1)); then
             echo "layer $start is wrong; look inside with:"
-            echo "  ${mm2_test[*]} single-layer --layer $start --model $model --golden $golden --target $target"
+            printf ' '
+            printf ' %q' "${mm2_test[@]}" single-layer --layer "$start" --model "$model" --golden "$golden" \
+                --target "$target" "${others[@]}"
+            echo
             exit 1
         fi
     fi

@@ -97,7 +97,8 @@ def bisect_command(
     layers in short chains, each fed the golden's own input at its start and judged at its end. A port needs to show
     nothing but its output. Finished runs are noted: an interrupted bisection goes on where it stopped.
 
-    Exits with 1 where a layer is wrong. 0 says that no error was large enough to be seen; the output says how large.
+    Exits with 1 where a layer is wrong, or a chain far beyond its limit. 0 says that no error was large enough to be
+    seen (the output says how large), or that no more than a chain a little beyond its limit was, which is a warning.
     """
     spec = ModelSpec.from_folder(resolve_config(options["model"]))
     span = (read_span(start_layer, end_layer, layers) or Span(0, spec.num_hidden_layers)).within(

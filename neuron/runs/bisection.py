@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from compare.bisection import find_all, find_exhaustively, find_first
+from compare.bisection import find_all, find_exhaustively, find_until_proof
 from compare.chain_judge import ChainJudge
 from compare.chain_limits import LONGEST_CHAIN
 from compare.judge import Criteria
@@ -35,7 +35,7 @@ from neuron.runs.run_report import CompileReport
 class Extent(str, Enum):
     """How far a bisection goes."""
 
-    FIRST = "first"  # to the first finding
+    FIRST = "first"  # to the first finding that proves the port wrong
     ALL = "all"  # on behind every finding
     EXHAUSTIVE = "exhaustive"  # every layer alone
 
@@ -134,9 +134,7 @@ def _search(request: BisectRequest, prober: Prober) -> Iterator[Finding]:
     elif request.extent is Extent.ALL:
         yield from find_all(request.span, prober.run)
     else:
-        finding = find_first(request.span, prober.run)
-        if finding is not None:
-            yield finding
+        yield from find_until_proof(request.span, prober.run)
 
 
 def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from compare.bisection import find_all, find_exhaustively, find_first
+from compare.bisection import find_all, find_exhaustively, find_first, find_until_proof
 from minimax_tools.probes import Chain, Finding, Probe
 from minimax_tools.span import Span
 
@@ -17,11 +17,18 @@ class Port:
     """A port whose layers `wrong` are wrong alone, and whose chains that hold one of `drifting` whole are."""
 
     def __init__(
-        self, wrong: set[int], *, chain_length: int = 2, drifting: tuple[Span, ...] = (), blind: bool = False
+        self,
+        wrong: set[int],
+        *,
+        chain_length: int = 2,
+        drifting: tuple[Span, ...] = (),
+        drift: float = 9.0,
+        blind: bool = False,
     ) -> None:
         self.wrong = wrong
         self.chain_length = chain_length
         self.drifting = drifting
+        self.drift = drift
         self.blind = blind
         self.probes: list[Probe] = []
 
@@ -40,8 +47,9 @@ class Port:
 
     def _judge(self, span: Span) -> Chain:
         is_wrong = any(layer in span for layer in self.wrong) and not (self.blind and len(span) > 1)
-        is_wrong |= any(part.start in span and part.last in span for part in self.drifting)
-        return Chain(span=span, is_right=not is_wrong, excess=9.0 if is_wrong else 0.5, visible=0.01)
+        is_drifting = any(part.start in span and part.last in span for part in self.drifting)
+        excess = 9.0 if is_wrong else self.drift if is_drifting else 0.5
+        return Chain(span=span, is_right=excess <= 1.0, excess=excess, visible=0.01)
 
 
 def layers_of(findings: list[Finding]) -> list[int]:
@@ -124,6 +132,28 @@ def test_search_goes_on_behind_a_drift() -> None:
     findings = list(find_all(Span(0, 16), port.run))
     assert [finding.is_culprit for finding in findings] == [False, True]
     assert findings[1].chain.span == Span.single(13)
+
+
+def test_search_for_a_proof_goes_on_behind_a_faint_drift() -> None:
+    port = Port({40, 50}, drifting=(Span(2, 4),), drift=1.1)
+    findings = list(find_until_proof(Span(0, 62), port.run))
+    assert [finding.chain.span for finding in findings] == [Span(2, 4), Span.single(40)]
+    assert [finding.is_proof for finding in findings] == [False, True]
+
+
+def test_search_for_a_proof_that_meets_none_covers_every_layer() -> None:
+    port = Port(set(), drifting=(Span(2, 4), Span(30, 32)), drift=1.1)
+    findings = list(find_until_proof(Span(0, 62), port.run))
+    assert [finding.chain.span for finding in findings] == [Span(2, 4), Span(30, 32)]
+    ran = {layer for probe in port.probes for chain in probe.chains for layer in chain.span}
+    assert ran == set(range(62))
+
+
+@pytest.mark.parametrize("wrong", [{2, 40}, {40}])
+def test_search_for_a_proof_ends_at_a_culprit_and_at_a_loud_drift(wrong: set[int]) -> None:
+    port = Port(wrong, drifting=(Span(4, 6),), drift=2.1)
+    findings = list(find_until_proof(Span(0, 62), port.run))
+    assert [finding.chain.span for finding in findings] == [Span.single(2) if 2 in wrong else Span(4, 6)]
 
 
 def test_mistake_that_chains_cannot_see_is_found_exhaustively_alone() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compare.chain_judge import ChainJudge
 from compare.chain_limits import LONGEST_CHAIN, chain_limits, default_chain_length
@@ -15,7 +17,10 @@ from compare.chain_noise import PARTS
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.judge import Criteria
 from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import IncomparableError
+from minimax_tools.floor import ROUTER_MARGIN, massive_channels
 from minimax_tools.probes import Chain
+from minimax_tools.results import SiteStatus, Verdict
 from minimax_tools.sites import Site
 from minimax_tools.span import Span
 
@@ -32,12 +37,14 @@ def judge(capture: Capture, span: Span, output: torch.Tensor) -> Chain:
     return ChainJudge(capture, criteria=CRITERIA).judge(span, output)
 
 
-def with_error(capture: Capture, size: float) -> torch.Tensor:
-    """Layer 2's output with an error of that size on every token, relative to its ordinary channels."""
+def with_noise(capture: Capture, size: float, *, site: Site = Site.OUTPUT, seed: int = 0) -> torch.Tensor:
+    """A site of layer 2 with noise of that size on every token, relative to the output's ordinary channels."""
     output = capture.read(2, Site.OUTPUT).float()
-    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-    typical = output.square().flatten(0, 1).mean(0).median().sqrt()
-    return (output + size * typical * noise).bfloat16()
+    massive = massive_channels(output[capture.read_attention_mask().bool()])
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(massive, 0.0)
+    norms = output.masked_fill(massive, 0.0).norm(dim=-1, keepdim=True)
+    noisy = capture.read(2, site).float() + size * norms * noise / noise.norm(dim=-1, keepdim=True)
+    return noisy.to(capture.read(2, site).dtype)
 
 
 @pytest.mark.parametrize("span", SPANS, ids=str)
@@ -47,15 +54,48 @@ def test_golden_itself_is_right(capture: Capture, span: Span) -> None:
     assert chain.excess <= 0.5
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("floor", ["full", "stats"])
 @pytest.mark.parametrize("span", SPANS, ids=str)
-def test_error_is_right_well_below_what_is_visible_and_wrong_well_above(capture: Capture, span: Span) -> None:
-    visible = judge(capture, span, capture.read(2, Site.OUTPUT)).visible
-    assert judge(capture, span, with_error(capture, 0.4 * visible)).is_right
-    # Above the limit of one part: of all tokens at once, the lower quartile's.
-    wrong = judge(capture, span, with_error(capture, 1.6 * visible))
-    assert not wrong.is_right
-    assert wrong.excess > 1
-    assert "limit" in wrong.reason
+def test_noise_is_seen_from_the_size_that_is_stated(
+    capture: Capture, copyist: Any, span: Span, floor: str, seed: int
+) -> None:
+    kept = Capture.open(copyist.golden(noise_floor=floor))
+    visible = judge(kept, span, kept.read(2, Site.OUTPUT)).visible
+    found = judge(kept, span, with_noise(kept, 1.1 * visible, seed=seed))
+    assert (found.is_right, found.excess > 1) == (False, True)
+    assert "limit" in found.reason
+    assert found.visible == visible, "what is seen hangs on the golden alone"
+    # The figure is no coarser than it need be.
+    assert judge(kept, span, with_noise(kept, 0.7 * visible, seed=seed)).is_right
+
+
+def test_sweep_sees_noise_in_what_experts_add_from_the_size_that_is_stated(
+    capture: Capture, copyist: Any, judge: Any
+) -> None:
+    chains = ChainJudge(capture, criteria=CRITERIA)
+    visible = chains.sweep_visible(Span.single(2))
+    assert visible is not None
+    for size, verdict in ((1.1, Verdict.FAIL), (0.5, Verdict.PASS)):
+        noisy = with_noise(capture, size * visible, site=Site.MOE_DELTA)
+        run = copyist.device_run({(2, Site.MOE_DELTA): lambda _, noisy=noisy: noisy}, name=str(verdict))
+        compared = judge(run)
+        statuses = {site.status for site in compared.sites if (site.layer, site.site) == (2, "moe_delta")}
+        assert (statuses == {SiteStatus.FAIL}) is (verdict is Verdict.FAIL)
+
+
+def test_layer_whose_tokens_are_all_set_aside_is_not_called_right(
+    capture: Capture, golden: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "golden"
+    shutil.copytree(golden, folder)
+    path = folder / "layer_2.floor.safetensors"
+    floor = load_file(path)
+    save_file({**floor, ROUTER_MARGIN: torch.zeros_like(floor[ROUTER_MARGIN])}, path)
+    with pytest.raises(
+        IncomparableError, match="layer 2 cannot be judged: no token is left.*found not judged"
+    ):
+        judge(Capture.open(folder), Span.single(2), capture.read(2, Site.OUTPUT))
 
 
 def test_longer_chains_see_less(capture: Capture) -> None:
@@ -96,7 +136,7 @@ def test_golden_without_a_floor_judges_by_fixed_limits(golden: Path, tmp_path: P
         right = judge(capture, span, capture.read(2, Site.OUTPUT))
         assert right.is_right
         assert right.visible > judge(Capture.open(golden), span, capture.read(2, Site.OUTPUT)).visible
-        assert not judge(capture, span, with_error(capture, 3.0)).is_right
+        assert not judge(capture, span, with_noise(capture, 3.0)).is_right
 
 
 def test_limits_grow_with_the_chain_in_bfloat16_alone() -> None:

@@ -61,6 +61,35 @@ class Port(DeviceLayer):
             tensors[name] = torch.zeros_like(tensors[name])
         return super().convert_state_dict(tensors, config, layer_idx)
 """
+# Noise of a size on every token of layer 5's output, relative to all of its channels but the massive ones; where
+# asked, behind layer 4 alone. Other layers lack their o_proj.
+NOISY = """
+from neuron.builtin.layer import DeviceLayer
+from minimax_tools.floor import massive_channels
+
+class Port(DeviceLayer):
+    last = None
+    layer_idx = None
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        Port.layer_idx = layer_idx
+        if layer_idx in {unloaded}:
+            name = "self_attn.o_proj.weight"
+            tensors[name] = torch.zeros_like(tensors[name])
+        return super().convert_state_dict(tensors, config, layer_idx)
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        is_behind = Port.last is not None and torch.equal(Port.last, hidden_states)
+        output, _ = super().forward(hidden_states, attention_mask, position_ids)
+        Port.last = output.clone()
+        if Port.layer_idx != 5 or ({in_a_chain} and not is_behind):
+            return output
+        massive = massive_channels(output[attention_mask.bool()])
+        ordinary = output.float().masked_fill(massive, 0.0)
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).masked_fill(massive, 0.0)
+        noise *= {size} * ordinary.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+        return (output + noise).to(output.dtype)
+"""
 # Layer 5 is wrong where it runs right behind layer 4 and there alone: what it is handed is not copied.
 WRONG_IN_A_CHAIN = """
 from neuron.builtin.layer import DeviceLayer
@@ -185,12 +214,45 @@ def test_right_port_passes_and_is_told_what_could_not_be_seen(bisect: Any, tmp_p
     visible = record["smallest_visible"]
     assert 0.001 < visible["alone"] < visible["in_chains"] < 0.05
     again = bisect("builtin", "--quiet")
-    assert re.search(r"In chains an error below 1\.\d+ % of the output", again.stdout)
+    assert re.search(r"In the output of a chain, noise from [12]\.\d+ % on is\s+seen", again.stdout)
     assert "mm2-test sweep --layers 0:12" in again.stdout
     # Nothing is kept of the layers' outputs.
     directory = Path(record["directory"])
     assert [path.name for path in directory.iterdir()] == ["bisection.json"]
     assert directory == tmp_path / "captures" / "neuron" / "bisect_0_to_11"
+
+
+@pytest.fixture
+def stated(bisect: Any) -> float:
+    """What is said to be seen of noise at the end of the chain of layers 4 and 5."""
+    record = json.loads(bisect("builtin", "--json", "--quiet").stdout)
+    chains = [chain for probe in record["probes"] for chain in probe["chains"]]
+    [size] = [chain["smallest_visible"] for chain in chains if chain["end_layer"] == 5]
+    assert size <= record["smallest_visible"]["in_chains"]
+    return float(size)
+
+
+def test_noise_of_the_stated_size_at_the_end_of_a_chain_is_found(
+    bisect: Any, write_port: Any, stated: float
+) -> None:
+    port = write_port(NOISY.format(size=1.1 * stated, in_a_chain=False, unloaded=()))
+    found = bisect(port, "--json", "--quiet")
+    assert (found.exit_code, layers_blamed(json.loads(found.stdout))) == (1, [5])
+    port = write_port(NOISY.format(size=0.5 * stated, in_a_chain=False, unloaded=()))
+    assert bisect(port, "--quiet").exit_code == 0
+
+
+def test_faint_drift_does_not_end_the_search(bisect: Any, write_port: Any, stated: float) -> None:
+    faint = NOISY.format(size=1.4 * stated, in_a_chain=True, unloaded=())
+    record = json.loads(bisect(write_port(faint), "--json", "--quiet").stdout)
+    assert (record["verdict"], record["blame"]) == ("warn", [])
+    assert [(drift["start_layer"], drift["end_layer"]) for drift in record["drifts"]] == [(4, 5)]
+    assert "did not run" not in " ".join(record["notes"])
+    worse = NOISY.format(size=1.4 * stated, in_a_chain=True, unloaded=(9,))
+    found = bisect(write_port(worse), "--json", "--quiet")
+    assert found.exit_code == 1
+    record = json.loads(found.stdout)
+    assert (layers_blamed(record), len(record["drifts"])) == ([9], 1)
 
 
 def test_golden_of_all_sites_tells_what_a_sweep_would_see(run: Any, toy: Path, golden: Path) -> None:
@@ -216,7 +278,7 @@ def test_mistake_of_few_tokens_hides_in_chains_and_not_in_layers_alone(bisect: A
     chained = bisect(target, "--chain-length", 4, "--json", "--quiet")
     assert chained.exit_code == 0
     notes = " ".join(json.loads(chained.stdout)["notes"])
-    assert "or one of few tokens, hides" in notes
+    assert "or one of few tokens, may hide" in notes
     assert "choose a shorter --chain-length" in notes
     alone = bisect(target, "--exhaustive", "--json", "--quiet")
     assert alone.exit_code == 1

@@ -54,9 +54,10 @@ def test_culprit_is_named_with_what_to_run_next(culprit: Bisection) -> None:
     assert text.splitlines()[0] == "FAIL: layer 3, output"
     assert "compared 3 of 8 outputs in 3 runs, in chains of at most 2 layers" in text
     assert "layers 0-2 are right, as far as chains see" in text
-    assert "an error below 1.70 % of the output" in text
-    assert "In a layer alone an error below 0.600 % of the output does." in text
-    assert "0.0400 % in what the experts add" in text
+    words = " ".join(text.split())
+    assert "In the output of a chain, noise from 1.70 % on is seen if it is on every token" in words
+    assert "In the output of a layer alone, such noise is seen from 0.600 % on." in words
+    assert "sees it from 0.0400 % of the output on in what the experts add" in words
     assert "4 layers did not run." in text
     assert "mm2-test single-layer --layer 3 --model 'my model' --golden golden" in text
 
@@ -95,6 +96,16 @@ def test_chain_that_is_wrong_alone_warns_and_fails_where_it_is_far_beyond_its_li
     assert draw(found).splitlines()[0] == f"{str(verdict).upper()}: layers 2-3, in a chain alone"
     assert "mm2-test sweep --layers 2:4 " in draw(found)
     assert bisection_record(found)["blame"] == []
+
+
+def test_culprit_behind_a_faint_drift_is_the_headline() -> None:
+    drift, wrong = chain(0, 2, 1.1), chain(4, 5, 9.0)
+    found = bisection(
+        Probe(span=Span(0, 2), chains=(drift,)),
+        Probe(span=Span(4, 5), chains=(wrong,)),
+        findings=(drift, wrong),
+    )
+    assert draw(found).splitlines()[0] == "FAIL: layer 4, output (and 1 more place)"
 
 
 def test_clean_bisection_points_to_the_sweep() -> None:

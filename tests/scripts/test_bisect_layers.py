@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,16 @@ def test_wrong_layer_is_found_and_right_layers_are_none(toy: Path, golden: Path,
     right = bisect(*common, "--layers", "2:4", "--", "--backend", "cpu")
     assert (right.returncode, right.stderr) == (0, "")
     assert right.stdout.splitlines()[:2] == ["run 1: layers 2:3 pass", "run 2: layers 3:4 pass"]
+
+
+def test_command_that_looks_inside_repeats_the_options_quoted() -> None:
+    # Every layer of this port is wrong: `false` ends with 1, whatever it is asked.
+    common = ("--model", "my model", "--golden", "g", "--target", "t")
+    done = bisect(*common, "--layers", "3:4", "--", "--backend", "cpu", "--split", "a b", command="false")
+    assert done.returncode == 1
+    assert shlex.split(done.stdout.splitlines()[-1])[1:] == [
+        *("single-layer", "--layer", "3", *common, "--backend", "cpu", "--split", "a b")
+    ]
 
 
 def test_command_that_cannot_run_ends_it() -> None:
