@@ -5,9 +5,12 @@ One wrapper serves both compilers: torch_neuronx.trace on Neuron, torch.export e
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.errors import BackendError, TargetError, UsageError
+from minimax_tools.errors import BackendError, Mm2Error, TargetError, UsageError
 from minimax_tools.inputs import Inputs
 from minimax_tools.provenance import library_versions
 from minimax_tools.sites import Site
@@ -30,8 +33,11 @@ from neuron.devices.backend import Backend
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import find_exposure
 from neuron.ports.own_code import own_code
+from neuron.ports.returned import find_output
 from neuron.ports.targets import Target
 from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, PREFIX, TracedProgram, load_program
+
+logger = logging.getLogger(__name__)
 
 # What a number differs by from one that is none: JSON knows no infinity.
 _ENDLESS = torch.finfo(torch.float64).max
@@ -44,12 +50,14 @@ class SitesAsOutputs(nn.Module):
     Args:
         layer: A port's module, its weights loaded.
         taps: Where each site shows; they are returned in this order.
+        what: The target and layer in words, for errors.
     """
 
-    def __init__(self, layer: nn.Module, taps: Mapping[Site, Tap]) -> None:
+    def __init__(self, layer: nn.Module, taps: Mapping[Site, Tap], *, what: str) -> None:
         super().__init__()
         self.layer = layer
         self._taps = dict(taps)
+        self._what = what
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
@@ -57,20 +65,20 @@ class SitesAsOutputs(nn.Module):
         """The layer's output [B,S,H], then each site as the port gives it.
 
         Raises:
-            TargetError: A site shows no tensor while the layer runs.
+            TargetError: A site shows no tensor while the layer runs, or the layer returns no output of that shape.
         """
         # A copy: a port may work in place.
         states = hidden_states.clone()
         with Recorder(self.layer, self._taps, keep=copy_on_device) as recorder:
-            output = self.layer(states, attention_mask.clone(), position_ids.clone())
-        first = output[0] if isinstance(output, (tuple, list)) else output
+            result = self.layer(states, attention_mask.clone(), position_ids.clone())
+        output = find_output(result, tuple(hidden_states.shape), what=self._what)
         missing = [str(site) for site in self._taps if site not in recorder.tensors]
         if missing:
             raise TargetError(
                 f"no tensor passed at {', '.join(missing)} while the layer ran",
                 next_step="Point the port's `sites` at submodules that it calls.",
             )
-        return (first.reshape(hidden_states.shape), *(recorder.tensors[site] for site in self._taps))
+        return (output, *(recorder.tensors[site] for site in self._taps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +165,7 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
             model=ModelFingerprint.of(reader, request.spec, range(request.layer, request.layer + 1)),
             versions=library_versions(),
         )
-        _compile(SitesAsOutputs(module, taps).eval(), example, program, output, what=what)
+        _compile(SitesAsOutputs(module, taps, what=what).eval(), example, program, output, what=what)
         effect = (
             _effect_of_sites(module, example, program, output, what=what) if request.checks_capture else None
         )
@@ -184,7 +192,9 @@ def _showing(
     with Recorder(module, taps, keep=copy_on_device) as recorder:
         step = "Try it with mm2-test single-layer first; see --debug for the traceback."
         with own_code(f"{what} failed while it ran", next_step=step):
-            module(*(tensor.clone() for tensor in example))
+            result = module(*(tensor.clone() for tensor in example))
+    # Here too: a compiler that meets the error prints its graph first.
+    find_output(result, tuple(example[0].shape), what=what)
     batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
     shown = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
     return {
@@ -201,7 +211,7 @@ def _effect_of_sites(
     bare = replace(program, sites=())
     path = output.with_name(f".{output.name}.{os.getpid()}.bare")
     try:
-        _compile(SitesAsOutputs(module, {}).eval(), example, bare, path, what=what)
+        _compile(SitesAsOutputs(module, {}, what=what).eval(), example, bare, path, what=what)
         alone = load_program(path, bare)(*example)[0]
     finally:
         path.unlink(missing_ok=True)
@@ -221,10 +231,9 @@ def _compile(
         if traced.program == NEURON:
             _compile_for_neuron(wrapper, example, extra, temporary)
         else:
-            with temporary.open("wb") as file:
-                torch.export.save(torch.export.export(wrapper, example), file, extra_files=extra)
+            _compile_for_cpu(wrapper, example, extra, temporary)
         temporary.replace(output)
-    except OSError:
+    except (OSError, Mm2Error):
         raise
     except (Exception, SystemExit) as error:  # a compiler, over a port's own code: anything can come
         raise TargetError(
@@ -235,6 +244,23 @@ def _compile(
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _compile_for_cpu(
+    wrapper: SitesAsOutputs, example: tuple[Any, ...], extra: dict[str, str], path: Path
+) -> None:
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            program = torch.export.export(wrapper, example)
+    except Exception:
+        # The whole graph of what could not be exported: hundreds of lines ahead of the one that says why.
+        logger.debug("torch.export printed:\n%s", printed.getvalue())
+        raise
+    if printed.getvalue():
+        logger.warning("torch.export printed:\n%s", printed.getvalue())
+    with path.open("wb") as file:
+        torch.export.save(program, file, extra_files=extra)
 
 
 def _compile_for_neuron(

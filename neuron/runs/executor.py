@@ -28,6 +28,7 @@ from neuron.devices.weights import Weight, WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
 from neuron.ports.own_code import own_code
 from neuron.ports.past import PAST, find_key_values, require_past
+from neuron.ports.returned import find_output
 from neuron.ports.targets import Target
 from neuron.runs.assembly import Assembly
 from neuron.runs.footprint import MemoryLimits
@@ -191,7 +192,7 @@ class LayerExecutor:
         recorder = Recorder(module, taps, keep=copy_on_device, feeds=feeds)
         with torch.no_grad(), recorder:
             result = self._forward(module, assembly.own(given), what=what)
-        shown = _first_tensor(result, tuple(given.hidden_states.shape), what=what)
+        shown = find_output(result, tuple(given.hidden_states.shape), what=what)
         key_values = find_key_values(result, batch_shape, what=what) if order.keeps_past else None
         self._prepare(order.then)
         self._runtime.synchronise()
@@ -306,27 +307,6 @@ class LayerExecutor:
             ):
                 accepted[site] = tensor
         return accepted
-
-
-def _first_tensor(output: object, shape: tuple[int, ...], *, what: str) -> torch.Tensor:
-    """The output, or the first of several, as [B,S,H] where it is [B·S,H]."""
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    if not isinstance(first, torch.Tensor):
-        raise TargetError(
-            f"{what} returned no tensor",
-            expected="the layer's output, or a tuple that begins with it",
-            found=type(first).__name__,
-            next_step="Return hidden states [B,S,H] first.",
-        )
-    flat = (shape[0] * shape[1], shape[2])
-    if tuple(first.shape) not in (shape, flat):
-        raise TargetError(
-            f"{what} returned another shape",
-            expected=f"{list(shape)} or {list(flat)}",
-            found=str(list(first.shape)),
-            next_step="Return hidden states [B,S,H] first.",
-        )
-    return first.reshape(shape)
 
 
 def _refuse_unfeedable(feeds: Mapping[Site, torch.Tensor], exposure: Exposure, *, what: str) -> None:

@@ -235,6 +235,70 @@ class Port(ReferenceLayer):
     assert not list(tmp_path.glob("*traced*"))
 
 
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (
+            "output.transpose(0, 1)",
+            "returned another shape: expected [2, 12, 64] or [24, 64], found [12, 2, 64]",
+        ),
+        ("output.transpose(1, 2)", "found [2, 64, 12]"),
+        ("{'output': output}", "returned no tensor: expected the layer's output"),
+        # Another shape only where the compiler looks.
+        (
+            "output.transpose(0, 1) if torch.compiler.is_exporting() else output",
+            "layer 0 returned another shape: expected [2, 12, 64]",
+        ),
+    ],
+)
+def test_output_of_another_shape_is_refused_as_of_the_port_itself(
+    trace: Trace, write_port: Any, small: Path, tmp_path: Path, returned: str, text: str
+) -> None:
+    source = f"""
+class Port(ReferenceLayer):
+    def forward(self, states, mask, positions):
+        output = super().forward(states, mask, positions)
+        return {returned}
+"""
+    result = trace(small, "--target", write_port(source), *ROWS)
+    assert result.exit_code == 3
+    assert text in result.stderr
+    assert "cannot be compiled" not in result.stderr
+    assert not list(tmp_path.glob("*traced*"))
+
+
+def test_output_of_flat_rows_is_traced(
+    trace: Trace, run_traced: Any, write_port: Any, small: Path, tmp_path: Path
+) -> None:
+    source = """
+class Port(ReferenceLayer):
+    def forward(self, states, mask, positions):
+        return super().forward(states, mask, positions).flatten(0, 1), None
+"""
+    assert trace(small, "--target", write_port(source), *ROWS, layer=1).exit_code == 0
+    outputs = []
+    for target in ("reference", f"traced:{tmp_path}/traced.pt2"):
+        directory = json.loads(run_traced(target).stdout)["directory"]
+        outputs.append(load_file(Path(directory) / "layer_1.safetensors")["output"])
+    assert torch.equal(*outputs)
+
+
+def test_graph_that_cannot_be_compiled_is_shown_under_debug_alone(
+    trace: Trace, write_port: Any, small: Path
+) -> None:
+    source = """
+class Port(ReferenceLayer):
+    def forward(self, states, mask, positions):
+        output = super().forward(states, mask, positions)
+        return output + 1 if float(output.sum()) > 0 else output
+"""
+    for debug, shows_graph in (((), False), (("--debug",), True)):
+        result = trace(small, "--target", write_port(source), *ROWS, *debug)
+        assert result.exit_code == 3
+        assert "cannot be compiled by torch.export" in result.stderr
+        assert ("torch.ops.aten" in result.stderr) is shows_graph
+
+
 def test_cannot_decode(run_traced: Any, traced: Path, small: Path) -> None:
     result = run_traced(f"traced:{traced}", "--layer", 1, "--model", small, *ROWS, "--decode", 2)
     assert result.exit_code == 3
