@@ -7,6 +7,7 @@ B batch, S sequence, H hidden.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import warnings
@@ -206,7 +207,7 @@ class TracedFiles:
     """The factory of a traced target: called as `files(config, layer_idx)`, it loads the layer's file.
 
     Args:
-        pattern: The file, or files named by `{layer}`, as in `layer_{layer}.pt2`.
+        pattern: The file, or files whose paths hold `{layer}` anywhere, as in `layer_{layer}.pt2`.
     """
 
     pattern: str
@@ -252,12 +253,10 @@ class TracedFiles:
         Raises:
             TargetError: There is no such file, or it is no archive.
         """
-        whole = Path(self.pattern)
-        paths = (
-            sorted(whole.parent.glob(whole.name.replace(_LAYER, "*"))) if _LAYER in whole.name else [whole]
-        )
+        # What stands around the number means itself, brackets and stars too.
+        paths = glob.glob("[0-9]*".join(map(glob.escape, self.pattern.split(_LAYER))))
         digest = hashlib.sha256()
-        for path in paths or [whole]:
+        for path in map(Path, sorted(paths) or [self.pattern]):
             TracedProgram.read(path)
             with zipfile.ZipFile(path) as archive:
                 for entry in archive.infolist():
@@ -270,10 +269,11 @@ def load_program(path: Path, traced: TracedProgram) -> Program:
     """The program in a file: it takes the layer's three arguments on the host, and gives its output and sites there.
 
     Raises:
-        TargetError: It cannot be loaded here.
+        TargetError: The file is damaged, or cannot be loaded here.
     """
     # Both loaders execute what is in the file: a target is code that the user chose to run.
     try:
+        _verify_check_sums(path)
         if traced.program == NEURON:
             return _load_neuron_program(path)
         with path.open("rb") as file, warnings.catch_warnings():
@@ -289,6 +289,18 @@ def load_program(path: Path, traced: TracedProgram) -> Program:
             found=f"{type(error).__name__}: {error}",
             next_step=f"{_MAKE_ANEW} A file need not load with another version of torch.",
         ) from error
+
+
+def _verify_check_sums(path: Path) -> None:
+    """Read the whole file, a piece at a time: torch loads weights whose bytes have changed without a word."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise TargetError(
+            f"{path} is damaged: {damaged.split('/', 1)[-1]}",
+            expected="bytes of the check sum that the file gives for it",
+            next_step=f"{_MAKE_ANEW} Or copy it again.",
+        )
 
 
 def _load_neuron_program(path: Path) -> Program:

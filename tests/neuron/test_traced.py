@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from neuron.ports.targets import find_target
 
 EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "port.py"
 ROWS = ("--seq-len", "12,7")
@@ -88,6 +89,36 @@ def test_is_judged_by_a_golden_with_a_file_for_each_layer(
     beyond = run(*sweep, "--layers", "1:4")
     assert beyond.exit_code == 3
     assert "layer_3.pt2 does not exist" in beyond.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("of_{layer}/[b] *.pt2", "of_1/[b] *.pt2"),
+        ("{layer}/layer_{layer}.pt2", "1/layer_1.pt2"),
+        ("[b].pt2", "[b].pt2"),
+    ],
+)
+def test_layer_may_stand_anywhere_in_the_path(
+    run_traced: Any, traced: Path, tmp_path: Path, file: str, named: str
+) -> None:
+    path = tmp_path / "own" / named
+    path.parent.mkdir(parents=True)
+    traced.rename(path)
+    # What a pattern of the shell would take for one more of them.
+    (path.parent / "b x.pt2").write_text("no archive")
+    result = run_traced(f"traced:{tmp_path}/own/{file}")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_file_of_another_layer_counts_for_the_digest(traced: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / f"of_{layer}" for layer in (1, 12)]
+    digests = []
+    for folder in folders:
+        folder.mkdir()
+        (folder / "l.pt2").write_bytes(traced.read_bytes())
+        digests.append(find_target(f"traced:{tmp_path}/of_{{layer}}/l.pt2").source_digest)
+    assert digests[0] != digests[1]
 
 
 def test_mistake_is_blamed_on_its_site(
@@ -200,6 +231,21 @@ def test_neuron_program_says_where_it_can_run(run_traced: Any, traced: Path, tmp
     result = run_traced(f"traced:{_rewritten(traced, tmp_path, program='torch_neuronx.trace')}")
     assert result.exit_code == 3
     assert "compiled by torch_neuronx, which is not installed here" in result.stderr
+
+
+def test_damaged_weight_is_no_fault_of_the_port(run_traced: Any, traced: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(traced) as archive:
+        weights = [entry for entry in archive.infolist() if "/weights/weight_" in entry.filename]
+        largest = max(weights, key=lambda entry: entry.file_size)
+        content = archive.read(largest)
+    flipped = bytes(byte ^ 0x40 for byte in content[len(content) // 2 :][:8])
+    whole = traced.read_bytes()
+    middle = whole.index(content) + len(content) // 2
+    damaged = tmp_path / "damaged.pt2"
+    damaged.write_bytes(whole[:middle] + flipped + whole[middle + 8 :])
+    result = run_traced(f"traced:{damaged}")
+    assert result.exit_code == 3
+    assert f"damaged.pt2 is damaged: {largest.filename.partition('/')[2]}" in result.stderr
 
 
 def test_program_that_does_not_load_is_told(run_traced: Any, traced: Path, tmp_path: Path) -> None:
