@@ -254,7 +254,8 @@ class TracedFiles:
             TargetError: There is no such file, or it is no archive.
         """
         # What stands around the number means itself, brackets and stars too.
-        paths = glob.glob("[0-9]*".join(map(glob.escape, self.pattern.split(_LAYER))))
+        pattern = "[0-9]*".join(map(glob.escape, self.pattern.split(_LAYER)))
+        paths = glob.glob(pattern)  # noqa: PTH207 - a Path's glob takes no absolute pattern
         digest = hashlib.sha256()
         for path in map(Path, sorted(paths) or [self.pattern]):
             TracedProgram.read(path)
@@ -299,7 +300,7 @@ def _verify_check_sums(path: Path) -> None:
         raise TargetError(
             f"{path} is damaged: {damaged.split('/', 1)[-1]}",
             expected="bytes of the check sum that the file gives for it",
-            next_step=f"{_MAKE_ANEW} Or copy it again.",
+            next_step="Copy it again from where it is whole, or make it anew with mm2-test trace.",
         )
 
 
