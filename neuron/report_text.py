@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from minimax_tools.capture.generation import Generation
@@ -12,7 +11,7 @@ from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_layers
 
-_PHASES = [field.name.removesuffix("_s").replace("_", " ") for field in dataclasses.fields(LayerTimes)]
+_PHASES = tuple(LayerTimes().by_phase())
 _COLUMNS = [
     Column(title=title)
     for title in ("layer", *(f"{phase}\n(s)" for phase in (*_PHASES, "total")), "host\npeak", "device\npeak")
@@ -91,7 +90,7 @@ def _rows(layers: tuple[LayerProfile, ...]) -> list[Row]:
 
 
 def _row(name: str, times: LayerTimes, layers: Sequence[LayerProfile]) -> Row:
-    seconds = [f"{value:.2f}" for value in (*dataclasses.astuple(times), times.total_s)]
+    seconds = [f"{value:.2f}" for value in (*times.by_phase().values(), times.total_s)]
     on_device = [profile.peak_device_bytes for profile in layers if profile.peak_device_bytes is not None]
     return Row(
         cells=(

@@ -22,7 +22,6 @@ from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
 from neuron.runs.executor import LayerExecutor
-from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.layer_input import LayerInput
 
@@ -69,17 +68,15 @@ class ChainRunner:
     def __init__(self, request: ChainRequest, *, runtime: Runtime, reader: CheckpointReader) -> None:
         self._golden = request.golden
         self._inputs = request.golden.read_inputs()
-        footprint = device_footprint(
-            request.target, request.spec, dtype=request.dtype, inputs=self._inputs, runtime=runtime
-        )
         self._executor = LayerExecutor(
             target=request.target,
             runtime=runtime,
             reader=reader,
             spec=request.spec,
             dtype=request.dtype,
-            limits=MemoryLimits(footprint=footprint, budget=request.budget),
-            reads_ahead=choose_read_ahead(request.prefetch, footprint, reader.index),
+            inputs=self._inputs,
+            budget=request.budget,
+            prefetch=request.prefetch,
         )
 
     def __enter__(self) -> ChainRunner:

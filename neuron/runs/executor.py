@@ -20,7 +20,8 @@ from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.memory import give_back_freed_memory
+from minimax_tools.inputs import Inputs
+from minimax_tools.memory import MemoryBudget, give_back_freed_memory
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
@@ -31,7 +32,7 @@ from neuron.ports.past import PAST, find_key_values, require_past
 from neuron.ports.returned import find_output
 from neuron.ports.targets import Target
 from neuron.runs.assembly import Assembly
-from neuron.runs.footprint import MemoryLimits
+from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
 from neuron.runs.layer_input import LayerInput
 from neuron.runs.layer_run import LayerRun
 from neuron.runs.orders import Assignment, LayerOrder, ReleaseOrder
@@ -46,7 +47,7 @@ _ARGUMENTS = ("hidden_states", "attention_mask", "position_ids")
 class _Prepared:
     """Weights that are being made for a layer that has not begun."""
 
-    layer: int
+    tensors: LayerTensors
     weights: dict[str, Weight]
 
 
@@ -61,8 +62,10 @@ class LayerExecutor:
         reader: The checkpoint.
         spec: Its quantities.
         dtype: Dtype of weights and activations.
-        limits: The memory that may be taken.
-        reads_ahead: Whether the next layer is fetched from the disk while one is loaded and runs.
+        inputs: The token rows; their number tells what a layer takes.
+        budget: What anonymous memory may be taken.
+        prefetch: Whether the next layer is fetched from the disk while one is loaded and runs; None for where memory
+            holds it.
     """
 
     def __init__(
@@ -73,18 +76,22 @@ class LayerExecutor:
         reader: CheckpointReader,
         spec: ModelSpec,
         dtype: torch.dtype,
-        limits: MemoryLimits,
-        reads_ahead: bool,
+        inputs: Inputs,
+        budget: MemoryBudget,
+        prefetch: bool | None,
     ) -> None:
         self._target = target
         self._runtime = runtime
         self._reader = reader
         self._spec = spec
         self._dtype = dtype
-        self._limits = limits
+        footprint = device_footprint(target, spec, dtype=dtype, inputs=inputs, runtime=runtime)
+        self.limits = MemoryLimits(footprint=footprint, budget=budget)
         self._pool = ReadingPool(torch.get_num_threads())
         self.loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=self._pool)
-        self._ahead = ReadAhead(reader.index) if reads_ahead else None
+        self._ahead = (
+            ReadAhead(reader.index) if choose_read_ahead(prefetch, footprint, reader.index) else None
+        )
         self._resident: nn.Module | None = None
         # The layer whose weights the resident module holds.
         self._resident_layer: int | None = None
@@ -96,8 +103,8 @@ class LayerExecutor:
                 folder=self._reader.folder,
                 target=self._target.name,
                 dtype=self._dtype,
-                inputs=self._limits.footprint.inputs,
-                budget_bytes=self._limits.budget.limit_bytes,
+                inputs=self.limits.footprint.inputs,
+                budget_bytes=self.limits.budget.limit_bytes,
             )
         )
         return self
@@ -175,7 +182,7 @@ class LayerExecutor:
         what = f"target {self._target.name}, layer {order.layer}"
         watch = Stopwatch(self._runtime, self._reader, self.loader)
         module = self._loaded(order.layer, then=order.then)
-        self._limits.allow_activations(order.layer)
+        self.limits.allow_activations(order.layer)
         watch.loaded()
         batch_shape = (given.batch_size, given.num_rows)
         exposure = find_exposure(module, what=what)
@@ -223,19 +230,24 @@ class LayerExecutor:
         """The module with the layer's weights; the old one is gone before a new one is built."""
         if self._resident is not None and self._resident_layer == layer:
             return self._resident
-        tensors = LayerTensors.open(self._reader, self._spec, layer, self._dtype)
         prepared = self._take_prepared(layer)
+        tensors = self._open_tensors(layer) if prepared is None else prepared.tensors
         self._read_ahead(layer, then)
         module, self._resident, self._resident_layer = self._resident, None, None
         is_built_anew = module is None or not self._target.is_reused
         if module is None or is_built_anew:
             del module
-            self._limits.allow_layer(layer)
+            self.limits.allow_layer(layer)
             module = self._target.build(self._spec, layer, dtype=self._dtype, ranks=self._runtime.ranks)
         if self._target.converts(module):
-            self._limits.allow_conversion(layer, is_built_anew=is_built_anew)
+            self.limits.allow_conversion(layer, is_built_anew=is_built_anew)
         self._target.load(
-            module, tensors, self._spec, loader=self.loader, ranks=self._runtime.ranks, prepared=prepared
+            module,
+            tensors,
+            self._spec,
+            loader=self.loader,
+            ranks=self._runtime.ranks,
+            prepared=None if prepared is None else prepared.weights,
         )
         if self._runtime.spmd is not None:
             self._runtime.spmd.shard(module, what=f"target {self._target.name}")
@@ -253,26 +265,29 @@ class LayerExecutor:
             return
         if self._target.converts(module):
             return
-        if self._runtime.device.type == "cpu" or not self._limits.has_room_for_another_layer():
+        if self._runtime.device.type == "cpu" or not self.limits.has_room_for_another_layer():
             return
         logger.debug("Preparing layer %d", layer)
         try:
-            tensors = LayerTensors.open(self._reader, self._spec, layer, self._dtype)
+            tensors = self._open_tensors(layer)
             weights = self._target.prepare(
                 module, tensors, self._spec, loader=self.loader, ranks=self._runtime.ranks
             )
         except Mm2Error:
             # Loading meets it again: what has run is to be stored first.
             return
-        self._prepared = _Prepared(layer=layer, weights=weights)
+        self._prepared = _Prepared(tensors=tensors, weights=weights)
 
-    def _take_prepared(self, layer: int | None) -> dict[str, Weight] | None:
+    def _take_prepared(self, layer: int | None) -> _Prepared | None:
         """What was prepared for a layer; what was for another is dropped."""
         prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared.layer == layer:
-            return None if prepared is None else prepared.weights
+        if prepared is None or prepared.tensors.layer == layer:
+            return prepared
         self.loader.abandon(prepared.weights)
         return None
+
+    def _open_tensors(self, layer: int) -> LayerTensors:
+        return LayerTensors.open(self._reader, self._spec, layer, self._dtype)
 
     def _read_ahead(self, layer: int, then: int | None) -> None:
         if self._ahead is None or not self._target.reads_weights:

@@ -8,7 +8,6 @@ from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target
 from neuron.runs.executor import LayerExecutor
-from neuron.runs.footprint import MemoryLimits, device_footprint
 from neuron.runs.orders import Assignment
 
 # The lead has looked at the checkpoint, and names the layers that are there.
@@ -28,9 +27,6 @@ def follow(runtime: Runtime) -> None:
 
 def _carry_out(assignment: Assignment, runtime: Runtime) -> None:
     spec, target = ModelSpec.from_folder(assignment.folder), find_target(assignment.target)
-    footprint = device_footprint(
-        target, spec, dtype=assignment.dtype, inputs=assignment.inputs, runtime=runtime
-    )
     with (
         CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
         LayerExecutor(
@@ -39,9 +35,10 @@ def _carry_out(assignment: Assignment, runtime: Runtime) -> None:
             reader=reader,
             spec=spec,
             dtype=assignment.dtype,
-            limits=MemoryLimits(footprint=footprint, budget=MemoryBudget(assignment.budget_bytes)),
+            inputs=assignment.inputs,
+            budget=MemoryBudget(assignment.budget_bytes),
             # What the lead fetches from the disk lies in the page cache of all.
-            reads_ahead=False,
+            prefetch=False,
         ) as executor,
     ):
         executor.follow()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -31,7 +32,18 @@ class LayerTimes:
         """All of it."""
         return float(sum(dataclasses.astuple(self)))
 
+    def by_phase(self) -> dict[str, float]:
+        """Seconds by the name of each phase in words, such as `copy back`."""
+        return {
+            name.removesuffix("_s").replace("_", " "): value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def combined(cls, times: Sequence[LayerTimes], how: Callable[[list[float]], float]) -> LayerTimes:
+        """Of each phase what `how` makes of all its times."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: how([getattr(one, name) for one in times]) for name in names})
+
     def __add__(self, other: LayerTimes) -> LayerTimes:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        names = [field.name for field in dataclasses.fields(self)]
-        return LayerTimes(**dict(zip(names, (mine + theirs for mine, theirs in pairs), strict=True)))
+        return self.combined((self, other), sum)

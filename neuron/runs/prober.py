@@ -92,12 +92,7 @@ class Prober:
 
     def compile_report(self) -> CompileReport:
         """Graphs compiled for the first layer that ran and for all others, and what fell back to the CPU."""
-        start, first, last = self._counts[0], self._counts[min(1, len(self._counts) - 1)], self._counts[-1]
-        return CompileReport(
-            first_layer=first.since(start).compiles,
-            later_layers=last.since(first).compiles,
-            fallbacks=tuple(sorted(last.since(start).fallbacks)),
-        )
+        return CompileReport.of(self._counts)
 
     def _run(self, span: Span) -> Probe:
         chains: list[Chain] = []

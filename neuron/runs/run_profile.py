@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from minimax_tools.errors import CaptureError
@@ -46,10 +47,8 @@ class RunProfile:
     @property
     def usual(self) -> LayerTimes:
         """The times of a layer that compiles nothing: of each phase the median, compiling aside."""
-        times = [dataclasses.astuple(profile.times) for profile in self.layers]
-        medians = [sorted(column)[len(column) // 2] for column in zip(*times, strict=True)]
-        names = [field.name for field in dataclasses.fields(LayerTimes)]
-        return dataclasses.replace(LayerTimes(**dict(zip(names, medians, strict=True))), compile_s=0.0)
+        times = LayerTimes.combined([profile.times for profile in self.layers], median_high)
+        return dataclasses.replace(times, compile_s=0.0)
 
     def verify(self, *, spec_digest: str, dtype: str, backend: str | None) -> None:
         """Check that other lengths can be told from it for one rank of this model, dtype and backend.
@@ -122,10 +121,8 @@ class RunProfile:
                 "peak_device_bytes": profile.peak_device_bytes,
             }
             yield _event(f"layer {profile.layer}", start, profile.times.total_s, memory)
-            for phase, seconds in dataclasses.asdict(profile.times).items():
-                yield _event(
-                    phase.removesuffix("_s").replace("_", " "), start, seconds, {"layer": profile.layer}
-                )
+            for phase, seconds in profile.times.by_phase().items():
+                yield _event(phase, start, seconds, {"layer": profile.layer})
                 start += seconds
 
 

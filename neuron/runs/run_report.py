@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from neuron.devices.runtime import CompileCounts
 from neuron.runs.layer_times import LayerTimes
 
 
@@ -16,6 +18,16 @@ class CompileReport:
     first_layer: int
     later_layers: int
     fallbacks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, counts: Sequence[CompileCounts]) -> CompileReport:
+        """What was compiled between counts: one from before the first layer that ran, and one after each."""
+        start, first, last = counts[0], counts[min(1, len(counts) - 1)], counts[-1]
+        return cls(
+            first_layer=first.since(start).compiles,
+            later_layers=last.since(first).compiles,
+            fallbacks=tuple(sorted(last.since(start).fallbacks)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

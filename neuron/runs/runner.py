@@ -30,7 +30,6 @@ from neuron.devices.runtime import Runtime
 from neuron.runs.decoding import decoded_rows, run_decoding
 from neuron.runs.device_request import DeviceRequest
 from neuron.runs.executor import LayerExecutor
-from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
 from neuron.runs.generation import Model, generate_greedily
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.head import embed_tokens, run_head
@@ -65,18 +64,15 @@ class DeviceRun:
         self._runtime = runtime
         self._reader = reader
         self._progress = progress or NoProgress()
-        footprint = device_footprint(
-            request.target, request.spec, dtype=request.dtype, inputs=request.inputs, runtime=runtime
-        )
-        self._limits = MemoryLimits(footprint=footprint, budget=request.budget)
         self._executor = LayerExecutor(
             target=request.target,
             runtime=runtime,
             reader=reader,
             spec=request.spec,
             dtype=request.dtype,
-            limits=self._limits,
-            reads_ahead=choose_read_ahead(request.prefetch, footprint, reader.index),
+            inputs=request.inputs,
+            budget=request.budget,
+            prefetch=request.prefetch,
         )
         self._model = ModelFingerprint.of(reader, request.spec, request.run.span)
         self._feed = GoldenFeed(golden=request.golden, run=request.run) if request.golden else None
@@ -116,7 +112,7 @@ class DeviceRun:
             writer.finish()
             generation_error = self._try_to_generate(writer) if request.max_new_tokens else None
         return RunReport(
-            compiles=self._compile_report(),
+            compiles=CompileReport.of(self._counts),
             effects=tuple(self._effects) if request.checks_capture else None,
             profile=self._profiler.layers if self._profiler else None,
             num_layers=request.num_layers,
@@ -226,7 +222,7 @@ class DeviceRun:
     def _compute_head(self, hidden_states: torch.Tensor) -> Mapping[ModelSite, torch.Tensor]:
         """final_norm and logits of the last layer's output [B,S,H], when the layer's weights are gone."""
         self._executor.release()
-        self._limits.allow_head()
+        self._executor.limits.allow_head()
         return run_head(
             hidden_states,
             reader=self._reader,
@@ -304,7 +300,7 @@ class DeviceRun:
         return hidden_states
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self._limits.allow_embedding()
+        self._executor.limits.allow_embedding()
         return embed_tokens(self._reader, input_ids, dtype=self._request.dtype)
 
     def _source(self) -> str:
@@ -341,14 +337,6 @@ class DeviceRun:
             ),
             inputs_digest=request.inputs.digest(),
             input_source=self._source(),
-        )
-
-    def _compile_report(self) -> CompileReport:
-        start, first, last = self._counts[0], self._counts[min(1, len(self._counts) - 1)], self._counts[-1]
-        return CompileReport(
-            first_layer=first.since(start).compiles,
-            later_layers=last.since(first).compiles,
-            fallbacks=tuple(sorted(last.since(start).fallbacks)),
         )
 
 
