@@ -19,16 +19,17 @@ from statistics import median
 from typing import Any
 
 import torch
+from cpu_golden import capture_cpu_golden
 from figures import Figure
 
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.prompts import InputRequest
 
 _NUM_LAYERS = {"full": 62, "toy": 4}
 _ROUNDS = {"full": 5, "toy": 1}
 _SCRIPTS = Path(__file__).parents[1]
-_REPOSITORY = Path(__file__).parents[2]
-_SEQ_LENS = "48,33"
+_SEQ_LENS = (48, 33)
 
 
 def measure(scale: str) -> Iterator[Figure]:
@@ -42,7 +43,9 @@ def measure(scale: str) -> Iterator[Figure]:
             shard_size_bytes=None,
             seed=0,
         )
-        _capture_golden(model, golden)
+        capture_cpu_golden(
+            model, golden, rows=InputRequest(seq_lens=_SEQ_LENS), sites_level="all", noise_floor="off"
+        )
         ways = ("sweep", "bare", "bare-loading")
         rounds = [
             {way: _run(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}
@@ -61,17 +64,6 @@ def measure(scale: str) -> Iterator[Figure]:
 def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str) -> float:
     ratios: list[float] = [one["sweep"]["seconds"] / one[way]["seconds"] for one in rounds]
     return median(ratios)
-
-
-def _capture_golden(model: Path, golden: Path) -> None:
-    arguments = ["extract-all", "--model", model, "--seq-len", _SEQ_LENS, "--output-dir", golden]
-    options = ["--noise-floor", "off", "--quiet", "--json"]
-    subprocess.run(
-        [sys.executable, "-m", "gpu_reference", *map(str, arguments), *options],
-        cwd=_REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
 
 
 def _run(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:

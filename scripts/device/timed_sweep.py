@@ -20,6 +20,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.inputs import Inputs
 from minimax_tools.run import sweep_run
 from minimax_tools.sites import Site
 from minimax_tools.span import Span
@@ -77,19 +78,20 @@ def _run_bare(
             target.load(module, tensors, spec, loader=loader)
 
         module = target.build(spec, 0, dtype=torch.bfloat16)
-        inputs = [golden.read(layer, Site.INPUT) for layer in range(spec.num_hidden_layers)]
+        rows = golden.read_inputs()
+        states = [golden.read(layer, Site.INPUT) for layer in range(spec.num_hidden_layers)]
         if not loads:
             load(0)
         started = time.perf_counter()
-        for layer, hidden_states in enumerate(inputs):
+        for layer, hidden_states in enumerate(states):
             if loads:
                 load(layer)
-            _step(module, runtime, golden, hidden_states)
+            _step(module, runtime, rows, hidden_states)
         return {"seconds": time.perf_counter() - started}
 
 
-def _step(module: nn.Module, runtime: Runtime, golden: Capture, hidden_states: torch.Tensor) -> torch.Tensor:
-    inputs, device = golden.read_inputs(), runtime.device
+def _step(module: nn.Module, runtime: Runtime, inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
+    device = runtime.device
     with torch.no_grad():
         output, _ = module(
             hidden_states.to(device), inputs.attention_mask.to(device), inputs.position_ids.to(device)
