@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ Command = Callable[..., click.testing.Result]
 # Two rows of unequal length: padding, and positions past the rotary period of the toy's fastest pair.
 TOY_LENGTHS = "48,33"
 
+_PACKAGES = ("minimax_tools", "gpu_reference", "compare", "neuron", "reports")
+
 _CHECKPOINT = "MM2_TEST_CHECKPOINT"
 
 
@@ -36,6 +39,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         reason = missing() if item.get_closest_marker(marker) else None
         if reason is not None:
             pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def untold() -> Iterator[None]:
+    """Nobody has set up logging: commands that ran before in this process have."""
+    loggers = [logging.getLogger(package) for package in _PACKAGES]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.NOTSET)
+        logger.propagate, logger.handlers[:] = True, []
+    yield
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, handlers
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,8 @@ def test_without_a_gpu_every_strategy_means_the_cpu(strategy: str) -> None:
 
 @no_gpu
 def test_without_a_gpu_the_cpu_is_announced(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("gpu_reference.placement")
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with caplog.at_level("INFO"):
         parse("auto")
-    finally:
-        logger.removeHandler(caplog.handler)
-        logger.setLevel(logging.NOTSET)
     assert "No GPU here: the golden runs on the CPU." in caplog.text
 
 

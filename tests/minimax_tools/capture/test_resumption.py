@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,15 +53,10 @@ def recipe(describe: Any, inputs: Inputs, layer_of: Any) -> Recipe:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the resumption says, whatever a command has set up before."""
-    logger = logging.getLogger("minimax_tools.capture.resumption")
-    level = logger.level
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.setLevel(level)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the resumption says."""
+    caplog.set_level(logging.INFO)
+    return caplog
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,18 +62,6 @@ class Made:
 
 
 Make = Callable[..., Made]
-
-
-@pytest.fixture(autouse=True)
-def untold() -> Iterator[None]:
-    """Nobody has set up logging: commands that ran before in this process have."""
-    logger = logging.getLogger("minimax_tools")
-    before = (logger.level, logger.propagate, list(logger.handlers))
-    logger.setLevel(logging.NOTSET)
-    logger.propagate, logger.handlers[:] = True, []
-    yield
-    logger.setLevel(before[0])
-    logger.propagate, logger.handlers[:] = before[1], before[2]
 
 
 @pytest.fixture(scope="session")

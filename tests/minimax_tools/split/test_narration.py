@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,14 +9,6 @@ from minimax_tools.split.narration import narrating
 
 logger = logging.getLogger("minimax_tools.split.tests")
 package = logging.getLogger("minimax_tools")
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    before = (package.level, package.propagate, list(package.handlers))
-    yield
-    package.setLevel(before[0])
-    package.propagate, package.handlers[:] = before[1:]
 
 
 def test_messages_show_on_stderr_while_the_block_lasts(capsys: pytest.CaptureFixture[str]) -> None:
