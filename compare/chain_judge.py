@@ -8,7 +8,7 @@ ones, at the place that is judged: layers behind a mistake change its size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +17,10 @@ from compare.batch import Batch
 from compare.chain_limits import chain_limits
 from compare.chain_noise import PARTS, ChainError, measure_error, measure_unit
 from compare.feed import Feed
-from compare.judge import Criteria, relative_limit
+from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
 from compare.sides import Sides
+from compare.terms import computes_in_float32
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError, IncomparableError
@@ -28,6 +29,9 @@ from minimax_tools.probes import Chain
 from minimax_tools.results import SiteResult, SiteStatus
 from minimax_tools.sites import ModelSite, Site
 from minimax_tools.span import Span
+
+# Of a golden without a floor: the limits of chains were measured in this unit.
+_LAYER_ERROR, _LAYER_ERROR_FLOAT32 = 1.5e-2, 5e-6
 
 
 class ChainJudge:
@@ -40,7 +44,8 @@ class ChainJudge:
 
     def __init__(self, golden: Capture, *, criteria: Criteria) -> None:
         self._golden = golden
-        self._criteria = criteria
+        # What it says that it sees is the size of noise, wherever it came from.
+        self._criteria = replace(criteria, noise=criteria.noise.of_noise_alone())
         self._batch = Batch.of(golden, golden)
 
     def judge(self, span: Span, output: torch.Tensor) -> Chain:
@@ -103,17 +108,13 @@ class ChainJudge:
     @property
     def _layer_error(self) -> float:
         """What a layer may differ by between implementations, relative to its output, where no floor tells."""
-        return relative_limit(self._golden, self._criteria) / self._criteria.noise.fail
+        return _LAYER_ERROR_FLOAT32 if computes_in_float32(self._golden) else _LAYER_ERROR
 
     def _excess(self, result: SiteResult) -> float:
         """The error of a layer that ran alone, in units of the limit that is nearest."""
-        limits, noise, metrics = self._criteria.noise, result.noise, result.metrics
-        if noise is not None:
-            worst = max(noise.whole, noise.ordinary, noise.massive or 0.0, noise.token_median)
-            return max(worst / limits.fail, noise.token_worst / limits.token_fail)
-        if metrics is None or metrics.num_nonfinite_target:
-            return math.inf if result.status is SiteStatus.FAIL else 0.0
-        return metrics.relative_l2 / relative_limit(self._golden, self._criteria)
+        if result.nearest is not None:
+            return result.nearest.excess
+        return math.inf if result.status is SiteStatus.FAIL else 0.0
 
     def _visible_alone(self, layer: int, site: Site, *, dtype: torch.dtype) -> float:
         """The size from which noise at a site of a layer that runs alone is seen, relative to the layer's output.
@@ -125,10 +126,10 @@ class ChainJudge:
         noise = output.masked_fill(massive, 0.0)
         result = self._judge_site(layer, site, (self._golden.read(layer, site) + noise).to(dtype))
         visible = _invert(self._excess(result))
-        if result.noise is None or not result.noise.is_estimated:
+        if result.noise is None or result.nearest is None or not result.noise.is_estimated:
             return visible
         # Without a twin the golden's own error is taken off, which the noise must make up for first.
-        return visible * math.sqrt(1.0 + 1.0 / self._criteria.noise.fail**2)
+        return visible * math.sqrt(1.0 + 1.0 / result.nearest.limit**2)
 
     def sweep_visible(self, span: Span) -> float | None:
         """The size from which noise in the MoE's delta is seen by a sweep of all sites, in every layer of `span`.

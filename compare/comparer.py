@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compare.batch import Batch
 from compare.blame import blame_layer
 from compare.feed import read_feed
 from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
+from compare.limits import NOISE_FIGURES
 from compare.model_judge import ModelJudge
 from compare.notes import feed_notes, floor_notes, nonfinite_notes, router_notes, side_notes, unfinished_notes
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
@@ -61,9 +62,15 @@ def compare_captures(
     """
     notes = refuse_foreign(reference, target)
     layers = select_layers(reference, target, layer_pattern)
-    sides = Sides(reference=reference, target=target, batch=Batch.of(reference, target), criteria=criteria)
-    parts = [_compare_layer(sides, layer) for layer in layers]
     model = _declared_model_sites(target) if layers == declared_layers(target) else ()
+    num_sites = len(model) + sum(len(_declared_sites(target, layer)) for layer in layers)
+    sides = Sides(
+        reference=reference,
+        target=target,
+        batch=Batch.of(reference, target),
+        criteria=replace(criteria, num_figures=num_sites * len(NOISE_FIGURES)),
+    )
+    parts = [_compare_layer(sides, layer) for layer in layers]
     embedding = _compare_model(sides, tuple(site for site in model if site is ModelSite.EMBEDDING))
     head = _compare_model(sides, tuple(site for site in model if site is not ModelSite.EMBEDDING))
     sites = tuple(result for part in (*parts, embedding, head) for result in part.results)

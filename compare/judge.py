@@ -5,24 +5,19 @@ T judged tokens, F channels of a site.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from compare.criteria import (
-    ClassicLimits,
-    Judgement,
-    NoiseLimits,
-    judge_classic,
-    judge_noise,
-    judge_without_floor,
-)
+from compare.criteria import ClassicLimits, Judgement, judge_classic
+from compare.limits import NoiseLimits
+from compare.limits_file import calibrated_limits
 from compare.noise import Rows, noise_ratio
-from minimax_tools.capture.source import CaptureSource
+from compare.noise_judge import judge_noise, judge_without_floor
+from compare.terms import Terms
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics import PairMetrics, compare_tensors
-from minimax_tools.results import SiteResult, SiteStatus
+from minimax_tools.results import RelativeError, SiteResult, SiteStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +25,24 @@ class Criteria:
     """How to judge.
 
     Args:
-        name: `noise` or `classic`.
+        name: `noise`, `classic`, or the file that the limits of noise were read from.
         rtol, atol: Tolerances of an element's closeness.
-        noise: Limits on ρ.
+        noise: The limits that tell noise from faults.
         classic: The seeds' limits.
+        num_figures: How many figures a comparison judges: the more, the wider the limits.
     """
 
     name: str
     rtol: float
     atol: float
-    noise: NoiseLimits = field(default_factory=NoiseLimits)
+    noise: NoiseLimits = field(default_factory=calibrated_limits)
     classic: ClassicLimits = field(default_factory=ClassicLimits)
+    num_figures: int = 1
+
+    @property
+    def share(self) -> float:
+        """The share of false alarms that each figure may have."""
+        return self.noise.share(self.num_figures)
 
 
 def find_mismatch(reference: torch.Tensor, target: torch.Tensor) -> str | None:
@@ -61,7 +63,7 @@ def judge_values(
     rows: Rows,
     *,
     criteria: Criteria,
-    relative_limit: float,
+    terms: Terms,
     set_aside: torch.Tensor | None = None,
 ) -> SiteResult:
     """Judge the values of one site.
@@ -70,7 +72,7 @@ def judge_values(
         result: Which layer and site; its other fields are filled in.
         rows: Both sides' tokens.
         criteria: How to judge.
-        relative_limit: Limit on the relative L2 error, where the rows have no floor.
+        terms: What the limits hang on beside.
         set_aside: Tokens that ρ must leave out, bool [T].
 
     Raises:
@@ -92,20 +94,26 @@ def judge_values(
         reason = "no token is left on which both sides are sure to choose the same experts"
         return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
     judged_metrics = metrics if judged is rows else _measure(judged, criteria)
+    result = replace(result, num_judged=judged.num_tokens)
     if not judged.has_floor:
         incoming = judged.incoming.overall if judged.incoming else 0.0
-        judgement = judge_without_floor(judged_metrics, math.hypot(relative_limit, incoming))
-        return _concluded(result, _note_dtype(judgement, judged))
+        relative = RelativeError(value=judged_metrics.relative_l2, incoming=incoming)
+        result = replace(result, relative=relative)
+        judgement, nearest = judge_without_floor(
+            relative, criteria.noise, site=result.site, num_tokens=judged.num_tokens, terms=terms
+        )
+        return _concluded(replace(result, nearest=nearest), _note_dtype(judgement, judged))
     noise = noise_ratio(judged)
-    judgement = judge_noise(noise, judged_metrics, criteria.noise)
-    return _concluded(replace(result, noise=noise), _note_dtype(judgement, judged))
-
-
-def relative_limit(reference: CaptureSource, criteria: Criteria) -> float:
-    """Limit on the relative L2 error for a golden without a floor: float32 has next to no noise."""
-    description = reference.known_description
-    weights = description.provenance.dtypes.get("weights") if description else None
-    return criteria.noise.relative_l2_float32 if weights == "float32" else criteria.noise.relative_l2
+    judgement, closest = judge_noise(
+        noise,
+        judged_metrics,
+        criteria.noise,
+        site=result.site,
+        num_tokens=judged.num_tokens,
+        num_channels=judged.reference.shape[1],
+        terms=terms,
+    )
+    return _concluded(replace(result, noise=noise, nearest=closest), _note_dtype(judgement, judged))
 
 
 def _measure(rows: Rows, criteria: Criteria) -> PairMetrics:

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from compare.criteria import judge_routing
 from compare.feed import Feed
-from compare.judge import find_mismatch, judge_values, relative_limit
+from compare.judge import find_mismatch, judge_values
 from compare.noise import Rows
+from compare.noise_judge import judge_routing
 from compare.norms import Squares
 from compare.routing import RouterNoise, align_by_expert, align_by_size, compare_routing, flipped_tokens
 from compare.sides import Sides
+from compare.terms import Terms
 from minimax_tools.floor import (
     ROUTER_MARGIN,
     ROUTER_NOISE,
@@ -42,6 +43,7 @@ class LayerJudge:
     """
 
     def __init__(self, sides: Sides, *, layer: int, feed: Feed) -> None:
+        self._sides = sides
         self._reference = sides.reference
         self._target = sides.target
         self._batch = sides.batch
@@ -75,7 +77,7 @@ class LayerJudge:
             result,
             self._rows(site, reference, target),
             criteria=self._criteria,
-            relative_limit=relative_limit(self._reference, self._criteria),
+            terms=self._terms(site),
             set_aside=self._find_set_aside() if site in _PAST_A_FLIP else None,
         )
 
@@ -86,8 +88,18 @@ class LayerJudge:
             status, reason = SiteStatus.PASS, "the classic limits ignore routing"
         else:
             has_floor = self._router_noise is not None
-            status, reason = judge_routing(routing, self._criteria.noise, has_floor=has_floor)
+            incoming = self._incoming.overall if self._incoming else 0.0
+            status, reason = judge_routing(
+                routing,
+                self._criteria.noise,
+                has_floor=has_floor,
+                incoming=incoming,
+                terms=self._terms(Site.ROUTER_EXPERTS),
+            )
         return replace(result, status=status, reason=reason, routing=routing)
+
+    def _terms(self, site: Site) -> Terms:
+        return self._sides.terms(hides_flips=site in _PAST_A_FLIP and self._experts is None)
 
     def _rows(self, site: Site, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         """The real rows of both sides, with the floor that the golden kept."""

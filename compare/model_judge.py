@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from compare.incoming import Incoming, measure_incoming
-from compare.judge import find_mismatch, judge_values, relative_limit
+from compare.judge import find_mismatch, judge_values
 from compare.noise import Rows
 from compare.norms import Squares
 from compare.sides import Sides
@@ -46,7 +46,7 @@ class ModelJudge:
             result,
             self._rows(site, mine, theirs),
             criteria=self._sides.criteria,
-            relative_limit=relative_limit(reference, self._sides.criteria),
+            terms=self._sides.terms(),
         )
 
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.incoming import Incoming
+from compare.interval import rho_interval
 from compare.norms import Squares, square_difference, square_rows
+from compare.structure import Structure, measure_structure
 from minimax_tools.results import NoiseRatio
 
 _TINY = 1e-300
@@ -79,6 +81,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     per_token = _per_token(error.whole, widened.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()
+    structure = _structure(rows)
     return NoiseRatio(
         whole=_rho(error.whole, widened.whole),
         ordinary=_rho(error.ordinary, widened.ordinary),
@@ -89,6 +92,26 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
         worst_token=(row, position),
         is_estimated=rows.twin is None,
         incoming=rows.incoming.overall if rows.incoming else 0.0,
+        interval=rho_interval(error.whole, widened.whole, rows.places),
+        token_gain=structure.token_gain if structure else None,
+        channel_gain=structure.channel_gain if structure else None,
+        channel_offset=structure.channel_offset if structure else None,
+        channel_worst=structure.channel_worst if structure else None,
+        worst_channel=structure.worst_channel if structure else None,
+    )
+
+
+def _structure(rows: Rows) -> Structure | None:
+    """Only where a twin shows both sides' errors, and nothing else than rounding may be in the port's."""
+    if rows.twin is None or rows.incoming is not None or _is_rounded(rows):
+        return None
+    return measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
+
+
+def _is_rounded(rows: Rows) -> bool:
+    """Whether the port rounded to BF16 what the golden holds in float32."""
+    return rows.reference.dtype == torch.float32 and torch.equal(
+        rows.target, rows.target.bfloat16().to(rows.target.dtype)
     )
 
 
@@ -113,9 +136,7 @@ def _widen(floor: Squares, rows: Rows) -> Squares:
     in its bits; and a chained layer is handed an input with an error of its own.
     """
     norms = square_rows(rows.reference, massive=rows.massive)
-    if rows.reference.dtype == torch.float32 and torch.equal(
-        rows.target, rows.target.bfloat16().to(rows.target.dtype)
-    ):
+    if _is_rounded(rows):
         floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
     if rows.incoming is not None:
         floor = floor.plus(norms, factor=rows.incoming.widest.square())

@@ -8,6 +8,7 @@ import torch
 
 from compare.batch import Batch
 from compare.judge import Criteria, find_mismatch
+from compare.terms import Terms, backend_of, computes_in_float32
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.sites import Site
 
@@ -20,6 +21,15 @@ class Sides:
     target: CaptureSource
     batch: Batch
     criteria: Criteria
+
+    def terms(self, *, hides_flips: bool = False) -> Terms:
+        """What the limits of a site hang on beside its figures; whether its flips are hidden, the caller knows."""
+        return Terms(
+            backend=backend_of(self.target),
+            is_float32=computes_in_float32(self.reference),
+            share=self.criteria.share,
+            hides_flips=hides_flips,
+        )
 
     def read_rows(self, layer: int, site: Site) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Both sides' real rows [T,F]; None where a side lacks them, or they cannot be compared."""

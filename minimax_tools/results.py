@@ -59,6 +59,13 @@ class NoiseRatio:
         is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
         incoming: Error that a chained layer was handed, relative to its input; it widens the floor. 0 in
             isolated runs.
+        interval: Where `whole` lies with 95 % confidence, from what it is without one prompt after the other;
+            None where that cannot be told.
+        token_gain, channel_gain, channel_offset: ρ of the error's averages, in which noise all but cancels: of the
+            scale of each token, of the scale and of the mean error of each channel. None where no twin shows
+            them, and in chained runs.
+        channel_worst: The worst channel's, over all tokens; None as above.
+        worst_channel: Which it is.
     """
 
     whole: float
@@ -70,6 +77,45 @@ class NoiseRatio:
     worst_token: tuple[int, int]
     is_estimated: bool
     incoming: float
+    interval: tuple[float, float] | None = None
+    token_gain: float | None = None
+    channel_gain: float | None = None
+    channel_offset: float | None = None
+    channel_worst: float | None = None
+    worst_channel: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeError:
+    """‖target − reference‖ / ‖reference‖ over the judged tokens, where the golden kept no floor.
+
+    Args:
+        value: The error.
+        incoming: That of the input which a chained layer was handed; 0 in isolated runs.
+    """
+
+    value: float
+    incoming: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearestLimit:
+    """Of a site's judged figures the one that comes nearest to its limit, or is furthest beyond it.
+
+    Args:
+        figure: Its name, a field of `NoiseRatio`, or `relative_l2`.
+        value: The figure.
+        limit: What right ports stay below.
+    """
+
+    figure: str
+    value: float
+    limit: float
+
+    @property
+    def excess(self) -> float:
+        """The figure in units of its limit; above 1 it is broken."""
+        return self.value / self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +148,9 @@ class SiteResult:
         metrics: The seeds' metrics and more; None where nothing was compared.
         noise: ρ; None without a floor.
         routing: Expert sets; on `router_experts` alone.
+        relative: The error without a floor; None with one.
+        nearest: What decided, or came nearest to deciding; None where no limit of noise was held against it.
+        num_judged: Tokens that were judged by noise.
         num_set_aside: Tokens left out of ρ because their experts flipped within the noise.
         classic_failures: The seeds' limits that it breaks, such as `cosine_similarity 0.93 < 0.99`.
     """
@@ -113,6 +162,9 @@ class SiteResult:
     metrics: PairMetrics | None = None
     noise: NoiseRatio | None = None
     routing: RoutingResult | None = None
+    relative: RelativeError | None = None
+    nearest: NearestLimit | None = None
+    num_judged: int = 0
     num_set_aside: int = 0
     classic_failures: tuple[str, ...] = ()
 

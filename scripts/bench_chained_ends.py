@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_clean_ports import EXAMPLES
+from clean_ports import EXAMPLES
 from cpu_golden import capture_cpu_golden
 from figures import Figure, print_figures
 

@@ -106,3 +106,24 @@ class BatchedExperts(_Layer):
 
 class Same(_Layer):
     """The golden's default choices."""
+
+
+class LaterPositions(_Layer):
+    """Positions counted from 5: attention sees their differences alone, and rounds other numbers."""
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        """[B,S,H] to [B,S,H]."""
+        return super().forward(hidden_states, attention_mask, position_ids + 5)
+
+
+class RoundedWeights(_Layer):
+    """Routing weights rounded to BF16, as the hub's own code for MiniMax-M2 does; sdpa and grouped experts."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.layer.mlp.gate.register_forward_hook(_round_weights)
+
+
+def _round_weights(gate, arguments, outputs):
+    logits, weights, experts = outputs
+    return logits, weights.bfloat16().float(), experts

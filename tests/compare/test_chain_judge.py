@@ -51,7 +51,7 @@ def with_noise(capture: Capture, size: float, *, site: Site = Site.OUTPUT, seed:
 def test_golden_itself_is_right(capture: Capture, span: Span) -> None:
     chain = judge(capture, span, capture.read(2, Site.OUTPUT))
     assert (chain.is_right, chain.reason) == (True, "")
-    assert chain.excess <= 0.5
+    assert chain.excess < 1.0
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,0 +1,127 @@
+"""What clean ports differ by, as records: one for each judged site of each comparison.
+
+Each run is compared as different goldens would have it: with float32 twins, with the floor's statistics alone, without
+a floor; and with the port's choice of experts hidden, where tokens past a flip cannot be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from clean_ports import Bench, CleanPort, Setting
+
+from compare.comparer import compare_captures
+from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.judge import Criteria
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.floor import error_name, token_rows
+from minimax_tools.results import SiteResult
+from minimax_tools.sites import Site
+
+_FLOORS = ("full", "stats", "off")
+# Sites that a hidden choice of experts changes anything for.
+_PAST_A_FLIP = ("router_weights", "moe_delta", "output")
+
+
+class Golden(Capture):
+    """A golden that kept less of its floor than its files hold."""
+
+    def __init__(self, capture: Capture, noise_floor: str) -> None:
+        super().__init__(capture.directory, capture.manifest)
+        self._noise_floor = noise_floor
+
+    @property
+    def description(self) -> Description:
+        """With the floor that it is said to have kept."""
+        return replace(self.manifest.description, noise_floor=self._noise_floor)
+
+
+class HiddenExperts(Capture):
+    """A run of a port that does not show which experts it chose."""
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        """All but the choice."""
+        return tuple(site for site in super().sites(layer) if site is not Site.ROUTER_EXPERTS)
+
+    def not_exposed(self, layer: int) -> tuple[Site, ...]:
+        """The choice too."""
+        return (*super().not_exposed(layer), Site.ROUTER_EXPERTS)
+
+
+def measure(
+    bench: Bench, setting: Setting, port: CleanPort, mode: str, run: Capture
+) -> Iterator[dict[str, Any]]:
+    """The records of one run."""
+    hidden = HiddenExperts(run.directory, run.manifest)
+    views: list[tuple[str, Capture]] = [
+        *((floor, run) for floor in _FLOORS),
+        ("full", hidden),
+        ("off", hidden),
+    ]
+    for floor, target in views:
+        comparison = compare_captures(
+            Golden(bench.golden, floor),
+            target,
+            criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+            layer_pattern="layer_*",
+        )
+        common = {
+            "shape": setting.shape,
+            "seed": setting.seed,
+            "lengths": setting.lengths,
+            "golden": f"{setting.attention}, {setting.experts}",
+            "port": str(port),
+            "mode": mode,
+            "floor": floor,
+            "hidden": target is hidden,
+            "torch": torch.__version__,
+        }
+        for site in comparison.sites:
+            if target is not hidden or site.site in _PAST_A_FLIP:
+                yield {**common, **_figures(site), "floor_relative": _relative_floor(bench.golden, site)}
+
+
+def _relative_floor(golden: Capture, site: SiteResult) -> float | None:
+    """What BF16 cost the golden at a site, relative to its value, over all real tokens."""
+    if site.layer is None or site.site == Site.ROUTER_EXPERTS:
+        return None
+    name = Site(site.site)
+    error = golden.read_floor(site.layer, error_name(name))
+    assert error is not None, "a golden of this script keeps its whole floor"
+    real = golden.read_attention_mask().bool()
+    rows = token_rows(golden.read(site.layer, name), name)[real]
+    return float(error[real].double().norm() / rows.double().norm())
+
+
+def _figures(site: SiteResult) -> dict[str, Any]:
+    record: dict[str, Any] = {"layer": site.layer, "site": site.site, "status": site.status.value}
+    record["tokens"] = site.num_judged
+    if site.noise is not None:
+        assert site.metrics is not None, "ρ is measured beside the seeds' metrics"
+        record["channels"] = site.metrics.num_elements // (site.num_judged + site.num_set_aside)
+        for name in (
+            *(
+                "whole",
+                "ordinary",
+                "massive",
+                "token_median",
+                "token_p99",
+                "token_worst",
+                "incoming",
+                "interval",
+            ),
+            *("token_gain", "channel_gain", "channel_offset", "channel_worst"),
+        ):
+            record[name] = getattr(site.noise, name)
+    if site.relative is not None:
+        record["relative_l2"] = site.relative.value
+        record["incoming"] = site.relative.incoming
+    if site.routing is not None:
+        record["tokens"] = site.routing.num_tokens
+        record["flipped"] = site.routing.num_flipped
+        record["unexplained"] = site.routing.num_unexplained
+    return record
