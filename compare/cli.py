@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from compare.comparer import compare_captures
+from compare.limits_file import CALIBRATION
 from compare.options import criteria_options, read_criteria
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
@@ -16,6 +17,12 @@ from minimax_tools.errors import UsageError
 from minimax_tools.options import captures_option, output_options
 from reports.data import comparison_record, write_report
 from reports.terminal import render_comparison
+
+
+def _print_template(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        click.echo(CALIBRATION.read_text(encoding="utf-8"), nl=False)
+        context.exit()
 
 
 @click.command(cls=Mm2Command)
@@ -29,6 +36,14 @@ from reports.terminal import render_comparison
 @click.option("--layer-pattern", metavar="'layer_*'", help="Compare the layers that match; all by default.")
 @captures_option
 @criteria_options
+@click.option(
+    "--criteria-template",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_template,
+    help="Print mm2's own limits as a file for --criteria, and end.",
+)
 @click.option("--report-path", type=click.Path(path_type=Path), help="Folder for JSON and CSV reports.")
 @output_options
 def main(

@@ -7,12 +7,22 @@ from dataclasses import dataclass, replace
 
 from compare.batch import Batch
 from compare.blame import blame_layer
+from compare.curve import trace_curve
 from compare.feed import read_feed
+from compare.groups import group_blame
 from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
 from compare.limits import NOISE_FIGURES
 from compare.model_judge import ModelJudge
-from compare.notes import feed_notes, floor_notes, nonfinite_notes, router_notes, side_notes, unfinished_notes
+from compare.notes import (
+    backend_notes,
+    feed_notes,
+    floor_notes,
+    nonfinite_notes,
+    router_notes,
+    side_notes,
+    unfinished_notes,
+)
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
 from compare.sides import Sides
 from minimax_tools.capture.source import CaptureSource
@@ -82,6 +92,8 @@ def compare_captures(
         verdict=_conclude(sites, is_stopped=any(part.is_stopped for part in (*parts, head))),
         sites=sites,
         blame=blame,
+        blame_groups=group_blame(blame, sites),
+        curve=trace_curve(sites, target=target, golden=reference),
         notes=(
             *notes,
             *unfinished_notes(sides),
@@ -89,6 +101,7 @@ def compare_captures(
             *nonfinite_notes(sites, blame),
             *side_notes(reference),
             *floor_notes(reference),
+            *backend_notes(sides),
             *router_notes(reference, target),
         ),
     )

@@ -77,7 +77,8 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     """
     floor = _floor(rows)
     error = _error(rows, floor)
-    widened = _widen(floor, rows)
+    norms = square_rows(rows.reference, massive=rows.massive)
+    widened = _widen(floor, norms, rows)
     per_token = _per_token(error.whole, widened.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()
@@ -92,6 +93,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
         worst_token=(row, position),
         is_estimated=rows.twin is None,
         incoming=rows.incoming.overall if rows.incoming else 0.0,
+        floor=_relative(widened.whole, norms.whole),
         interval=rho_interval(error.whole, widened.whole, rows.places),
         token_gain=structure.token_gain if structure else None,
         channel_gain=structure.channel_gain if structure else None,
@@ -129,18 +131,22 @@ def _error(rows: Rows, floor: Squares) -> Squares:
     return square_difference(rows.reference, rows.target, massive=rows.massive).plus(floor, factor=-1.0)
 
 
-def _widen(floor: Squares, rows: Rows) -> Squares:
+def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
     """The floor, widened by what no port is to blame for.
 
     A value that the golden holds in float32 may be rounded to BF16 by a port that is right, which then shows
     in its bits; and a chained layer is handed an input with an error of its own.
     """
-    norms = square_rows(rows.reference, massive=rows.massive)
     if _is_rounded(rows):
         floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
     if rows.incoming is not None:
         floor = floor.plus(norms, factor=rows.incoming.widest.square())
     return floor
+
+
+def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
+    total = float(norms.sum())
+    return math.sqrt(float(floor.sum()) / total) if total > _TINY else None
 
 
 def _rho(error: torch.Tensor, floor: torch.Tensor) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from compare.pairing import is_finished
 from compare.sides import Sides
+from compare.terms import backend_of, computes_in_float32
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -51,13 +52,28 @@ def side_notes(reference: CaptureSource) -> tuple[str, ...]:
 def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
     """What a golden without its float32 twins costs; float32 goldens have no noise to measure."""
     description = reference.known_description
-    if description is not None and description.provenance.dtypes.get("weights") == "float32":
+    if computes_in_float32(reference):
         return ()
     if description is None or description.noise_floor == "off":
-        return ("the golden kept no noise floor: it is judged by fixed relative limits, which are coarser",)
+        return (
+            "the golden kept no noise floor: the port is judged by what BF16 costs at each site of synthetic models, "
+            "which is coarser",
+        )
     if description.noise_floor == "stats":
         return ("the golden kept only the floor's statistics: ρ is an estimate",)
     return ()
+
+
+def backend_notes(sides: Sides) -> tuple[str, ...]:
+    """Whether the limits were measured on another backend than the port's."""
+    backend, limits = backend_of(sides.target), sides.criteria.noise
+    if sides.criteria.name == "classic" or backend is None or limits.is_measured_on(backend):
+        return ()
+    measured = ", ".join(sorted(limits.backends or ()))
+    return (
+        f"the limits were measured on {measured}, not on {backend}: up to {limits.slack:g} times a limit warns "
+        f"(scripts/calibrate.py --backends {backend} measures them there)",
+    )
 
 
 def router_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:

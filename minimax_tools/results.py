@@ -59,6 +59,7 @@ class NoiseRatio:
         is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
         incoming: Error that a chained layer was handed, relative to its input; it widens the floor. 0 in
             isolated runs.
+        floor: The floor that ρ is in units of, relative to the golden's values; None where they are all zero.
         interval: Where `whole` lies with 95 % confidence, from what it is without one prompt after the other;
             None where that cannot be told.
         token_gain, channel_gain, channel_offset: ρ of the error's averages, in which noise all but cancels: of the
@@ -77,6 +78,7 @@ class NoiseRatio:
     worst_token: tuple[int, int]
     is_estimated: bool
     incoming: float
+    floor: float | None = None
     interval: tuple[float, float] | None = None
     token_gain: float | None = None
     channel_gain: float | None = None
@@ -179,16 +181,70 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlameGroup:
+    """Layers in which the same sites are to blame.
+
+    Args:
+        layers: The layers, ascending; None is the model outside them.
+        sites: The sites.
+        worst_layer: Where they are furthest beyond their limits.
+        reason: What is said of that layer.
+    """
+
+    layers: tuple[int | None, ...]
+    sites: tuple[str, ...]
+    worst_layer: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """How far a chained run is off after one layer.
+
+    Args:
+        layer: The layer.
+        error: ‖target − reference‖ / ‖reference‖ of its output.
+        handed_on: The same of the input that it was handed; 0 where that is the golden's own.
+        floor: What its output may be off by: the noise of the layer and what it was handed, relative to the
+            output; None where the golden kept no floor.
+        ratio: The error in units of that floor, or of the limit where there is none.
+    """
+
+    layer: int
+    error: float
+    handed_on: float
+    floor: float | None
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """How the error of a chained run grows.
+
+    Args:
+        points: Layer by layer, ascending.
+        onset: The first layer that adds more than noise to what it was handed; None where none does.
+        command: What to run to learn who is to blame there; empty without an onset.
+    """
+
+    points: tuple[CurvePoint, ...]
+    onset: int | None
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A whole comparison.
 
     Args:
         reference: The golden's directory.
         target: The device run's directory.
-        criteria: `noise` or `classic`.
+        criteria: `noise`, `classic`, or the file that the limits came from.
         verdict: The conclusion.
         sites: Every site of every layer in the run's span, in natural order.
         blame: Who is to blame, earliest layer first.
+        blame_groups: The same, layers with the same sites together.
+        curve: How the error of a chained run grows; None for isolated runs.
         notes: What a reader must know beside the verdict.
     """
 
@@ -198,6 +254,8 @@ class Comparison:
     verdict: Verdict
     sites: tuple[SiteResult, ...]
     blame: tuple[Blame, ...] = ()
+    blame_groups: tuple[BlameGroup, ...] = ()
+    curve: Curve | None = None
     notes: tuple[str, ...] = ()
 
     @property

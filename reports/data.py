@@ -75,6 +75,8 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "compared": comparison.compared,
         "of": comparison.of,
         "blame": to_json(comparison.blame),
+        "blame_groups": to_json(comparison.blame_groups),
+        "curve": to_json(comparison.curve),
         "criteria": comparison.criteria,
         "reference": comparison.reference,
         "target": comparison.target,
@@ -139,6 +141,12 @@ _NOISE_COLUMNS: Mapping[str, str] = {
     "rho_worst_token": "worst_token",
     "rho_is_estimated": "is_estimated",
     "rho_incoming": "incoming",
+    "rho_floor": "floor",
+    "rho_token_gain": "token_gain",
+    "rho_channel_gain": "channel_gain",
+    "rho_channel_offset": "channel_offset",
+    "rho_channel_worst": "channel_worst",
+    "rho_worst_channel": "worst_channel",
 }
 _ROUTING_COLUMNS = (
     "num_tokens",
@@ -147,6 +155,11 @@ _ROUTING_COLUMNS = (
     "num_unexplained",
     "widest_unexplained_margin",
 )
+_NEAREST_COLUMNS: Mapping[str, str] = {
+    "nearest_figure": "figure",
+    "nearest_value": "value",
+    "nearest_limit": "limit",
+}
 _METRIC_COLUMNS = tuple(field.name for field in fields(PairMetrics))
 _COLUMNS = (
     "layer",
@@ -156,6 +169,8 @@ _COLUMNS = (
     *_NOISE_COLUMNS,
     *_METRIC_COLUMNS,
     *_ROUTING_COLUMNS,
+    *_NEAREST_COLUMNS,
+    "num_judged",
     "num_set_aside",
     "classic_failures",
 )
@@ -170,6 +185,8 @@ def _table_row(site: SiteResult) -> dict[str, str]:
         **{column: getattr(site.noise, name, None) for column, name in _NOISE_COLUMNS.items()},
         **{name: getattr(site.metrics, name, None) for name in _METRIC_COLUMNS},
         **{name: getattr(site.routing, name, None) for name in _ROUTING_COLUMNS},
+        **{column: getattr(site.nearest, name, None) for column, name in _NEAREST_COLUMNS.items()},
+        "num_judged": site.num_judged if site.status.is_compared else None,
         "num_set_aside": site.num_set_aside if site.status.is_compared else None,
         "classic_failures": "; ".join(site.classic_failures),
     }

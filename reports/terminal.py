@@ -6,10 +6,11 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
-from minimax_tools.results import Comparison, NoiseRatio, SiteStatus, Verdict
+from minimax_tools.results import BlameGroup, Comparison, NoiseRatio, SiteStatus, Verdict
 from reports.canvas import Canvas
+from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
-from reports.wording import word_figure, word_layer, word_place, word_sites_by_layer
+from reports.wording import word_figure, word_layer, word_layers, word_place, word_sites_by_layer
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -52,6 +53,7 @@ def render_comparison(
     )
     _draw_blame(canvas, comparison)
     draw_overview(canvas, comparison)
+    draw_curve(canvas, comparison.curve)
     _draw_details(canvas, comparison)
     _draw_uncompared(canvas, comparison)
     _draw_notes(canvas, comparison.notes)
@@ -60,10 +62,11 @@ def render_comparison(
 
 def _headline(comparison: Comparison) -> str:
     verdict = str(comparison.verdict).upper()
-    if comparison.blame:
-        first, *others = comparison.blame
+    groups = _groups(comparison)
+    if groups:
+        first, *others = groups
         more = f" (and {_count(len(others), 'more place')})" if others else ""
-        return f"{verdict}: {word_place(first.layer, first.sites)}{more}"
+        return f"{verdict}: {_word_group(first)}{more}"
     # Nobody is blamed in a chained run; where it first shows is still the place to start.
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
     for site in comparison.sites:
@@ -85,14 +88,28 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
         return
     canvas.gap()
     canvas.line("To blame", style="bold")
-    for blame in comparison.blame[:_MOST_BLAMED]:
-        canvas.paragraph(f"{word_place(blame.layer, blame.sites)}: {blame.reason}")
-        for site in comparison.of_layer(blame.layer):
-            if site.site in blame.sites and site.noise and math.isfinite(site.noise.token_worst):
+    groups = _groups(comparison)
+    for group in groups[:_MOST_BLAMED]:
+        worst = f"worst in {word_layer(group.worst_layer)}: " if len(group.layers) > 1 else ""
+        canvas.paragraph(f"{_word_group(group)}: {worst}{group.reason}")
+        for site in comparison.of_layer(group.worst_layer):
+            if site.site in group.sites and site.noise and math.isfinite(site.noise.token_worst):
                 canvas.paragraph(_worst_token(site.site, site.noise), indent=4)
-    others = [(blame.layer, site) for blame in comparison.blame[_MOST_BLAMED:] for site in blame.sites]
-    for line in word_sites_by_layer(others):
-        canvas.paragraph(line)
+    for group in groups[_MOST_BLAMED:]:
+        canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(group.sites)}")
+
+
+def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
+    """Blame by sites; each layer's own where nobody has grouped it."""
+    return comparison.blame_groups or tuple(
+        BlameGroup(layers=(one.layer,), sites=one.sites, worst_layer=one.layer, reason=one.reason)
+        for one in comparison.blame
+    )
+
+
+def _word_group(group: BlameGroup) -> str:
+    """A place to look at, such as `layers 3-59, moe_delta`."""
+    return ", ".join([word_layers(group.layers), *group.sites])
 
 
 def _worst_token(site: str, noise: NoiseRatio) -> str:

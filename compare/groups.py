@@ -1,0 +1,35 @@
+"""Groups of blame: layers in which the same sites are to blame, told once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minimax_tools.results import Blame, BlameGroup, SiteResult
+
+
+def group_blame(blame: Iterable[Blame], results: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
+    """Blame by the sites that it names, in the order of the first layer of each.
+
+    Args:
+        blame: Earliest layer first.
+        results: Of every site, which tell where it is worst.
+    """
+    excess = {
+        (result.layer, result.site): result.nearest.excess for result in results if result.nearest is not None
+    }
+    groups: dict[tuple[str, ...], list[Blame]] = {}
+    for one in blame:
+        groups.setdefault(one.sites, []).append(one)
+
+    def badness(one: Blame) -> float:
+        return max(excess.get((one.layer, site), 0.0) for site in one.sites)
+
+    return tuple(
+        BlameGroup(
+            layers=tuple(one.layer for one in members),
+            sites=sites,
+            worst_layer=(worst := max(members, key=badness)).layer,
+            reason=worst.reason,
+        )
+        for sites, members in groups.items()
+    )

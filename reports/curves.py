@@ -1,0 +1,60 @@
+"""Curves: how the error of a chained run grows, layer by layer, and what to run where it starts."""
+
+from __future__ import annotations
+
+from minimax_tools.results import Curve, CurvePoint
+from reports.canvas import Canvas, Column, Row
+from reports.wording import word_figure
+
+# A longer table than this hides what it is to show: layers far from the onset are left to --json.
+_MOST_ROWS = 16
+_COLUMNS = (
+    Column(title="layer"),
+    Column(title="error"),
+    Column(title="handed on"),
+    Column(title="floor"),
+    Column(title="error / floor"),
+    Column(title="", is_text=True),
+)
+
+
+def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
+    """The curve as a table, and its onset; nothing for an isolated run."""
+    if curve is None:
+        return
+    shown = _shown(curve)
+    canvas.gap()
+    canvas.line("Error along the chain", style="bold")
+    canvas.table(_COLUMNS, [_row(point, is_onset=point.layer == curve.onset) for point in shown])
+    if len(shown) < len(curve.points):
+        canvas.paragraph(f"{len(curve.points) - len(shown)} more layers: --json has them all.", style="dim")
+    if curve.onset is None:
+        canvas.paragraph("No layer adds more than noise to what it was handed.")
+        return
+    canvas.paragraph(
+        f"Errors beyond noise begin at layer {curve.onset}. What it does wrong, it shows when it runs alone:"
+    )
+    canvas.line(f"  {curve.command}")
+
+
+def _shown(curve: Curve) -> tuple[CurvePoint, ...]:
+    """All layers, or those around the onset (or the last ones) and the first and the last."""
+    points = curve.points
+    if len(points) <= _MOST_ROWS:
+        return points
+    layers = [point.layer for point in points]
+    middle = layers.index(curve.onset) if curve.onset in layers else len(points)
+    start = min(max(middle - _MOST_ROWS // 2, 1), len(points) - _MOST_ROWS + 1)
+    return (points[0], *points[start : start + _MOST_ROWS - 2], points[-1])
+
+
+def _row(point: CurvePoint, *, is_onset: bool) -> Row:
+    cells = (
+        str(point.layer),
+        word_figure(point.error),
+        word_figure(point.handed_on),
+        word_figure(point.floor),
+        word_figure(point.ratio),
+        "onset" if is_onset else "",
+    )
+    return Row(cells=cells, style="red" if is_onset else "")
