@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from minimax_tools.results import Blame, Comparison, Verdict
+from minimax_tools.results import Blame, BlameGroup, Comparison, Curve, CurvePoint, Verdict
 from reports.terminal import render_comparison
 
 EXAMPLES = ("passing", "failing", "warning", "nonfinite", "unexposed", "classic", "chained")
@@ -181,11 +181,51 @@ class TestLayer:
 
     def test_many_blamed_layers_are_grouped(self, chained: Comparison) -> None:
         blame = tuple(Blame(layer=layer, sites=("q_norm",), reason=f"reason {layer}") for layer in range(62))
+        group = BlameGroup(
+            layers=tuple(range(62)), sites=("q_norm",), worst_layer=17, reason=blame[17].reason
+        )
+        text = render(replace(chained, blame=blame, blame_groups=(group,)))
+        assert text.splitlines()[0] == "FAIL: layers 0-61, q_norm"
+        assert "  layers 0-61, q_norm: worst in layer 17: reason 17" in text
+
+    def test_many_groups_are_told_by_their_places(self, chained: Comparison) -> None:
+        blame = tuple(
+            Blame(layer=layer, sites=(f"site{layer}",), reason=f"why {layer}") for layer in range(9)
+        )
         text = render(replace(chained, blame=blame))
-        assert text.splitlines()[0] == "FAIL: layer 0, q_norm (and 61 more places)"
-        assert "reason 5" in text
-        assert "reason 6" not in text
-        assert "  layers 6-61: q_norm" in text
+        assert text.splitlines()[0] == "FAIL: layer 0, site0 (and 8 more places)"
+        assert "why 5" in text
+        assert "why 6" not in text
+        assert "  layer 6: site6" in text
+
+
+class TestCurve:
+    @staticmethod
+    def curve(num_layers: int, *, onset: int | None) -> Curve:
+        points = tuple(
+            CurvePoint(
+                layer=layer, error=0.001 * (layer + 1), handed_on=0.001 * layer, floor=0.002, ratio=0.9
+            )
+            for layer in range(num_layers)
+        )
+        command = "" if onset is None else f"mm2-test single-layer --layer {onset}"
+        return Curve(points=points, onset=onset, command=command)
+
+    def test_onset_is_marked_and_told_what_to_run(self, chained: Comparison) -> None:
+        text = render(replace(chained, curve=self.curve(62, onset=40)))
+        assert "Errors beyond noise begin at layer 40." in text
+        assert "  mm2-test single-layer --layer 40" in text
+        table = text[text.index("Error along the chain") :].splitlines()
+        assert sum(line.endswith("onset") for line in table) == 1
+        assert "46 more layers: --json has them all." in text
+
+    def test_curve_without_an_onset_says_so(self, passing: Comparison) -> None:
+        text = render(replace(passing, curve=self.curve(3, onset=None)))
+        assert "No layer adds more than noise to what it was handed." in text
+        assert "more layers" not in text
+
+    def test_isolated_run_has_none(self, passing: Comparison) -> None:
+        assert "Error along the chain" not in render(passing)
 
 
 class TestLooks:
