@@ -4,10 +4,15 @@
 - `pairing`: whether two captures may be judged at all, and which layers that gives
 - `sides`: the two captures, with the `batch` of real tokens that they have in common
 - `feed`: what a layer was fed; `incoming`: the error of what another layer handed on
-- `layer_judge`, `model_judge`: the sites of a layer and those outside; `judge`: one site, by the `criteria`
-- `noise`: ρ, in units of what BF16 costs, from the `norms` of rows
+- `layer_judge`, `model_judge`: the sites of a layer and those outside; `judge`: one site, by noise (`noise_judge`) or
+  by the five classic `criteria`
+- `noise`: ρ, in units of what BF16 costs, from the `norms` of rows; `structure`: ρ of averages, which systematic
+  mistakes survive and noise does not; `interval`: how far ρ is known
+- `limits`: what right ports stay below, by site and figure; `limit`: one of them, by what is averaged and how much is
+  judged; `terms`: what else they hang on; `limits_file`: read from calibration.yaml or a file of one's own
 - `routing`: expert sets, and which flips the noise explains
-- `blame`: where the first fault lies
+- `blame`: where the first fault lies; `groups`: layers that share it
+- `curve`: how the error of a chained run grows, and where by more than noise
 - `bisection`: the search for wrong layers by running parts of them
 - `chain_judge`: the end of a chain of layers, judged by its `chain_noise` against `chain_limits`
 - `options`: the options of every command that judges

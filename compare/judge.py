@@ -13,11 +13,14 @@ from compare.criteria import ClassicLimits, Judgement, judge_classic
 from compare.limits import NoiseLimits
 from compare.limits_file import calibrated_limits
 from compare.noise import Rows, noise_ratio
-from compare.noise_judge import judge_noise, judge_without_floor
+from compare.noise_judge import count_unflipped, judge_noise, judge_without_floor
+from compare.norms import square_difference, square_rows
 from compare.terms import Terms
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics import PairMetrics, compare_tensors
 from minimax_tools.results import RelativeError, SiteResult, SiteStatus
+
+_TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,8 @@ def judge_values(
     if rows.incoming is not None and not rows.incoming.is_finite:
         return replace(result, status=SiteStatus.FAIL, reason="NaN or Inf was handed on to its layer")
     judged = rows if set_aside is None or not bool(set_aside.any()) else rows.select(~set_aside)
+    if terms.hides_flips and not judged.has_floor:
+        judged = _nearest_tokens(judged, criteria.noise, terms)
     result = replace(result, num_set_aside=rows.num_tokens - judged.num_tokens)
     if judged.num_tokens == 0:
         reason = "no token is left on which both sides are sure to choose the same experts"
@@ -120,6 +125,19 @@ def _measure(rows: Rows, criteria: Criteria) -> PairMetrics:
     metrics = compare_tensors(rows.reference, rows.target, rtol=criteria.rtol, atol=criteria.atol)
     token, channel = metrics.worst_index
     return replace(metrics, worst_index=(*rows.places[token].tolist(), channel))
+
+
+def _nearest_tokens(rows: Rows, limits: NoiseLimits, terms: Terms) -> Rows:
+    """The tokens nearest to the golden's, as many as are sure to have its experts; the others may have flipped."""
+    incoming = rows.incoming.overall if rows.incoming else 0.0
+    num_kept = count_unflipped(rows.num_tokens, limits, incoming=incoming, terms=terms)
+    if num_kept == rows.num_tokens:
+        return rows
+    error = square_difference(rows.reference, rows.target, massive=rows.massive).whole
+    relative = error / square_rows(rows.reference, massive=rows.massive).whole.clamp(min=_TINY)
+    kept = torch.zeros(rows.num_tokens, dtype=torch.bool)
+    kept[relative.argsort()[:num_kept]] = True
+    return rows.select(kept)
 
 
 def _unusable(result: SiteResult, metrics: PairMetrics) -> IncomparableError:

@@ -21,9 +21,8 @@ STRUCTURE_FIGURES = ("token_gain", "channel_gain", "channel_offset", "channel_wo
 # An average over fewer tokens is noise itself.
 FEWEST_FOR_STRUCTURE = 16
 NOISE_FIGURES = (*RATIO_FIGURES, *STRUCTURE_FIGURES)
-# The error itself, its growth over the error that a layer was handed, the error of a token that chose another expert,
-# and the share of the tokens that do.
-FLOORLESS_FIGURES = ("relative_l2", "amplification", "flip", "flipped_share")
+# The error itself, its growth over the error that a layer was handed, and the share of tokens whose experts flip.
+FLOORLESS_FIGURES = ("relative_l2", "amplification", "flipped_share")
 
 
 @dataclass(frozen=True, slots=True)

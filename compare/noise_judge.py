@@ -22,6 +22,7 @@ from minimax_tools.sites import Site
 
 # The scale of a value is told where it is this far off.
 _TELLING_SCALE = 0.02
+_MANY_TOKENS = 16
 _WORDS: Mapping[str, str] = MappingProxyType(
     {
         "whole": "error {value} the noise floor",
@@ -99,13 +100,17 @@ def floorless_limit(
         return limits.floorless(site, figure).at(num_tokens=num_tokens, share=terms.share)
 
     own = limits.float32 if terms.is_float32 else limit("relative_l2")
-    handed_on = limit("amplification") * incoming if incoming else 0.0
-    flips = 0.0
-    if terms.hides_flips and not terms.is_float32:
-        chance = flip_chance(incoming, limits, terms=terms)
-        most = most_hits(num_tokens, chance=chance, share=terms.share)
-        flips = limit("flip") * math.sqrt(most / max(num_tokens, 1))
-    return math.hypot(own, handed_on, flips)
+    return math.hypot(own, limit("amplification") * incoming if incoming else 0.0)
+
+
+def count_unflipped(num_tokens: int, limits: NoiseLimits, *, incoming: float, terms: Terms) -> int:
+    """How many of the tokens are sure to have the golden's experts, where nobody shows the port's choice.
+
+    In a deep chain nearly all may have others; the best quarter of many tokens is then judged all the same.
+    """
+    chance = flip_chance(incoming, limits, terms=terms)
+    sure = num_tokens - most_hits(num_tokens, chance=chance, share=terms.share)
+    return max(sure, num_tokens // 4 if num_tokens >= _MANY_TOKENS else 0)
 
 
 def flip_chance(incoming: float, limits: NoiseLimits, *, terms: Terms) -> float:

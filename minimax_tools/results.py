@@ -207,7 +207,7 @@ class CurvePoint:
         handed_on: The same of the input that it was handed; 0 where that is the golden's own.
         floor: What its output may be off by: the noise of the layer and what it was handed, relative to the
             output; None where the golden kept no floor.
-        ratio: The error in units of that floor, or of the limit where there is none.
+        ratio: ρ of its output, over the tokens that are judged there; where there is no floor, the share of the limit.
     """
 
     layer: int

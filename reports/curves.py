@@ -13,7 +13,7 @@ _COLUMNS = (
     Column(title="error"),
     Column(title="handed on"),
     Column(title="floor"),
-    Column(title="error / floor"),
+    Column(title="rho"),
     Column(title="", is_text=True),
 )
 

@@ -128,7 +128,7 @@ def _sentences(site: SiteResult, *, is_explained: bool) -> list[str]:
             f"{site.routing.num_explained} of them within the noise"
         )
     if site.num_set_aside:
-        sentences.append(f"{site.num_set_aside} tokens with other experts are left out of rho")
+        sentences.append(f"{site.num_set_aside} tokens that have, or may have, other experts are left out")
     return sentences
 
 

@@ -120,11 +120,6 @@ def fit_floorless(records: Sequence[Record], ratios: Table) -> Table:
         (figures["amplification"] for figures in table.values() if "amplification" in figures),
         key=lambda limit: limit.usual,
     )
-    for site, sizes in _flip_sizes(off, records).items():
-        table[site]["flip"] = Limit(usual=_rounded(float(np.quantile(sizes, 0.99))))
-    table[ALL_SITES]["flip"] = max(
-        (figures["flip"] for figures in table.values() if "flip" in figures), key=lambda limit: limit.usual
-    )
     share = _flipped_share(records, table[Site.ROUTER_LOGITS]["relative_l2"].usual)
     table[ALL_SITES]["flipped_share"] = Limit(usual=_rounded(_FLOORLESS_MARGIN * share))
     return dict(table)
@@ -190,20 +185,6 @@ def _fit_relative(records: Sequence[Record], ratios: Table) -> Limit | None:
         spread=fitted.spread,
         token_spread=fitted.token_spread,
     )
-
-
-def _flip_sizes(off: Sequence[Record], records: Sequence[Record]) -> dict[str, list[float]]:
-    """By site: the relative error of a token that chose another expert, from runs seen with and without it."""
-    flips = {_run_of(r): r["flipped"] for r in records if r.get("flipped") is not None}
-    seen = {(*_run_of(r), r["site"]): r["relative_l2"] for r in off if not r["hidden"]}
-    sizes: dict[str, list[float]] = defaultdict(list)
-    for record in off:
-        key = (*_run_of(record), record["site"])
-        num_flips = flips.get(_run_of(record), 0)
-        if record["hidden"] and record["mode"] == "isolated" and num_flips and key in seen:
-            more = max(record["relative_l2"] ** 2 - seen[key] ** 2, 0.0)
-            sizes[record["site"]].append(float((more * record["tokens"] / num_flips) ** 0.5))
-    return sizes
 
 
 def _flipped_share(records: Sequence[Record], logits_error: float) -> float:

@@ -8,7 +8,13 @@ import torch
 
 from compare.limits import NOISE_FIGURES, STRUCTURE_FIGURES
 from compare.limits_file import calibrated_limits
-from compare.noise_judge import floorless_limit, judge_noise, judge_routing, judge_without_floor
+from compare.noise_judge import (
+    count_unflipped,
+    floorless_limit,
+    judge_noise,
+    judge_routing,
+    judge_without_floor,
+)
 from compare.terms import Terms
 from minimax_tools.metrics import PairMetrics, compare_tensors
 from minimax_tools.results import NearestLimit, NoiseRatio, RelativeError, RoutingResult, SiteStatus
@@ -162,13 +168,17 @@ class TestWithoutFloor:
     def test_float32_has_next_to_no_noise(self) -> None:
         assert self.limit("moe_delta", terms=replace(TERMS, is_float32=True)) == LIMITS.float32
 
-    def test_what_was_handed_on_and_hidden_flips_widen_the_limit(self) -> None:
-        plain = self.limit("moe_delta")
-        assert self.limit("moe_delta", incoming=0.01) > plain
-        hidden = replace(TERMS, hides_flips=True)
-        assert self.limit("moe_delta", terms=hidden) > plain
-        # One flip among few tokens weighs more.
-        assert self.limit("moe_delta", terms=hidden, num_tokens=4) > self.limit("moe_delta", terms=hidden)
+    def test_what_was_handed_on_widens_the_limit(self) -> None:
+        assert self.limit("moe_delta", incoming=0.01) > self.limit("moe_delta")
+
+    def test_more_flip_among_fewer_tokens_and_behind_an_error(self) -> None:
+        def share(num_tokens: int, incoming: float = 0.0) -> float:
+            return count_unflipped(num_tokens, LIMITS, incoming=incoming, terms=TERMS) / num_tokens
+
+        assert share(1) == 0.0
+        assert 0.5 < share(100) < share(1000) < 1.0
+        assert share(1000, incoming=0.02) < share(1000)
+        assert share(1000, incoming=10.0) == 0.25
 
 
 class TestRouting:

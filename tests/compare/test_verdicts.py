@@ -121,6 +121,46 @@ class TestChainedRuns:
         assert record["blame_groups"][0]["layers"] == [1]
 
 
+class TestGoldenWithoutFloor:
+    """Whether experts flip on a token for noise nobody can tell there: a few may."""
+
+    @staticmethod
+    def flipped(num_tokens: int, *, site: Site) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Of the first row, tokens that chose another expert: of k = 4 outputs one is another."""
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            changed = tensor.clone()
+            if site is Site.ROUTER_EXPERTS:
+                free = [int(set(range(8)).difference(row.tolist()).pop()) for row in tensor[0, :num_tokens]]
+                changed[0, :num_tokens, -1] = torch.tensor(free, dtype=tensor.dtype)
+            else:
+                noise = torch.randn(tensor.shape[1:], generator=torch.Generator().manual_seed(2))
+                size = 0.5 * tensor[0].float().square().mean().sqrt()
+                changed[0, :num_tokens] = (tensor[0].float() + size * noise)[:num_tokens].to(tensor.dtype)
+            return changed
+
+        return change
+
+    @pytest.mark.parametrize(("num_tokens", "verdict"), [(2, Verdict.PASS), (40, Verdict.FAIL)])
+    def test_few_flips_pass_and_many_fail(
+        self, num_tokens: int, verdict: Verdict, copyist: Any, judge: Judge
+    ) -> None:
+        changes = {
+            (1, site): self.flipped(num_tokens, site=site) for site in (Site.ROUTER_EXPERTS, Site.MOE_DELTA)
+        }
+        comparison = judge(copyist.device_run(changes), reference=copyist.golden(noise_floor="off"))
+        assert comparison.verdict is verdict
+
+    @pytest.mark.parametrize(("num_tokens", "verdict"), [(2, Verdict.PASS), (40, Verdict.FAIL)])
+    def test_the_same_where_the_port_hides_its_choice(
+        self, num_tokens: int, verdict: Verdict, copyist: Any, judge: Judge
+    ) -> None:
+        changes = {(1, Site.MOE_DELTA): self.flipped(num_tokens, site=Site.MOE_DELTA)}
+        hidden = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
+        target = copyist.device_run(changes, not_exposed=hidden)
+        assert judge(target, reference=copyist.golden(noise_floor="off")).verdict is verdict
+
+
 class TestCriteria:
     def test_template_is_a_file_that_criteria_reads(
         self, copyist: Any, golden: Path, tmp_path: Path, command: Command

@@ -160,7 +160,7 @@ class TestLayer:
     def test_flips_and_tokens_set_aside_are_counted(self, warning: Comparison) -> None:
         text = render(warning)
         assert "router_experts: 2 of 157 tokens have other experts, 2 of them within the noise" in text
-        assert "moe_delta: 2 tokens with other experts are left out of rho" in text
+        assert "moe_delta: 2 tokens that have, or may have, other experts are left out" in text
 
     def test_estimated_rho_is_marked_and_explained(self, warning: Comparison, failing: Comparison) -> None:
         assert row_of(render(warning), "WARN", "moe_delta")[2] == "~1.50"
