@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from calibrate import calibrate
+from fit_limits import fit_ratios
+
+from compare.limits import NOISE_FIGURES, RATIO_FIGURES
+from compare.limits_file import read_limits
+
+SITES = ("attn_delta", "router_logits", "moe_delta", "output")
+
+
+def records(*, usual: float = 1.1, spread: float = 0.02, token_spread: float = 0.2) -> list[dict[str, Any]]:
+    """What clean ports might have been measured to differ by."""
+    generator = np.random.default_rng(0)
+    found = []
+    for port, furthest in (("builtin on cpu", 1.0), ("other on cpu", usual)):
+        for seed in range(4):
+            for num_tokens in (164, 41, 4):
+                for mode in ("isolated", "chained"):
+                    for layer in range(6):
+                        for floor in ("full", "stats", "off"):
+                            common = {
+                                **{"port": port, "golden": "sdpa", "shape": "toy", "seed": seed},
+                                **{"lengths": [num_tokens], "tokens": num_tokens, "mode": mode},
+                                **{"layer": layer, "floor": floor, "hidden": False, "torch": "2.9"},
+                            }
+                            incoming = 0.01 if mode == "chained" and layer else 0.0
+                            flips = {**common, "site": "router_experts", "flipped": num_tokens // 40}
+                            found.append({**flips, "unexplained": 0})
+                            for site in SITES:
+                                deviation = spread + token_spread / math.sqrt(num_tokens)
+                                values = furthest * np.exp(deviation * generator.standard_normal(10))
+                                noise = dict(zip(NOISE_FIGURES, map(float, values), strict=True))
+                                wanted = NOISE_FIGURES if floor == "full" else RATIO_FIGURES
+                                figures: dict[str, Any] = {"incoming": incoming, "floor_relative": 4e-3}
+                                if floor == "off":
+                                    figures["relative_l2"] = 5e-3 + 2 * incoming
+                                else:
+                                    figures |= {figure: noise[figure] for figure in wanted} | {
+                                        "channels": 256
+                                    }
+                                found.append({**common, "site": site, **figures})
+    return found
+
+
+def test_limit_follows_the_implementation_that_is_furthest_off() -> None:
+    for usual in (1.05, 1.3):
+        table = fit_ratios(records(usual=usual), mode="isolated", floor="full")
+        assert table["all"]["whole"].usual == pytest.approx(usual, rel=0.03)
+        assert table["all"]["whole"].spread == pytest.approx(0.035, abs=0.015)
+
+
+def test_no_clean_figure_is_beyond_its_limit_and_each_limit_is_near() -> None:
+    measured = records()
+    table = fit_ratios(measured, mode="isolated", floor="full")
+    judged = [r for r in measured if r["mode"] == "isolated" and r["floor"] == "full" and "whole" in r]
+    for record in judged:
+        limit = table.get(record["site"], {}).get("whole", table["all"]["whole"])
+        value = limit.at(num_tokens=record["tokens"], share=1e-3 / len(judged))
+        assert record["whole"] < value
+        assert value < (1.5 if record["tokens"] == 164 else 3.5)
+
+
+def test_file_that_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "limits.yaml"
+    path.write_text(calibrate(records()), encoding="utf-8")
+    limits = read_limits(path)
+    assert limits.backends == {"cpu"}
+    fitted = fit_ratios(records(), mode="isolated", floor="full")["all"]["whole"]
+    assert limits.isolated.find("q_proj", "whole") == fitted
+    # What is estimated may go as far as what it estimates.
+    assert (limits.isolated_estimated.find("q_proj", "whole") or fitted).usual >= fitted.usual
+    assert json.loads(path.read_text().split("ports: ")[1].splitlines()[0]) == [
+        "builtin on cpu",
+        "other on cpu",
+    ]
