@@ -1,11 +1,11 @@
 """How fast two captures are compared, and in how much memory.
 
-`seed_over_ours` holds the seeds' `compute_difference_metrics`, written with torch, against mm2's figures of a pair, over
-every site of the same two captures, which lie in memory; medians are left out on both sides. With medians, in
-`seed_over_ours_with_medians`, the seeds have two and mm2 one. Polygraphy's simple comparison runs beside them where it is
-installed (`pip install polygraphy`). The rounds alternate; figures are medians of their ratios.
-`share_of_memory_bandwidth` is the rate at which mm2 reads the pair, of the rate at which a copy of 1 GiB reads and writes.
-`peak_of_16_layers_over_2` is the whole command's anonymous memory, which must not depend on how long a capture is.
+`seed_over_ours` holds the seeds' `compute_difference_metrics`, written with torch, against mm2's figures of a pair,
+over every site of the same two captures, which lie in memory; medians are left out on both sides. With medians, in
+`seed_over_ours_with_medians`, the seeds have two and mm2 one. Polygraphy's simple comparison runs beside them where
+it is installed (`pip install polygraphy`). The rounds alternate; figures are medians of their ratios.
+`share_of_memory_bandwidth` is the rate at which mm2 reads the pair, of that at which a copy of 1 GiB reads and
+writes. `peak_of_16_layers_over_2` is the whole command's anonymous memory, which must not grow with a capture.
 """
 
 from __future__ import annotations
