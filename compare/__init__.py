@@ -6,7 +6,8 @@
 - `feed`: what a layer was fed; `incoming`: the error of what another layer handed on
 - `layer_judge`, `model_judge`: the sites of a layer and those outside; `judge`: one site, by the `criteria`
 - `noise`: ρ, in units of what BF16 costs, from the `norms` of rows
-- `routing`: expert sets, and which flips the noise explains
+- `routing`: expert sets, and which flips the noise explains; `replay`: the golden with the port's own experts, from
+  the `weights`
 - `blame`: where the first fault lies
 - `bisection`: the search for wrong layers by running parts of them
 - `chain_judge`: the end of a chain of layers, judged by its `chain_noise` against `chain_limits`

@@ -9,6 +9,7 @@ import click
 
 from compare.comparer import compare_captures
 from compare.options import criteria_options, read_criteria
+from compare.weights import CheckpointWeights
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.console import Mm2Command, print_json
@@ -27,6 +28,13 @@ from reports.terminal import render_comparison
 )
 @click.option("--layer", metavar="layer_0", help="Compare this layer only.")
 @click.option("--layer-pattern", metavar="'layer_*'", help="Compare the layers that match; all by default.")
+@click.option(
+    "--model",
+    envvar="MM2_MODEL",
+    metavar="FOLDER|HUB_ID",
+    help="Checkpoint of the golden: tokens that the port sends to other experts are judged by its weights "
+    "[env: MM2_MODEL].",
+)
 @captures_option
 @criteria_options
 @click.option("--report-path", type=click.Path(path_type=Path), help="Folder for JSON and CSV reports.")
@@ -36,6 +44,7 @@ def main(
     neuron_path: Path | None,
     layer: str | None,
     layer_pattern: str | None,
+    model: str | None,
     captures: Path,
     report_path: Path | None,
     as_json: bool,
@@ -52,6 +61,7 @@ def main(
         open_source(neuron_path or newest_capture(captures, DEVICE_SIDE)),
         criteria=read_criteria(criteria),
         layer_pattern=_as_pattern(layer) if layer is not None else layer_pattern or "layer_*",
+        weights=None if model is None else CheckpointWeights(model=model),
     )
     written = write_report(comparison, report_path) if report_path else ()
     if as_json:

@@ -11,9 +11,18 @@ from compare.feed import read_feed
 from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
 from compare.model_judge import ModelJudge
-from compare.notes import feed_notes, floor_notes, nonfinite_notes, router_notes, side_notes, unfinished_notes
+from compare.notes import (
+    feed_notes,
+    flip_notes,
+    floor_notes,
+    nonfinite_notes,
+    router_notes,
+    side_notes,
+    unfinished_notes,
+)
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
 from compare.sides import Sides
+from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results import Blame, Comparison, SiteResult, SiteStatus, Verdict
 from minimax_tools.sites import ModelSite, Site
@@ -43,7 +52,12 @@ class _Part:
 
 
 def compare_captures(
-    reference: CaptureSource, target: CaptureSource, *, criteria: Criteria, layer_pattern: str
+    reference: CaptureSource,
+    target: CaptureSource,
+    *,
+    criteria: Criteria,
+    layer_pattern: str,
+    weights: WeightSource | None = None,
 ) -> Comparison:
     """Judge `target` against the golden `reference`.
 
@@ -53,6 +67,8 @@ def compare_captures(
         criteria: How to judge.
         layer_pattern: Which of the run's layers, as `layer_7` or `layer_*`; what lies outside the layers is
             judged where all of them are chosen.
+        weights: Those of the golden, so that it replays the experts of a port that chose others; None where they
+            are not known, and tokens that the port sends to other experts are left out behind them.
 
     Raises:
         IncomparableError: The captures must not be judged against each other.
@@ -61,7 +77,13 @@ def compare_captures(
     """
     notes = refuse_foreign(reference, target)
     layers = select_layers(reference, target, layer_pattern)
-    sides = Sides(reference=reference, target=target, batch=Batch.of(reference, target), criteria=criteria)
+    sides = Sides(
+        reference=reference,
+        target=target,
+        batch=Batch.of(reference, target),
+        criteria=criteria,
+        weights=weights,
+    )
     parts = [_compare_layer(sides, layer) for layer in layers]
     model = _declared_model_sites(target) if layers == declared_layers(target) else ()
     embedding = _compare_model(sides, tuple(site for site in model if site is ModelSite.EMBEDDING))
@@ -83,6 +105,7 @@ def compare_captures(
             *side_notes(reference),
             *floor_notes(reference),
             *router_notes(reference, target),
+            *flip_notes(sites, sides),
         ),
     )
 

@@ -31,6 +31,7 @@ class Rows:
         twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
         floor: (reference − twin)² summed per token, where only that was kept.
         incoming: Error of the input that a chained layer was handed; None in isolated runs.
+        stored_dtype: What the golden holds it in, where `reference` is of another dtype.
     """
 
     reference: torch.Tensor
@@ -40,6 +41,12 @@ class Rows:
     twin: torch.Tensor | None = None
     floor: Squares | None = None
     incoming: Incoming | None = None
+    stored_dtype: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the golden holds it in."""
+        return self.stored_dtype or self.reference.dtype
 
     @property
     def num_tokens(self) -> int:
@@ -113,9 +120,7 @@ def _widen(floor: Squares, rows: Rows) -> Squares:
     in its bits; and a chained layer is handed an input with an error of its own.
     """
     norms = square_rows(rows.reference, massive=rows.massive)
-    if rows.reference.dtype == torch.float32 and torch.equal(
-        rows.target, rows.target.bfloat16().to(rows.target.dtype)
-    ):
+    if rows.dtype == torch.float32 and torch.equal(rows.target, rows.target.bfloat16().to(rows.target.dtype)):
         floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
     if rows.incoming is not None:
         floor = floor.plus(norms, factor=rows.incoming.widest.square())

@@ -10,6 +10,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.results import Blame, SiteResult
+from minimax_tools.sites import Site
 
 
 def unfinished_notes(sides: Sides) -> tuple[str, ...]:
@@ -69,4 +70,24 @@ def router_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, 
         f"the port holds {name} in {found}, the golden in {expected[name]}"
         for name, found in sorted(target.manifest.observed_dtypes.items())
         if name in expected and found != expected[name]
+    )
+
+
+def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
+    """Tokens past a flip that are judged nowhere behind it, and how to judge them."""
+    if sides.weights is not None:
+        return ()
+    flipped = {site.layer for site in sites if site.routing is not None and site.routing.num_flipped}
+    left_out = [
+        site
+        for site in sites
+        if site.layer in flipped and site.site == str(Site.MOE_DELTA) and site.num_set_aside
+    ]
+    if not left_out:
+        return ()
+    tokens = sum(site.num_set_aside for site in left_out)
+    layers = f"{len(left_out)} layer{'s' * (len(left_out) != 1)}"
+    return (
+        f"{tokens} token{'s' * (tokens != 1)} in {layers} went to other experts, not judged behind them: "
+        "--model judges them against the golden with the port's own experts",
     )

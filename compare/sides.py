@@ -8,18 +8,20 @@ import torch
 
 from compare.batch import Batch
 from compare.judge import Criteria, find_mismatch
+from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.sites import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sides:
-    """The golden, the device run, their common batch, and the criteria."""
+    """The golden, the device run, their common batch, the criteria, and the golden's weights where they are known."""
 
     reference: CaptureSource
     target: CaptureSource
     batch: Batch
     criteria: Criteria
+    weights: WeightSource | None = None
 
     def read_rows(self, layer: int, site: Site) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Both sides' real rows [T,F]; None where a side lacks them, or they cannot be compared."""

@@ -102,7 +102,8 @@ class SiteResult:
         metrics: The seeds' metrics and more; None where nothing was compared.
         noise: ρ; None without a floor.
         routing: Expert sets; on `router_experts` alone.
-        num_set_aside: Tokens left out of ρ because their experts flipped within the noise.
+        num_set_aside: Tokens left out of ρ because their experts are, or may be, others than the golden's.
+        num_replayed: Tokens whose experts are others, judged against the golden with the port's own experts.
         classic_failures: The seeds' limits that it breaks, such as `cosine_similarity 0.93 < 0.99`.
     """
 
@@ -114,6 +115,7 @@ class SiteResult:
     noise: NoiseRatio | None = None
     routing: RoutingResult | None = None
     num_set_aside: int = 0
+    num_replayed: int = 0
     classic_failures: tuple[str, ...] = ()
 
 

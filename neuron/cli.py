@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from compare.comparer import compare_captures
 from compare.options import read_criteria
+from compare.weights import CheckpointWeights
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.manifest import dtype_name
@@ -232,7 +233,13 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     comparison = None
     if golden is not None:
         criteria = read_criteria(options)
-        comparison = compare_captures(golden, capture, criteria=criteria, layer_pattern="layer_*")
+        comparison = compare_captures(
+            golden,
+            capture,
+            criteria=criteria,
+            layer_pattern="layer_*",
+            weights=CheckpointWeights(model=options["model"]),
+        )
     outcome = _Outcome(
         capture=capture,
         report=report,

@@ -157,6 +157,7 @@ _COLUMNS = (
     *_METRIC_COLUMNS,
     *_ROUTING_COLUMNS,
     "num_set_aside",
+    "num_replayed",
     "classic_failures",
 )
 
@@ -171,6 +172,7 @@ def _table_row(site: SiteResult) -> dict[str, str]:
         **{name: getattr(site.metrics, name, None) for name in _METRIC_COLUMNS},
         **{name: getattr(site.routing, name, None) for name in _ROUTING_COLUMNS},
         "num_set_aside": site.num_set_aside if site.status.is_compared else None,
+        "num_replayed": site.num_replayed if site.status.is_compared else None,
         "classic_failures": "; ".join(site.classic_failures),
     }
     return {column: _cell(value) for column, value in values.items()}

@@ -129,6 +129,10 @@ def _sentences(site: SiteResult, *, is_explained: bool) -> list[str]:
         )
     if site.num_set_aside:
         sentences.append(f"{site.num_set_aside} tokens with other experts are left out of rho")
+    if site.num_replayed:
+        sentences.append(
+            f"{site.num_replayed} tokens with other experts are judged against the golden with the port's own experts"
+        )
     return sentences
 
 
