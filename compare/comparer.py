@@ -21,6 +21,7 @@ from compare.notes import (
     unfinished_notes,
 )
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
+from compare.router_dtypes import find_router_dtypes
 from compare.sides import Sides
 from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
@@ -90,11 +91,16 @@ def compare_captures(
     head = _compare_model(sides, tuple(site for site in model if site is not ModelSite.EMBEDDING))
     sites = tuple(result for part in (*parts, embedding, head) for result in part.results)
     blame = _gather_blame([embedding, *parts, head])
+    router_dtypes = find_router_dtypes(reference, target, sites)
     return Comparison(
         reference=str(reference.directory),
         target=str(target.directory),
         criteria=criteria.name,
-        verdict=_conclude(sites, is_stopped=any(part.is_stopped for part in (*parts, head))),
+        verdict=_conclude(
+            sites,
+            is_stopped=any(part.is_stopped for part in (*parts, head)),
+            is_suspect=bool(router_dtypes),
+        ),
         sites=sites,
         blame=blame,
         notes=(
@@ -104,9 +110,10 @@ def compare_captures(
             *nonfinite_notes(sites, blame),
             *side_notes(reference),
             *floor_notes(reference),
-            *router_notes(reference, target),
+            *router_notes(router_dtypes),
             *flip_notes(sites, sides),
         ),
+        router_dtypes=router_dtypes,
     )
 
 
@@ -171,10 +178,10 @@ def _gather_blame(parts: list[_Part]) -> tuple[Blame, ...]:
     return tuple(blame)
 
 
-def _conclude(sites: tuple[SiteResult, ...], *, is_stopped: bool) -> Verdict:
+def _conclude(sites: tuple[SiteResult, ...], *, is_stopped: bool, is_suspect: bool) -> Verdict:
     statuses = {site.status for site in sites}
     if SiteStatus.FAIL in statuses:
         return Verdict.FAIL
     if is_stopped or not any(status.is_compared for status in statuses):
         return Verdict.INCOMPARABLE
-    return Verdict.WARN if SiteStatus.WARN in statuses else Verdict.PASS
+    return Verdict.WARN if is_suspect or SiteStatus.WARN in statuses else Verdict.PASS

@@ -89,11 +89,17 @@ class LayerJudge:
 
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
-        routing = compare_routing(*self._experts, self._router_noise)
+        noise = self._router_noise
+        if noise is not None and self._replay is not None and self._criteria.name != "classic":
+            noise = replace(noise, scores=self._replay.scores)
+        places = self._batch.places(
+            self._reference.read(self._layer, Site.ROUTER_EXPERTS), Site.ROUTER_EXPERTS
+        )
+        routing = compare_routing(*self._experts, noise, places=places)
         if self._criteria.name == "classic":
             status, reason = SiteStatus.PASS, "the classic limits ignore routing"
         else:
-            has_floor = self._router_noise is not None
+            has_floor = noise is not None
             status, reason = judge_routing(routing, self._criteria.noise, has_floor=has_floor)
         return replace(result, status=status, reason=reason, routing=routing)
 

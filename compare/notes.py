@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from compare.pairing import is_finished
 from compare.sides import Sides
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.results import Blame, SiteResult
+from minimax_tools.results import Blame, RouterDtype, SiteResult
 from minimax_tools.sites import Site
 
 
@@ -61,15 +60,11 @@ def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
     return ()
 
 
-def router_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
     """Router dtypes that are not the golden's: they change experts without showing in any one tensor."""
-    if not isinstance(reference, Capture) or not isinstance(target, Capture):
-        return ()
-    expected = reference.description.provenance.dtypes
     return tuple(
-        f"the port holds {name} in {found}, the golden in {expected[name]}"
-        for name, found in sorted(target.manifest.observed_dtypes.items())
-        if name in expected and found != expected[name]
+        f"the port holds {one.name} in {one.target}, the golden in {one.reference}: {one.consequence}"
+        for one in router_dtypes
     )
 
 

@@ -7,13 +7,16 @@ T real tokens, t those that are replayed, H hidden, E experts, k experts per tok
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from compare.noise import Rows
 from compare.routing import flipped_tokens
 from compare.sides import Sides
+from compare.weights import WeightSource
+from minimax_tools.checkpoint.names import CORRECTION_BIAS
 from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.sites import Site
 
@@ -37,7 +40,19 @@ class Replay:
         self.flipped = flipped_tokens(*experts)
         self._logits = self._read(Site.ROUTER_LOGITS)
         self._tokens = self.flipped & self._are_experts()
-        self._shift: torch.Tensor | None = None
+        self._opened: _Opened | None = None
+
+    @property
+    def scores(self) -> torch.Tensor | None:
+        """The golden's biased scores, float32 [T,E]; None where no token flipped, or the weights are not known.
+
+        Raises:
+            IncomparableError: The weights are another model's.
+            CheckpointError: They cannot be read.
+        """
+        if self._logits is None or self._sides.weights is None or not bool(self.flipped.any()):
+            return None
+        return self._logits.sigmoid() + self._open(self._sides.weights).bias
 
     def tokens(self, site: Site) -> torch.Tensor:
         """Tokens past a flip that can be replayed at a site behind the router: bool [T]."""
@@ -72,7 +87,9 @@ class Replay:
                 else _put(rows.twin, tokens, self._shares(self._logits, tokens)),
                 stored_dtype=stored_dtype,
             )
-        shift = self._read_shift()
+        assert self._sides.weights is not None, "tokens are replayed where the weights are known"
+        shift = self._open(self._sides.weights).shift
+        assert shift is not None, "tokens are replayed where the experts' input is known"
         return replace(
             rows,
             reference=_add(rows.reference, tokens, shift),
@@ -104,25 +121,39 @@ class Replay:
         assert logits is not None, "tokens are replayed where the logits are known"
         return expert_shares(logits[tokens], self._theirs[tokens].sort(dim=-1).values)
 
-    def _read_shift(self) -> torch.Tensor:
-        """What the port's experts change, float32 [t,H]."""
-        if self._shift is None:
-            self._shift = self._compute_shift()
-        return self._shift
+    def _open(self, source: WeightSource) -> _Opened:
+        """What the layer's weights tell; they are read once."""
+        if self._opened is None:
+            with source.open_layer(self._layer, self._sides.reference) as weights:
+                self._opened = _Opened(
+                    bias=weights[CORRECTION_BIAS].float(), shift=self._compute_shift(weights)
+                )
+        return self._opened
 
-    def _compute_shift(self) -> torch.Tensor:
-        tokens, source = self._tokens, self._sides.weights
-        states, logits = self._read(Site.POST_NORM), self._logits
-        assert source is not None, "weights are known"
-        assert states is not None, "the experts' input is known"
-        assert logits is not None, "the router's logits are known"
+    def _compute_shift(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        tokens, states, logits = self._tokens, self._read(Site.POST_NORM), self._logits
+        if states is None or logits is None:
+            return None
         mine, theirs = self._mine[tokens], self._theirs[tokens]
         shares = expert_shares(logits[tokens], theirs), -expert_shares(logits[tokens], mine)
-        with source.open_layer(self._layer, self._sides.reference) as weights:
-            # The port's choice less the golden's, in one go: each expert is read and upcast once.
-            return upcast_experts(
-                weights, states[tokens], torch.cat((theirs, mine), dim=-1), torch.cat(shares, dim=-1)
-            )
+        # The port's choice less the golden's, in one go: each expert is read and upcast once.
+        return upcast_experts(
+            weights, states[tokens], torch.cat((theirs, mine), dim=-1), torch.cat(shares, dim=-1)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Opened:
+    """What the layer's weights tell.
+
+    Args:
+        bias: The correction bias, float32 [E].
+        shift: What the port's experts change in what they add, float32 [t,H]; None where the golden did not keep
+            what they were fed.
+    """
+
+    bias: torch.Tensor
+    shift: torch.Tensor | None
 
 
 def expert_shares(logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

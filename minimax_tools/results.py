@@ -73,16 +73,43 @@ class NoiseRatio:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A token that the port sends to other experts.
+
+    Args:
+        row, position: Its place in the batch.
+        dropped: Experts that the golden chose and the port did not.
+        chosen: Experts that the port chose and the golden did not; none where it names one twice.
+        margin: What noise must overcome, in biased scores; None without a floor.
+    """
+
+    row: int
+    position: int
+    dropped: tuple[int, ...]
+    chosen: tuple[int, ...]
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingResult:
     """Expert sets, token by token.
 
-    A flip is explained where the margin between the k-th and the (k+1)-th score is within the noise.
+    A flip is explained where noise may turn its margin round: the distance between the k-th and the (k+1)-th score,
+    or, where the weights are known, between the experts that changed places.
+
+    Args:
+        num_tokens: Judged tokens.
+        num_flipped: Of them, those with other experts.
+        num_explained: Of these, those that the noise explains.
+        widest_unexplained_margin: The widest margin of the others; None without a floor.
+        worst_flips: Some of the others, the widest margin first.
     """
 
     num_tokens: int
     num_flipped: int
     num_explained: int
     widest_unexplained_margin: float | None
+    worst_flips: tuple[Flip, ...] = ()
 
     @property
     def num_unexplained(self) -> int:
@@ -129,6 +156,23 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterDtype:
+    """A part of the router that the port holds in another dtype than the golden.
+
+    Args:
+        name: `router_gate` or `correction_bias`.
+        reference: The golden's dtype.
+        target: The port's.
+        consequence: What that does, in a sentence.
+    """
+
+    name: str
+    reference: str
+    target: str
+    consequence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A whole comparison.
 
@@ -140,6 +184,7 @@ class Comparison:
         sites: Every site of every layer in the run's span, in natural order.
         blame: Who is to blame, earliest layer first.
         notes: What a reader must know beside the verdict.
+        router_dtypes: Parts of the router that the port holds in another dtype.
     """
 
     reference: str
@@ -149,6 +194,7 @@ class Comparison:
     sites: tuple[SiteResult, ...]
     blame: tuple[Blame, ...] = ()
     notes: tuple[str, ...] = ()
+    router_dtypes: tuple[RouterDtype, ...] = ()
 
     @property
     def compared(self) -> int:

@@ -79,6 +79,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "reference": comparison.reference,
         "target": comparison.target,
         "notes": list(comparison.notes),
+        "router_dtypes": to_json(comparison.router_dtypes),
     }
 
 
