@@ -11,7 +11,15 @@ from compare.feed import read_feed
 from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
 from compare.model_judge import ModelJudge
-from compare.notes import feed_notes, floor_notes, nonfinite_notes, router_notes, side_notes, unfinished_notes
+from compare.notes import (
+    feed_notes,
+    floor_notes,
+    foreign_notes,
+    nonfinite_notes,
+    router_notes,
+    side_notes,
+    unfinished_notes,
+)
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
 from compare.sides import Sides
 from minimax_tools.capture.source import CaptureSource
@@ -77,6 +85,7 @@ def compare_captures(
         blame=blame,
         notes=(
             *notes,
+            *foreign_notes(reference, target),
             *unfinished_notes(sides),
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *nonfinite_notes(sites, blame),
@@ -131,7 +140,8 @@ def _declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
     description = target.known_description
     if description is not None:
         return description.run.computed_sites
-    return tuple(site for site in target.sites(layer) if site is not Site.INPUT)
+    known = (*target.sites(layer), *target.not_exposed(layer))
+    return tuple(site for site in Site if site in known and site is not Site.INPUT)
 
 
 def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:
