@@ -10,11 +10,11 @@ import click
 from compare.comparer import compare_captures
 from compare.options import criteria_options, read_criteria
 from compare.weights import CheckpointWeights
-from minimax_tools.capture.locate import open_source
+from minimax_tools.capture.locate import Reading, is_others, open_sides
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.errors import UsageError
-from minimax_tools.options import captures_option, output_options
+from minimax_tools.options import captures_option, output_options, read_reading, reading_options
 from reports.data import comparison_record, write_report
 from reports.terminal import render_comparison
 
@@ -36,6 +36,9 @@ from reports.terminal import render_comparison
     "[env: MM2_MODEL].",
 )
 @captures_option
+@reading_options(whose="the side that is not mm2's own")
+@reading_options("gpu-", whose="the golden")
+@reading_options("neuron-", whose="the device run")
 @criteria_options
 @click.option("--report-path", type=click.Path(path_type=Path), help="Folder for JSON and CSV reports.")
 @output_options
@@ -48,7 +51,7 @@ def main(
     captures: Path,
     report_path: Path | None,
     as_json: bool,
-    **criteria: Any,
+    **options: Any,
 ) -> None:
     """Judge a device run against a golden: where they differ, and who is to blame.
 
@@ -56,10 +59,12 @@ def main(
     """
     if layer is not None and layer_pattern is not None:
         raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
+    golden = gpu_path or newest_capture(captures, GOLDEN_SIDE)
+    device = neuron_path or newest_capture(captures, DEVICE_SIDE)
+    golden_reading, device_reading = _read_readings(golden, device, options)
     comparison = compare_captures(
-        open_source(gpu_path or newest_capture(captures, GOLDEN_SIDE)),
-        open_source(neuron_path or newest_capture(captures, DEVICE_SIDE)),
-        criteria=read_criteria(criteria),
+        *open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading),
+        criteria=read_criteria(options),
         layer_pattern=_as_pattern(layer) if layer is not None else layer_pattern or "layer_*",
         weights=None if model is None else CheckpointWeights(model=model),
     )
@@ -71,6 +76,25 @@ def main(
         for path in written:
             click.echo(f"written: {path}")
     raise SystemExit(comparison.verdict.exit_code)
+
+
+def _read_readings(golden: Path, device: Path, options: dict[str, Any]) -> tuple[Reading, Reading]:
+    """How each side is to be read; --format and --map are meant for the one that is not mm2's own."""
+    common = read_reading(options["format"], options["map"])
+    golden_reading = read_reading(options["gpu_format"], options["gpu_map"])
+    device_reading = read_reading(options["neuron_format"], options["neuron_map"])
+    if common.is_default:
+        return golden_reading, device_reading
+    meant = (is_others(golden), is_others(device))
+    if meant == (True, False) and golden_reading.is_default:
+        return common, device_reading
+    if meant == (False, True) and device_reading.is_default:
+        return golden_reading, common
+    raise UsageError(
+        "which side --format or --map is meant for cannot be told",
+        expected="one side that another tool wrote, and no options of its own for it",
+        next_step="Use --gpu-format and --gpu-map, --neuron-format and --neuron-map.",
+    )
 
 
 def _as_pattern(layer: str) -> str:

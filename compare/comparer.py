@@ -15,6 +15,7 @@ from compare.notes import (
     feed_notes,
     flip_notes,
     floor_notes,
+    foreign_notes,
     nonfinite_notes,
     router_notes,
     side_notes,
@@ -105,6 +106,7 @@ def compare_captures(
         blame=blame,
         notes=(
             *notes,
+            *foreign_notes(reference, target),
             *unfinished_notes(sides),
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *nonfinite_notes(sites, blame),
@@ -161,7 +163,8 @@ def _declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
     description = target.known_description
     if description is not None:
         return description.run.computed_sites
-    return tuple(site for site in target.sites(layer) if site is not Site.INPUT)
+    known = (*target.sites(layer), *target.not_exposed(layer))
+    return tuple(site for site in Site if site in known and site is not Site.INPUT)
 
 
 def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from compare.pairing import is_finished
 from compare.sides import Sides
+from minimax_tools.capture.foreign.capture import ForeignCapture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.results import Blame, RouterDtype, SiteResult
@@ -18,6 +19,16 @@ def unfinished_notes(sides: Sides) -> tuple[str, ...]:
         f"the {name} is not complete: run it again and it resumes"
         for name, source in (("golden", sides.reference), ("device run", sides.target))
         if not is_finished(source)
+    )
+
+
+def foreign_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+    """How another tool's dump was read: what of it maps to no site, and what was left out."""
+    return tuple(
+        f"{name}: {note}"
+        for name, source in (("golden", reference), ("device run", target))
+        if isinstance(source, ForeignCapture)
+        for note in source.notes
     )
 
 

@@ -32,7 +32,9 @@ from minimax_tools.options import (
     optional_model_option,
     output_options,
     parse_lengths,
+    read_reading,
     read_span,
+    reading_options,
     span_options,
 )
 from minimax_tools.progress import LayerProgress
@@ -201,10 +203,11 @@ def check(
 
 @main.command("show", epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")
 @click.argument("directory", type=click.Path(path_type=Path))
+@reading_options()
 @output_options
-def show(directory: Path, as_json: bool) -> None:
+def show(directory: Path, as_json: bool, **reading: Any) -> None:
     """Print what a saved run holds: layers, sites, shapes and statistics."""
-    source = open_source(directory)
+    source = open_source(directory, read_reading(reading["format"], reading["map"]))
     print_json(capture_record(source)) if as_json else click.echo(render_capture(source))
 
 
