@@ -43,7 +43,7 @@ def find_exchanges(layouts: Sequence[Layout], sources: Sources, spec: ModelSpec)
     """The exchanges worth trying: of tensors of equal shape, and of what the layouts show."""
     return [
         *_swaps(sources),
-        *_transposes(sources),
+        *_transposes(layouts, sources),
         *_expert_orders(layouts, spec),
         *_row_orders(layouts, sources),
         *_rotary_orders(sources, spec),
@@ -75,46 +75,63 @@ def _swap(sources: Sources, one: str, other: str) -> Callable[[Tensors], Tensors
     return lambda tensors: {name: tensors[partner] for name, partner in pairs.items()}
 
 
-def _transposes(sources: Sources) -> list[Exchange]:
-    """A matrix reshaped where it should be transposed, or transposed where it is as wide as high and should not be."""
-    kinds = dict.fromkeys(source.kind for source in sources.all if len(source.shape) == 2)
-    return [
-        Exchange(
-            mistake=Mistake.TRANSPOSED,
-            tensors=(kind,),
-            text=f"{role(kind)} is not transposed as the port's forward wants it",
-            change=_each(sources, kind, lambda tensor: tensor.T.reshape(tensor.shape)),
-        )
-        for kind in kinds
-    ]
+def _transposes(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
+    """A matrix reshaped where it should be transposed, and one as wide as high, whose shape tells nothing."""
+    torn = {kind for layout in layouts for piece in layout.pieces if piece.is_reshaped for kind in piece.torn}
+    shapes = {source.kind: source.shape for source in sources.all if len(source.shape) == 2}
+    found = []
+    for kind, shape in shapes.items():
+        if kind not in torn and shape[0] != shape[1]:
+            continue
+        for change in (_reshaped_transpose, _transposed_reshape):
+            found.append(
+                Exchange(
+                    mistake=Mistake.TRANSPOSED,
+                    tensors=(kind,),
+                    text=f"{role(kind)} is not transposed as the port's forward wants it",
+                    change=_each(sources, kind, change),
+                )
+            )
+    return found
+
+
+def _reshaped_transpose(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.T.reshape(tensor.shape)
+
+
+def _transposed_reshape(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(tensor.T.shape).T
 
 
 def _expert_orders(layouts: Sequence[Layout], spec: ModelSpec) -> list[Exchange]:
-    orders: dict[tuple[int, ...], None] = {}
-    found: dict[str, list[int]] = {}
+    found: dict[str, tuple[list[int], set[str]]] = {}
     for layout in layouts:
         if layout.experts:
             key = "".join(letter for letter in layout.origin.name if not letter.isdigit())
-            found.setdefault(key, []).extend(layout.experts)
-    for experts in found.values():
+            experts, kinds = found.setdefault(key, ([], set()))
+            experts.extend(layout.experts)
+            kinds |= {piece.source.kind for piece in layout.pieces if piece.source is not None}
+    orders: dict[tuple[int, ...], set[str]] = {}
+    for experts, kinds in found.values():
         if sorted(experts) == list(range(spec.num_local_experts)) != experts:
-            orders[tuple(experts)] = None
+            orders.setdefault(tuple(experts), set()).update(kinds)
     return [
         Exchange(
             mistake=Mistake.ORDER,
-            tensors=("w1", "w2", "w3"),
-            text=f"experts lie in the order {', '.join(map(str, experts[:6]))}, …",
-            change=_reorder_experts(experts),
+            tensors=tuple(sorted(kinds)),
+            text=f"{', '.join(role(kind) for kind in sorted(kinds))} of the experts lie in the order "
+            f"{', '.join(map(str, order[:6]))}, …",
+            change=_reorder_experts(order, sorted(kinds)),
         )
-        for experts in orders
+        for order, kinds in orders.items()
     ]
 
 
-def _reorder_experts(experts: tuple[int, ...]) -> Callable[[Tensors], Tensors]:
+def _reorder_experts(experts: tuple[int, ...], matrices: Sequence[str]) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {
         expert_weight(found, matrix): tensors[expert_weight(wanted, matrix)]
         for wanted, found in enumerate(experts)
-        for matrix in ("w1", "w2", "w3")
+        for matrix in matrices
     }
 
 
@@ -188,7 +205,8 @@ def _put_back(tensor: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
 def _reorder_heads(tensor: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
     """Rows of every head in another order; `order` has one head's."""
     reordered: torch.Tensor = tensor.unflatten(0, (-1, len(order)))[:, order]
-    return reordered.flatten(0, 1)
+    flat: torch.Tensor = reordered.flatten(0, 1)
+    return flat
 
 
 def _unscale(tensor: torch.Tensor, *, gain: float, offset: float) -> torch.Tensor:

@@ -327,7 +327,8 @@ def _first_of_each(layout: Layout) -> list[Piece]:
 
 
 def _kinds_held(layout: Layout) -> tuple[str, ...]:
-    return _kinds([piece.source for piece in layout.pieces if piece.source is not None])
+    held = _kinds([piece.source for piece in layout.pieces if piece.source is not None])
+    return tuple(dict.fromkeys((*held, *(kind for piece in layout.pieces for kind in piece.torn))))
 
 
 def _kinds(sources: Values[Source]) -> tuple[str, ...]:

@@ -70,18 +70,14 @@ def inspect_weights(port: TracedPort, spec: ModelSpec, *, traced: ModelSpec, loa
     layouts = [find_layout(origin, sources) for origin in port.trace(traced)]
     findings = find_findings(layouts, sources, num_ranks=port.ranks.degree)
     logger.info("Running the port on made weights, beside the reference layer.")
-    trial = run_trial(
-        traced,
-        port.layer,
-        find_exchanges(layouts, sources, traced),
-        lambda tensors, given: port.run(traced, tensors, given),
-        computes_in_bf16=port.computes_in_bf16(traced),
-    )
+    exchanges = find_exchanges(layouts, sources, traced)
+    trial = run_trial(port.prepare_trial(traced), traced, port.layer, exchanges)
     findings = _judge(findings, trial)
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
         loaded = port.load(spec)
-        findings += find_in_loaded(loaded.places, loaded.before, loaded.tensors, layouts)
+        known = {kind for finding in findings if finding.weight is Weight.WRONG for kind in finding.tensors}
+        findings += find_in_loaded(loaded.places, loaded.before, loaded.tensors, layouts, known=known)
     return Inspection(
         target=port.target.name,
         layer=port.layer,

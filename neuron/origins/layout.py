@@ -31,6 +31,7 @@ class Piece:
         rows: The source's rows, in the order of the lines.
         columns: The source's columns, in their order along a line.
         what: What it is where there is no source, in words.
+        torn: The kinds whose elements lie there in no order of rows or columns.
     """
 
     lines: range
@@ -39,6 +40,7 @@ class Piece:
     rows: Sequence | None = None
     columns: Sequence | None = None
     what: str = ""
+    torn: tuple[str, ...] = ()
 
     @property
     def is_in_order(self) -> bool:
@@ -95,7 +97,8 @@ class Layout:
 
 
 _RESHAPED = "rows torn"
-_NO_ORDER = (_RESHAPED, "elements in no order")
+_IN_NO_ORDER = "elements in no order"
+_NO_ORDER = (_RESHAPED, _IN_NO_ORDER)
 
 
 def find_layout(origin: Origin, sources: Sources) -> Layout:
@@ -151,7 +154,7 @@ def _by_period(matrix: torch.Tensor, sources: Sources) -> torch.Tensor:
     ]
     for start in starts[1:]:
         if len(of_line) % start == 0 and start > 1 and bool((of_line[start:] == of_line[:-start]).all()):
-            return matrix.unflatten(0, (-1, start))
+            return matrix.reshape(-1, start, matrix.shape[1])
     return matrix[None]
 
 
@@ -168,7 +171,7 @@ def _read_matrix(numbers: torch.Tensor, sources: Sources) -> list[Piece]:
         ends = (cut.source[1:] != cut.source[:-1]).any(dim=1).nonzero().flatten().add(1).tolist()
         if 0 < len(ends) < _MOST_STRIDE:
             return _read_side_by_side(numbers.T if is_transposed else numbers, ends, sources, is_transposed)
-    return [Piece(lines=range(len(numbers)), what=_word_torn(numbers, sources))]
+    return [_torn_piece(numbers, sources)]
 
 
 def _read_side_by_side(
@@ -235,7 +238,8 @@ def _piece(grid: _Grid, lines: range, sources: Sources) -> Piece:
         return Piece(lines=lines, what=what)
     columns = grid.column[chosen]
     if not bool((columns == columns[:1]).all()):
-        return Piece(lines=lines, what=f"elements in no order of {role(sources.all[index].kind)}")
+        kind = sources.all[index].kind
+        return Piece(lines=lines, what=f"{_IN_NO_ORDER} of {role(kind)}", torn=(kind,))
     return Piece(
         lines=lines,
         source=sources.all[index],
@@ -244,18 +248,27 @@ def _piece(grid: _Grid, lines: range, sources: Sources) -> Piece:
     )
 
 
-def _word_torn(numbers: torch.Tensor, sources: Sources) -> str:
+def _torn_piece(numbers: torch.Tensor, sources: Sources) -> Piece:
+    """What is no piece of any source: reshaped where its elements go on from line to line, or mixed."""
     flat = numbers.flatten()
-    held = sorted({sources.all[int(index)].kind for index in sources.find(flat[flat >= 0]).unique()})
-    kinds = ", ".join(role(kind) for kind in held) or "nothing of the checkpoint"
-    if bool((flat[1:] - flat[:-1] == 1).all()):
-        return f"{_RESHAPED}: {kinds}, reshaped without being transposed"
-    mixed = " and computed values" if bool((flat == COMPUTED).any()) else ""
-    return f"elements in no order of {kinds}{mixed}"
+    indices = sources.find(flat[flat >= 0]).unique().tolist()
+    held = [sources.all[index] for index in indices]
+    kinds = tuple(dict.fromkeys(source.kind for source in held))
+    words = ", ".join(map(role, kinds)) or "nothing of the checkpoint"
+    what = f"{_IN_NO_ORDER} of {words}"
+    if len(held) == 1 and held[0].size == len(flat):
+        whole = torch.arange(held[0].start, held[0].start + held[0].size).reshape(held[0].shape)
+        if torch.equal(flat, whole.flatten()):
+            what = f"{_RESHAPED}: {words} reshaped, and not transposed"
+        elif torch.equal(flat, whole.T.flatten()):
+            what = f"{_RESHAPED}: {words} transposed, and reshaped back"
+    elif bool((flat == COMPUTED).any()):
+        what += " and computed values" if held else ""
+    return Piece(lines=range(len(numbers)), what=what, torn=kinds)
 
 
 def _experts_of(matrices: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:
-    experts = []
+    experts: list[int] = []
     for matrix in matrices:
         found = {piece.source.expert for piece in matrix if piece.source is not None}
         if len(found) != 1 or None in found:

@@ -7,7 +7,7 @@ kinds of tensors add up, exactly, to those of the tensors. So no layout of the t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +73,8 @@ def find_in_loaded(
     before: Mapping[str, torch.Tensor],
     tensors: LayerTensors,
     layouts: Sequence[Layout],
+    *,
+    known: Collection[str],
 ) -> list[Finding]:
     """What is wrong with a port that was loaded with a layer of the checkpoint, and not seen in the trace.
 
@@ -81,9 +83,10 @@ def find_in_loaded(
         before: Small places, as its constructor left them.
         tensors: The layer as it was given.
         layouts: What the trace found, of this model or a smaller one; places are matched by their names.
+        known: The kinds that are known to be wrong: nothing more is said of them.
     """
     found: list[Finding] = []
-    groups = _groups(layouts)
+    groups = _groups(layouts, known)
     names: dict[str, list[str]] = {}
     for name in places:
         names.setdefault(_key(name), []).append(name)
@@ -150,7 +153,9 @@ def _find_in_group(
     return [wrong(Mistake.VALUES, names, text)]
 
 
-def _groups(layouts: Sequence[Layout]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _groups(
+    layouts: Sequence[Layout], known: Collection[str]
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Names of places, their numbers left out, and the kinds that they hold between them, all of each.
 
     Only those that hold nothing but single elements as they are given: what is scaled, computed or padded on purpose
@@ -158,7 +163,7 @@ def _groups(layouts: Sequence[Layout]) -> list[tuple[tuple[str, ...], tuple[str,
     """
     of_kind: dict[str, set[str]] = {}
     kinds_of: dict[str, set[str]] = {}
-    spoiled: set[str] = set()
+    spoiled = set(known)
     for layout in layouts:
         key, origin = _key(layout.origin.name), layout.origin
         kinds = {piece.source.kind for piece in layout.pieces if piece.source is not None}

@@ -18,7 +18,7 @@ from neuron.origins.made_tensors import MadeTensors, Make
 from neuron.origins.origins import Origin, OriginReader
 from neuron.origins.places import find_places
 from neuron.origins.sources import Sources
-from neuron.origins.trial import TrialInput
+from neuron.origins.trial import TrialInput, TrialPort
 from neuron.ports.own_code import own_code
 from neuron.ports.returned import find_output
 from neuron.ports.targets import Target
@@ -76,26 +76,28 @@ class TracedPort:
 
         return OriginReader(Sources.of(spec), load).read()
 
-    def run(self, spec: ModelSpec, tensors: Tensors, given: TrialInput) -> torch.Tensor:
-        """The output of a layer built in float32 and loaded with `tensors`.
+    def prepare_trial(self, spec: ModelSpec) -> TrialPort:
+        """The port built in float32, to be run on made weights.
 
         Raises:
-            TargetError: The port cannot be built, loaded or run.
+            TargetError: It cannot be built.
         """
-        what = f"target {self.target.name}, layer {self.layer}"
         module = self._build(spec, torch.float32)
-        self._load(module, self._made(spec, tensors.__getitem__, torch.float32), spec)
-        failed, step = f"{what} failed while it ran", "See --debug for the traceback."
-        with torch.no_grad(), own_code(failed, next_step=step):
-            result = module(
-                given.hidden_states.clone(), given.attention_mask.clone(), given.position_ids.clone()
-            )
-        return find_output(result, tuple(given.hidden_states.shape), what=what)
 
-    def computes_in_bf16(self, spec: ModelSpec) -> bool:
-        """Whether the port holds weights of 16 bits though it is built in float32."""
-        module = self._build(spec, torch.float32)
-        return any(parameter.dtype.itemsize == 2 for parameter in module.parameters())
+        def run(tensors: Tensors, given: TrialInput) -> torch.Tensor:
+            what = f"target {self.target.name}, layer {self.layer}"
+            self._load(module, self._made(spec, tensors.__getitem__, torch.float32), spec)
+            failed, step = f"{what} failed while it ran", "See --debug for the traceback."
+            with torch.no_grad(), own_code(failed, next_step=step):
+                result = module(
+                    given.hidden_states.clone(), given.attention_mask.clone(), given.position_ids.clone()
+                )
+            return find_output(result, tuple(given.hidden_states.shape), what=what)
+
+        return TrialPort(
+            run=run,
+            computes_in_bf16=any(parameter.dtype.itemsize == 2 for parameter in module.parameters()),
+        )
 
     def load(self, spec: ModelSpec) -> LoadedPort:
         """The port with the checkpoint's own layer in it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.results import Verdict
 from neuron.origins.findings import Finding, Weight
 from neuron.origins.inspection import Inspection
 from neuron.origins.layout import Layout
@@ -33,7 +34,7 @@ def render_inspection(inspection: Inspection) -> str:
         )
     else:
         lines.append("The checkpoint's own layer was not loaded.")
-    if not inspection.trial.is_right and not inspection.trial.repairs:
+    if not inspection.trial.is_right and inspection.verdict is not Verdict.FAIL:
         lines.append("Judge what the port computes: mm2-test sweep --golden GOLDEN --target …")
     return "\n".join(lines)
 
@@ -94,7 +95,8 @@ def word_trial(trial: TrialOutcome) -> str:
             f"Run on made weights, its output is off by {trial.error:.2g} of the delta; undoing that {with_them}, "
             f"by {trial.repaired_error:.1e}."
         )
-    return f"Run on made weights, its output is off by {trial.error:.2g} of the delta, and no exchange of weights repairs it."
+    off = f"Run on made weights, its output is off by {trial.error:.2g} of the delta"
+    return f"{off}, and no exchange of weights repairs it."
 
 
 def _word_model(inspection: Inspection) -> str:

@@ -9,7 +9,7 @@ from minimax_tools.errors import CheckpointError
 from minimax_tools.spec import ModelSpec
 
 # Of a layer that is traced as it is; MiniMax-M2's have 3.7 billion.
-ENOUGH = 8_000_000
+ENOUGH = 2_000_000
 # More than ten: experts in the order of their names as text must differ from those in the order of their numbers.
 _NUM_EXPERTS = 16
 _LEAST_WIDTH = 64
@@ -21,7 +21,7 @@ def num_elements(spec: ModelSpec) -> int:
 
 
 def smaller(spec: ModelSpec, *, num_ranks: int = 1) -> ModelSpec:
-    """A model whose layers have at most about eight million weights; `spec` itself where they have.
+    """A model whose layers have about two million weights at most; `spec` itself where they have.
 
     Heads keep their width and their number per key head, the residual stream and the experts their proportion;
     layers keep their numbers. What ranks divide still divides.

@@ -108,8 +108,8 @@ def word_sources(sources: Sequence[Source]) -> str:
     for kind, experts in kinds.items():
         by_experts.setdefault(tuple(experts), []).append(role(kind))
     parts = []
-    for experts, kinds_of in by_experts.items():
-        of = f" of {word_experts(experts)}" if experts else ""
+    for numbers, kinds_of in by_experts.items():
+        of = f" of {word_experts(numbers)}" if numbers else ""
         parts.append(f"{', '.join(kinds_of)}{of}")
     return "; ".join(parts)
 

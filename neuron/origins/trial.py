@@ -19,13 +19,15 @@ from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import Exchange, Tensors
 
-_BATCH_SIZE, _NUM_ROWS = 2, 32
+_BATCH_SIZE, _NUM_ROWS = 2, 16
 _SEED = 0
 # A port in float32 is right to 1e-6; one that computes in BF16 whatever it is built in, to about 1 % of the delta.
 _FLOAT32_LIMIT = 1e-3
 _BF16_LIMIT = 0.05
 # What makes the error so much smaller is a part of what is wrong.
 _IMPROVEMENT = 0.8
+# What of the error may be left by exchanges that repair it: the factor of a scale is read in BF16.
+_LEFT = 0.01
 _MOST_EXCHANGES = 3
 
 
@@ -38,8 +40,17 @@ class TrialInput:
     position_ids: torch.Tensor
 
 
-# Runs the port with these tensors converted and loaded; its output [B,S,H].
-RunPort = Callable[[Tensors, TrialInput], torch.Tensor]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPort:
+    """A port that can be run.
+
+    Args:
+        run: Converts and loads tensors, and gives the port's output [B,S,H].
+        computes_in_bf16: Whether it holds BF16 though it was built in float32.
+    """
+
+    run: Callable[[Tensors, TrialInput], torch.Tensor]
+    computes_in_bf16: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +77,14 @@ class TrialOutcome:
         return self.error is not None and self.error <= self.limit
 
 
-def run_trial(
-    spec: ModelSpec, layer: int, exchanges: Sequence[Exchange], run: RunPort, *, computes_in_bf16: bool
-) -> TrialOutcome:
+def run_trial(port: TrialPort, spec: ModelSpec, layer: int, exchanges: Sequence[Exchange]) -> TrialOutcome:
     """Run the port on made weights, and where it is wrong look for the exchanges that make it right.
 
     Args:
+        port: The port.
         spec: The model.
         layer: The layer.
         exchanges: What to try.
-        run: Runs the port.
-        computes_in_bf16: Whether the port holds BF16 though it was built in float32.
     """
     tensors, given = _make_tensors(spec, layer), _make_input(spec)
     with torch.no_grad():
@@ -87,10 +95,10 @@ def run_trial(
         changed = dict(tensors)
         for exchange in chosen:
             changed |= exchange.change(changed)
-        error = (run(changed, given).float() - expected).norm() / delta.norm()
+        error = (port.run(changed, given).float() - expected).norm() / delta.norm()
         return float(error) if torch.isfinite(error) else float("inf")
 
-    limit = _BF16_LIMIT if computes_in_bf16 else _FLOAT32_LIMIT
+    limit = _BF16_LIMIT if port.computes_in_bf16 else _FLOAT32_LIMIT
     try:
         error = error_of(())
     except TargetError as failure:
@@ -110,7 +118,7 @@ def run_trial(
             break
         chosen.append(best)
         left = best_error
-        if left <= limit:
+        if left <= max(limit, _LEFT * error):
             return TrialOutcome(error=error, limit=limit, repairs=tuple(chosen), repaired_error=left)
     return TrialOutcome(error=error, limit=limit)
 
