@@ -24,6 +24,7 @@ from neuron.origins.port import TracedPort
 from neuron.origins.report import inspection_record, render_inspection
 from neuron.origins.smaller import smaller
 from neuron.ports.targets import find_target
+from neuron.ports.traced import PREFIX as TRACED
 
 
 @click.command(
@@ -56,12 +57,12 @@ def weights_command(as_json: bool, **options: Any) -> None:
     spec = ModelSpec.from_folder(resolve_config(options["model"]))
     layer: int = options["layer"]
     Span(layer, layer + 1).within(spec.num_hidden_layers)
-    target = find_target(options["target"])
-    if not target.reads_weights:
+    if options["target"].startswith(TRACED):
         raise UsageError(
-            f"--target {target.name} came with its weights: there is no conversion to trace",
+            f"--target {options['target']} comes with its weights: there is no conversion to trace",
             next_step="Name the port that it was compiled from.",
         )
+    target = find_target(options["target"])
     layers = range(layer, layer + 1)
     folder = resolve_model(options["model"], layers=layers)
     # A port may ask for its rank while it is built.

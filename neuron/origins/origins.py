@@ -132,7 +132,7 @@ class OriginReader:
             for name, values in self._taking(readings, _signs(seed)):
                 readings[name].take_signs(values)
         for kind in dict.fromkeys(source.kind for source in self._sources.all):
-            for name, values in self._taking(readings, _level(1, but=kind)):
+            for name, values in self._taking(readings, _level_but(kind)):
                 readings[name].take_kind(kind, values)
 
     def _taking(self, readings: Mapping[str, _Reading], values_of: Values) -> list[tuple[str, torch.Tensor]]:
@@ -164,6 +164,7 @@ class _Reading:
         self.is_computed = torch.zeros(first.shape, dtype=torch.bool)
         self.rounding = self.rounding_float32 = 0.0
         self._square_sum = torch.zeros(first.shape, dtype=torch.float64)
+        self._signs = torch.zeros(first.shape, dtype=torch.float64)
         self._num_signs = 0
         self._kinds: list[str] = []
 
@@ -196,6 +197,7 @@ class _Reading:
 
     def take_signs(self, values: torch.Tensor) -> None:
         self._square_sum += (values - self.offset) ** 2
+        self._signs = (values - self.offset) / self.gain
         self._num_signs += 1
 
     def take_kind(self, kind: str, values: torch.Tensor) -> None:
@@ -213,7 +215,8 @@ class _Reading:
             weight_sum = float(self.gain[is_mixed].mean())
             mean_square = float(self._square_sum[is_mixed].mean()) / self._num_signs
             square_of_sum = float((self.gain[is_mixed] ** 2).mean())
-            num_mixed = square_of_sum / mean_square if mean_square > 0 else None
+            if mean_square > 0:
+                num_mixed = _count_mixed(self._signs[is_mixed], square_of_sum / mean_square)
         return Origin(
             name=name,
             shape=tuple(self.first.shape),
@@ -251,9 +254,15 @@ def _short_probe(numbers: torch.Tensor) -> torch.Tensor:
     return _exact_probe(numbers).bfloat16().float()
 
 
-def _level(value: int, *, but: str = "") -> Values:
-    """The same value everywhere, but for one kind of tensors, which get a half more."""
-    return lambda source, numbers: torch.tensor([value * 1.5 if source.kind == but else float(value)])
+def _level(value: int) -> Values:
+    return lambda source, numbers: torch.tensor([float(value)])
+
+
+def _level_but(kind: str) -> Values:
+    """One everywhere, but for one kind of tensors."""
+    return lambda source, numbers: (
+        probe_values(source, numbers) if source.kind == kind else torch.tensor([1.0])
+    )
 
 
 def _digit(power: int) -> Values:
@@ -261,7 +270,22 @@ def _digit(power: int) -> Values:
 
 
 def _signs(seed: int) -> Values:
-    return lambda source, numbers: torch.where(_exact_probe(numbers + seed * 7919) < 1.5, -1.0, 1.0)
+    def values(source: Source, numbers: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(source.start * _NUM_SIGNS + seed)
+        return torch.randint(2, numbers.shape, generator=generator).mul(2).sub(1).float()
+
+    return values
+
+
+def _count_mixed(values: torch.Tensor, estimate: float) -> float:
+    """Of how many signs of equal weight these are means: of n they are multiples of 2/n away from 1."""
+    counts = range(max(1, int(estimate * 0.7)), int(estimate * 1.4) + 2)
+    off = {
+        count: float(((1 - values) * count / 2).sub(((1 - values) * count / 2).round()).abs().max())
+        for count in counts
+    }
+    fitting = [count for count in counts if off[count] < _DIGIT_SLACK]
+    return min(fitting, key=lambda count: abs(count - estimate)) if fitting else estimate
 
 
 def _one_number(values: torch.Tensor) -> float | None:
