@@ -53,6 +53,7 @@ from minimax_tools.spec import ModelSpec
 from neuron.check import Level, check_machine, worst
 from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.trace import trace_command
+from neuron.commands.weights import weights_command
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options, read_inputs
 from neuron.ports.targets import find_target
@@ -213,6 +214,7 @@ def show(directory: Path, as_json: bool, **reading: Any) -> None:
 
 main.add_command(bisect_command)
 main.add_command(trace_command)
+main.add_command(weights_command)
 
 
 def _span(given: Span | None, spec: ModelSpec) -> Span:
