@@ -1,0 +1,68 @@
+"""Naming: which of the scores explain a layer, and which only come near. The limits are calibrated on clean ports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compare.diagnosis.trial import Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamingLimits:
+    """When a mistake is named.
+
+    Args:
+        leaves: Most that it may leave: what a right port may have at a site.
+        clear: ρ of the port from which its error is above the noise.
+        excess: Share of the error above the noise that it must take away there.
+        faint_z: Least z of a mistake below that; some 200 hypotheses are tried on a layer.
+        faint_amplitude: By how much its amplitude may differ from 1.
+        faint_share: Least share of the whole error's energy that it must take away there.
+        resembling: How much more a mistake may leave, in squares, than one that it resembles.
+    """
+
+    leaves: float = 2.0
+    clear: float = 1.5
+    excess: float = 0.8
+    faint_z: float = 8.0
+    faint_amplitude: float = 0.3
+    faint_share: float = 0.02
+    resembling: float = 1.1
+
+
+LIMITS = NamingLimits()
+
+
+def explains(score: Score, limits: NamingLimits = LIMITS) -> bool:
+    """Whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
+    if not score.leaves <= limits.leaves or not score.explains > 0.0:
+        return False
+    above = score.unexplained**2 - 1.0
+    if score.unexplained >= limits.clear:
+        return 1.0 - (score.leaves**2 - 1.0) / above >= limits.excess
+    return (
+        score.z >= limits.faint_z
+        and abs(score.amplitude - 1.0) <= limits.faint_amplitude
+        and score.explains >= limits.faint_share
+    )
+
+
+def best_first(scores: Sequence[Score]) -> list[Score]:
+    """The best score of each hypothesis by name, the least misfit first."""
+    best: dict[tuple[str, bool], Score] = {}
+    for score in scores:
+        key = (score.hypothesis.name, score.is_decode_only)
+        if key not in best or score.misfit < best[key].misfit:
+            best[key] = score
+    return sorted(best.values(), key=lambda score: score.misfit)
+
+
+def name_mistakes(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> tuple[Score, ...]:
+    """The scores that explain the port: the best, and those that resemble it; none where nothing does."""
+    explaining = [score for score in best_first(scores) if explains(score, limits)]
+    if not explaining:
+        return ()
+    return tuple(
+        score for score in explaining if score.misfit <= limits.resembling * explaining[0].misfit
+    )
