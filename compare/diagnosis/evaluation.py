@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import reduce
 from types import MappingProxyType
-from typing import Union
 
 import torch
 
@@ -33,12 +32,12 @@ class Part(str, Enum):
         return self.value
 
 
-Node = Union[Site, Part]
+Node = Site | Part
 Stage = Callable[["Evaluation"], torch.Tensor]
 
 NODE_INPUTS: Mapping[Node, tuple[Node, ...]] = MappingProxyType(
     {
-        **SITE_INPUTS,
+        **{site: tuple[Node, ...](inputs) for site, inputs in SITE_INPUTS.items()},
         Part.EXPERT_INPUT: (Site.POST_NORM,),
         Part.EXPERT_NUMBERS: (Site.ROUTER_EXPERTS,),
         Part.EXPERT_OUTPUTS: (Part.EXPERT_INPUT, Part.EXPERT_NUMBERS),
@@ -174,7 +173,7 @@ class Evaluation:
         return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=given)
 
     def at(self, places: torch.Tensor) -> Evaluation:
-        """This base with the tokens at `places` of its own tokens alone: values known already are not computed again."""
+        """This base with some of its tokens alone, by their places; no value that is known is computed again."""
         values = {
             node: value if node in _OF_ALL_ROWS else value[places] for node, value in self._values.items()
         }

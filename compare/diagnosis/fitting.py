@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import MappingProxyType
@@ -29,7 +29,9 @@ class _Bracket:
         """Values within it, evenly spread on a logarithmic scale."""
         step = (self.high / self.low) ** (1.0 / (_POINTS + 1))
         points = [self.low * step**index for index in range(1, _POINTS + 1)]
-        return tuple(dict.fromkeys(round(point) for point in points)) if is_whole else tuple(points)
+        if is_whole:
+            points = [max(round(point), 1) for point in points]
+        return tuple(dict.fromkeys(points))
 
     def around(self, value: float, points: Sequence[float]) -> _Bracket:
         """The narrower bracket between the neighbours of a value."""
@@ -40,7 +42,7 @@ class _Bracket:
 
 
 def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
-    """Each score or a better one of the same mistakes, with a parameter that is no candidate of the catalogue.
+    """Each score, or a better one of the same mistakes with a value that is no candidate of the catalogue.
 
     Args:
         trial: What judges.
@@ -53,61 +55,47 @@ def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
 
 
 def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
+    """All of them at once: the experts' weights are read once for each round."""
     best = list(scores)
     brackets = {
         index: _first_bracket(trial, score.hypothesis, part)
         for index, score in enumerate(scores)
         if part < len(score.hypothesis.mistakes) and score.hypothesis.mistakes[part].fitted
     }
-    for _ in range(_ROUNDS):
-        tried = [
-            (index, point, with_value(best[index].hypothesis, part, point))
+    for _ in range(_ROUNDS if brackets else 0):
+        points = {
+            index: bracket.points(is_whole=best[index].hypothesis.mistakes[part].is_whole)
             for index, bracket in brackets.items()
-            for point in bracket.points(is_whole=best[index].hypothesis.mistakes[part].is_whole)
-        ]
-        found = [
-            score
-            for score in trial.judge([hypothesis for _, _, hypothesis in tried])
-        ]
-        by_hypothesis = {
-            id(score.hypothesis): score
-            for score in found
         }
-        del by_hypothesis
-        for index in brackets:
-            mine = [hypothesis for number, _, hypothesis in tried if number == index]
-            points = [point for number, point, _ in tried if number == index]
+        tried = {
+            index: [_with_value(best[index].hypothesis, part, point) for point in its]
+            for index, its in points.items()
+        }
+        found = trial.judge([hypothesis for its in tried.values() for hypothesis in its])
+        for index, its in tried.items():
             rivals = [
                 score
                 for score in found
-                if any(score.hypothesis is one for one in mine)
-                and score.is_decode_only == best[index].is_decode_only
+                if score.hypothesis in its and score.is_decode_only == best[index].is_decode_only
             ]
             best[index] = min([best[index], *rivals], key=lambda score: score.misfit)
-            brackets[index] = brackets[index].around(_value(best[index].hypothesis, part), points)
+            brackets[index] = brackets[index].around(_value(best[index].hypothesis, part), points[index])
     return [
         first if first.misfit <= _SAME * last.misfit else last
         for first, last in zip(scores, best, strict=True)
     ]
 
 
-def with_value(hypothesis: Hypothesis, part: int, value: float) -> Hypothesis:
+def _with_value(hypothesis: Hypothesis, part: int, value: float) -> Hypothesis:
     """The hypothesis with another value of one mistake's fitted parameter."""
-    name = hypothesis.mistakes[part].fitted
-    assert name is not None, "only fitted parameters are searched"
-    changed: Parameters = MappingProxyType({**hypothesis.parameters[part], name: value})
-    parameters = [*hypothesis.parameters[:part], changed, *hypothesis.parameters[part + 1 :]]
-    return join(
-        [
-            mistake.with_parameters(its)
-            for mistake, its in zip(hypothesis.mistakes, parameters, strict=True)
-        ]
+    changed: Parameters = MappingProxyType(
+        {**hypothesis.parameters[part], str(hypothesis.mistakes[part].fitted): value}
     )
-
-
-def join(hypotheses: Sequence[Hypothesis]) -> Hypothesis:
-    """Several hypotheses as one."""
-    return reduce(Hypothesis.and_also, hypotheses)
+    parameters = [*hypothesis.parameters[:part], changed, *hypothesis.parameters[part + 1 :]]
+    singles = [
+        mistake.with_parameters(its) for mistake, its in zip(hypothesis.mistakes, parameters, strict=True)
+    ]
+    return reduce(Hypothesis.and_also, singles)
 
 
 def _first_bracket(trial: Trial, hypothesis: Hypothesis, part: int) -> _Bracket:
@@ -121,7 +109,6 @@ def _first_bracket(trial: Trial, hypothesis: Hypothesis, part: int) -> _Bracket:
 
 
 def _value(hypothesis: Hypothesis, part: int) -> float:
-    parameters: Mapping[str, object] = hypothesis.parameters[part]
-    value = parameters[str(hypothesis.mistakes[part].fitted)]
-    assert isinstance(value, int | float), "fitted parameters are numbers"
+    value = hypothesis.parameters[part][str(hypothesis.mistakes[part].fitted)]
+    assert isinstance(value, (int, float)), "fitted parameters are numbers"
     return float(value)

@@ -34,9 +34,7 @@ class LayerWeights:
         CheckpointError: The checkpoint's layer is not the one that `spec` describes.
     """
 
-    def __init__(
-        self, reader: CheckpointReader, spec: ModelSpec, *, layer: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, reader: CheckpointReader, spec: ModelSpec, *, layer: int, dtype: torch.dtype) -> None:
         self._tensors = LayerTensors.open(reader, spec, layer, dtype)
         self._prefix = layer_prefix(layer)
         self._kept: dict[str, torch.Tensor] = {}

@@ -14,15 +14,17 @@ class NamingLimits:
 
     Args:
         leaves: Most that it may leave: what a right port may have at a site.
+        proof: Most that it may leave where nothing else is tried, since other layers were explained by it.
         clear: ρ of the port from which its error is above the noise.
         excess: Share of the error above the noise that it must take away there.
-        faint_z: Least z of a mistake below that; some 200 hypotheses are tried on a layer.
+        faint_z: Least z of a mistake below that; some 300 hypotheses are tried on a layer.
         faint_amplitude: By how much its amplitude may differ from 1.
         faint_share: Least share of the whole error's energy that it must take away there.
         resembling: How much more a mistake may leave, in squares, than one that it resembles.
     """
 
     leaves: float = 2.0
+    proof: float = 1.3
     clear: float = 1.5
     excess: float = 0.8
     faint_z: float = 8.0
@@ -34,18 +36,22 @@ class NamingLimits:
 LIMITS = NamingLimits()
 
 
-def explains(score: Score, limits: NamingLimits = LIMITS) -> bool:
+def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
     """Whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
     if not score.leaves <= limits.leaves or not score.explains > 0.0:
         return False
-    above = score.unexplained**2 - 1.0
     if score.unexplained >= limits.clear:
-        return 1.0 - (score.leaves**2 - 1.0) / above >= limits.excess
+        return 1.0 - (score.leaves**2 - 1.0) / (score.unexplained**2 - 1.0) >= limits.excess
     return (
         score.z >= limits.faint_z
         and abs(score.amplitude - 1.0) <= limits.faint_amplitude
         and score.explains >= limits.faint_share
     )
+
+
+def is_proof(score: Score, limits: NamingLimits = LIMITS) -> bool:
+    """Whether it explains the port so well that no other mistake needs to be tried."""
+    return score.unexplained >= limits.clear and score.leaves <= limits.proof
 
 
 def best_first(scores: Sequence[Score]) -> list[Score]:
@@ -60,9 +66,8 @@ def best_first(scores: Sequence[Score]) -> list[Score]:
 
 def name_mistakes(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> tuple[Score, ...]:
     """The scores that explain the port: the best, and those that resemble it; none where nothing does."""
-    explaining = [score for score in best_first(scores) if explains(score, limits)]
+    explaining = [score for score in best_first(scores) if is_explanation(score, limits)]
     if not explaining:
         return ()
-    return tuple(
-        score for score in explaining if score.misfit <= limits.resembling * explaining[0].misfit
-    )
+    most = limits.resembling * explaining[0].misfit
+    return tuple(score for score in explaining if score.misfit <= most)

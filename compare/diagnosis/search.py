@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
 
 from compare.diagnosis.fitting import fit_parameters
 from compare.diagnosis.layer_case import spread_places
 from compare.diagnosis.mistake import Hypothesis, Mistake
-from compare.diagnosis.naming import best_first, name_mistakes
+from compare.diagnosis.naming import best_first, is_proof, name_mistakes
 from compare.diagnosis.trial import Score, Trial
 from minimax_tools.sites import Site
+
+logger = logging.getLogger(__name__)
 
 # Tokens that screen: attention's hypotheses ask for other experts' inputs each, and cost most.
 _SCREENING_TOKENS = 64
 _MOST_FITTED = 6
 _MOST_FINALISTS = 10
+_MOST_FAINT = 5
+_MOST_NEAREST = 3
 _PARTNERS = 5
 
 
@@ -38,45 +42,59 @@ class Outcome:
 
 
 def search_layer(
-    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], with_pairs: bool = True
+    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: frozenset[str]
 ) -> Outcome:
     """Find the mistakes that explain a layer.
+
+    Hypotheses are tried in turns, as long as nothing explains the layer: those that other layers were explained by,
+    those that begin where the comparison lays the blame, all others, and pairs.
 
     Args:
         trial: What judges, on all tokens.
         mistakes: The catalogue's entries to try.
-        suspects: The sites that are to blame: hypotheses that begin there come first. Empty where none is known.
-        with_pairs: Whether to try two mistakes together where no single one explains it.
+        suspects: The sites that are to blame; empty where none is known.
+        expected: Names of the mistakes that other layers of this run were explained by.
     """
-    null = trial.null()
     screen = _screen(trial)
-    scene = trial.base.scene
-    hypotheses = [one for mistake in mistakes for one in mistake.hypotheses(scene)]
-    first = [one for one in hypotheses if not suspects or one.sites & suspects]
-    others = [one for one in hypotheses if one not in first]
     tried: list[Score] = []
-    named: tuple[Score, ...] = ()
     finals: list[Score] = []
-    num_tried = 0
-    for some in (first, others):
-        if named or not some:
-            continue
-        num_tried += len(some)
-        tried += screen.judge(some)
+    for is_expected, hypotheses in _turns(trial, mistakes, suspects=suspects, expected=expected):
+        logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(screen.base.tokens))
+        tried += screen.judge(hypotheses)
         finals = _finish(trial, screen, tried)
         named = name_mistakes(finals)
-    if not named and with_pairs:
-        pairs = _pairs(tried)
-        num_tried += len(pairs)
-        if pairs:
-            finals += _finish(trial, screen, screen.judge(pairs))
-            named = name_mistakes(finals)
-    return Outcome(null=null, named=named, nearest=tuple(best_first(finals)[:3]), num_tried=num_tried)
+        if named and (not is_expected or is_proof(named[0])):
+            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried))
+    pairs = _pairs(tried)
+    if pairs:
+        logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(screen.base.tokens))
+        in_pairs = _finish(trial, screen, screen.judge(pairs))
+        named = name_mistakes(in_pairs)
+        if named:
+            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried) + len(pairs))
+    nearest = tuple(best_first(finals)[:_MOST_NEAREST])
+    return Outcome(null=trial.null(), named=(), nearest=nearest, num_tried=len(tried) + len(pairs))
+
+
+def _turns(
+    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: frozenset[str]
+) -> Iterator[tuple[bool, list[Hypothesis]]]:
+    """The hypotheses in turns, and whether a turn is of what other layers were explained by."""
+    left = [one for mistake in mistakes for one in mistake.hypotheses(trial.base.scene)]
+    choices: list[Callable[[Hypothesis], bool]] = [
+        lambda one: one.name in expected,
+        lambda one: bool(one.sites & suspects),
+        lambda _: True,
+    ]
+    for number, is_chosen in enumerate(choices):
+        chosen = [one for one in left if is_chosen(one)]
+        left = [one for one in left if not is_chosen(one)]
+        if chosen:
+            yield number == 0, chosen
 
 
 def _screen(trial: Trial) -> Trial:
-    scene = trial.base.scene
-    lengths = scene.attention_mask.sum(-1).tolist()
+    lengths = trial.base.scene.attention_mask.sum(-1).tolist()
     num_tokens = len(trial.base.tokens)
     places = spread_places(num_tokens, lengths, _SCREENING_TOKENS)
     return trial if len(places) == num_tokens else trial.at(places)
@@ -85,12 +103,12 @@ def _screen(trial: Trial) -> Trial:
 def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
     """The best of the screened, their parameters fitted, judged on all tokens."""
     best = best_first(scores)
-    faint = sorted(best, key=lambda score: -abs(score.z))
-    candidates = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint[:_MOST_FINALISTS // 2]]))
-    fitted = fit_parameters(screen, candidates[:_MOST_FITTED])
-    finalists = [*fitted, *candidates[_MOST_FITTED:]]
+    faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
+    candidates = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
+    finalists = [*fit_parameters(screen, candidates[:_MOST_FITTED]), *candidates[_MOST_FITTED:]]
     if screen is trial:
         return finalists
+    logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
     judged = trial.judge([score.hypothesis for score in finalists])
     wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
     return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
@@ -103,18 +121,11 @@ def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
         [score for score in single if score.hypothesis.is_of_attention is of_attention]
         for of_attention in (True, False)
     ]
-    pairs: dict[tuple[int, int], Hypothesis] = {}
-    chosen = [
+    of_attention, of_experts = (
         [*half[:_PARTNERS], *sorted(half, key=lambda score: -score.likeness)[:_PARTNERS]] for half in halves
-    ]
-    for attention in chosen[0]:
-        for experts in chosen[1]:
-            pairs[id(attention), id(experts)] = attention.hypothesis.and_also(experts.hypothesis)
-    if single:
-        leader = single[0]
-        for other in halves[1] if leader.hypothesis.is_of_attention else halves[0]:
-            ordered = (leader, other) if leader.hypothesis.is_of_attention else (other, leader)
-            pairs[id(ordered[0]), id(ordered[1])] = ordered[0].hypothesis.and_also(ordered[1].hypothesis)
-    return list(pairs.values())
-
-
+    )
+    couples = [(attention, experts) for attention in of_attention for experts in of_experts]
+    couples += [(attention, halves[1][0]) for attention in halves[0] if halves[1]]
+    couples += [(halves[0][0], experts) for experts in halves[1] if halves[0]]
+    unique = {(id(first), id(second)): (first, second) for first, second in couples}
+    return [first.hypothesis.and_also(second.hypothesis) for first, second in unique.values()]

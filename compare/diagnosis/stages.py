@@ -31,7 +31,8 @@ def split_heads(flat: torch.Tensor, head_dim: int) -> torch.Tensor:
 def frequencies(rotary_dim: int, theta: float, width: int | None = None) -> torch.Tensor:
     """Angles per position, float32 [rotary_dim/2]; `width` divides the ladder, rotary_dim by default."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / (width or rotary_dim)
-    return theta**-exponents
+    angles: torch.Tensor = theta**-exponents
+    return angles
 
 
 def rotate_halves(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -90,10 +91,7 @@ def attend(
         scores = blocks.score(queries_at) * (scale * spec.head_dim**-0.5)
         # A finite minimum: a query that sees nothing must not become NaN.
         scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
-        if is_low_precision:
-            shares = scores.bfloat16().softmax(-1).float()
-        else:
-            shares = scores.softmax(-1)
+        shares = scores.bfloat16().softmax(-1).float() if is_low_precision else scores.softmax(-1)
         context[places] = blocks.mix(shares, queries_at)
     return context
 
@@ -140,9 +138,7 @@ class _KeyValues:
         return context.transpose(0, 1).flatten(1)
 
 
-def _query_blocks(
-    tokens: torch.Tensor, length: int
-) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
+def _query_blocks(tokens: torch.Tensor, length: int) -> list[tuple[torch.Tensor, int, torch.Tensor]]:
     """The tokens in blocks of one prompt each: places among the tokens, the prompt, and rows within it."""
     blocks = []
     for row in tokens.div(length, rounding_mode="floor").unique().tolist():

@@ -37,7 +37,8 @@ def _interleaved(order: str) -> Change:
         group_size = at.spec.num_attention_heads // num_groups
         first = num_groups if order == "by group" else group_size
         heads = query.unflatten(-1, (first, -1, at.spec.head_dim))
-        return heads.transpose(2, 3).flatten(2)
+        flat: torch.Tensor = heads.transpose(2, 3).flatten(2)
+        return flat
 
     return Change(stages={Site.Q_PROJ: stage})
 
@@ -52,7 +53,9 @@ def _cut_per_group() -> Change:
             for site in (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ)
         ]
         rows = torch.cat(parts, dim=-1).flatten(2)
-        return rows.split((spec.query_width, spec.key_value_width, spec.key_value_width), dim=-1)
+        widths = (spec.query_width, spec.key_value_width, spec.key_value_width)
+        cut: tuple[torch.Tensor, ...] = rows.split(widths, dim=-1)
+        return cut
 
     return Change(
         stages={
@@ -103,7 +106,7 @@ ATTENTION_MISTAKES = (
         what="Kv heads are tiled over the query heads, not repeated for neighbours.",
         look_at="repeat_kv: repeat_interleave, not repeat",
         build=lambda: _attending(is_tiled=True),
-        candidates=lambda scene: once(scene) if 1 < scene.spec.num_key_value_heads else (),
+        candidates=lambda scene: once(scene) if scene.spec.num_key_value_heads > 1 else (),
         sources=("onnx#7274", "axlearn#842"),
     ),
     Mistake(
@@ -128,7 +131,7 @@ ATTENTION_MISTAKES = (
         what="The fused rows lie per kv group, and are cut as all queries, all keys, all values.",
         look_at="how a fused projection is laid out per kv group, and how it is cut",
         build=_cut_per_group,
-        candidates=lambda scene: once(scene) if 1 < scene.spec.num_key_value_heads else (),
+        candidates=lambda scene: once(scene) if scene.spec.num_key_value_heads > 1 else (),
     ),
     Mistake(
         name="attention_scale",

@@ -1,4 +1,7 @@
-"""Mistakes of the experts: what they compute, which of them do, and how they are added. T tokens, E experts, k, H, I."""
+"""Mistakes of the experts: what they compute, which of them do, and how they are added.
+
+T tokens, E experts, k of them per token, H hidden, I intermediate.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def _combined(keeps: Callable[[Evaluation], torch.Tensor]) -> Change:
 def _is_of(at: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
     part = share(at.spec.num_local_experts, ep_degree, rank)
     experts = at[Site.ROUTER_EXPERTS]
-    return (experts >= part.start) & (experts < part.stop)
+    return experts.ge(part.start) & experts.lt(part.stop)
 
 
 def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torch.Tensor]:
@@ -208,9 +211,7 @@ EXPERT_MISTAKES = (
         name="expert_ids_shifted",
         what="Each chosen number stands for another expert, a fixed distance away.",
         look_at="where expert numbers start: at 0, and on which rank",
-        build=lambda offset: _numbered(
-            lambda at, experts: (experts + offset) % at.spec.num_local_experts
-        ),
+        build=lambda offset: _numbered(lambda at, experts: (experts + offset) % at.spec.num_local_experts),
         candidates=each("offset", _offsets),
     ),
     Mistake(

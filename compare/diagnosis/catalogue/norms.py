@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from compare.diagnosis.catalogue.splits import degrees
-from compare.diagnosis.evaluation import Change, Evaluation, Scene, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, Node, Scene, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
 from compare.diagnosis.stages import (
     normalise,
@@ -111,7 +111,7 @@ def _low_precision(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -
 
 
 def _after_rope() -> Change:
-    stages = {}
+    stages: dict[Node, Stage] = {}
     for rope, norm, source in (
         (Site.Q_ROPE, Site.Q_NORM, Site.Q_PROJ),
         (Site.K_ROPE, Site.K_NORM, Site.K_PROJ),
@@ -144,9 +144,7 @@ def _other_eps(scene: Scene) -> tuple[float, ...]:
 
 
 def _missing_norms() -> Change:
-    return Change(
-        stages={Site.Q_NORM: lambda at: at[Site.Q_PROJ], Site.K_NORM: lambda at: at[Site.K_PROJ]}
-    )
+    return Change(stages={Site.Q_NORM: lambda at: at[Site.Q_PROJ], Site.K_NORM: lambda at: at[Site.K_PROJ]})
 
 
 _FACTORS = (8**-0.5, 8**0.5, 4**-0.5, 2.0, 2**-0.5, 2**0.5, 0.25, 4.0, 0.125, 8.0)

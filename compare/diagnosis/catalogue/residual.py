@@ -56,18 +56,14 @@ RESIDUAL_MISTAKES = (
         what="The normed input is added to what attention gives, not the input.",
         look_at="where the residual is taken: before the norm",
         build=lambda: Change(
-            stages={
-                Site.ATTN_RESIDUAL: lambda at: at.chosen(at[Site.INPUT_NORM]) + at[Site.ATTN_DELTA]
-            }
+            stages={Site.ATTN_RESIDUAL: lambda at: at.chosen(at[Site.INPUT_NORM]) + at[Site.ATTN_DELTA]}
         ),
     ),
     Mistake(
         name="moe_residual_from_input",
         what="The layer's input is added to what the experts give: what attention added is lost.",
         look_at="which tensor the second residual add takes",
-        build=lambda: Change(
-            stages={Site.OUTPUT: lambda at: at.chosen(at[Site.INPUT]) + at[Site.MOE_DELTA]}
-        ),
+        build=lambda: Change(stages={Site.OUTPUT: lambda at: at.chosen(at[Site.INPUT]) + at[Site.MOE_DELTA]}),
     ),
     Mistake(
         name="post_norm_of_input",

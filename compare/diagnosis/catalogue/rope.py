@@ -87,7 +87,7 @@ def _wrong_slice(period: int) -> Change:
 def _other_widths(scene: Scene) -> tuple[int, ...]:
     spec = scene.spec
     widths = {spec.head_dim * eighths // 8 for eighths in range(1, 9)}
-    return tuple(sorted((width for width in widths if width % 2 == 0 and width != spec.rotary_dim)))[::-1]
+    return tuple(sorted(width for width in widths if width % 2 == 0 and width != spec.rotary_dim))[::-1]
 
 
 def _other_ladders(scene: Scene) -> tuple[int, ...]:

@@ -40,17 +40,13 @@ def _softmax(at: Evaluation) -> torch.Tensor:
 
 def _top_k(k: int) -> Change:
     return Change(
-        stages={
-            Site.ROUTER_EXPERTS: lambda at: choose_experts(router_scores(at) + correction_bias(at), k)
-        }
+        stages={Site.ROUTER_EXPERTS: lambda at: choose_experts(router_scores(at) + correction_bias(at), k)}
     )
 
 
 def _logits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
     return Change(
-        stages={
-            Site.ROUTER_LOGITS: lambda at: product(at[Site.POST_NORM], at.weights.kept_value(names.GATE))
-        }
+        stages={Site.ROUTER_LOGITS: lambda at: product(at[Site.POST_NORM], at.weights.kept_value(names.GATE))}
     )
 
 
@@ -64,9 +60,7 @@ def _on_input() -> Change:
     def mix(gate: torch.Tensor, up: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(gate * shares[:, None]) * (up * shares[:, None])
 
-    return Change(
-        stages={Site.MOE_DELTA: lambda at: at[Part.EXPERT_OUTPUTS].sum(1)}, recipe=Recipe(mix=mix)
-    )
+    return Change(stages={Site.MOE_DELTA: lambda at: at[Part.EXPERT_OUTPUTS].sum(1)}, recipe=Recipe(mix=mix))
 
 
 def _other_ks(scene: Scene) -> tuple[int, ...]:
@@ -167,17 +161,13 @@ ROUTER_MISTAKES = (
         name="router_softmax_of_chosen",
         what="The chosen experts are weighed by the softmax of their logits.",
         look_at="how the chosen scores are normalised",
-        build=lambda: _weighing(
-            lambda at, experts: at[Site.ROUTER_LOGITS].gather(-1, experts).softmax(-1)
-        ),
+        build=lambda: _weighing(lambda at, experts: at[Site.ROUTER_LOGITS].gather(-1, experts).softmax(-1)),
     ),
     Mistake(
         name="router_weights_uniform",
         what="All chosen experts weigh the same.",
         look_at="whether the weights reach the combination of the experts' outputs",
-        build=lambda: _weighing(
-            lambda at, experts: torch.full(experts.shape, 1.0 / experts.shape[-1])
-        ),
+        build=lambda: _weighing(lambda at, experts: torch.full(experts.shape, 1.0 / experts.shape[-1])),
     ),
     Mistake(
         name="router_sigmoid_missing",
