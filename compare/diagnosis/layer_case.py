@@ -183,8 +183,9 @@ def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer
 
 def spread_places(num_tokens: int, lengths: Iterable[int], most: int) -> torch.Tensor:
     """Some of the tokens, ascending: evenly spread, and the last of each prompt."""
-    if num_tokens <= most:
+    if num_tokens <= 1.5 * most:
         return torch.arange(num_tokens)
     last = torch.tensor(list(lengths)).cumsum(0) - 1
     even = torch.linspace(0, num_tokens - 1, most - min(len(last), most // 2)).round().long()
-    return torch.cat((even, last[: most // 2])).unique()
+    places: torch.Tensor = torch.cat((even, last[: most // 2])).unique()
+    return places

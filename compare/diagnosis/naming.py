@@ -20,6 +20,7 @@ class NamingLimits:
         faint_z: Least z of a mistake below that; some 300 hypotheses are tried on a layer.
         faint_amplitude: By how much its amplitude may differ from 1.
         faint_share: Least share of the whole error's energy that it must take away there.
+        same: What a later candidate of a mistake must leave, in squares, to be better than an earlier one.
         resembling: How much more a mistake may leave, in squares, than one that it resembles.
     """
 
@@ -30,6 +31,7 @@ class NamingLimits:
     faint_z: float = 8.0
     faint_amplitude: float = 0.3
     faint_share: float = 0.02
+    same: float = 0.98
     resembling: float = 1.1
 
 
@@ -54,12 +56,13 @@ def is_proof(score: Score, limits: NamingLimits = LIMITS) -> bool:
     return score.unexplained >= limits.clear and score.leaves <= limits.proof
 
 
-def best_first(scores: Sequence[Score]) -> list[Score]:
+def best_first(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> list[Score]:
     """The best score of each hypothesis by name, the least misfit first."""
     best: dict[tuple[str, bool], Score] = {}
     for score in scores:
         key = (score.hypothesis.name, score.is_decode_only)
-        if key not in best or score.misfit < best[key].misfit:
+        # The first candidate is the commonest: a later one must explain more.
+        if key not in best or score.misfit < limits.same * best[key].misfit:
             best[key] = score
     return sorted(best.values(), key=lambda score: score.misfit)
 
