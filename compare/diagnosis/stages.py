@@ -25,7 +25,8 @@ def normalise(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 def split_heads(flat: torch.Tensor, head_dim: int) -> torch.Tensor:
     """[B,S,heads·D] to [B,heads,S,D]."""
-    return flat.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    heads: torch.Tensor = flat.unflatten(-1, (-1, head_dim))
+    return heads.transpose(1, 2)
 
 
 def frequencies(rotary_dim: int, theta: float, width: int | None = None) -> torch.Tensor:

@@ -86,7 +86,7 @@ class Trial:
     def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
         """The scores of hypotheses; where rows were decoded, each is also supposed of these alone."""
         scores = []
-        settled = self._settled(self.base)
+        settled = self.settled
         for hypothesis, evaluation in self.evaluate(hypotheses):
             mine = settled & self._settled(evaluation)
             scores.append(self._score(hypothesis, evaluation, mine, is_decode_only=False))
@@ -105,11 +105,15 @@ class Trial:
             self._run_experts([one for one in evaluations if one.is_affected(Part.EXPERT_OUTPUTS)])
             yield from zip(some, evaluations, strict=True)
 
+    @property
+    def settled(self) -> torch.Tensor:
+        """Tokens of the layer without a mistake whose experts no noise changes, bool [T]."""
+        return self._settled(self.base)
+
     def null(self) -> Score:
         """The score of no mistake at all."""
-        settled = self._settled(self.base)
         nothing = Hypothesis(mistakes=(), parameters=(), change=Change())
-        return self._score(nothing, self.base, settled, is_decode_only=False)
+        return self._score(nothing, self.base, self.settled, is_decode_only=False)
 
     def _settled(self, evaluation: Evaluation) -> torch.Tensor:
         return settled_tokens(evaluation, self.logit_noise) & self.is_usable
