@@ -11,7 +11,7 @@ import torch
 
 from compare.batch import Batch
 from compare.diagnosis.catalogue.fp8 import is_fp8
-from compare.diagnosis.evaluation import Evaluation, Scene, with_given
+from compare.diagnosis.evaluation import Evaluation, Node, Scene, with_given
 from compare.diagnosis.layer_weights import LayerWeights
 from compare.diagnosis.stages import STAGES
 from compare.diagnosis.trial import Trial, settled_tokens
@@ -94,6 +94,7 @@ class LayerCase:
         length = self.scene.attention_mask.shape[1]
         return Trial(
             base=base,
+            fed=Evaluation(self.scene, stages, tokens=tokens, values=self._read_all()),
             yardsticks={
                 site: Yardstick.of(
                     port=rows,
@@ -112,6 +113,17 @@ class LayerCase:
     @property
     def _batch(self) -> Batch:
         return Batch(self.scene.attention_mask)
+
+    def _read_all(self) -> dict[Node, torch.Tensor]:
+        """All values of the layer that the golden holds, but for what it gives out."""
+        values: dict[Node, torch.Tensor] = {}
+        for site in self._reference.sites(self._layer):
+            value = _widened(self._reference.read(self._layer, site))
+            if site.order < Site.ATTN_CONTEXT.order:
+                values[site] = value
+            elif site is not Site.OUTPUT:
+                values[site] = self._batch.rows(value, site)
+        return values
 
     def _read_port(self) -> dict[Site, torch.Tensor]:
         return {
@@ -168,8 +180,11 @@ def _make_scene(reference: Capture, target: CaptureSource, weights: LayerWeights
 
 def _read_fed(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
     """The golden's values of the layer's input and of all that the run was fed."""
-    fed = {site: reference.read(layer, site) for site in {Site.INPUT, *fed_sites(target)}}
-    return {site: value.float() if value.is_floating_point() else value.long() for site, value in fed.items()}
+    return {site: _widened(reference.read(layer, site)) for site in {Site.INPUT, *fed_sites(target)}}
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value.long()
 
 
 def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer: int) -> float:

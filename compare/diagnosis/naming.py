@@ -17,6 +17,7 @@ class NamingLimits:
         proof: Most that it may leave where nothing else is tried, since other layers were explained by it.
         clear: ρ of the port from which its error is above the noise.
         excess: Share of the error above the noise that it must take away there.
+        faint_below: ρ of the port up to which its error may be of a mistake that the noise covers.
         faint_z: Least z of a mistake below that; some 300 hypotheses are tried on a layer.
         faint_amplitude: By how much its amplitude may differ from 1.
         faint_share: Least share of the whole error's energy that it must take away there.
@@ -28,6 +29,7 @@ class NamingLimits:
     proof: float = 1.3
     clear: float = 1.5
     excess: float = 0.8
+    faint_below: float = 6.0
     faint_z: float = 8.0
     faint_amplitude: float = 0.3
     faint_share: float = 0.02

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from compare.diagnosis.fitting import fit_parameters
 from compare.diagnosis.layer_case import spread_places
 from compare.diagnosis.mistake import Hypothesis, Mistake
-from compare.diagnosis.naming import best_first, is_proof, name_mistakes
+from compare.diagnosis.naming import LIMITS, best_first, is_proof, name_mistakes
 from compare.diagnosis.trial import Score, Trial
 from minimax_tools.sites import Site
 
@@ -65,6 +65,10 @@ def search_layer(
         named = name_mistakes(finals)
         if named and (not is_expected or is_proof(named[0])):
             return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried))
+    faint = _search_faint(trial, screen, [score.hypothesis for score in tried])
+    named = name_mistakes(faint)
+    if named:
+        return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried))
     pairs = _pairs(tried)
     if pairs:
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(screen.base.tokens))
@@ -72,8 +76,19 @@ def search_layer(
         named = name_mistakes(in_pairs)
         if named:
             return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried) + len(pairs))
-    nearest = tuple(best_first(finals)[:_MOST_NEAREST])
+    nearest = tuple(sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST])
     return Outcome(null=trial.null(), named=(), nearest=nearest, num_tried=len(tried) + len(pairs))
+
+
+def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+    """The scores of mistakes whose effect the noise may cover; none where the error is far above it."""
+    null = trial.null()
+    if null.leaves > LIMITS.faint_below:
+        return []
+    logger.info("Trying %d hypotheses as filters.", len(hypotheses))
+    screened = best_first(screen.judge_faint(hypotheses))
+    best = sorted(screened, key=lambda score: -score.z)[:_MOST_FINALISTS]
+    return best if screen is trial else trial.judge_faint([score.hypothesis for score in best])
 
 
 def _turns(
