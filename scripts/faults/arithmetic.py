@@ -7,6 +7,7 @@ T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k of them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -241,7 +242,7 @@ class Arithmetic:
 
     def attention_scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Float32 [B,N,S,P+S]."""
-        scale = float(self.config.head_dim) ** -0.5
+        scale = 1 / math.sqrt(self.config.head_dim)
         return torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -63,10 +63,9 @@ def measure_effects(scene: Scene, layer: int, plant: Plant, *, decode_rows: int 
 
     A site whose shape the plant changes has an infinite effect.
     """
-    planted = run_float32(scene, layer, plant, decode_rows=decode_rows)
-    right = _right_float32(scene, layer, decode_rows)
+    planted = _in_order_of_experts(run_float32(scene, layer, plant, decode_rows=decode_rows))
+    right = _in_order_of_experts(_right_float32(scene, layer, decode_rows))
     batch = Batch.of(scene.golden, scene.golden)
-    planted, right = _in_order_of_experts(planted), _in_order_of_experts(right)
     return {site: _effect(scene, batch, layer, site, planted[site], right[site]) for site in _SITES}
 
 
