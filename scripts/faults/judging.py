@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from compare.comparer import compare_captures
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.judge import Criteria
+from compare.weights import CheckpointWeights
+from faults.scene import Scene
 from minimax_tools.capture.reader import Capture
 from minimax_tools.results import Comparison, SiteStatus
 from minimax_tools.sites import Site
@@ -35,10 +37,16 @@ class LayerVerdict:
         return bool(self.failed or self.blamed)
 
 
-def judge_layers(golden: Capture, capture: Capture) -> Mapping[int, LayerVerdict]:
-    """What mm2 says by its default criteria, by layer."""
+def judge_layers(scene: Scene, capture: Capture) -> Mapping[int, LayerVerdict]:
+    """What mm2 says by its default criteria and with the model at hand, as mm2-test does, by layer."""
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
-    comparison = compare_captures(golden, capture, criteria=criteria, layer_pattern="layer_*")
+    comparison = compare_captures(
+        scene.golden,
+        capture,
+        criteria=criteria,
+        layer_pattern="layer_*",
+        weights=CheckpointWeights(model=str(scene.folder)),
+    )
     return {layer: _verdict(comparison, layer) for layer in comparison.layers}
 
 

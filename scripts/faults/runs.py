@@ -78,8 +78,8 @@ def plan_clean(stage: Stage, *, backends: tuple[str, ...], ranks: tuple[int, ...
 def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> tuple[Case, ...]:
     """Run, judge with all sites and with the output alone, and ask the other rules."""
     capture = _capture(planned, scene, runtime=runtime, directory=directory)
-    shown = judge_layers(scene.golden, capture)
-    alone = judge_layers(scene.golden, as_black_box(capture))
+    shown = judge_layers(scene, capture)
+    alone = judge_layers(scene, as_black_box(capture))
     decode_rows = DECODE_ROWS if planned.decodes else 0
     cases = []
     for layer in capture.layers:
