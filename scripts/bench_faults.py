@@ -85,13 +85,13 @@ def _plan(arguments: argparse.Namespace) -> list[PlannedRun]:
     backends = tuple(arguments.backends)
     if arguments.quick:
         stage = Stage(name="quick", seed=0, lengths=(24, 7), num_layers=3)
-        return list(plan_plants(stage, choose_plants(_QUICK), backends=("cpu",), decodes=False))
+        return list(plan_plants(stage, choose_plants(_QUICK), backends=("cpu",), decodes=False, names=True))
     plants = choose_plants(arguments.mistakes)
     runs: list[PlannedRun] = []
     if "plants" in arguments.parts:
         first, *others = arguments.seeds
         stage = Stage(name=f"short-{first}", seed=first, lengths=_SHORT, num_layers=4)
-        runs += plan_plants(stage, plants, backends=backends, decodes=True)
+        runs += plan_plants(stage, plants, backends=backends, decodes=True, names=True)
         for seed in others:
             left = Stage(
                 name=f"left-{seed}",
@@ -102,9 +102,9 @@ def _plan(arguments: argparse.Namespace) -> list[PlannedRun]:
                 attention="eager",
                 experts="eager",
             )
-            runs += plan_plants(left, plants, backends=("cpu",), decodes=False)
+            runs += plan_plants(left, plants, backends=("cpu",), decodes=False, names=False)
         long = Stage(name=f"long-{first}", seed=first + 100, lengths=(512,), num_layers=2)
-        runs += plan_plants(long, plants, backends=("cpu",), decodes=False)
+        runs += plan_plants(long, plants, backends=("cpu",), decodes=False, names=False)
     if "clean" in arguments.parts:
         for seed in range(arguments.clean_seeds):
             implementations = ("sdpa", "grouped_mm") if seed % 2 == 0 else ("eager", "eager")

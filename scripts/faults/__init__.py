@@ -5,6 +5,7 @@
   `fp8`, `uncatalogued` and, no mistakes, `equivalents`
 - `scene`: a model and its golden; `effects`: what a mistake changes in float32, against the golden's noise
 - `running`: ports through the device runner; `judging`: what mm2 says of a capture, sites shown or not
+- `naming`: what the diagnosis says of the output alone
 - `rivals`: what other tools' rules say of the same capture
 - `cases`: one case's record and the journal of finished ones; `tally`: the figures; `table`: them for people
 """

@@ -92,6 +92,16 @@ class Case:
         named = {site for sites in self.blamed for site in sites}
         return bool(named) and named <= set(self.sites)
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the diagnosis names the mistake, be it among others that explain the output as well."""
+        return any(name == self.mistake for name, _ in self.named or ())
+
+    @property
+    def is_named_first(self) -> bool:
+        """Whether it names the mistake before all others."""
+        return bool(self.named) and self.named is not None and self.named[0][0] == self.mistake
+
     def __str__(self) -> str:
         parameters = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
         what = f"{self.mistake}({parameters})" if parameters else self.mistake or self.port

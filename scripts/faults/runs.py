@@ -9,6 +9,7 @@ from pathlib import Path
 from faults.cases import Case
 from faults.effects import measure_effects
 from faults.judging import as_black_box, judge_layers
+from faults.naming import can_name, name_mistake
 from faults.plant import Plant
 from faults.port import PlantedPort
 from faults.rivals import find_differences
@@ -33,6 +34,7 @@ class PlannedRun:
         backend: `cpu` or `xla-cpu`.
         plant: What is planted, in the stage's early, middle and last layer; None for nothing.
         decodes: Whether rows are decoded, the mistake limited to them.
+        names: Whether the diagnosis is asked, of the middle layer, which mistake it is.
     """
 
     stage: Stage
@@ -40,6 +42,7 @@ class PlannedRun:
     backend: str
     plant: Plant | None = None
     decodes: bool = False
+    names: bool = False
 
     @property
     def rows(self) -> str:
@@ -51,14 +54,18 @@ class PlannedRun:
 
 
 def plan_plants(
-    stage: Stage, plants: tuple[Plant, ...], *, backends: tuple[str, ...], decodes: bool
+    stage: Stage, plants: tuple[Plant, ...], *, backends: tuple[str, ...], decodes: bool, names: bool
 ) -> Iterator[PlannedRun]:
-    """Every plant that shows on a stage, on every backend; with `decodes`, in decode rows too, on the CPU."""
+    """Every plant that shows on a stage, on every backend; with `decodes`, in decode rows too, on the CPU.
+
+    With `names` the diagnosis is asked for those that run on the CPU over all rows.
+    """
     for backend in backends:
         yield PlannedRun(stage=stage, port="planted", backend=backend)
         for plant in plants:
             if plant.prefills and (stage.padding_side == "left" or not plant.needs_left_padding):
-                yield PlannedRun(stage=stage, port="planted", backend=backend, plant=plant)
+                asks = names and backend == "cpu"
+                yield PlannedRun(stage=stage, port="planted", backend=backend, plant=plant, names=asks)
     for plant in plants if decodes else ():
         if plant.decodes:
             yield PlannedRun(stage=stage, port="planted", backend="cpu", plant=plant, decodes=True)
@@ -81,6 +88,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
     shown = judge_layers(scene, capture)
     alone = judge_layers(scene, as_black_box(capture))
     decode_rows = DECODE_ROWS if planned.decodes else 0
+    asked = scene.layers[len(scene.layers) // 2] if planned.names and can_name() else None
     cases = []
     for layer in capture.layers:
         plant = planned.plant if layer in scene.layers else None
@@ -104,6 +112,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 reason=shown[layer].reason,
                 black_box_detected=alone[layer].is_detected,
                 rivals=find_differences(scene.golden, capture, layer),
+                named=name_mistake(scene, capture, layer) if layer == asked else None,
             )
         )
     return tuple(cases)

@@ -18,7 +18,7 @@ def render_table(cases: Sequence[Case]) -> str:
         if case.is_mistake:
             given = ", ".join(f"{name} {_short(value)}" for name, value in case.parameters.items())
             rows[(case.mistake, given)].append(case)
-    head = ["mistake", "cases", "effect over floor", "found", "site", "black box", *_RIVALS]
+    head = ["mistake", "cases", "effect over floor", "found", "site", "black box", "named", *_RIVALS]
     lines = [_line(head), _line(["---"] * len(head))]
     lines += [_row(name, given, found) for (name, given), found in rows.items()]
     return "\n".join(lines)
@@ -32,15 +32,16 @@ def _row(name: str, given: str, cases: Sequence[Case]) -> str:
         str(len(cases)),
         f"{effects[0]:.2g} to {effects[-1]:.2g}",
         _share([case.is_detected for case in cases]),
-        _share([case.is_site_named for case in above]) if above else "–",
+        _share([case.is_site_named for case in above]),
         _share([case.black_box_detected for case in cases]),
+        _share([case.is_named for case in cases if case.named is not None]),
         *(_share([bool(case.rivals[rule]) for case in cases]) for rule in _RIVALS),
     ]
     return _line(cells)
 
 
 def _share(hits: Sequence[bool]) -> str:
-    return f"{sum(hits)}/{len(hits)}"
+    return f"{sum(hits)}/{len(hits)}" if hits else "–"
 
 
 def _short(value: object) -> str:

@@ -38,6 +38,7 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
         "black_box_detected_of_distinguishable_%",
         _percent(sum(case.black_box_detected for case in seen), len(seen)),
     )
+    yield from _naming_figures(cases)
     clean = list(clean_cases(cases))
     alarms = [case for case in clean if case.is_detected or case.black_box_detected]
     yield Figure.at_least("clean_layer_comparisons", len(clean), 1000)
@@ -62,6 +63,24 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
         yield Figure.plain(f"{rule}_black_box_false_alarms_%", _percent(wrong, len(clean)))
 
 
+def _naming_figures(cases: Sequence[Case]) -> Iterator[Figure]:
+    """How often the diagnosis names what was planted, of the output alone; nothing where it was not asked."""
+    asked = [case for case in cases if case.named is not None]
+    known = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
+    if not asked:
+        return
+    yield Figure.plain("mistakes_asked_for_by_name", len(known))
+    yield _at_least("mistake_named_%", sum(case.is_named for case in known), len(known), 95)
+    yield Figure.plain(
+        "mistake_named_first_%", _percent(sum(case.is_named_first for case in known), len(known))
+    )
+    strange = [case for case in asked if case.kind == "uncatalogued"]
+    wrongly = sum(bool(case.named) for case in strange)
+    yield Figure.plain("uncatalogued_given_a_name_%", _percent(wrongly, len(strange)))
+    harmless = [case for case in asked if case.kind == "equivalent"]
+    yield Figure.plain("equivalents_given_a_name", sum(bool(case.named) for case in harmless))
+
+
 def clean_cases(cases: Sequence[Case]) -> Iterator[Case]:
     """Layers without a mistake, each computation once: beside a planted layer the port's right ones come again."""
     planted = {case.run for case in cases if case.kind != "right"}
@@ -77,6 +96,13 @@ def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
             yield "missed", case
         elif case.is_above_floor and not case.is_site_named:
             yield "wrong site", case
+        elif (
+            case.kind == "catalogued"
+            and case.is_distinguishable
+            and case.named is not None
+            and not case.is_named
+        ):
+            yield f"named {', '.join(name for name, _ in case.named) or 'nothing'}", case
         elif not case.is_mistake and (case.is_detected or case.black_box_detected):
             yield "false alarm", case
         elif case.is_mistake and not case.is_above_floor:

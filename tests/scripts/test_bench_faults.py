@@ -148,6 +148,20 @@ def test_flagged_right_layer_is_a_false_alarm(kind: str) -> None:
     assert [word for word, _ in misses([flagged])] == ["false alarm"]
 
 
+def test_name_counts_wherever_it_stands_and_only_of_known_mistakes() -> None:
+    named = replace(CASE, named=(("up_plus_one", {}), ("gate_up_swapped", {})))
+    nothing = replace(CASE, named=())
+    strange = replace(CASE, kind="uncatalogued", mistake="tile_twice", named=())
+    figures = figures_of(named, nothing, strange)
+    assert (figures["mistake_named_%"], figures["mistake_named_first_%"]) == (50, 0)
+    assert figures["uncatalogued_given_a_name_%"] == 0
+    assert [word for word, _ in misses([named, nothing, strange])] == ["named nothing"]
+
+
+def test_no_name_is_counted_where_none_was_asked_for() -> None:
+    assert not {name for name in figures_of(CASE, RIGHT) if "named_first" in name}
+
+
 def test_upper_bound_is_that_of_clopper_and_pearson() -> None:
     # Without a hit it is 1 - 0.05^(1/n).
     assert math.isclose(upper_bound(0, 1000), 1 - 0.05**1e-3, rel_tol=1e-6)
