@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from faults.cases import Case, Journal
+from faults.plan import plan_mistakes, plan_quickly, plan_right_ports
 from faults.planted import PLANTS, choose_plants
-from faults.runs import PlannedRun, carry_out, plan_clean, plan_plants
-from faults.scene import Scene, Stage, open_scene
+from faults.runs import PlannedRun, carry_out
+from faults.scene import Scene, open_scene
 from faults.table import render_table
 from faults.tally import give_figures, misses
 from figures import print_figures
@@ -27,15 +28,12 @@ from figures import print_figures
 from minimax_tools.errors import Mm2Error
 from neuron.devices.runtime import open_runtime
 
-_SHORT = (96, 61, 7)
-_QUICK = ("gate_up_swapped", "router_bias_missing", "tile_twice", "weights_bfloat16")
-
 
 def main() -> int:
     """Run what the journal lacks, and print; the exit code is 1 where a goal is missed, 3 if it could not run."""
     arguments = _parse_arguments()
     try:
-        cases = run_all(_plan(arguments), journal=Journal(arguments.journal))
+        cases = run_all(list(_plan(arguments)), journal=Journal(arguments.journal))
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 3
@@ -81,44 +79,16 @@ def _run_stage(
                 yield from found
 
 
-def _plan(arguments: argparse.Namespace) -> list[PlannedRun]:
-    backends = tuple(arguments.backends)
+def _plan(arguments: argparse.Namespace) -> Iterator[PlannedRun]:
     if arguments.quick:
-        stage = Stage(name="quick", seed=0, lengths=(24, 7), num_layers=3)
-        return list(plan_plants(stage, choose_plants(_QUICK), backends=("cpu",), decodes=False, names=True))
-    plants = choose_plants(arguments.mistakes)
-    runs: list[PlannedRun] = []
-    if "plants" in arguments.parts:
-        first, *others = arguments.seeds
-        stage = Stage(name=f"short-{first}", seed=first, lengths=_SHORT, num_layers=4)
-        runs += plan_plants(stage, plants, backends=backends, decodes=True, names=True)
-        for seed in others:
-            left = Stage(
-                name=f"left-{seed}",
-                seed=seed,
-                lengths=(80, 33, 7),
-                padding_side="left",
-                num_layers=4,
-                attention="eager",
-                experts="eager",
-            )
-            runs += plan_plants(left, plants, backends=("cpu",), decodes=False, names=False)
-        long = Stage(name=f"long-{first}", seed=first + 100, lengths=(512,), num_layers=2)
-        runs += plan_plants(long, plants, backends=("cpu",), decodes=False, names=False)
+        yield from plan_quickly()
+        return
+    backends = tuple(arguments.backends)
+    if "mistakes" in arguments.parts:
+        plants = choose_plants(arguments.mistakes)
+        yield from plan_mistakes(plants, seeds=arguments.seeds, backends=backends)
     if "clean" in arguments.parts:
-        for seed in range(arguments.clean_seeds):
-            implementations = ("sdpa", "grouped_mm") if seed % 2 == 0 else ("eager", "eager")
-            stage = Stage(
-                name=f"clean-{seed}",
-                seed=1000 + seed,
-                lengths=_SHORT,
-                padding_side=("right", "left")[seed % 2],
-                num_layers=16,
-                attention=implementations[0],
-                experts=implementations[1],
-            )
-            runs += plan_clean(stage, backends=backends, ranks=(2, 4))
-    return runs
+        yield from plan_right_ports(num_seeds=arguments.clean_seeds, backends=backends)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -134,7 +104,7 @@ def _parse_arguments() -> argparse.Namespace:
         "--mistakes", nargs="*", default=(), metavar="NAME", help="plant these alone; all by default"
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=("plants", "clean"), default=["plants", "clean"], help="what to run"
+        "--parts", nargs="+", choices=("mistakes", "clean"), default=["mistakes", "clean"], help="what to run"
     )
     parser.add_argument(
         "--seeds",

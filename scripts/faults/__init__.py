@@ -4,6 +4,7 @@
 - `plant`: one mistake as a value; `planted`: all of them, from `norms`, `rotary`, `attention`, `router`, `experts`,
   `fp8`, `uncatalogued` and, no mistakes, `equivalents`
 - `scene`: a model and its golden; `effects`: what a mistake changes in float32, against the golden's noise
+- `plan`: which ports run where; `runs`: one of them, from the plan to its cases
 - `running`: ports through the device runner; `judging`: what mm2 says of a capture, sites shown or not
 - `naming`: what the diagnosis says of the output alone
 - `rivals`: what other tools' rules say of the same capture

@@ -54,20 +54,19 @@ class PlannedRun:
 
 
 def plan_plants(
-    stage: Stage, plants: tuple[Plant, ...], *, backends: tuple[str, ...], decodes: bool, names: bool
+    stage: Stage, plants: tuple[Plant, ...], *, backend: str, names: bool = False
 ) -> Iterator[PlannedRun]:
-    """Every plant that shows on a stage, on every backend; with `decodes`, in decode rows too, on the CPU.
+    """Every plant that shows on a stage, and none; with `names` the diagnosis is asked which it is."""
+    yield PlannedRun(stage=stage, port="planted", backend=backend)
+    for plant in plants:
+        if plant.prefills and (stage.padding_side == "left" or not plant.needs_left_padding):
+            yield PlannedRun(stage=stage, port="planted", backend=backend, plant=plant, names=names)
 
-    With `names` the diagnosis is asked for those that run on the CPU over all rows.
-    """
-    for backend in backends:
-        yield PlannedRun(stage=stage, port="planted", backend=backend)
-        for plant in plants:
-            if plant.prefills and (stage.padding_side == "left" or not plant.needs_left_padding):
-                asks = names and backend == "cpu"
-                yield PlannedRun(stage=stage, port="planted", backend=backend, plant=plant, names=asks)
-    for plant in plants if decodes else ():
-        if plant.decodes:
+
+def plan_decoding(stage: Stage, plants: tuple[Plant, ...]) -> Iterator[PlannedRun]:
+    """Every plant that can be limited to decoded rows, and none, on the CPU."""
+    for plant in (None, *plants):
+        if plant is None or plant.decodes:
             yield PlannedRun(stage=stage, port="planted", backend="cpu", plant=plant, decodes=True)
 
 
