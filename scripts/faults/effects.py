@@ -19,7 +19,7 @@ from minimax_tools.run import sweep_run
 from minimax_tools.sites import Site
 from minimax_tools.span import Span
 from neuron.ports.targets import target_config
-from neuron.runs.decoding import decoded_rows, run_decoding
+from neuron.runs.decoding import run_decoding
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.layer_input import LayerInput
 from neuron.runs.layer_run import LayerRun
@@ -53,7 +53,9 @@ def run_float32(
     decoding = sweep_run(Span.single(layer), sites_level="all").decoding(decode_rows)
     past = GoldenFeed(golden=scene.golden, run=decoding).past(layer)
     assert past is not None, "a run that decodes is fed a past"
-    rows = decoded_rows(scene.inputs.attention_mask, decode_rows)
+    # Of prompts padded on the right, the shortest one's last rows on.
+    lengths = scene.inputs.lengths
+    rows = range(max(min(lengths) - decode_rows, 1), max(lengths))
     given = (past[0].float(), past[1].float())
     return dict(run_decoding(run, whole, rows=rows, sites=_SITES, given=given).tensors)
 
