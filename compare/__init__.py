@@ -10,7 +10,8 @@
   mistakes survive and noise does not; `interval`: how far ρ is known
 - `limits`: what right ports stay below, by site and figure; `limit`: one of them, by what is averaged and how much is
   judged; `terms`: what else they hang on; `limits_file`: read from calibration.yaml or a file of one's own
-- `routing`: expert sets, and which flips the noise explains
+- `routing`: expert sets, and which flips the noise explains; `replay`: the golden with the port's own experts, from
+  the `weights`
 - `blame`: where the first fault lies; `groups`: layers that share it
 - `curve`: how the error of a chained run grows, and where by more than noise
 - `bisection`: the search for wrong layers by running parts of them

@@ -25,6 +25,9 @@ _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     }
 )
 
+# Judged given what the port itself chose there: a wrong choice is no excuse for it.
+_GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ancestry:
@@ -69,7 +72,7 @@ def _first_failures(
 def _ancestry(site: Site, results: Mapping[Site, SiteResult], fed: tuple[Site, ...]) -> _Ancestry:
     known: set[Site] = set()
     hidden: set[Site] = set()
-    waiting = list(SITE_INPUTS[site])
+    waiting = list(_inputs(site, results))
     while waiting:
         upstream = waiting.pop()
         is_compared = upstream in results and results[upstream].status.is_compared
@@ -77,8 +80,16 @@ def _ancestry(site: Site, results: Mapping[Site, SiteResult], fed: tuple[Site, .
             known.add(upstream)
         elif upstream not in hidden:
             hidden.add(upstream)
-            waiting.extend(SITE_INPUTS[upstream])
+            waiting.extend(_inputs(upstream, results))
     return _Ancestry(known=frozenset(known), hidden=frozenset(hidden))
+
+
+def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
+    """What a site is computed from, without a choice that failed and that it was judged by all the same."""
+    given = results.get(_GIVEN[site]) if site in _GIVEN else None
+    if given is None or given.routing is None or given.status is not SiteStatus.FAIL:
+        return SITE_INPUTS[site]
+    return tuple(upstream for upstream in SITE_INPUTS[site] if upstream is not _GIVEN[site])
 
 
 def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:

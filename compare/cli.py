@@ -10,11 +10,12 @@ import click
 from compare.comparer import compare_captures
 from compare.limits_file import CALIBRATION
 from compare.options import criteria_options, read_criteria
-from minimax_tools.capture.locate import open_source
+from compare.weights import CheckpointWeights
+from minimax_tools.capture.locate import Reading, is_others, open_sides
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.errors import UsageError
-from minimax_tools.options import captures_option, output_options
+from minimax_tools.options import captures_option, output_options, read_reading, reading_options
 from reports.data import comparison_record, write_report
 from reports.terminal import render_comparison
 
@@ -34,7 +35,17 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
 )
 @click.option("--layer", metavar="layer_0", help="Compare this layer only.")
 @click.option("--layer-pattern", metavar="'layer_*'", help="Compare the layers that match; all by default.")
+@click.option(
+    "--model",
+    envvar="MM2_MODEL",
+    metavar="FOLDER|HUB_ID",
+    help="Checkpoint of the golden: tokens that the port sends to other experts are judged by its weights "
+    "[env: MM2_MODEL].",
+)
 @captures_option
+@reading_options(whose="the side that is not mm2's own")
+@reading_options("gpu-", whose="the golden")
+@reading_options("neuron-", whose="the device run")
 @criteria_options
 @click.option(
     "--criteria-template",
@@ -51,10 +62,11 @@ def main(
     neuron_path: Path | None,
     layer: str | None,
     layer_pattern: str | None,
+    model: str | None,
     captures: Path,
     report_path: Path | None,
     as_json: bool,
-    **criteria: Any,
+    **options: Any,
 ) -> None:
     """Judge a device run against a golden: where they differ, and who is to blame.
 
@@ -62,11 +74,14 @@ def main(
     """
     if layer is not None and layer_pattern is not None:
         raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
+    golden = gpu_path or newest_capture(captures, GOLDEN_SIDE)
+    device = neuron_path or newest_capture(captures, DEVICE_SIDE)
+    golden_reading, device_reading = _read_readings(golden, device, options)
     comparison = compare_captures(
-        open_source(gpu_path or newest_capture(captures, GOLDEN_SIDE)),
-        open_source(neuron_path or newest_capture(captures, DEVICE_SIDE)),
-        criteria=read_criteria(criteria),
+        *open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading),
+        criteria=read_criteria(options),
         layer_pattern=_as_pattern(layer) if layer is not None else layer_pattern or "layer_*",
+        weights=None if model is None else CheckpointWeights(model=model),
     )
     written = write_report(comparison, report_path) if report_path else ()
     if as_json:
@@ -76,6 +91,25 @@ def main(
         for path in written:
             click.echo(f"written: {path}")
     raise SystemExit(comparison.verdict.exit_code)
+
+
+def _read_readings(golden: Path, device: Path, options: dict[str, Any]) -> tuple[Reading, Reading]:
+    """How each side is to be read; --format and --map are meant for the one that is not mm2's own."""
+    common = read_reading(options["format"], options["map"])
+    golden_reading = read_reading(options["gpu_format"], options["gpu_map"])
+    device_reading = read_reading(options["neuron_format"], options["neuron_map"])
+    if common.is_default:
+        return golden_reading, device_reading
+    meant = (is_others(golden), is_others(device))
+    if meant == (True, False) and golden_reading.is_default:
+        return common, device_reading
+    if meant == (False, True) and device_reading.is_default:
+        return golden_reading, common
+    raise UsageError(
+        "which side --format or --map is meant for cannot be told",
+        expected="one side that another tool wrote, and no options of its own for it",
+        next_step="Use --gpu-format and --gpu-map, --neuron-format and --neuron-map.",
+    )
 
 
 def _as_pattern(layer: str) -> str:

@@ -17,14 +17,18 @@ from compare.model_judge import ModelJudge
 from compare.notes import (
     backend_notes,
     feed_notes,
+    flip_notes,
     floor_notes,
+    foreign_notes,
     nonfinite_notes,
     router_notes,
     side_notes,
     unfinished_notes,
 )
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
+from compare.router_dtypes import find_router_dtypes
 from compare.sides import Sides
+from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results import Blame, Comparison, SiteResult, SiteStatus, Verdict
 from minimax_tools.sites import ModelSite, Site
@@ -54,7 +58,12 @@ class _Part:
 
 
 def compare_captures(
-    reference: CaptureSource, target: CaptureSource, *, criteria: Criteria, layer_pattern: str
+    reference: CaptureSource,
+    target: CaptureSource,
+    *,
+    criteria: Criteria,
+    layer_pattern: str,
+    weights: WeightSource | None = None,
 ) -> Comparison:
     """Judge `target` against the golden `reference`.
 
@@ -64,6 +73,8 @@ def compare_captures(
         criteria: How to judge.
         layer_pattern: Which of the run's layers, as `layer_7` or `layer_*`; what lies outside the layers is
             judged where all of them are chosen.
+        weights: Those of the golden, so that it replays the experts of a port that chose others; None where they
+            are not known, and tokens that the port sends to other experts are left out behind them.
 
     Raises:
         IncomparableError: The captures must not be judged against each other.
@@ -79,31 +90,40 @@ def compare_captures(
         target=target,
         batch=Batch.of(reference, target),
         criteria=replace(criteria, num_figures=num_sites * len(NOISE_FIGURES)),
+        weights=weights,
     )
     parts = [_compare_layer(sides, layer) for layer in layers]
     embedding = _compare_model(sides, tuple(site for site in model if site is ModelSite.EMBEDDING))
     head = _compare_model(sides, tuple(site for site in model if site is not ModelSite.EMBEDDING))
     sites = tuple(result for part in (*parts, embedding, head) for result in part.results)
     blame = _gather_blame([embedding, *parts, head])
+    router_dtypes = find_router_dtypes(reference, target, sites)
     return Comparison(
         reference=str(reference.directory),
         target=str(target.directory),
         criteria=criteria.name,
-        verdict=_conclude(sites, is_stopped=any(part.is_stopped for part in (*parts, head))),
+        verdict=_conclude(
+            sites,
+            is_stopped=any(part.is_stopped for part in (*parts, head)),
+            is_suspect=bool(router_dtypes),
+        ),
         sites=sites,
         blame=blame,
         blame_groups=group_blame(blame, sites),
         curve=trace_curve(sites, target=target, golden=reference),
         notes=(
             *notes,
+            *foreign_notes(reference, target),
             *unfinished_notes(sides),
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *nonfinite_notes(sites, blame),
             *side_notes(reference),
             *floor_notes(reference),
             *backend_notes(sides),
-            *router_notes(reference, target),
+            *router_notes(router_dtypes),
+            *flip_notes(sites, sides),
         ),
+        router_dtypes=router_dtypes,
     )
 
 
@@ -151,7 +171,8 @@ def _declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
     description = target.known_description
     if description is not None:
         return description.run.computed_sites
-    return tuple(site for site in target.sites(layer) if site is not Site.INPUT)
+    known = (*target.sites(layer), *target.not_exposed(layer))
+    return tuple(site for site in Site if site in known and site is not Site.INPUT)
 
 
 def _declared_model_sites(target: CaptureSource) -> tuple[ModelSite, ...]:
@@ -168,10 +189,10 @@ def _gather_blame(parts: list[_Part]) -> tuple[Blame, ...]:
     return tuple(blame)
 
 
-def _conclude(sites: tuple[SiteResult, ...], *, is_stopped: bool) -> Verdict:
+def _conclude(sites: tuple[SiteResult, ...], *, is_stopped: bool, is_suspect: bool) -> Verdict:
     statuses = {site.status for site in sites}
     if SiteStatus.FAIL in statuses:
         return Verdict.FAIL
     if is_stopped or not any(status.is_compared for status in statuses):
         return Verdict.INCOMPARABLE
-    return Verdict.WARN if SiteStatus.WARN in statuses else Verdict.PASS
+    return Verdict.WARN if is_suspect or SiteStatus.WARN in statuses else Verdict.PASS

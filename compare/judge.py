@@ -68,6 +68,7 @@ def judge_values(
     criteria: Criteria,
     terms: Terms,
     set_aside: torch.Tensor | None = None,
+    replayed: Rows | None = None,
 ) -> SiteResult:
     """Judge the values of one site.
 
@@ -77,6 +78,7 @@ def judge_values(
         criteria: How to judge.
         terms: What the limits hang on beside.
         set_aside: Tokens that ρ must leave out, bool [T].
+        replayed: What ρ is taken of: the same rows, the golden's with the port's own experts. None for `rows`.
 
     Raises:
         IncomparableError: The golden holds NaN or Inf on a real row.
@@ -91,7 +93,9 @@ def judge_values(
         return _concluded(result, judge_classic(result.classic_failures))
     if rows.incoming is not None and not rows.incoming.is_finite:
         return replace(result, status=SiteStatus.FAIL, reason="NaN or Inf was handed on to its layer")
-    judged = rows if set_aside is None or not bool(set_aside.any()) else rows.select(~set_aside)
+    judged = rows if replayed is None else replayed
+    if set_aside is not None and bool(set_aside.any()):
+        judged = judged.select(~set_aside)
     if terms.hides_flips and not judged.has_floor:
         judged = _nearest_tokens(judged, criteria.noise, terms)
     result = replace(result, num_set_aside=rows.num_tokens - judged.num_tokens)
@@ -157,8 +161,8 @@ def _describe_nonfinite(rows: Rows, metrics: PairMetrics) -> str:
 
 def _note_dtype(judgement: Judgement, rows: Rows) -> Judgement:
     """A pass in another dtype than the golden's deserves a look."""
-    if judgement[0] is SiteStatus.PASS and rows.reference.dtype != rows.target.dtype:
-        return SiteStatus.WARN, f"dtype: expected {rows.reference.dtype}, found {rows.target.dtype}"
+    if judgement[0] is SiteStatus.PASS and rows.dtype != rows.target.dtype:
+        return SiteStatus.WARN, f"dtype: expected {rows.dtype}, found {rows.target.dtype}"
     return judgement
 
 

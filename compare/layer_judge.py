@@ -15,7 +15,8 @@ from compare.judge import find_mismatch, judge_values
 from compare.noise import Rows
 from compare.noise_judge import judge_routing
 from compare.norms import Squares
-from compare.routing import RouterNoise, align_by_expert, align_by_size, compare_routing, flipped_tokens
+from compare.replay import Replay
+from compare.routing import RouterNoise, align_by_expert, align_by_size, compare_routing
 from compare.sides import Sides
 from compare.terms import Terms
 from minimax_tools.floor import (
@@ -29,7 +30,7 @@ from minimax_tools.floor import (
 from minimax_tools.results import SiteResult, SiteStatus
 from minimax_tools.sites import Site
 
-# Past a flip these are computed with other experts: they are judged where the experts agree.
+# Past a flip these are computed with other experts: the golden replays them, or they are left out.
 _PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
 
 
@@ -52,6 +53,7 @@ class LayerJudge:
         self._incoming = feed.incoming
         self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
         self._router_noise = self._read_router_noise()
+        self._replay = None if self._experts is None else Replay(sides, layer=layer, experts=self._experts)
 
     def judge_all(self, sites: tuple[Site, ...]) -> Mapping[Site, SiteResult]:
         """Every declared site, in the order given."""
@@ -73,21 +75,33 @@ class LayerJudge:
             return replace(result, reason=mismatch)
         if site is Site.ROUTER_EXPERTS:
             return self._judge_experts(result)
+        rows = self._rows(site, reference, target)
+        terms = self._terms(site)
+        if site not in _PAST_A_FLIP or self._criteria.name == "classic":
+            return judge_values(result, rows, criteria=self._criteria, terms=terms)
+        replayed = None if self._replay is None else self._replay.tokens(site)
         return judge_values(
-            result,
-            self._rows(site, reference, target),
+            replace(result, num_replayed=0 if replayed is None else int(replayed.sum())),
+            rows,
             criteria=self._criteria,
-            terms=self._terms(site),
-            set_aside=self._find_set_aside() if site in _PAST_A_FLIP else None,
+            terms=terms,
+            set_aside=self._find_set_aside(replayed),
+            replayed=None if self._replay is None else self._replay.rows(site, rows),
         )
 
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
-        routing = compare_routing(*self._experts, self._router_noise)
+        noise = self._router_noise
+        if noise is not None and self._replay is not None and self._criteria.name != "classic":
+            noise = replace(noise, scores=self._replay.scores)
+        places = self._batch.places(
+            self._reference.read(self._layer, Site.ROUTER_EXPERTS), Site.ROUTER_EXPERTS
+        )
+        routing = compare_routing(*self._experts, noise, places=places)
         if self._criteria.name == "classic":
             status, reason = SiteStatus.PASS, "the classic limits ignore routing"
         else:
-            has_floor = self._router_noise is not None
+            has_floor = noise is not None
             incoming = self._incoming.overall if self._incoming else 0.0
             status, reason = judge_routing(
                 routing,
@@ -129,10 +143,10 @@ class LayerJudge:
         exact = None if twin is None else align_by_expert(twin, mine)
         return align_by_expert(reference, mine), align_by_expert(target, theirs), exact
 
-    def _find_set_aside(self) -> torch.Tensor | None:
-        """Tokens past a flip: where the expert sets differ, or could if the port does not show its own."""
-        if self._experts is not None:
-            return flipped_tokens(*self._experts)
+    def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
+        """Tokens past a flip that are not replayed; tokens that may flip where the port does not show its experts."""
+        if self._replay is not None and replayed is not None:
+            return self._replay.flipped & ~replayed
         return None if self._router_noise is None else self._router_noise.is_fragile()
 
     def _read_router_noise(self) -> RouterNoise | None:

@@ -33,6 +33,7 @@ class Rows:
         twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
         floor: (reference − twin)² summed per token, where only that was kept.
         incoming: Error of the input that a chained layer was handed; None in isolated runs.
+        stored_dtype: What the golden holds it in, where `reference` is of another dtype.
     """
 
     reference: torch.Tensor
@@ -42,6 +43,12 @@ class Rows:
     twin: torch.Tensor | None = None
     floor: Squares | None = None
     incoming: Incoming | None = None
+    stored_dtype: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the golden holds it in."""
+        return self.stored_dtype or self.reference.dtype
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +119,7 @@ def _structure(rows: Rows) -> Structure | None:
 
 def _is_rounded(rows: Rows) -> bool:
     """Whether the port rounded to BF16 what the golden holds in float32."""
-    return rows.reference.dtype == torch.float32 and torch.equal(
+    return rows.dtype == torch.float32 and torch.equal(
         rows.target, rows.target.bfloat16().to(rows.target.dtype)
     )
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from compare.pairing import is_finished
 from compare.sides import Sides
 from compare.terms import backend_of, computes_in_float32
-from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.foreign.capture import ForeignCapture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.results import Blame, SiteResult
+from minimax_tools.results import Blame, RouterDtype, SiteResult
+from minimax_tools.sites import Site
 
 
 def unfinished_notes(sides: Sides) -> tuple[str, ...]:
@@ -19,6 +20,16 @@ def unfinished_notes(sides: Sides) -> tuple[str, ...]:
         f"the {name} is not complete: run it again and it resumes"
         for name, source in (("golden", sides.reference), ("device run", sides.target))
         if not is_finished(source)
+    )
+
+
+def foreign_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+    """How another tool's dump was read: what of it maps to no site, and what was left out."""
+    return tuple(
+        f"{name}: {note}"
+        for name, source in (("golden", reference), ("device run", target))
+        if isinstance(source, ForeignCapture)
+        for note in source.notes
     )
 
 
@@ -76,13 +87,29 @@ def backend_notes(sides: Sides) -> tuple[str, ...]:
     )
 
 
-def router_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
     """Router dtypes that are not the golden's: they change experts without showing in any one tensor."""
-    if not isinstance(reference, Capture) or not isinstance(target, Capture):
-        return ()
-    expected = reference.description.provenance.dtypes
     return tuple(
-        f"the port holds {name} in {found}, the golden in {expected[name]}"
-        for name, found in sorted(target.manifest.observed_dtypes.items())
-        if name in expected and found != expected[name]
+        f"the port holds {one.name} in {one.target}, the golden in {one.reference}: {one.consequence}"
+        for one in router_dtypes
+    )
+
+
+def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
+    """Tokens past a flip that are judged nowhere behind it, and how to judge them."""
+    if sides.weights is not None:
+        return ()
+    flipped = {site.layer for site in sites if site.routing is not None and site.routing.num_flipped}
+    left_out = [
+        site
+        for site in sites
+        if site.layer in flipped and site.site == str(Site.MOE_DELTA) and site.num_set_aside
+    ]
+    if not left_out:
+        return ()
+    tokens = sum(site.num_set_aside for site in left_out)
+    layers = f"{len(left_out)} layer{'s' * (len(left_out) != 1)}"
+    return (
+        f"{tokens} token{'s' * (tokens != 1)} in {layers} went to other experts, not judged behind them: "
+        "--model judges them against the golden with the port's own experts",
     )

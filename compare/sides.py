@@ -9,18 +9,20 @@ import torch
 from compare.batch import Batch
 from compare.judge import Criteria, find_mismatch
 from compare.terms import Terms, backend_of, computes_in_float32
+from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.sites import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sides:
-    """The golden, the device run, their common batch, and the criteria."""
+    """The golden, the device run, their common batch, the criteria, and the golden's weights where they are known."""
 
     reference: CaptureSource
     target: CaptureSource
     batch: Batch
     criteria: Criteria
+    weights: WeightSource | None = None
 
     def terms(self, *, hides_flips: bool = False) -> Terms:
         """What the limits of a site hang on beside its figures; whether its flips are hidden, the caller knows."""

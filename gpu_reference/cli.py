@@ -34,7 +34,15 @@ from minimax_tools.console import Mm2Group, print_json, show_warnings_only
 from minimax_tools.detail import shows_details, shows_pictures
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget
-from minimax_tools.options import layer_option, output_options, read_input_request, read_span, span_options
+from minimax_tools.options import (
+    layer_option,
+    output_options,
+    read_input_request,
+    read_reading,
+    read_span,
+    reading_options,
+    span_options,
+)
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.prompts import build_inputs
@@ -124,10 +132,11 @@ def multi_layer(start_layer: int | None, end_layer: int | None, layers: str | No
 
 @main.command("show", epilog="\b\nExample: mm2-gpu show mm2-captures/gpu_reference/full_model")
 @click.argument("directory", type=click.Path(path_type=Path))
+@reading_options()
 @output_options
-def show(directory: Path, as_json: bool) -> None:
+def show(directory: Path, as_json: bool, **reading: Any) -> None:
     """Print what a capture holds: layers, sites, shapes and statistics, and what was generated."""
-    source = open_source(directory)
+    source = open_source(directory, read_reading(reading["format"], reading["map"]))
     generated = Generation.read(directory)
     if as_json:
         print_json(_with_generation(capture_record(source), generated))

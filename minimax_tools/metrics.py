@@ -6,16 +6,20 @@ values are counted before anything else and left out of every other number.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from minimax_tools.core_pool import CorePool
+from minimax_tools.median import MedianSearch
+from minimax_tools.pair_sums import BLOCK_ELEMENTS, Centres, PairSums, Tolerance
+
 _BLOCK_ELEMENTS = 1 << 17  # in float64 a block stays in the cache
-# |difference| as float32 bits, sign and low bits dropped: 2^-9 relative resolution in 2^17 counters.
-_MEDIAN_DROPPED_BITS = 14
-MEDIAN_RELATIVE_RESOLUTION = 2.0 ** (_MEDIAN_DROPPED_BITS - 23)
+# Threads cost more than they save on fewer.
+_FEWEST_BLOCKS = 8
+_SAMPLE_ELEMENTS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class TensorStatistics:
 class PairMetrics:
     """How a target differs from its reference; relative figures refer to the reference.
 
-    `median_abs_diff` is exact to `MEDIAN_RELATIVE_RESOLUTION`; of an even number it is the lower middle one.
+    `median_abs_diff` is exact to `median.MEDIAN_RELATIVE_RESOLUTION`; of an even number it is the lower middle one.
     `worst_index` is the position of `max_abs_diff` in the reference's shape. `close_fraction` is of all
     elements: one that is not finite is not close. Cosine is None where a side is zero, Pearson where a side
     is constant.
@@ -92,10 +96,69 @@ def compare_tensors(
     """
     if reference.shape != target.shape or reference.numel() == 0:
         raise ValueError(f"cannot compare shapes {tuple(reference.shape)} and {tuple(target.shape)}")
-    sums = _PairSums(rtol=rtol, atol=atol)
-    for offset, reference_block, target_block in _blocks(reference, target):
-        sums.add(offset, reference_block, target_block)
-    return sums.result(tuple(reference.shape))
+    mine, theirs = reference.reshape(-1), target.reshape(-1)
+    # An odd step does not meet the same channel again and again.
+    step = max(mine.numel() // _SAMPLE_ELEMENTS, 1) | 1
+    sample = mine[::step].double(), theirs[::step].double()
+    centres, tolerance = Centres.of(*sample), Tolerance(rtol=rtol, atol=atol)
+    search = MedianSearch.expecting((sample[1] - sample[0]).abs())
+    sums = sum_pair(mine, theirs, tolerance=tolerance, centres=centres, search=search)
+    if search.median is None:
+        search = MedianSearch()
+        sums = sum_pair(mine, theirs, tolerance=tolerance, centres=centres, search=search)
+    assert search.median is not None, "a median that may lie anywhere is found"
+    return _pair_metrics(sums, search.median, tuple(reference.shape))
+
+
+def sum_pair(
+    reference: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    tolerance: Tolerance,
+    centres: Centres,
+    search: MedianSearch | None,
+) -> PairSums:
+    """The sums over two flat tensors, a part of them on each core; `search` counts their distances."""
+
+    def add(part: range) -> tuple[PairSums, MedianSearch | None]:
+        sums, mine = PairSums(tolerance, centres), None if search is None else search.anew()
+        for offset in part:
+            window = slice(offset, offset + BLOCK_ELEMENTS)
+            distances = sums.add(offset, reference[window], target[window])
+            if mine is not None:
+                mine.add(distances)
+        return sums, mine
+
+    total = PairSums(tolerance, centres)
+    offsets = range(0, reference.numel(), BLOCK_ELEMENTS)
+    num_parts = torch.get_num_threads() if len(offsets) >= _FEWEST_BLOCKS else 1
+    share = -(-len(offsets) // num_parts)
+    parts = [offsets[start : start + share] for start in range(0, len(offsets), share)]
+    with CorePool("metrics") if num_parts > 1 else contextlib.nullcontext() as pool:
+        for sums, counts in map(add, parts) if pool is None else pool.map(add, parts):
+            total.merge(sums)
+            if search is not None and counts is not None:
+                search.merge(counts)
+    return total
+
+
+def _pair_metrics(sums: PairSums, median: float, shape: tuple[int, ...]) -> PairMetrics:
+    reference_squares, target_squares = sums.squares
+    reference_norm = math.sqrt(reference_squares)
+    return PairMetrics(
+        num_elements=sums.num_elements,
+        num_nonfinite_reference=sums.nonfinite_reference,
+        num_nonfinite_target=sums.nonfinite_target,
+        max_abs_diff=max(sums.worst, 0.0),
+        mean_abs_diff=sums.distance_sum / max(sums.num_finite, 1),
+        median_abs_diff=median,
+        close_fraction=sums.num_close / sums.num_elements,
+        cosine_similarity=_correlation(sums.products, reference_squares, target_squares),
+        pearson_correlation=_correlation(sums.covariation, *sums.spreads),
+        relative_l2=_ratio(math.sqrt(sums.distance_squares), reference_norm, of_zeros=0.0),
+        norm_ratio=_ratio(math.sqrt(target_squares), reference_norm, of_zeros=1.0),
+        worst_index=_unravel(sums.worst_offset, shape),
+    )
 
 
 class _Side:
@@ -136,91 +199,6 @@ class _Side:
         if self.low >= self.high:
             return 0.0
         return max(self.deviation_squares - self.deviation_sum**2 / self.count, 0.0)
-
-
-class _PairSums:
-    """Running sums over the blocks of a pair."""
-
-    def __init__(self, *, rtol: float, atol: float) -> None:
-        self.rtol, self.atol = rtol, atol
-        self.num_elements = self.num_close = 0
-        self.nonfinite_reference = self.nonfinite_target = 0
-        self.reference, self.target = _Side(), _Side()
-        self.abs_diff_sum = self.diff_squares = self.products = self.deviation_products = 0.0
-        self.worst, self.worst_offset = -1.0, 0
-        self.histogram = torch.zeros(1 << (31 - _MEDIAN_DROPPED_BITS), dtype=torch.int64)
-
-    def add(self, offset: int, reference: torch.Tensor, target: torch.Tensor) -> None:
-        """Account for one block of both sides, float64, [n]; `offset` is its first flat index."""
-        finite = reference.isfinite() & target.isfinite()
-        self.num_elements += reference.numel()
-        distance = (target - reference).abs_()
-        if bool(finite.all()):
-            self._note_worst(offset, distance)
-        else:
-            self.nonfinite_reference += int((~reference.isfinite()).sum())
-            self.nonfinite_target += int((~target.isfinite()).sum())
-            self._note_worst(offset, torch.where(finite, distance, -1.0))
-            reference, target, distance = reference[finite], target[finite], distance[finite]
-        self._add_distance(reference, distance)
-        self._add_products(reference, target)
-
-    def _note_worst(self, offset: int, distance: torch.Tensor) -> None:
-        index = int(distance.argmax())
-        if float(distance[index]) > self.worst:
-            self.worst, self.worst_offset = float(distance[index]), offset + index
-
-    def _add_distance(self, reference: torch.Tensor, distance: torch.Tensor) -> None:
-        self.num_close += int((distance <= self.atol + self.rtol * reference.abs()).sum())
-        self.abs_diff_sum += float(distance.sum())
-        self.diff_squares += float(distance.dot(distance))
-        bits = distance.to(torch.float32).view(torch.int32) >> _MEDIAN_DROPPED_BITS
-        self.histogram += torch.bincount(bits.to(torch.int64), minlength=self.histogram.numel())
-
-    def _add_products(self, reference: torch.Tensor, target: torch.Tensor) -> None:
-        self.products += float(reference.dot(target))
-        self.deviation_products += float(self.reference.add(reference).dot(self.target.add(target)))
-
-    def result(self, shape: tuple[int, ...]) -> PairMetrics:
-        """The metrics of all blocks seen."""
-        count = max(self.reference.count, 1)
-        reference_norm, target_norm = math.sqrt(self.reference.squares), math.sqrt(self.target.squares)
-        drift = self.reference.deviation_sum * self.target.deviation_sum / count
-        return PairMetrics(
-            num_elements=self.num_elements,
-            num_nonfinite_reference=self.nonfinite_reference,
-            num_nonfinite_target=self.nonfinite_target,
-            max_abs_diff=max(self.worst, 0.0),
-            mean_abs_diff=self.abs_diff_sum / count,
-            median_abs_diff=self._median(),
-            close_fraction=self.num_close / self.num_elements,
-            cosine_similarity=_correlation(self.products, self.reference.squares, self.target.squares),
-            pearson_correlation=_correlation(
-                self.deviation_products - drift,
-                self.reference.spread,
-                self.target.spread,
-            ),
-            relative_l2=_ratio(math.sqrt(self.diff_squares), reference_norm, of_zeros=0.0),
-            norm_ratio=_ratio(target_norm, reference_norm, of_zeros=1.0),
-            worst_index=_unravel(self.worst_offset, shape),
-        )
-
-    def _median(self) -> float:
-        total = int(self.histogram.sum())
-        if total == 0:
-            return 0.0
-        position = int((self.histogram.cumsum(0) > (total - 1) // 2).to(torch.int8).argmax())
-        bits = torch.tensor(position << _MEDIAN_DROPPED_BITS, dtype=torch.int32)
-        return float(bits.view(torch.float32))
-
-
-def _blocks(
-    reference: torch.Tensor, target: torch.Tensor
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    reference_flat, target_flat = reference.reshape(-1), target.reshape(-1)
-    for offset in range(0, reference_flat.numel(), _BLOCK_ELEMENTS):
-        window = slice(offset, offset + _BLOCK_ELEMENTS)
-        yield offset, reference_flat[window].to(torch.float64), target_flat[window].to(torch.float64)
 
 
 def _correlation(products: float, reference_squares: float, target_squares: float) -> float | None:

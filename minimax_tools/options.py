@@ -11,6 +11,7 @@
 | `span_options` | --start-layer, --end-layer, --layers |
 | `layer_option` | --layer |
 | `memory_budget_option` | --memory-budget |
+| `reading_options` | --format, --map |
 | `output_options` | --json, --quiet, --debug |
 """
 
@@ -23,6 +24,9 @@ from typing import Any, TypeVar
 import click
 import torch
 
+from minimax_tools.capture.foreign.formats import FORMATS
+from minimax_tools.capture.foreign.name_map import NameMap
+from minimax_tools.capture.locate import Reading
 from minimax_tools.console import remember_debug, remember_json, show_progress
 from minimax_tools.errors import UsageError
 from minimax_tools.prompts import InputRequest
@@ -176,6 +180,25 @@ memory_budget_option = click.option(
     metavar="12GB|12GiB",
     help="Stop before this process's own memory, mapped files not counted, would pass this; else no limit.",
 )
+
+
+def reading_options(side: str = "", whose: str = "") -> Callable[[Command], Command]:
+    """--format and --map, or, for one of two sides, such as --gpu-format and --gpu-map."""
+    return stack_options(
+        click.option(
+            f"--{side}format",
+            type=click.Choice(list(FORMATS)),
+            help=f"Which tool wrote {whose or 'the directory'}, where its files do not tell.",
+        ),
+        click.option(
+            f"--{side}map",
+            type=click.Path(path_type=Path, exists=True, dir_okay=False),
+            metavar="FILE.yaml",
+            help=f"Where sites lie in {whose or 'the directory'}, if another tool wrote it.",
+        ),
+    )
+
+
 output_options = stack_options(
     click.option(
         "--debug",
@@ -192,6 +215,15 @@ output_options = stack_options(
         "--quiet", is_flag=True, expose_value=False, callback=show_progress, help="Print no progress."
     ),
 )
+
+
+def read_reading(format_name: str | None, map_path: Path | None) -> Reading:
+    """How another tool's directory is to be read, as the reading options say.
+
+    Raises:
+        UsageError: The map is wrong.
+    """
+    return Reading(format=format_name, names=NameMap() if map_path is None else NameMap.read(map_path))
 
 
 def read_span(start_layer: int | None, end_layer: int | None, layers: str | None) -> Span | None:

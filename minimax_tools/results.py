@@ -121,16 +121,43 @@ class NearestLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A token that the port sends to other experts.
+
+    Args:
+        row, position: Its place in the batch.
+        dropped: Experts that the golden chose and the port did not.
+        chosen: Experts that the port chose and the golden did not; none where it names one twice.
+        margin: What noise must overcome, in biased scores; None without a floor.
+    """
+
+    row: int
+    position: int
+    dropped: tuple[int, ...]
+    chosen: tuple[int, ...]
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingResult:
     """Expert sets, token by token.
 
-    A flip is explained where the margin between the k-th and the (k+1)-th score is within the noise.
+    A flip is explained where noise may turn its margin round: the distance between the k-th and the (k+1)-th score,
+    or, where the weights are known, between the experts that changed places.
+
+    Args:
+        num_tokens: Judged tokens.
+        num_flipped: Of them, those with other experts.
+        num_explained: Of these, those that the noise explains.
+        widest_unexplained_margin: The widest margin of the others; None without a floor.
+        worst_flips: Some of the others, the widest margin first.
     """
 
     num_tokens: int
     num_flipped: int
     num_explained: int
     widest_unexplained_margin: float | None
+    worst_flips: tuple[Flip, ...] = ()
 
     @property
     def num_unexplained(self) -> int:
@@ -153,7 +180,8 @@ class SiteResult:
         relative: The error without a floor; None with one.
         nearest: What decided, or came nearest to deciding; None where no limit of noise was held against it.
         num_judged: Tokens that were judged by noise.
-        num_set_aside: Tokens left out of ρ because their experts flipped within the noise.
+        num_set_aside: Tokens left out of ρ because their experts are, or may be, others than the golden's.
+        num_replayed: Tokens whose experts are others, judged against the golden with the port's own experts.
         classic_failures: The seeds' limits that it breaks, such as `cosine_similarity 0.93 < 0.99`.
     """
 
@@ -168,6 +196,7 @@ class SiteResult:
     nearest: NearestLimit | None = None
     num_judged: int = 0
     num_set_aside: int = 0
+    num_replayed: int = 0
     classic_failures: tuple[str, ...] = ()
 
 
@@ -233,6 +262,23 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterDtype:
+    """A part of the router that the port holds in another dtype than the golden.
+
+    Args:
+        name: `router_gate` or `correction_bias`.
+        reference: The golden's dtype.
+        target: The port's.
+        consequence: What that does, in a sentence.
+    """
+
+    name: str
+    reference: str
+    target: str
+    consequence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A whole comparison.
 
@@ -246,6 +292,7 @@ class Comparison:
         blame_groups: The same, layers with the same sites together.
         curve: How the error of a chained run grows; None for isolated runs.
         notes: What a reader must know beside the verdict.
+        router_dtypes: Parts of the router that the port holds in another dtype.
     """
 
     reference: str
@@ -257,6 +304,7 @@ class Comparison:
     blame_groups: tuple[BlameGroup, ...] = ()
     curve: Curve | None = None
     notes: tuple[str, ...] = ()
+    router_dtypes: tuple[RouterDtype, ...] = ()
 
     @property
     def compared(self) -> int:

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from compare.comparer import compare_captures
 from compare.options import read_criteria
+from compare.weights import CheckpointWeights
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.manifest import dtype_name
@@ -31,7 +32,9 @@ from minimax_tools.options import (
     optional_model_option,
     output_options,
     parse_lengths,
+    read_reading,
     read_span,
+    reading_options,
     span_options,
 )
 from minimax_tools.progress import LayerProgress
@@ -50,6 +53,7 @@ from minimax_tools.spec import ModelSpec
 from neuron.check import Level, check_machine, worst
 from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.trace import trace_command
+from neuron.commands.weights import weights_command
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options, read_inputs
 from neuron.ports.targets import find_target
@@ -200,15 +204,17 @@ def check(
 
 @main.command("show", epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")
 @click.argument("directory", type=click.Path(path_type=Path))
+@reading_options()
 @output_options
-def show(directory: Path, as_json: bool) -> None:
+def show(directory: Path, as_json: bool, **reading: Any) -> None:
     """Print what a saved run holds: layers, sites, shapes and statistics."""
-    source = open_source(directory)
+    source = open_source(directory, read_reading(reading["format"], reading["map"]))
     print_json(capture_record(source)) if as_json else click.echo(render_capture(source))
 
 
 main.add_command(bisect_command)
 main.add_command(trace_command)
+main.add_command(weights_command)
 
 
 def _span(given: Span | None, spec: ModelSpec) -> Span:
@@ -232,7 +238,13 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     comparison = None
     if golden is not None:
         criteria = read_criteria(options)
-        comparison = compare_captures(golden, capture, criteria=criteria, layer_pattern="layer_*")
+        comparison = compare_captures(
+            golden,
+            capture,
+            criteria=criteria,
+            layer_pattern="layer_*",
+            weights=CheckpointWeights(model=options["model"]),
+        )
     outcome = _Outcome(
         capture=capture,
         report=report,

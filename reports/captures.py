@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from minimax_tools.capture.foreign.capture import ForeignCapture
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.sites import SITE_LEVELS, Site
 from reports.canvas import Canvas, Column, Row
 from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
+from reports.dumps import dump_record, render_dump
 from reports.json_values import to_json
 from reports.wording import word_figure, word_layer, word_layers, word_shape, word_sites_by_layer
 
@@ -34,6 +36,8 @@ def capture_record(source: CaptureSource) -> dict[str, Any]:
     Raises:
         CaptureError: A tensor that must be read cannot be.
     """
+    if isinstance(source, ForeignCapture):
+        return dump_record(source)
     description = source.known_description
     return {
         "directory": str(source.directory),
@@ -68,6 +72,8 @@ def render_capture(
     Raises:
         CaptureError: A tensor that must be read cannot be.
     """
+    if isinstance(source, ForeignCapture):
+        return render_dump(source, width=width, is_terminal=is_terminal)
     contents = read_contents(source)
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(f"Capture {source.directory}", style="bold")

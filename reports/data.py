@@ -81,6 +81,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "reference": comparison.reference,
         "target": comparison.target,
         "notes": list(comparison.notes),
+        "router_dtypes": to_json(comparison.router_dtypes),
     }
 
 
@@ -172,6 +173,7 @@ _COLUMNS = (
     *_NEAREST_COLUMNS,
     "num_judged",
     "num_set_aside",
+    "num_replayed",
     "classic_failures",
 )
 
@@ -188,6 +190,7 @@ def _table_row(site: SiteResult) -> dict[str, str]:
         **{column: getattr(site.nearest, name, None) for column, name in _NEAREST_COLUMNS.items()},
         "num_judged": site.num_judged if site.status.is_compared else None,
         "num_set_aside": site.num_set_aside if site.status.is_compared else None,
+        "num_replayed": site.num_replayed if site.status.is_compared else None,
         "classic_failures": "; ".join(site.classic_failures),
     }
     return {column: _cell(value) for column, value in values.items()}

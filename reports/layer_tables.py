@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from minimax_tools.results import Comparison, NoiseRatio, SiteResult, SiteStatus
+from minimax_tools.results import Comparison, Flip, NoiseRatio, SiteResult, SiteStatus
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_fraction, word_index
 
 _STYLES = {SiteStatus.FAIL: "red", SiteStatus.WARN: "yellow"}
+_MOST_FLIPS = 3
 _COSINE_DECIMALS = 6
 _NORM_DECIMALS = 4
 
@@ -127,9 +128,20 @@ def _sentences(site: SiteResult, *, is_explained: bool) -> list[str]:
             f"{site.routing.num_flipped} of {site.routing.num_tokens} tokens have other experts, "
             f"{site.routing.num_explained} of them within the noise"
         )
+        sentences += [_word_flip(flip) for flip in site.routing.worst_flips[:_MOST_FLIPS]]
     if site.num_set_aside:
         sentences.append(f"{site.num_set_aside} tokens that have, or may have, other experts are left out")
+    if site.num_replayed:
+        sentences.append(
+            f"{site.num_replayed} tokens with other experts are judged against the golden with the port's own experts"
+        )
     return sentences
+
+
+def _word_flip(flip: Flip) -> str:
+    chosen, dropped = (", ".join(map(str, experts)) or "none" for experts in (flip.chosen, flip.dropped))
+    margin = "" if flip.margin is None else f", {word_figure(flip.margin)} apart in score"
+    return f"row {flip.row}, position {flip.position}: {chosen} for {dropped}{margin}"
 
 
 def _classic_sentences(sites: Sequence[SiteResult]) -> list[str]:

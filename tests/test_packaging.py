@@ -273,6 +273,7 @@ def test_core_asks_for_torch_and_light_libraries_only(metadata: email.message.Me
         "numpy",
         "packaging",
         "psutil",
+        "pyyaml",
         "rich",
         "safetensors",
         "tokenizers",

@@ -44,6 +44,7 @@ MISTAKES = {
     "LocalExpertsOnly": ["moe_delta"],
     "LaterRowsDiffer": ["moe_delta"],
     "NanInOneRow": ["moe_delta"],
+    "NoCorrectionBiasAndSwappedGateUp": ["router_experts", "moe_delta"],
 }
 NO_MISTAKES = ["ShiftedPositions", "GarbageInPadding", "Bfloat16Weights", "BlackBoxClean"]
 BLACK_BOXES = {

@@ -23,11 +23,11 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, list_faults
+from minimax_tools.layouts import Sharded
 from minimax_tools.native_output import native_output_dropped
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.devices.weights import Weight
-from neuron.ports.layouts import Sharded
 from neuron.ports.nxdi_layout import NxdiLayout
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.decoded_rows import decoded_rows
 from minimax_tools.end_tokens import read_end_tokens
 from minimax_tools.errors import TargetError
 from minimax_tools.progress import NoProgress, Progress
@@ -27,7 +28,7 @@ from minimax_tools.sites import ModelSite, Site
 from minimax_tools.span import Span
 from neuron.builtin.layer import KeyValues
 from neuron.devices.runtime import Runtime
-from neuron.runs.decoding import decoded_rows, run_decoding
+from neuron.runs.decoding import run_decoding
 from neuron.runs.device_request import DeviceRequest
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.generation import Model, generate_greedily

@@ -277,7 +277,14 @@ class TestLayers:
 def test_router_dtypes_that_change_experts_are_told(copyist: Any, judge: Judge) -> None:
     dtypes = {"correction_bias": "bfloat16", "router_gate": "float32"}
     comparison = judge(copyist.device_run(observed_dtypes=dtypes))
-    assert comparison.notes == ("the port holds correction_bias in bfloat16, the golden in float32",)
+    (found,) = comparison.router_dtypes
+    assert (found.name, found.reference, found.target) == ("correction_bias", "float32", "bfloat16")
+    assert "no token of this run chose other experts beyond noise" in found.consequence
+    assert comparison.verdict is Verdict.WARN
+    (note,) = comparison.notes
+    assert note.startswith(
+        "the port holds correction_bias in bfloat16, the golden in float32: in BF16 it moves"
+    )
 
 
 def test_device_run_in_the_goldens_place_is_told(copyist: Any, judge: Judge) -> None:

@@ -27,7 +27,7 @@ def scaled(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: (tensor.float() * factor).to(tensor.dtype)
 
 
-def with_value(value: float, *place: int | slice) -> Callable[[torch.Tensor], torch.Tensor]:
+def with_value(value: float | torch.Tensor, *place: int | slice) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor[place] = value
         return tensor
@@ -177,7 +177,7 @@ class TestRouting:
         return torch.stack((order // mask.shape[1], order % mask.shape[1]), dim=-1)
 
     def flip(self, copyist: Any, layer: int, rank: int) -> dict[tuple[int, Site], Any]:
-        """The `rank`-th most fragile token goes to another expert: its weights and outputs change much."""
+        """The `rank`-th most fragile token goes to another expert: its weight follows, the outputs change much."""
         row, position = self.fragile_tokens(copyist, layer)[rank].tolist()
 
         def other_expert(experts: torch.Tensor) -> torch.Tensor:
@@ -185,10 +185,12 @@ class TestRouting:
             experts[row, position, 0] = next(expert for expert in range(32) if expert not in chosen)
             return experts
 
+        experts = other_expert(copyist.source.read(layer, Site.ROUTER_EXPERTS))[row, position]
+        scores = copyist.source.read(layer, Site.ROUTER_LOGITS)[row, position].float().sigmoid()[experts]
         upset = with_value(0.5, row, position)
         return {
             (layer, Site.ROUTER_EXPERTS): other_expert,
-            (layer, Site.ROUTER_WEIGHTS): upset,
+            (layer, Site.ROUTER_WEIGHTS): with_value(scores / scores.sum(), row, position),
             (layer, Site.MOE_DELTA): upset,
             (layer, Site.OUTPUT): upset,
         }
@@ -232,8 +234,20 @@ class TestRouting:
         routing = site_of(comparison, 1, Site.ROUTER_EXPERTS).routing
         assert routing is not None
         assert (routing.num_tokens, routing.num_flipped, routing.num_explained) == (81, 1, 1)
-        for site in (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT):
+        for site in (Site.MOE_DELTA, Site.OUTPUT):
             assert site_of(comparison, 1, site).num_set_aside == 1
+        weights = site_of(comparison, 1, Site.ROUTER_WEIGHTS)
+        assert (weights.num_set_aside, weights.num_replayed) == (0, 1)
+        assert comparison.notes == (
+            "1 token in 1 layer went to other experts, not judged behind them: "
+            "--model judges them against the golden with the port's own experts",
+        )
+
+    def test_weights_past_a_flip_are_judged_by_the_goldens_logits(self, copyist: Any, judge: Judge) -> None:
+        changes = self.flip(copyist, 1, rank=0)
+        row, position = self.fragile_tokens(copyist, 1)[0].tolist()
+        changes[1, Site.ROUTER_WEIGHTS] = with_value(0.5, row, position)
+        assert blamed(judge(copyist.device_run(changes))) == [(1, ("router_weights",))]
 
     def test_flip_beyond_the_noise_is_the_routers_fault(self, copyist: Any, judge: Judge) -> None:
         comparison = judge(copyist.device_run(self.flip(copyist, 1, rank=-1)))

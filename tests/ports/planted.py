@@ -356,3 +356,11 @@ class BlackBoxClean(BlackBox):
     """The port as it is, seen from outside."""
 
     mistake = port.DecoderLayer
+
+
+class NoCorrectionBiasAndSwappedGateUp(NoCorrectionBias):
+    """RB1 and X1 in one layer: the experts are the wrong ones, and wrong in themselves."""
+
+    class moe_class(port.Moe):  # noqa: N801
+        def activate(self, gate, up):
+            return super().activate(up, gate)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import TargetError
-from neuron.ports.layouts import Partial, Replicated, Sharded, parse_layout
+from minimax_tools.layouts import Partial, Replicated, Sharded, parse_layout
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
 WHAT = "target port.py:Port, layer 5, q_proj"

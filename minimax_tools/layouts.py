@@ -1,4 +1,6 @@
-"""Layout: how the pieces that ranks hold of a site make up its logical tensor, written after `@` in a port's `sites`.
+"""Layout: how the pieces that ranks hold of a site make up its logical tensor.
+
+It is written after `@` in a port's `sites`, and in the map of a capture that another tool wrote.
 
 | text | the pieces |
 |---|---|

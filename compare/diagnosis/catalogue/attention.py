@@ -1,0 +1,180 @@
+"""Mistakes of attention: how heads are cut, scores, masks, and which heads reach the output.
+
+B batch, S sequence, N heads, K kv heads, D head_dim, T tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from compare.diagnosis.catalogue.splits import rank_of, share
+from compare.diagnosis.evaluation import Change, Evaluation, Scene
+from compare.diagnosis.mistake import Mistake, each, once, values_of
+from compare.diagnosis.stages import attend, product_stage
+from minimax_tools.checkpoint import names
+from minimax_tools.sites import Site
+
+
+def _attending(**options: float | bool | int) -> Change:
+    return Change(stages={Site.ATTN_CONTEXT: partial(attend, **options)})  # type: ignore[arg-type]
+
+
+def _swapped() -> Change:
+    return Change(
+        stages={
+            Site.K_PROJ: product_stage(Site.INPUT_NORM, names.V_PROJ),
+            Site.V_PROJ: product_stage(Site.INPUT_NORM, names.K_PROJ),
+        }
+    )
+
+
+def _interleaved(order: str) -> Change:
+    def stage(at: Evaluation) -> torch.Tensor:
+        query = at.base[Site.Q_PROJ]
+        num_groups = at.spec.num_key_value_heads
+        group_size = at.spec.num_attention_heads // num_groups
+        first = num_groups if order == "by group" else group_size
+        heads = query.unflatten(-1, (first, -1, at.spec.head_dim))
+        flat: torch.Tensor = heads.transpose(2, 3).flatten(2)
+        return flat
+
+    return Change(stages={Site.Q_PROJ: stage})
+
+
+def _cut_per_group() -> Change:
+    """The rows lie per kv group as [its queries | its key | its value], and are cut as [Q | K | V]."""
+
+    def fused(at: Evaluation) -> tuple[torch.Tensor, ...]:
+        spec = at.spec
+        parts = [
+            at.base[site].unflatten(-1, (spec.num_key_value_heads, -1))
+            for site in (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ)
+        ]
+        rows = torch.cat(parts, dim=-1).flatten(2)
+        widths = (spec.query_width, spec.key_value_width, spec.key_value_width)
+        cut: tuple[torch.Tensor, ...] = rows.split(widths, dim=-1)
+        return cut
+
+    return Change(
+        stages={
+            Site.Q_PROJ: lambda at: fused(at)[0],
+            Site.K_PROJ: lambda at: fused(at)[1],
+            Site.V_PROJ: lambda at: fused(at)[2],
+        }
+    )
+
+
+def _one_rank(tp_degree: int, rank: int) -> Change:
+    def stage(at: Evaluation) -> torch.Tensor:
+        part = share(at.spec.query_width, tp_degree, rank)
+        return at[Site.ATTN_CONTEXT][:, part] @ at.weights.kept_value(names.O_PROJ)[:, part].T
+
+    return Change(stages={Site.ATTN_DELTA: stage})
+
+
+def _has_padding(scene: Scene) -> bool:
+    return not bool(scene.attention_mask.all())
+
+
+def _windows(scene: Scene) -> tuple[int, ...]:
+    longest = int(scene.attention_mask.sum(-1).max())
+    sizes = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
+    return tuple(size for size in sizes if size < longest)
+
+
+def _scales(scene: Scene) -> tuple[float, ...]:
+    head_dim, rotary_dim = scene.spec.head_dim, scene.spec.rotary_dim
+    return (
+        head_dim**0.5,
+        head_dim**-0.5,
+        (head_dim / rotary_dim) ** 0.5 if rotary_dim != head_dim else 2**0.5,
+        2.0,
+        0.5,
+        0.9,
+        1.1,
+        2**-0.5,
+        4.0,
+        0.25,
+    )
+
+
+ATTENTION_MISTAKES = (
+    Mistake(
+        name="kv_repeat_tiled",
+        what="Kv heads are tiled over the query heads, not repeated for neighbours.",
+        look_at="repeat_kv: repeat_interleave, not repeat",
+        build=lambda: _attending(is_tiled=True),
+        candidates=lambda scene: once(scene) if scene.spec.num_key_value_heads > 1 else (),
+        sources=("onnx#7274", "axlearn#842"),
+    ),
+    Mistake(
+        name="k_v_swapped",
+        what="The rows of k_proj and v_proj are exchanged.",
+        look_at="the order of q, k and v in a fused projection",
+        build=_swapped,
+    ),
+    Mistake(
+        name="q_heads_interleaved",
+        what="The rows of q_proj are cut with the heads of different kv groups interleaved.",
+        look_at="how a fused projection is laid out per kv group, and how it is cut",
+        build=_interleaved,
+        candidates=lambda scene: (
+            values_of("order", "by group", "by place")(scene)
+            if 1 < scene.spec.num_key_value_heads < scene.spec.num_attention_heads
+            else ()
+        ),
+    ),
+    Mistake(
+        name="qkv_cut_per_group",
+        what="The fused rows lie per kv group, and are cut as all queries, all keys, all values.",
+        look_at="how a fused projection is laid out per kv group, and how it is cut",
+        build=_cut_per_group,
+        candidates=lambda scene: once(scene) if scene.spec.num_key_value_heads > 1 else (),
+    ),
+    Mistake(
+        name="attention_scale",
+        what="The scores are off by a factor from head_dim**-0.5.",
+        look_at="the scale that attention, or the kernel, is given",
+        build=lambda factor: _attending(scale=factor),
+        candidates=each("factor", _scales),
+        fitted="factor",
+    ),
+    Mistake(
+        name="causal_mask_missing",
+        what="Tokens see those behind them.",
+        look_at="the causal mask",
+        build=lambda: _attending(is_causal=False),
+    ),
+    Mistake(
+        name="padding_mask_missing",
+        what="Tokens see padding before them.",
+        look_at="whether the attention mask reaches the scores",
+        build=lambda: _attending(hides_padding=False),
+        candidates=lambda scene: once(scene) if _has_padding(scene) else (),
+    ),
+    Mistake(
+        name="sliding_window",
+        what="Tokens see the latest keys alone; MiniMax-M2 has no window.",
+        look_at="a window or block size in attention, or in how the cache is written",
+        build=lambda window: _attending(window=window),
+        candidates=each("window", _windows),
+        fitted="window",
+        is_whole=True,
+    ),
+    Mistake(
+        name="attention_softmax_low_precision",
+        what="Scores and softmax are in BF16.",
+        look_at="the dtype of the softmax",
+        build=lambda: _attending(is_low_precision=True),
+    ),
+    Mistake(
+        name="attention_heads_missing",
+        what="Only one rank's heads reach the output.",
+        look_at="the all-reduce behind o_proj",
+        build=_one_rank,
+        candidates=rank_of("tp_degree", "num_attention_heads"),
+        sources=("vllm-ascend#1856",),
+    ),
+)

@@ -1,0 +1,46 @@
+"""The catalogue: every known mistake, by name; where two explain an output alike, the earlier one is named first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
+from compare.diagnosis.catalogue.experts import EXPERT_MISTAKES
+from compare.diagnosis.catalogue.fp8 import FP8_MISTAKES
+from compare.diagnosis.catalogue.norms import NORM_MISTAKES
+from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
+from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
+from compare.diagnosis.catalogue.router import ROUTER_MISTAKES
+from compare.diagnosis.mistake import Mistake
+from minimax_tools.errors import UsageError
+
+CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
+    {
+        mistake.name: mistake
+        for mistake in (
+            *NORM_MISTAKES,
+            *ROPE_MISTAKES,
+            *ATTENTION_MISTAKES,
+            *RESIDUAL_MISTAKES,
+            *ROUTER_MISTAKES,
+            *EXPERT_MISTAKES,
+            *FP8_MISTAKES,
+        )
+    }
+)
+
+
+def find_mistakes(names: tuple[str, ...]) -> tuple[Mistake, ...]:
+    """The mistakes of these names; all of them where none is given.
+
+    Raises:
+        UsageError: A name is not in the catalogue.
+    """
+    unknown = [name for name in names if name not in CATALOGUE]
+    if unknown:
+        raise UsageError(
+            f"no mistake is called {unknown[0]!r}",
+            next_step="mm2-diagnose --list shows the catalogue.",
+        )
+    return tuple(CATALOGUE[name] for name in names) if names else tuple(CATALOGUE.values())

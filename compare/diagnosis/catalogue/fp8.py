@@ -1,0 +1,152 @@
+"""Mistakes of FP8 checkpoints: codes and block scales read wrongly. R rows, C columns of a matrix."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+
+from compare.diagnosis.catalogue.low_bits import fp8_groups
+from compare.diagnosis.evaluation import Change, Evaluation, Node, Part, Scene, Stage
+from compare.diagnosis.expert_pass import Recipe
+from compare.diagnosis.layer_weights import Decode, LayerWeights, spread_scales
+from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each
+from minimax_tools.checkpoint import names
+from minimax_tools.checkpoint.names import EXPERT_MATRICES, expert_weight
+from minimax_tools.sites import Site
+
+_PROJECTIONS = {
+    "q_proj": (Site.Q_PROJ, Site.INPUT_NORM, names.Q_PROJ),
+    "k_proj": (Site.K_PROJ, Site.INPUT_NORM, names.K_PROJ),
+    "v_proj": (Site.V_PROJ, Site.INPUT_NORM, names.V_PROJ),
+    "o_proj": (Site.ATTN_DELTA, Site.ATTN_CONTEXT, names.O_PROJ),
+}
+TENSORS = (*_PROJECTIONS, *EXPERT_MATRICES)
+
+
+def _decoded(decode: Decode, *tensors: str) -> Change:
+    """These tensors' codes and scales read in another way."""
+    stages: dict[Node, Stage] = {
+        _PROJECTIONS[tensor][0]: _product(tensor, decode) for tensor in tensors if tensor in _PROJECTIONS
+    }
+    matrices = tuple(tensor for tensor in tensors if tensor in EXPERT_MATRICES)
+
+    def read(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor:
+        return weights.decoded(expert_weight(expert, matrix), decode)
+
+    return Change(stages=stages, recipe=Recipe(read=read, changed=matrices) if matrices else None)
+
+
+def _product(tensor: str, decode: Decode) -> Stage:
+    _, source, name = _PROJECTIONS[tensor]
+
+    def stage(at: Evaluation) -> torch.Tensor:
+        return at[source] @ at.weights.decoded(name, decode).T
+
+    return stage
+
+
+def _without_scale(codes: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return codes.float()
+
+
+def _averaged(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return codes.float() * scales.mean()
+
+
+def _clipped(limit: float) -> Decode:
+    return lambda codes, scales: codes.float().clamp(-limit, limit) * spread_scales(scales, codes.shape)
+
+
+def _power_of_two(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return codes.float() * spread_scales(torch.exp2(scales.log2().ceil()), codes.shape)
+
+
+def _transposed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return codes.float() * spread_scales(scales.T.reshape(scales.shape), codes.shape)
+
+
+def _as_integers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8).float() * spread_scales(scales, codes.shape)
+
+
+def _activations() -> Change:
+    def mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return fp8_groups(torch.nn.functional.silu(gate) * up)
+
+    return Change(
+        stages={Part.EXPERT_INPUT: lambda at: fp8_groups(at[Site.POST_NORM])}, recipe=Recipe(mix=mix)
+    )
+
+
+def is_fp8(scene: Scene) -> bool:
+    """Whether the checkpoint stores matrices of the layer in FP8."""
+    return bool(_stored(scene))
+
+
+def _stored(scene: Scene) -> tuple[str, ...]:
+    """The tensors that the checkpoint stores in FP8."""
+    of_tensor = {
+        **{tensor: name for tensor, (_, _, name) in _PROJECTIONS.items()},
+        **{matrix: expert_weight(0, matrix) for matrix in EXPERT_MATRICES},
+    }
+    return tuple(tensor for tensor, name in of_tensor.items() if scene.weights.is_fp8(name))
+
+
+def _all_once(parameters: Parameters) -> Candidates:
+    """Once, where all matrices are stored in FP8."""
+    return lambda scene: (parameters,) if len(_stored(scene)) == len(TENSORS) else ()
+
+
+FP8_MISTAKES = (
+    Mistake(
+        name="fp8_scale_missing",
+        what="The FP8 codes of a tensor are used without their scales.",
+        look_at="how weight_scale_inv is found and bound for this tensor",
+        build=lambda tensor: _decoded(_without_scale, tensor),
+        candidates=each("tensor", _stored),
+    ),
+    Mistake(
+        name="fp8_scale_averaged",
+        what="All blocks of a tensor share one scale.",
+        look_at="slices that are smaller than a block of 128",
+        build=lambda tensor: _decoded(_averaged, tensor),
+        candidates=each("tensor", _stored),
+    ),
+    Mistake(
+        name="fp8_clipped",
+        what="The FP8 codes are clipped at another format's largest number.",
+        look_at="the range of the device's FP8 type: 240 against 448",
+        build=lambda limit: _decoded(_clipped(limit), *TENSORS),
+        candidates=_all_once(MappingProxyType({"limit": 240})),
+    ),
+    Mistake(
+        name="fp8_scale_power_of_two",
+        what="The scales are rounded up to powers of two after quantising.",
+        look_at="the scale format (ue8m0)",
+        build=lambda: _decoded(_power_of_two, *TENSORS),
+        candidates=_all_once(MappingProxyType({})),
+        sources=("transformers#46763",),
+    ),
+    Mistake(
+        name="fp8_scale_transposed",
+        what="The grid of a tensor's scales is read transposed.",
+        look_at="the order of the block scales' two dims",
+        build=lambda tensor: _decoded(_transposed, tensor),
+        candidates=each("tensor", _stored),
+    ),
+    Mistake(
+        name="fp8_codes_as_integers",
+        what="The FP8 bytes of a tensor are taken for integers.",
+        look_at="the dtype that the codes are viewed as",
+        build=lambda tensor: _decoded(_as_integers, tensor),
+        candidates=each("tensor", _stored),
+        sources=("mlx-lm#1192",),
+    ),
+    Mistake(
+        name="fp8_activations",
+        what="The experts' activations are quantised to FP8, one scale for each token and 128 channels.",
+        look_at="whether the matmul is FP8 on both sides",
+        build=_activations,
+    ),
+)

@@ -1,0 +1,74 @@
+"""Mistakes of o_proj and of the residual stream. T tokens, H hidden."""
+
+from __future__ import annotations
+
+import torch
+
+from compare.diagnosis.evaluation import Change, Evaluation
+from compare.diagnosis.mistake import Mistake, values_of
+from compare.diagnosis.stages import normalise, product_stage
+from minimax_tools.checkpoint import names
+from minimax_tools.sites import Site
+
+_RIGHT_DELTA = product_stage(Site.ATTN_CONTEXT, names.O_PROJ)
+
+
+def _scaled(factor: float) -> Change:
+    return Change(stages={Site.ATTN_DELTA: lambda at: _RIGHT_DELTA(at) * factor})
+
+
+def _post_norm_of_input(at: Evaluation) -> torch.Tensor:
+    weight = at.weights.kept_value(names.POST_NORM)
+    return normalise(at.chosen(at[Site.INPUT]), weight, at.spec.rms_norm_eps)
+
+
+RESIDUAL_MISTAKES = (
+    Mistake(
+        name="o_proj_zero",
+        what="Attention adds nothing: o_proj is zero, or never bound.",
+        look_at="whether convert_state_dict binds o_proj.weight, and a quantised copy of it",
+        build=lambda: Change(
+            stages={Site.ATTN_DELTA: lambda at: torch.zeros_like(at.chosen(at[Site.INPUT]))}
+        ),
+    ),
+    Mistake(
+        name="attention_delta_scaled",
+        what="What attention adds is off by a factor, such as the number of ranks that add it.",
+        look_at="how often o_proj's output is reduced over ranks",
+        build=_scaled,
+        candidates=values_of("factor", 2.0, 4.0, 8.0, 0.5, 0.25, 0.125, 16.0, 32.0, 64.0, 0.9),
+        fitted="factor",
+    ),
+    Mistake(
+        name="attention_residual_missing",
+        what="The layer's input is not added to what attention gives.",
+        look_at="the first residual add",
+        build=lambda: Change(stages={Site.ATTN_RESIDUAL: lambda at: at[Site.ATTN_DELTA]}),
+    ),
+    Mistake(
+        name="moe_residual_missing",
+        what="What attention left is not added to what the experts give.",
+        look_at="the second residual add",
+        build=lambda: Change(stages={Site.OUTPUT: lambda at: at[Site.MOE_DELTA]}),
+    ),
+    Mistake(
+        name="residual_after_norm",
+        what="The normed input is added to what attention gives, not the input.",
+        look_at="where the residual is taken: before the norm",
+        build=lambda: Change(
+            stages={Site.ATTN_RESIDUAL: lambda at: at.chosen(at[Site.INPUT_NORM]) + at[Site.ATTN_DELTA]}
+        ),
+    ),
+    Mistake(
+        name="moe_residual_from_input",
+        what="The layer's input is added to what the experts give: what attention added is lost.",
+        look_at="which tensor the second residual add takes",
+        build=lambda: Change(stages={Site.OUTPUT: lambda at: at.chosen(at[Site.INPUT]) + at[Site.MOE_DELTA]}),
+    ),
+    Mistake(
+        name="post_norm_of_input",
+        what="The norm before the experts reads the layer's input.",
+        look_at="what the post-attention norm is called with",
+        build=lambda: Change(stages={Site.POST_NORM: _post_norm_of_input}),
+    ),
+)

@@ -1,0 +1,184 @@
+"""Mistakes of rotary embedding. B batch, S sequence, D head_dim; angles are [B,S,width/2]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from compare.diagnosis.catalogue.low_bits import bfloat16
+from compare.diagnosis.evaluation import Change, Evaluation, Scene, Stage
+from compare.diagnosis.mistake import Mistake, each, values_of
+from compare.diagnosis.stages import frequencies, rotate_halves, rotation_angles, split_heads
+from minimax_tools.sites import Site
+
+# From heads [B,heads,S,D] to rotated heads.
+_Turn = Callable[[Evaluation, torch.Tensor], torch.Tensor]
+
+
+def _ropes(turn: _Turn) -> Change:
+    return Change(stages={Site.Q_ROPE: _stage(Site.Q_NORM, turn), Site.K_ROPE: _stage(Site.K_NORM, turn)})
+
+
+def _stage(source: Site, turn: _Turn) -> Stage:
+    return lambda at: turn(at, split_heads(at[source], at.spec.head_dim))
+
+
+def _with_angles(angles: Callable[[Evaluation], torch.Tensor]) -> Change:
+    return _ropes(lambda at, heads: rotate_halves(heads, angles(at)))
+
+
+def _positions(at: Evaluation) -> torch.Tensor:
+    return at.scene.position_ids[:, :, None].float()
+
+
+def _width(rotary_dim: int) -> Change:
+    return _with_angles(lambda at: _positions(at) * frequencies(rotary_dim, at.spec.rope_theta))
+
+
+def _theta(theta: float) -> Change:
+    return _with_angles(lambda at: _positions(at) * frequencies(at.spec.rotary_dim, theta))
+
+
+def _ladder(width: int) -> Change:
+    return _with_angles(
+        lambda at: _positions(at) * frequencies(at.spec.rotary_dim, at.spec.rope_theta, width)
+    )
+
+
+def _interleaved(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
+    angles = rotation_angles(at)[:, None]
+    width = 2 * angles.shape[-1]
+    even, odd = heads[..., 0:width:2], heads[..., 1:width:2]
+    turned = torch.stack(
+        (even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin()), dim=-1
+    )
+    return torch.cat((turned.flatten(-2), heads[..., width:]), dim=-1)
+
+
+def _last_dims(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
+    kept = heads.shape[-1] - at.spec.rotary_dim
+    return torch.cat((heads[..., :kept], rotate_halves(heads[..., kept:], rotation_angles(at))), dim=-1)
+
+
+def _low_precision(rounded: str) -> Change:
+    def angles(at: Evaluation) -> torch.Tensor:
+        own = frequencies(at.spec.rotary_dim, at.spec.rope_theta)
+        if rounded == "angles":
+            return bfloat16(_positions(at) * own)
+        if rounded == "frequencies":
+            return _positions(at) * bfloat16(own)
+        return bfloat16(bfloat16(_positions(at)) * bfloat16(own))
+
+    return _with_angles(angles)
+
+
+def _wrong_slice(period: int) -> Change:
+    def turn(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
+        width, angles = at.spec.rotary_dim, rotation_angles(at)
+        right = rotate_halves(heads, angles)
+        wrong = torch.cat((heads[..., :width], rotate_halves(heads[..., width:], angles)), dim=-1)
+        is_right = torch.arange(heads.shape[1]) % period == 0
+        return torch.where(is_right[None, :, None, None], right, wrong)
+
+    return _ropes(turn)
+
+
+def _other_widths(scene: Scene) -> tuple[int, ...]:
+    spec = scene.spec
+    widths = {spec.head_dim * eighths // 8 for eighths in range(1, 9)}
+    return tuple(sorted(width for width in widths if width % 2 == 0 and width != spec.rotary_dim))[::-1]
+
+
+def _other_ladders(scene: Scene) -> tuple[int, ...]:
+    spec = scene.spec
+    widths = (spec.head_dim, spec.head_dim // 2, spec.rotary_dim // 2, 2 * spec.head_dim, spec.hidden_size)
+    return tuple(dict.fromkeys(width for width in widths if width not in (0, spec.rotary_dim)))
+
+
+def _other_thetas(scene: Scene) -> tuple[float, ...]:
+    thetas = (1e4, 1e6, 5e5, 1e5, 1e7, 5e7, 1e3)
+    return tuple(theta for theta in thetas if theta != scene.spec.rope_theta)
+
+
+def _periods(scene: Scene) -> tuple[int, ...]:
+    spec = scene.spec
+    if spec.head_dim < 2 * spec.rotary_dim:
+        return ()
+    return tuple(period for period in (2, 4, 8, 16) if period <= spec.num_attention_heads)
+
+
+ROPE_MISTAKES = (
+    Mistake(
+        name="rope_width",
+        what="Another width than rotary_dim is rotated, with the frequencies of that width.",
+        look_at="whether rotary_dim reaches the rotary embedding, and not head_dim",
+        build=_width,
+        candidates=each("rotary_dim", _other_widths),
+        sources=("transformers#48241", "transformers#48486"),
+    ),
+    Mistake(
+        name="rope_theta",
+        what="The base of the frequencies is another one than rope_theta.",
+        look_at="the default of rope_theta",
+        build=_theta,
+        candidates=each("theta", _other_thetas),
+        fitted="theta",
+        sources=("SpecForge#265",),
+    ),
+    Mistake(
+        name="rope_interleaved",
+        what="Neighbouring dims are paired (GPT-J), not dim i with i + rotary_dim/2 (NeoX).",
+        look_at="rotate_half, and the layout of cos and sin",
+        build=lambda: _ropes(_interleaved),
+        sources=("vllm-ascend#12765", "vllm-ascend#12780"),
+    ),
+    Mistake(
+        name="rope_missing",
+        what="Queries and keys are not rotated.",
+        look_at="whether this path applies rotary embedding",
+        build=lambda: _ropes(lambda _, heads: heads),
+    ),
+    Mistake(
+        name="rope_reversed",
+        what="Heads are turned the other way.",
+        look_at="the sign of sin in the rotation",
+        build=lambda: _with_angles(lambda at: -rotation_angles(at)),
+    ),
+    Mistake(
+        name="rope_last_dims",
+        what="The last rotary_dim dims of each head are rotated, not the first.",
+        look_at="how a head is split into rotated and passed dims",
+        build=lambda: _ropes(_last_dims),
+    ),
+    Mistake(
+        name="rope_position_scaled",
+        what="Positions are multiplied by a factor.",
+        look_at="rope scaling, and how position_ids are made",
+        build=lambda factor: _with_angles(lambda at: rotation_angles(at) * factor),
+        candidates=values_of("factor", 0.5, 2.0, 0.25, 4.0, 0.125, 8.0, 1 / 16, 1 / 32),
+        fitted="factor",
+    ),
+    Mistake(
+        name="rope_frequency_width",
+        what="The exponents of the frequencies are divided by another width than rotary_dim.",
+        look_at="the divisor in inv_freq",
+        build=_ladder,
+        candidates=each("width", _other_ladders),
+    ),
+    Mistake(
+        name="rope_low_precision",
+        what="Angles, or what they are made of, are held in BF16.",
+        look_at="the dtype of inv_freq, positions and their product",
+        build=_low_precision,
+        candidates=values_of("rounded", "angles", "frequencies", "all"),
+    ),
+    Mistake(
+        name="rope_wrong_slice",
+        what="All heads but one of each period rotate the dims behind rotary_dim.",
+        look_at="a fused norm and rotation where rotary_dim is less than head_dim",
+        build=_wrong_slice,
+        candidates=each("period", _periods),
+        sources=("vllm#51049",),
+    ),
+)

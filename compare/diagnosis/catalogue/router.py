@@ -1,0 +1,178 @@
+"""Mistakes of the router: the experts' scores, their choice, and the weights of the chosen. T tokens, E experts, k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+import torch
+
+from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, int4_groups
+from compare.diagnosis.evaluation import Change, Evaluation, Part, Scene, Stage
+from compare.diagnosis.expert_pass import Recipe
+from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
+from compare.diagnosis.stages import choose_experts, correction_bias, router_scores, weigh
+from minimax_tools.checkpoint import names
+from minimax_tools.sites import Site
+
+# [T,E] of an evaluation.
+_Scores = Callable[[Evaluation], torch.Tensor]
+
+
+def _choosing(choice: _Scores, scores: _Scores | None = None) -> Change:
+    """Experts by other scores; their weights too, where those are given."""
+    stages: dict[Site | Part, Stage] = {
+        Site.ROUTER_EXPERTS: lambda at: choose_experts(choice(at), at.spec.num_experts_per_tok)
+    }
+    if scores is not None:
+        stages[Site.ROUTER_WEIGHTS] = lambda at: weigh(scores(at), at[Site.ROUTER_EXPERTS])
+    return Change(stages=stages)
+
+
+def _weighing(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
+    """Other weights of the chosen experts."""
+    return Change(stages={Site.ROUTER_WEIGHTS: lambda at: weights(at, at[Site.ROUTER_EXPERTS])})
+
+
+def _softmax(at: Evaluation) -> torch.Tensor:
+    return at[Site.ROUTER_LOGITS].softmax(-1)
+
+
+def _top_k(k: int) -> Change:
+    return Change(
+        stages={Site.ROUTER_EXPERTS: lambda at: choose_experts(router_scores(at) + correction_bias(at), k)}
+    )
+
+
+def _logits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
+    return Change(
+        stages={Site.ROUTER_LOGITS: lambda at: product(at[Site.POST_NORM], at.weights.kept_value(names.GATE))}
+    )
+
+
+def _quantised(bits: int) -> Change:
+    if bits == 8:
+        return _logits(lambda states, gate: states @ fp8_blocks(gate).T)
+    return _logits(lambda states, gate: states @ int4_groups(gate).T)
+
+
+def _on_input() -> Change:
+    def mix(gate: torch.Tensor, up: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(gate * shares[:, None]) * (up * shares[:, None])
+
+    return Change(stages={Site.MOE_DELTA: lambda at: at[Part.EXPERT_OUTPUTS].sum(1)}, recipe=Recipe(mix=mix))
+
+
+def _other_ks(scene: Scene) -> tuple[int, ...]:
+    k, num_experts = scene.spec.num_experts_per_tok, scene.spec.num_local_experts
+    ks = (1, 2, k // 2, k - 1, k + 1, 2 * k, k - 2, k + 2)
+    return tuple(dict.fromkeys(other for other in ks if 0 < other <= num_experts and other != k))
+
+
+def _both_bits(_: Scene) -> tuple[Parameters, ...]:
+    return tuple(MappingProxyType({"bits": bits}) for bits in (8, 4))
+
+
+ROUTER_MISTAKES = (
+    Mistake(
+        name="router_softmax",
+        what="Experts are scored by softmax, not by sigmoid.",
+        look_at="the router's activation (scoring_func)",
+        build=lambda: _choosing(lambda at: _softmax(at) + correction_bias(at), _softmax),
+        sources=("llama.cpp#18980", "mlx-swift-lm#332"),
+    ),
+    Mistake(
+        name="router_bias_missing",
+        what="The correction bias takes no part in the choice: it was dropped, or is still zero.",
+        look_at="whether e_score_correction_bias is bound, and not folded as a constant",
+        build=lambda: _choosing(router_scores),
+        sources=("TensorRT-LLM#13294", "sglang#10440"),
+    ),
+    Mistake(
+        name="router_bias_low_precision",
+        what="The correction bias is held in BF16, in steps of 0.03 to 0.06.",
+        look_at="the dtype of e_score_correction_bias after loading",
+        build=lambda: _choosing(lambda at: router_scores(at) + bfloat16(correction_bias(at))),
+        sources=("sglang#31213", "transformers#42580", "vllm#50761", "Automodel#2553"),
+    ),
+    Mistake(
+        name="router_choice_low_precision",
+        what="The biased scores are compared in BF16.",
+        look_at="the dtype in which the correction bias is added to the scores",
+        build=lambda: _choosing(lambda at: bfloat16(router_scores(at) + correction_bias(at))),
+    ),
+    Mistake(
+        name="router_bias_negated",
+        what="The correction bias is subtracted.",
+        look_at="the sign of e_score_correction_bias",
+        build=lambda: _choosing(lambda at: router_scores(at) - correction_bias(at)),
+    ),
+    Mistake(
+        name="router_bias_in_weights",
+        what="The biased scores weigh the chosen experts.",
+        look_at="from which scores the weights are gathered",
+        build=lambda: _weighing(lambda at, experts: weigh(router_scores(at) + correction_bias(at), experts)),
+        sources=("transformers#39581", "PaddleFormers#3452"),
+    ),
+    Mistake(
+        name="router_weights_not_normalised",
+        what="The chosen scores are not divided by their sum.",
+        look_at="norm_topk_prob, or the division by the sum",
+        build=lambda: _weighing(lambda at, experts: router_scores(at).gather(-1, experts)),
+        sources=("torchtitan#1418", "torchtitan#1448"),
+    ),
+    Mistake(
+        name="router_weights_scaled",
+        what="The weights of the chosen experts are off by a factor.",
+        look_at="routed_scaling_factor",
+        build=lambda factor: _weighing(lambda at, experts: factor * weigh(router_scores(at), experts)),
+        candidates=values_of("factor", 2.0, 0.5, 2.5, 4.0, 8.0, 0.25, 0.125, 1.5),
+        fitted="factor",
+    ),
+    Mistake(
+        name="router_top_k",
+        what="Another number of experts than num_experts_per_tok is chosen.",
+        look_at="the k of top-k",
+        build=_top_k,
+        candidates=each("k", _other_ks),
+    ),
+    Mistake(
+        name="router_low_precision",
+        what="The gate's product is computed in BF16.",
+        look_at="the dtype of the router's gate and of its input",
+        build=lambda: _logits(lambda states, gate: (states.bfloat16() @ gate.bfloat16().T).float()),
+        sources=("tt-metal#47430", "vllm-ascend#17068", "vllm#41332"),
+    ),
+    Mistake(
+        name="router_quantised",
+        what="The gate's weight was quantised with the linear layers.",
+        look_at="the names in the quantiser's skip list: block_sparse_moe.gate",
+        build=_quantised,
+        candidates=_both_bits,
+        sources=("auto-round#1486",),
+    ),
+    Mistake(
+        name="router_weights_on_input",
+        what="An expert's weight scales its input, not its output.",
+        look_at="apply_router_weight_on_input and the like",
+        build=_on_input,
+    ),
+    Mistake(
+        name="router_softmax_of_chosen",
+        what="The chosen experts are weighed by the softmax of their logits.",
+        look_at="how the chosen scores are normalised",
+        build=lambda: _weighing(lambda at, experts: at[Site.ROUTER_LOGITS].gather(-1, experts).softmax(-1)),
+    ),
+    Mistake(
+        name="router_weights_uniform",
+        what="All chosen experts weigh the same.",
+        look_at="whether the weights reach the combination of the experts' outputs",
+        build=lambda: _weighing(lambda at, experts: torch.full(experts.shape, 1.0 / experts.shape[-1])),
+    ),
+    Mistake(
+        name="router_sigmoid_missing",
+        what="Raw logits and the bias choose the experts; no sigmoid comes between.",
+        look_at="what the correction bias is added to",
+        build=lambda: _choosing(lambda at: at[Site.ROUTER_LOGITS] + correction_bias(at)),
+    ),
+)

@@ -1,0 +1,158 @@
+"""The diagnosis of a device run: which known mistakes explain its layers. `diagnose` is the library's entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from compare.batch import Batch
+from compare.comparer import compare_captures
+from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.diagnosis.catalogue.catalogue import find_mistakes
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis
+from compare.diagnosis.layer_case import LayerCase
+from compare.diagnosis.mistake import Mistake
+from compare.diagnosis.search import search_layer
+from compare.feed import read_feed
+from compare.judge import Criteria
+from compare.sides import Sides
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import IncomparableError
+from minimax_tools.progress import NoProgress, Progress
+from minimax_tools.results import Comparison, SiteStatus
+from minimax_tools.sites import Site
+from minimax_tools.spec import ModelSpec
+
+
+def diagnose(
+    reference: CaptureSource,
+    target: CaptureSource,
+    *,
+    model: Path,
+    layers: tuple[int, ...] | None = None,
+    mistakes: tuple[str, ...] = (),
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Name the known mistakes that explain a device run's layers.
+
+    Args:
+        reference: The golden, a capture of mm2's own.
+        target: The device run; its layers were fed the golden's values, each by itself.
+        model: The checkpoint's folder.
+        layers: The layers to diagnose, to blame or not; None for those that the comparison blames.
+        mistakes: Names of the mistakes to try; empty for the whole catalogue.
+        progress: Told of every layer.
+
+    Raises:
+        IncomparableError: The captures must not be compared, are not of this checkpoint, or no layer that is to be
+            diagnosed was fed the golden's own values.
+        CheckpointError: The checkpoint cannot be read.
+        UsageError: A mistake is not in the catalogue, or the run has no such layer.
+    """
+    entries = find_mistakes(mistakes)
+    golden = _own_capture(reference)
+    criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
+    pattern = f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*"
+    comparison = compare_captures(golden, target, criteria=criteria, layer_pattern=pattern)
+    chosen = layers if layers is not None else _blamed_layers(comparison)
+    sides = Sides(reference=golden, target=target, batch=Batch.of(golden, target), criteria=criteria)
+    alone = tuple(layer for layer in chosen if _is_fed_golden(sides, layer))
+    if chosen and not alone:
+        raise _not_alone(chosen[0])
+    return Diagnosis(
+        reference=str(golden.directory),
+        target=str(target.directory),
+        is_failed=any(
+            site.status is SiteStatus.FAIL
+            for site in comparison.sites
+            if layers is None or site.layer in layers
+        ),
+        layers=tuple(
+            _diagnose_layers(
+                golden,
+                target,
+                model=model,
+                suspects={layer: _suspects(comparison, layer) for layer in alone},
+                mistakes=entries,
+                progress=progress or NoProgress(),
+            )
+            if alone
+            else ()
+        ),
+        notes=tuple(str(_not_alone(layer)) for layer in chosen if layer not in alone),
+    )
+
+
+def _diagnose_layers(
+    golden: Capture,
+    target: CaptureSource,
+    *,
+    model: Path,
+    suspects: Mapping[int, frozenset[Site]],
+    mistakes: Sequence[Mistake],
+    progress: Progress,
+) -> Iterator[LayerDiagnosis]:
+    """One layer after the other; what explained one is tried first on the next."""
+    spec = ModelSpec.from_folder(model)
+    expected: set[str] = set()
+    with CheckpointReader(model, layers=range(min(suspects), max(suspects) + 1)) as reader:
+        for layer, sites in suspects.items():
+            num_bytes_before = reader.num_bytes_read
+            _refuse_other_model(golden, ModelFingerprint.of(reader, spec, range(layer, layer + 1)), model)
+            case = LayerCase(golden, target, reader=reader, spec=spec, layer=layer, suspects=sites)
+            with torch.no_grad():
+                outcome = search_layer(
+                    case.open_trial(), mistakes, suspects=sites, expected=frozenset(expected)
+                )
+            expected |= {score.hypothesis.name for score in outcome.named}
+            progress.advance(layer, num_bytes=reader.num_bytes_read - num_bytes_before)
+            yield LayerDiagnosis.of(layer, outcome, sites=case.sites, notes=case.notes)
+
+
+def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
+    return tuple(sorted({blame.layer for blame in comparison.blame if blame.layer is not None}))
+
+
+def _suspects(comparison: Comparison, layer: int) -> frozenset[Site]:
+    return frozenset(Site(site) for blame in comparison.blame if blame.layer == layer for site in blame.sites)
+
+
+def _is_fed_golden(sides: Sides, layer: int) -> bool:
+    if layer not in sides.target.layers:
+        return False
+    feed = read_feed(sides, layer)
+    return feed.is_recorded and not feed.is_handed_on
+
+
+def _own_capture(reference: CaptureSource) -> Capture:
+    if not isinstance(reference, Capture):
+        raise IncomparableError(
+            f"{reference.directory} does not say which model and tokens it is of",
+            expected="a golden of mm2's own",
+            next_step="Capture one: mm2-gpu extract-all --model DIR.",
+        )
+    return reference
+
+
+def _refuse_other_model(golden: Capture, found: ModelFingerprint, folder: Path) -> None:
+    provenance = golden.description.provenance
+    differences = provenance.model.differences(found)
+    if differences:
+        raise IncomparableError(
+            f"the golden is not of the checkpoint at {folder}",
+            found="; ".join(differences),
+            next_step=f"Give --model the checkpoint that it was made of: {provenance.model_source}.",
+        )
+
+
+def _not_alone(layer: int) -> IncomparableError:
+    return IncomparableError(
+        f"layer {layer} was not run by itself on the golden's input: its own mistakes cannot be told from what it "
+        "was handed",
+        next_step=f"Run mm2-test single-layer --layer {layer} --golden DIR, and diagnose that run.",
+    )

@@ -1,0 +1,236 @@
+"""Evaluation: the decoder layer in float32 as a graph of stages, one for each site; a change replaces some of them.
+
+What lies upstream of a change is taken from the base; what lies downstream is computed when it is asked for.
+B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import reduce
+from types import MappingProxyType
+
+import torch
+
+from compare.diagnosis.expert_pass import ExpertJob, Recipe
+from compare.diagnosis.layer_weights import LayerWeights
+from minimax_tools.floor import token_rows
+from minimax_tools.sites import SITE_INPUTS, Site
+from minimax_tools.spec import ModelSpec
+
+
+class Part(str, Enum):
+    """Points within the experts that are no sites."""
+
+    EXPERT_INPUT = "expert_input"  # [T,H]
+    EXPERT_NUMBERS = "expert_numbers"  # [T,k], whose weights are used; in the order of router_experts
+    EXPERT_OUTPUTS = "expert_outputs"  # [T,k,H], not weighed yet
+
+    def __str__(self) -> str:
+        return self.value
+
+
+Node = Site | Part
+Stage = Callable[["Evaluation"], torch.Tensor]
+
+NODE_INPUTS: Mapping[Node, tuple[Node, ...]] = MappingProxyType(
+    {
+        **{site: tuple[Node, ...](inputs) for site, inputs in SITE_INPUTS.items()},
+        Part.EXPERT_INPUT: (Site.POST_NORM,),
+        Part.EXPERT_NUMBERS: (Site.ROUTER_EXPERTS,),
+        Part.EXPERT_OUTPUTS: (Part.EXPERT_INPUT, Part.EXPERT_NUMBERS),
+        Site.MOE_DELTA: (Part.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
+    }
+)
+# Attention mixes rows up to here: these have all rows of the batch, what comes later has the chosen tokens' alone.
+_OF_ALL_ROWS = frozenset(site for site in Site if site.order < Site.ATTN_CONTEXT.order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scene:
+    """What a layer is run on.
+
+    Args:
+        spec: The model.
+        weights: The layer's weights.
+        attention_mask: int64 [B,S].
+        position_ids: int64 [B,S].
+        decode_start: First of the rows that are computed one at a time from the golden's keys and values; S for none.
+    """
+
+    spec: ModelSpec
+    weights: LayerWeights
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    decode_start: int
+
+    @property
+    def real_tokens(self) -> torch.Tensor:
+        """The real tokens' places among all B·S, ascending: int64 [T]."""
+        return self.attention_mask.flatten().nonzero().flatten()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Change:
+    """What replaces parts of the layer.
+
+    Args:
+        stages: New stages by node.
+        recipe: How experts compute, where that changes.
+    """
+
+    stages: Mapping[Node, Stage] = field(default_factory=dict)
+    recipe: Recipe | None = None
+
+    @property
+    def nodes(self) -> frozenset[Node]:
+        """What it replaces."""
+        experts = () if self.recipe is None else (Part.EXPERT_OUTPUTS,)
+        return frozenset((*self.stages, *experts))
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """The sites at which it first shows."""
+        return frozenset(node if isinstance(node, Site) else Site.MOE_DELTA for node in self.nodes)
+
+    def and_also(self, other: Change) -> Change:
+        """Both changes; where both replace the same, the other one."""
+        return Change(stages={**self.stages, **other.stages}, recipe=other.recipe or self.recipe)
+
+
+class Evaluation:
+    """The values of a layer's nodes, computed when they are asked for; `evaluation[Site.OUTPUT]` is [T,H].
+
+    Nodes before attention's context have all rows, [B,S,…] or [B,heads,S,D]; later ones the chosen tokens', [T,…].
+
+    Args:
+        scene: What the layer is run on.
+        stages: The stage of every node.
+        tokens: The chosen tokens' places among all B·S, int64 [T].
+        base: Gives what no change touches; None for the base itself.
+        change: What is changed.
+        values: What is known already.
+    """
+
+    def __init__(
+        self,
+        scene: Scene,
+        stages: Mapping[Node, Stage],
+        *,
+        tokens: torch.Tensor,
+        base: Evaluation | None = None,
+        change: Change | None = None,
+        values: Mapping[Node, torch.Tensor] | None = None,
+    ) -> None:
+        self.scene = scene
+        self.tokens = tokens
+        self.base = base or self
+        self.recipe = (change.recipe if change else None) or self.base_recipe
+        self._stages = {**stages, **(change.stages if change else {})}
+        self._affected = _downstream(change.nodes) if change else frozenset()
+        self._values = dict(values or {})
+        self._everywhere: Evaluation | None = None
+
+    @property
+    def base_recipe(self) -> Recipe:
+        """How experts compute without this change."""
+        return Recipe() if self.base is self else self.base.recipe
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return self.scene.spec
+
+    @property
+    def weights(self) -> LayerWeights:
+        """The layer's weights."""
+        return self.scene.weights
+
+    def __getitem__(self, node: Node) -> torch.Tensor:
+        if self.base is not self and node not in self._affected and node not in self._values:
+            return self.base[node]
+        if node not in self._values:
+            self._values[node] = self._stages[node](self)
+        return self._values[node]
+
+    def changed(self, change: Change) -> Evaluation:
+        """This layer with a change."""
+        return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=change)
+
+    def is_affected(self, node: Node) -> bool:
+        """Whether the change may touch a node."""
+        return node in self._affected
+
+    def give(self, node: Node, value: torch.Tensor) -> None:
+        """Tell a value that was computed elsewhere."""
+        self._values[node] = value
+
+    def with_value(self, node: Node, value: torch.Tensor) -> Evaluation:
+        """This layer, its change included, with another value at a node."""
+        given = Change(stages={node: _constant(value)})
+        return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=given)
+
+    def at(self, places: torch.Tensor) -> Evaluation:
+        """This base with some of its tokens alone, by their places; no value that is known is computed again."""
+        values = {
+            node: value if node in _OF_ALL_ROWS else value[places] for node, value in self._values.items()
+        }
+        return Evaluation(self.scene, self._stages, tokens=self.tokens[places], values=values)
+
+    def everywhere(self) -> Evaluation:
+        """The same layer with all B·S tokens, padding too."""
+        if self._everywhere is None:
+            everything = torch.arange(self.scene.attention_mask.numel())
+            values = {node: value for node, value in self._values.items() if node in _OF_ALL_ROWS}
+            self._everywhere = Evaluation(self.scene, self._stages, tokens=everything, values=values)
+        return self._everywhere
+
+    def chosen(self, rows: torch.Tensor) -> torch.Tensor:
+        """The chosen tokens of [B,S,F]: [T,F]."""
+        return rows.flatten(0, 1)[self.tokens]
+
+    def rows(self, site: Site) -> torch.Tensor:
+        """The chosen tokens of any site: [T,F]."""
+        value = self[site]
+        return self.chosen(token_rows(value, site)) if site in _OF_ALL_ROWS else value
+
+    def expert_job(self) -> ExpertJob:
+        """What this evaluation asks of the experts."""
+        return ExpertJob(
+            states=self[Part.EXPERT_INPUT],
+            experts=self[Part.EXPERT_NUMBERS],
+            shares=self[Site.ROUTER_WEIGHTS],
+            recipe=self.recipe,
+        )
+
+
+def join_changes(changes: Iterable[Change]) -> Change:
+    """Several changes as one."""
+    return reduce(Change.and_also, changes, Change())
+
+
+def with_given(stages: Mapping[Node, Stage], given: Mapping[Site, torch.Tensor]) -> dict[Node, Stage]:
+    """The stages, those of `given` sites [B,S,…] replaced by what the layer was fed there."""
+    fed: dict[Node, Stage] = {
+        site: _constant(value) if site in _OF_ALL_ROWS else _chosen(value) for site, value in given.items()
+    }
+    return {**stages, **fed}
+
+
+def _chosen(value: torch.Tensor) -> Stage:
+    return lambda at: at.chosen(value)
+
+
+def _constant(value: torch.Tensor) -> Stage:
+    return lambda _: value
+
+
+def _downstream(nodes: frozenset[Node]) -> frozenset[Node]:
+    reached = set(nodes)
+    while True:
+        more = {node for node, inputs in NODE_INPUTS.items() if reached.intersection(inputs)} - reached
+        if not more:
+            return frozenset(reached)
+        reached |= more

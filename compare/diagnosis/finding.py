@@ -1,0 +1,139 @@
+"""What a diagnosis found: mistakes that explain layers, what else was close, and what was left unexplained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from compare.diagnosis.mistake import Value
+from compare.diagnosis.search import Outcome
+from compare.diagnosis.trial import Score
+from minimax_tools.sites import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A mistake, or two together, held against one layer.
+
+    Args:
+        layer: The layer.
+        mistake: Its name; of two `a + b`.
+        parameters: Its parameters; `rows` is `decode` where it is made in decoded rows alone. Of two mistakes each
+            name begins with its mistake's, as in `rope_theta.theta`.
+        explains: Share of the error's energy that it takes away; 0 where it adds some.
+        leaves: ρ that it leaves: about 1 is what BF16 leaves.
+        amplitude: The port's error along the one that is predicted; near 1 where it is right.
+        z: The amplitude in units of its own uncertainty.
+        what: What the port does, in a sentence.
+        look_at: What to look at in the port's code.
+        sources: Public threads that report it.
+        resembles: Mistakes that explain the layer as well: nothing in these captures tells them apart.
+    """
+
+    layer: int
+    mistake: str
+    parameters: Mapping[str, Value]
+    explains: float
+    leaves: float
+    amplitude: float
+    z: float
+    what: str
+    look_at: str
+    sources: tuple[str, ...] = ()
+    resembles: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> Finding:
+        """What a score says, and which others say as much."""
+        mistakes, name = score.hypothesis.mistakes, score.hypothesis.name
+        others = (other.hypothesis.name for other in alike)
+        return cls(
+            layer=layer,
+            mistake=name,
+            parameters=MappingProxyType(dict(_parameters(score))),
+            explains=max(score.explains, 0.0),
+            leaves=score.leaves,
+            amplitude=score.amplitude,
+            z=score.z,
+            what=" ".join(mistake.what for mistake in mistakes),
+            look_at="; ".join(mistake.look_at for mistake in mistakes),
+            sources=tuple(source for mistake in mistakes for source in mistake.sources),
+            resembles=tuple(dict.fromkeys(other for other in others if other != name)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDiagnosis:
+    """What was found of one layer.
+
+    Args:
+        layer: The layer.
+        sites: The sites that judged.
+        unexplained: ρ of the port against the layer without a mistake, at the worst of those sites.
+        named: The mistakes that explain it, best first; those behind the first resemble it.
+        nearest: What comes nearest where nothing explains it, best first.
+        num_hypotheses: How many were tried.
+        notes: What to know beside.
+    """
+
+    layer: int
+    sites: tuple[Site, ...]
+    unexplained: float
+    named: tuple[Finding, ...]
+    nearest: tuple[Finding, ...]
+    num_hypotheses: int
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, layer: int, outcome: Outcome, *, sites: tuple[Site, ...], notes: tuple[str, ...]
+    ) -> LayerDiagnosis:
+        """What a search came to."""
+        return cls(
+            layer=layer,
+            sites=sites,
+            unexplained=outcome.null.leaves,
+            named=tuple(Finding.of(layer, score, alike=outcome.named) for score in outcome.named),
+            nearest=tuple(Finding.of(layer, score) for score in outcome.nearest),
+            num_hypotheses=outcome.num_tried,
+            notes=notes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """A whole diagnosis.
+
+    Args:
+        reference: The golden's directory.
+        target: The device run's directory.
+        is_failed: Whether the comparison of the chosen layers fails.
+        layers: What was found of each layer that was looked at, ascending.
+        notes: What to know beside.
+    """
+
+    reference: str
+    target: str
+    is_failed: bool
+    layers: tuple[LayerDiagnosis, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The mistakes that were named: layers ascending, best first."""
+        return tuple(finding for layer in self.layers for finding in layer.named)
+
+    @property
+    def exit_code(self) -> int:
+        """1 where the port differs, named or not; else 0."""
+        return int(self.is_failed or bool(self.findings))
+
+
+def _parameters(score: Score) -> Iterator[tuple[str, Value]]:
+    hypothesis = score.hypothesis
+    for mistake, parameters in zip(hypothesis.mistakes, hypothesis.parameters, strict=True):
+        for name, value in parameters.items():
+            yield (name if len(hypothesis.mistakes) == 1 else f"{mistake.name}.{name}"), value
+    if score.is_decode_only:
+        yield "rows", "decode"

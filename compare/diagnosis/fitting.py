@@ -1,0 +1,114 @@
+"""Fitting: the parameter of a mistake that explains the port best, searched between the catalogue's candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from types import MappingProxyType
+
+from compare.diagnosis.mistake import Hypothesis, Parameters
+from compare.diagnosis.trial import Score, Trial
+
+_ROUNDS = 4
+_POINTS = 5
+# Beyond the first and the last candidate, how far the search may go.
+_REACH = 4.0
+# A candidate of the catalogue is a value that code has: it wins where it explains as much.
+_SAME = 1.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bracket:
+    """Between which values a parameter is searched."""
+
+    low: float
+    high: float
+
+    def points(self, *, is_whole: bool) -> tuple[float, ...]:
+        """Values within it, evenly spread on a logarithmic scale."""
+        step = (self.high / self.low) ** (1.0 / (_POINTS + 1))
+        points = [self.low * step**index for index in range(1, _POINTS + 1)]
+        if is_whole:
+            points = [max(round(point), 1) for point in points]
+        return tuple(dict.fromkeys(points))
+
+    def around(self, value: float, points: Sequence[float]) -> _Bracket:
+        """The narrower bracket between the neighbours of a value."""
+        return _Bracket(
+            low=max((point for point in (self.low, *points) if point < value), default=self.low),
+            high=min((point for point in (self.high, *points) if point > value), default=self.high),
+        )
+
+
+def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
+    """Each score, or a better one of the same mistakes with a value that is no candidate of the catalogue.
+
+    Args:
+        trial: What judges.
+        scores: One of each hypothesis that is worth it.
+    """
+    best = list(scores)
+    for part in range(max((len(score.hypothesis.mistakes) for score in scores), default=0)):
+        best = _fit_part(trial, best, part)
+    return best
+
+
+def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
+    """All of them at once: the experts' weights are read once for each round."""
+    best = list(scores)
+    brackets = {
+        index: _first_bracket(trial, score.hypothesis, part)
+        for index, score in enumerate(scores)
+        if part < len(score.hypothesis.mistakes) and score.hypothesis.mistakes[part].fitted
+    }
+    for _ in range(_ROUNDS if brackets else 0):
+        points = {
+            index: bracket.points(is_whole=best[index].hypothesis.mistakes[part].is_whole)
+            for index, bracket in brackets.items()
+        }
+        tried = {
+            index: [_with_value(best[index].hypothesis, part, point) for point in its]
+            for index, its in points.items()
+        }
+        found = trial.judge([hypothesis for its in tried.values() for hypothesis in its])
+        for index, its in tried.items():
+            rivals = [
+                score
+                for score in found
+                if score.hypothesis in its and score.is_decode_only == best[index].is_decode_only
+            ]
+            best[index] = min([best[index], *rivals], key=lambda score: score.misfit)
+            brackets[index] = brackets[index].around(_value(best[index].hypothesis, part), points[index])
+    return [
+        first if first.misfit <= _SAME * last.misfit else last
+        for first, last in zip(scores, best, strict=True)
+    ]
+
+
+def _with_value(hypothesis: Hypothesis, part: int, value: float) -> Hypothesis:
+    """The hypothesis with another value of one mistake's fitted parameter."""
+    changed: Parameters = MappingProxyType(
+        {**hypothesis.parameters[part], str(hypothesis.mistakes[part].fitted): value}
+    )
+    parameters = [*hypothesis.parameters[:part], changed, *hypothesis.parameters[part + 1 :]]
+    singles = [
+        mistake.with_parameters(its) for mistake, its in zip(hypothesis.mistakes, parameters, strict=True)
+    ]
+    return reduce(Hypothesis.and_also, singles)
+
+
+def _first_bracket(trial: Trial, hypothesis: Hypothesis, part: int) -> _Bracket:
+    mistake = hypothesis.mistakes[part]
+    value = _value(hypothesis, part)
+    others = sorted(
+        float(parameters[str(mistake.fitted)]) for parameters in mistake.candidates(trial.base.scene)
+    )
+    whole = _Bracket(low=min(*others, value) / _REACH, high=max(*others, value) * _REACH)
+    return whole.around(value, others)
+
+
+def _value(hypothesis: Hypothesis, part: int) -> float:
+    value = hypothesis.parameters[part][str(hypothesis.mistakes[part].fitted)]
+    assert isinstance(value, (int, float)), "fitted parameters are numbers"
+    return float(value)

@@ -1,0 +1,206 @@
+"""LayerCase: all that a layer's hypotheses are judged by, read from two captures and the checkpoint.
+
+B batch, S sequence, T real tokens, F channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from compare.batch import Batch
+from compare.diagnosis.catalogue.fp8 import is_fp8
+from compare.diagnosis.evaluation import Evaluation, Node, Scene, with_given
+from compare.diagnosis.layer_weights import LayerWeights
+from compare.diagnosis.stages import STAGES
+from compare.diagnosis.trial import Trial, settled_tokens
+from compare.diagnosis.yardstick import Yardstick
+from compare.feed import fed_sites
+from compare.judge import find_mismatch
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.decoded_rows import decoded_rows
+from minimax_tools.errors import IncomparableError
+from minimax_tools.options import DTYPES
+from minimax_tools.sites import Site
+from minimax_tools.spec import ModelSpec
+
+# Their values are choices, or lie in an order of the port's own.
+_NOT_JUDGED = (Site.INPUT, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
+# Of the router's logits, where the golden does not keep them.
+_RELATIVE_LOGIT_NOISE = 5e-3
+
+
+class LayerCase:
+    """One layer of two captures, and its weights.
+
+    Args:
+        reference: The golden; it holds what the layer was fed.
+        target: The device run, fed the golden's own values.
+        reader: The checkpoint.
+        spec: The model.
+        layer: The layer.
+        suspects: The sites that are to blame; empty where none is known.
+
+    Raises:
+        CheckpointError: The checkpoint lacks the layer, or holds another than `spec` describes.
+    """
+
+    def __init__(
+        self,
+        reference: Capture,
+        target: CaptureSource,
+        *,
+        reader: CheckpointReader,
+        spec: ModelSpec,
+        layer: int,
+        suspects: frozenset[Site],
+    ) -> None:
+        self._reference = reference
+        self._target = target
+        self._layer = layer
+        self._dtype = DTYPES[reference.description.provenance.dtypes["weights"]]
+        self.sites = judging_sites(reference, target, layer, suspects)
+        self.scene = _make_scene(
+            reference, target, LayerWeights(reader, spec, layer=layer, dtype=self._dtype), spec
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be tried or judged."""
+        notes = []
+        if not is_fp8(self.scene):
+            notes.append(
+                "the checkpoint stores no FP8 weights: mistakes of FP8 codes and scales were not tried"
+            )
+        num_lost = int((~self._usable(self._read_port())).sum())
+        if num_lost:
+            notes.append(
+                f"{num_lost} of {len(self.scene.real_tokens)} tokens hold NaN or Inf and were left out: "
+                "no mistake of the catalogue makes any"
+            )
+        return tuple(notes)
+
+    def open_trial(self) -> Trial:
+        """What judges the layer's hypotheses, on all real tokens."""
+        tokens, reference, layer = self.scene.real_tokens, self._reference, self._layer
+        stages = with_given(STAGES, _read_fed(reference, self._target, layer))
+        base = Evaluation(self.scene, stages, tokens=tokens)
+        port = self._read_port()
+        noise = _logit_noise(reference, base, self._batch, layer)
+        settled = settled_tokens(base, noise)
+        length = self.scene.attention_mask.shape[1]
+        return Trial(
+            base=base,
+            fed=Evaluation(self.scene, stages, tokens=tokens, values=self._read_all()),
+            yardsticks={
+                site: Yardstick.of(
+                    port=rows,
+                    golden=self._batch.rows(reference.read(layer, site), site).float(),
+                    exact=base.rows(site),
+                    settled=settled,
+                    dtype=self._dtype,
+                )
+                for site, rows in port.items()
+            },
+            logit_noise=noise,
+            is_decoded=tokens % length >= self.scene.decode_start,
+            is_usable=self._usable(port),
+        )
+
+    @property
+    def _batch(self) -> Batch:
+        return Batch(self.scene.attention_mask)
+
+    def _read_all(self) -> dict[Node, torch.Tensor]:
+        """All values of the layer that the golden holds, but for what it gives out."""
+        values: dict[Node, torch.Tensor] = {}
+        for site in self._reference.sites(self._layer):
+            value = _widened(self._reference.read(self._layer, site))
+            if site.order < Site.ATTN_CONTEXT.order:
+                values[site] = value
+            elif site is not Site.OUTPUT:
+                values[site] = self._batch.rows(value, site)
+        return values
+
+    def _read_port(self) -> dict[Site, torch.Tensor]:
+        return {
+            site: self._batch.rows(self._target.read(self._layer, site), site).float() for site in self.sites
+        }
+
+    @staticmethod
+    def _usable(port: dict[Site, torch.Tensor]) -> torch.Tensor:
+        return torch.stack([rows.isfinite().all(-1) for rows in port.values()]).all(0)
+
+
+def judging_sites(
+    reference: CaptureSource, target: CaptureSource, layer: int, suspects: frozenset[Site]
+) -> tuple[Site, ...]:
+    """The sites that judge a layer: the suspects that both sides hold, and the last one that the run computes.
+
+    A router is judged by what the experts give; a layer without suspects by its deltas too.
+
+    Raises:
+        IncomparableError: Both sides hold none.
+    """
+    fed = fed_sites(target)
+    both = [
+        site
+        for site in reference.sites(layer)
+        if site in target.sites(layer)
+        and site not in _NOT_JUDGED
+        and site not in fed
+        and find_mismatch(reference.read(layer, site), target.read(layer, site)) is None
+    ]
+    if not both:
+        raise IncomparableError(
+            f"nothing of layer {layer} can be judged: the captures have no site in common, or of another shape",
+            next_step="Capture the layer's output on both sides.",
+        )
+    wanted = set(suspects) or {Site.ATTN_DELTA, Site.MOE_DELTA}
+    if wanted & {Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS}:
+        wanted.add(Site.MOE_DELTA)
+    return tuple(site for site in both if site in wanted or site is both[-1])
+
+
+def _make_scene(reference: Capture, target: CaptureSource, weights: LayerWeights, spec: ModelSpec) -> Scene:
+    inputs, description = reference.read_inputs(), target.known_description
+    num_decoded = description.run.decode_rows if description is not None else 0
+    mask = inputs.attention_mask
+    return Scene(
+        spec=spec,
+        weights=weights,
+        attention_mask=mask,
+        position_ids=inputs.position_ids,
+        decode_start=decoded_rows(mask, num_decoded).start if num_decoded else mask.shape[1],
+    )
+
+
+def _read_fed(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
+    """The golden's values of the layer's input and of all that the run was fed."""
+    return {site: _widened(reference.read(layer, site)) for site in {Site.INPUT, *fed_sites(target)}}
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value.long()
+
+
+def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer: int) -> float:
+    """Standard deviation of the golden's error on the router's logits."""
+    exact = base[Site.ROUTER_LOGITS]
+    if Site.ROUTER_LOGITS in reference.sites(layer):
+        golden = batch.rows(reference.read(layer, Site.ROUTER_LOGITS), Site.ROUTER_LOGITS).float()
+        return float((golden - exact).square().mean().sqrt())
+    return _RELATIVE_LOGIT_NOISE * float(exact.square().mean().sqrt())
+
+
+def spread_places(num_tokens: int, lengths: Iterable[int], most: int) -> torch.Tensor:
+    """Some of the tokens, ascending: evenly spread, and the last of each prompt."""
+    if num_tokens <= 1.5 * most:
+        return torch.arange(num_tokens)
+    last = torch.tensor(list(lengths)).cumsum(0) - 1
+    even = torch.linspace(0, num_tokens - 1, most - min(len(last), most // 2)).round().long()
+    places: torch.Tensor = torch.cat((even, last[: most // 2])).unique()
+    return places

@@ -1,0 +1,89 @@
+"""LayerWeights: one decoder layer's weights as the reference computes with them, and FP8 codes where there are some.
+
+What is read is kept as the checkpoint stores it; a matrix is float32 only while it is in use, attention's aside.
+E experts, R rows and C columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import layer_prefix, scale_name
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.spec import ModelSpec
+
+# From the codes [R,C] and their scales, one per block of 128 x 128, to the values float32 [R,C].
+Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class LayerWeights:
+    """The weights of a layer by the hub's relative names; safe to use from several threads.
+
+    Args:
+        reader: The checkpoint.
+        spec: The model.
+        layer: The layer.
+        dtype: What the run computes in: values are rounded to it before they become float32.
+
+    Raises:
+        CheckpointError: The checkpoint's layer is not the one that `spec` describes.
+    """
+
+    def __init__(self, reader: CheckpointReader, spec: ModelSpec, *, layer: int, dtype: torch.dtype) -> None:
+        self._tensors = LayerTensors.open(reader, spec, layer, dtype)
+        self._prefix = layer_prefix(layer)
+        self._kept: dict[str, torch.Tensor] = {}
+        self._exact: dict[str, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that the checkpoint's reader has read so far."""
+        return self._tensors.reader.num_bytes_read
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether the checkpoint stores the tensor as FP8 codes."""
+        return self._tensors.stored_dtype(name) == torch.float8_e4m3fn
+
+    def value(self, name: str) -> torch.Tensor:
+        """A tensor's values, float32; made anew at every call."""
+        if not self.is_fp8(name):
+            return self._keep(name, lambda: self._tensors[name]).float()
+        return dequantise(*self.codes(name), dtype=self._tensors.dtype).float()
+
+    def kept_value(self, name: str) -> torch.Tensor:
+        """The same, made once: for all but experts."""
+        with self._lock:
+            if name not in self._exact:
+                self._exact[name] = self.value(name)
+            return self._exact[name]
+
+    def codes(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The FP8 codes [R,C] and block scales of a matrix that is stored so."""
+        reader, full_name = self._tensors.reader, self._prefix + name
+        scales = scale_name(name)
+        return (
+            self._keep(name, lambda: reader.read(full_name)),
+            self._keep(scales, lambda: reader.read(self._prefix + scales)),
+        )
+
+    def decoded(self, name: str, decode: Decode) -> torch.Tensor:
+        """An FP8 matrix's values as another decoding gives them, rounded to the run's dtype: float32 [R,C]."""
+        return decode(*self.codes(name)).to(self._tensors.dtype).float()
+
+    def _keep(self, name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # Two threads may read one tensor at once: it is the same.
+        if name not in self._kept:
+            self._kept[name] = read()
+        return self._kept[name]
+
+
+def spread_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Block scales as one value per element, float32 [R,C]."""
+    rows = scales.repeat_interleave(BLOCK_SIZE, dim=0)[: shape[0]]
+    return rows.repeat_interleave(BLOCK_SIZE, dim=1)[:, : shape[1]]

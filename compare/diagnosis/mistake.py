@@ -1,0 +1,122 @@
+"""Mistake: an entry of the catalogue: what a port may have done, as a change of the layer, with its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from compare.diagnosis.evaluation import Change, Scene
+from minimax_tools.sites import Site
+
+Value = int | float | str
+Parameters = Mapping[str, Value]
+# The parameters that are worth a try in a scene; none where the mistake cannot happen there.
+Candidates = Callable[[Scene], tuple[Parameters, ...]]
+
+NOTHING: Parameters = MappingProxyType({})
+
+
+def once(_: Scene) -> tuple[Parameters, ...]:
+    """A mistake without parameters."""
+    return (NOTHING,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistake:
+    """A known porting mistake.
+
+    Args:
+        name: Its name, as reports give it.
+        what: What the port does, in a sentence.
+        look_at: What to look at in the port's code.
+        sources: Public threads that report it, `repository#thread`.
+        build: From its parameters, by name, to the change.
+        candidates: The parameters to try.
+        fitted: The parameter that is searched between the candidates, on a logarithmic scale; None for none.
+        is_whole: Whether that parameter is a whole number.
+    """
+
+    name: str
+    what: str
+    look_at: str
+    build: Callable[..., Change]
+    candidates: Candidates = once
+    sources: tuple[str, ...] = ()
+    fitted: str | None = None
+    is_whole: bool = False
+
+    def hypotheses(self, scene: Scene) -> tuple[Hypothesis, ...]:
+        """This mistake with each of its candidates."""
+        return tuple(self.with_parameters(parameters) for parameters in self.candidates(scene))
+
+    def with_parameters(self, parameters: Parameters) -> Hypothesis:
+        """This mistake with given parameters."""
+        return Hypothesis(mistakes=(self,), parameters=(parameters,), change=self.build(**parameters))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Hypothesis:
+    """One mistake, or two that happened together, with their parameters.
+
+    Args:
+        mistakes: The mistakes.
+        parameters: Those of each.
+        change: What they change, taken together.
+    """
+
+    mistakes: tuple[Mistake, ...]
+    parameters: tuple[Parameters, ...]
+    change: Change
+
+    @property
+    def name(self) -> str:
+        """The mistakes' names."""
+        return " + ".join(mistake.name for mistake in self.mistakes)
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """The sites at which it first shows."""
+        return self.change.sites
+
+    @property
+    def is_of_attention(self) -> bool:
+        """Whether it begins before the norm of the experts: pairs are of one that does and one that does not."""
+        return min(site.order for site in self.sites) < Site.POST_NORM.order
+
+    def and_also(self, other: Hypothesis) -> Hypothesis:
+        """Both together."""
+        return Hypothesis(
+            mistakes=(*self.mistakes, *other.mistakes),
+            parameters=(*self.parameters, *other.parameters),
+            change=self.change.and_also(other.change),
+        )
+
+    def __str__(self) -> str:
+        return " + ".join(
+            word_mistake(mistake.name, parameters)
+            for mistake, parameters in zip(self.mistakes, self.parameters, strict=True)
+        )
+
+
+def word_mistake(name: str, parameters: Parameters) -> str:
+    """`rope_theta (theta 1e+04)`."""
+    words = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in parameters.items()
+    ]
+    return f"{name} ({', '.join(words)})" if words else name
+
+
+def each(name: str, values: Callable[[Scene], tuple[Value, ...]]) -> Candidates:
+    """One parameter, with each of the values that a scene allows."""
+
+    def candidates(scene: Scene) -> tuple[Parameters, ...]:
+        return tuple(MappingProxyType({name: value}) for value in values(scene))
+
+    return candidates
+
+
+def values_of(name: str, *values: Value) -> Candidates:
+    """One parameter, with the same values everywhere."""
+    return each(name, lambda _: values)

@@ -1,0 +1,78 @@
+"""Naming: which of the scores explain a layer, and which only come near. The limits are calibrated on clean ports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compare.diagnosis.trial import Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamingLimits:
+    """When a mistake is named.
+
+    Args:
+        leaves: Most that it may leave: what a right port may have at a site.
+        proof: Most that it may leave where nothing else is tried, since other layers were explained by it.
+        clear: ρ of the port from which its error is above the noise.
+        excess: Share of the error above the noise that it must take away there.
+        faint_below: ρ of the port up to which its error may be of a mistake that the noise covers.
+        faint_z: Least z of a mistake below that; some 300 hypotheses are tried on a layer.
+        faint_amplitude: By how much its amplitude may differ from 1.
+        faint_share: Least share of the whole error's energy that it must take away there.
+        same: What a later candidate of a mistake must leave, in squares, to be better than an earlier one.
+        resembling: How much more a mistake may leave, in squares, than one that it resembles.
+    """
+
+    leaves: float = 2.0
+    proof: float = 1.3
+    clear: float = 1.5
+    excess: float = 0.8
+    faint_below: float = 6.0
+    faint_z: float = 8.0
+    faint_amplitude: float = 0.3
+    faint_share: float = 0.02
+    same: float = 0.98
+    resembling: float = 1.1
+
+
+LIMITS = NamingLimits()
+
+
+def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
+    """Whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
+    if not score.leaves <= limits.leaves or not score.explains > 0.0:
+        return False
+    if score.unexplained >= limits.clear:
+        return 1.0 - (score.leaves**2 - 1.0) / (score.unexplained**2 - 1.0) >= limits.excess
+    return (
+        score.z >= limits.faint_z
+        and abs(score.amplitude - 1.0) <= limits.faint_amplitude
+        and score.explains >= limits.faint_share
+    )
+
+
+def is_proof(score: Score, limits: NamingLimits = LIMITS) -> bool:
+    """Whether it explains the port so well that no other mistake needs to be tried."""
+    return score.unexplained >= limits.clear and score.leaves <= limits.proof
+
+
+def best_first(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> list[Score]:
+    """The best score of each hypothesis by name, the least misfit first."""
+    best: dict[tuple[str, bool], Score] = {}
+    for score in scores:
+        key = (score.hypothesis.name, score.is_decode_only)
+        # The first candidate is the commonest: a later one must explain more.
+        if key not in best or score.misfit < limits.same * best[key].misfit:
+            best[key] = score
+    return sorted(best.values(), key=lambda score: score.misfit)
+
+
+def name_mistakes(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> tuple[Score, ...]:
+    """The scores that explain the port: the best, and those that resemble it; none where nothing does."""
+    explaining = [score for score in best_first(scores) if is_explanation(score, limits)]
+    if not explaining:
+        return ()
+    most = limits.resembling * explaining[0].misfit
+    return tuple(score for score in explaining if score.misfit <= most)

@@ -1,0 +1,146 @@
+"""The search: the hypotheses of one layer, screened on some tokens, fitted, and judged on all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from compare.diagnosis.fitting import fit_parameters
+from compare.diagnosis.layer_case import spread_places
+from compare.diagnosis.mistake import Hypothesis, Mistake
+from compare.diagnosis.naming import LIMITS, best_first, is_proof, name_mistakes
+from compare.diagnosis.trial import Score, Trial
+from minimax_tools.sites import Site
+
+logger = logging.getLogger(__name__)
+
+# Tokens that screen: attention's hypotheses ask for other experts' inputs each, and cost most.
+_SCREENING_TOKENS = 64
+_MOST_FITTED = 6
+_MOST_FINALISTS = 10
+_MOST_FAINT = 5
+_MOST_NEAREST = 3
+_PARTNERS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the search of one layer came to.
+
+    Args:
+        null: The layer without a mistake.
+        named: The scores that explain it, best first; those behind the first resemble it.
+        nearest: The best scores, best first.
+        num_tried: How many hypotheses were tried.
+    """
+
+    null: Score
+    named: tuple[Score, ...]
+    nearest: tuple[Score, ...]
+    num_tried: int
+
+
+def search_layer(
+    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: frozenset[str]
+) -> Outcome:
+    """Find the mistakes that explain a layer.
+
+    Hypotheses are tried in turns, as long as nothing explains the layer: those that other layers were explained by,
+    those that begin where the comparison lays the blame, all others, and pairs.
+
+    Args:
+        trial: What judges, on all tokens.
+        mistakes: The catalogue's entries to try.
+        suspects: The sites that are to blame; empty where none is known.
+        expected: Names of the mistakes that other layers of this run were explained by.
+    """
+    screen = _screen(trial)
+    tried: list[Score] = []
+    finals: list[Score] = []
+    for is_expected, hypotheses in _turns(trial, mistakes, suspects=suspects, expected=expected):
+        logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(screen.base.tokens))
+        tried += screen.judge(hypotheses)
+        finals = _finish(trial, screen, tried)
+        named = name_mistakes(finals)
+        if named and (not is_expected or is_proof(named[0])):
+            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried))
+    faint = _search_faint(trial, screen, [score.hypothesis for score in tried])
+    named = name_mistakes(faint)
+    if named:
+        return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried))
+    pairs = _pairs(tried)
+    if pairs:
+        logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(screen.base.tokens))
+        in_pairs = _finish(trial, screen, screen.judge(pairs))
+        named = name_mistakes(in_pairs)
+        if named:
+            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried) + len(pairs))
+    nearest = tuple(sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST])
+    return Outcome(null=trial.null(), named=(), nearest=nearest, num_tried=len(tried) + len(pairs))
+
+
+def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
+    """The scores of mistakes whose effect the noise may cover; none where the error is far above it."""
+    null = trial.null()
+    if null.leaves > LIMITS.faint_below:
+        return []
+    logger.info("Trying %d hypotheses as filters.", len(hypotheses))
+    screened = best_first(screen.judge_faint(hypotheses))
+    best = sorted(screened, key=lambda score: -score.z)[:_MOST_FINALISTS]
+    return best if screen is trial else trial.judge_faint([score.hypothesis for score in best])
+
+
+def _turns(
+    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: frozenset[str]
+) -> Iterator[tuple[bool, list[Hypothesis]]]:
+    """The hypotheses in turns, and whether a turn is of what other layers were explained by."""
+    left = [one for mistake in mistakes for one in mistake.hypotheses(trial.base.scene)]
+    choices: list[Callable[[Hypothesis], bool]] = [
+        lambda one: one.name in expected,
+        lambda one: bool(one.sites & suspects),
+        lambda _: True,
+    ]
+    for number, is_chosen in enumerate(choices):
+        chosen = [one for one in left if is_chosen(one)]
+        left = [one for one in left if not is_chosen(one)]
+        if chosen:
+            yield number == 0, chosen
+
+
+def _screen(trial: Trial) -> Trial:
+    lengths = trial.base.scene.attention_mask.sum(-1).tolist()
+    num_tokens = len(trial.base.tokens)
+    places = spread_places(num_tokens, lengths, _SCREENING_TOKENS)
+    return trial if len(places) == num_tokens else trial.at(places)
+
+
+def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
+    """The best of the screened, their parameters fitted, judged on all tokens."""
+    best = best_first(scores)
+    faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
+    candidates = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
+    finalists = [*fit_parameters(screen, candidates[:_MOST_FITTED]), *candidates[_MOST_FITTED:]]
+    if screen is trial:
+        return finalists
+    logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
+    judged = trial.judge([score.hypothesis for score in finalists])
+    wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
+    return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
+
+
+def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
+    """One mistake of attention and one of the experts: of the best few of each, and the best with every other."""
+    single = [score for score in best_first(scores) if not score.is_decode_only]
+    halves = [
+        [score for score in single if score.hypothesis.is_of_attention is of_attention]
+        for of_attention in (True, False)
+    ]
+    of_attention, of_experts = (
+        [*half[:_PARTNERS], *sorted(half, key=lambda score: -score.likeness)[:_PARTNERS]] for half in halves
+    )
+    couples = [(attention, experts) for attention in of_attention for experts in of_experts]
+    couples += [(attention, halves[1][0]) for attention in halves[0] if halves[1]]
+    couples += [(halves[0][0], experts) for experts in halves[1] if halves[0]]
+    unique = {(id(first), id(second)): (first, second) for first, second in couples}
+    return [first.hypothesis.and_also(second.hypothesis) for first, second in unique.values()]

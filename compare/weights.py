@@ -1,0 +1,69 @@
+"""Weights: where a comparison gets a layer's weights from, for what captures alone cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.checkpoint.hub import resolve_model
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import IncomparableError
+from minimax_tools.options import DTYPES
+from minimax_tools.spec import ModelSpec
+
+
+class WeightSource(Protocol):
+    """Gives the weights that a golden computed with, layer by layer."""
+
+    def open_layer(
+        self, layer: int, reference: CaptureSource
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """A layer's weights by the hub's relative names, in the dtype that the golden computed in.
+
+        Each is read when it is asked for, and may be asked for by several threads.
+
+        Raises:
+            IncomparableError: They are not those of the golden `reference`.
+            CheckpointError: They cannot be read.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWeights:
+    """The weights of a checkpoint; of a hub's model the shards of the layers asked for are fetched.
+
+    Args:
+        model: A folder, or a hub's id.
+    """
+
+    model: str
+
+    @contextmanager
+    def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[Mapping[str, torch.Tensor]]:
+        """A layer's weights (see `WeightSource`)."""
+        layers = range(layer, layer + 1)
+        folder = resolve_model(self.model, layers=layers)
+        spec = ModelSpec.from_folder(folder)
+        description = reference.known_description
+        dtype = DTYPES[description.provenance.dtypes["weights"] if description else "bfloat16"]
+        with CheckpointReader(folder, layers=layers) as reader:
+            tensors = LayerTensors.open(reader, spec, layer, dtype)
+            if description is not None:
+                found = ModelFingerprint.of(reader, spec, layers)
+                self._refuse_other(reference, description.provenance.model.differences(found))
+            yield tensors
+
+    def _refuse_other(self, reference: CaptureSource, differences: list[str]) -> None:
+        if differences:
+            raise IncomparableError(
+                f"the checkpoint {self.model} is not the model of {reference.directory}",
+                found="; ".join(differences),
+                next_step="Give --model the checkpoint that the golden was made of (FP8 and BF16 copies agree).",
+            )

@@ -1,0 +1,246 @@
+"""ForeignCapture: another tool's dump, read as a capture: mapped to sites, put together and cut to its real tokens.
+
+B prompts, S their padded length, T real tokens, F channels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from minimax_tools.capture.foreign.assembly import Assembly, Shape
+from minimax_tools.capture.foreign.findings import Findings, Found, Key, find_sites
+from minimax_tools.capture.foreign.formats import FORMATS, Format, find_format, read_dump
+from minimax_tools.capture.foreign.name_map import NameMap
+from minimax_tools.capture.foreign.piece import Dump
+from minimax_tools.capture.foreign.rows import TokenRows, batch_mask, lay_out
+from minimax_tools.capture.foreign.tensor_file import list_tensors, read_tensor
+from minimax_tools.capture.foreign.usual_names import ATTENTION_MASK, INPUT_IDS
+from minimax_tools.capture.manifest import Description
+from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.sites import ModelSite, Site
+
+_FORMAT_NAMES = ", ".join(FORMATS)
+
+
+class ForeignCapture:
+    """A dump opened for reading; one site is in memory at a time.
+
+    Args:
+        dump: What the directory holds.
+        names: What is known of it beside its files.
+        mask: bool [B,S]: the batch that its tensors are laid out as; None to lay them out as the dump's own lengths
+            say, and where there are none, to leave them as they are.
+    """
+
+    def __init__(self, dump: Dump, names: NameMap, *, mask: torch.Tensor | None = None) -> None:
+        self.dump = dump
+        self.names = names
+        self.findings: Findings = find_sites(dump, names)
+        self._assembly = Assembly(dump=dump, findings=self.findings)
+        self._rows = self._find_rows(mask)
+        own = batch_mask(self._rows.lengths) if self._rows is not None else None
+        self._mask = own if mask is None else mask
+
+    @classmethod
+    def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> ForeignCapture:
+        """Open a dump.
+
+        Args:
+            directory: The folder.
+            names: What is known of it.
+            format_: Its layout; None where the files tell.
+
+        Raises:
+            CaptureError: It is of no known layout, a file is damaged, or the map does not fit it.
+        """
+        chosen = format_ or find_format(directory)
+        if chosen is None:
+            raise CaptureError(
+                f"the tool that wrote {directory} is not known",
+                expected=f"a layout of one of {_FORMAT_NAMES}",
+                next_step="Name the folder that holds the files themselves.",
+            )
+        return cls(read_dump(directory, chosen), names)
+
+    def aligned(self, mask: torch.Tensor, input_ids: torch.Tensor | None) -> ForeignCapture:
+        """This capture, laid out as the batch of the other side.
+
+        Args:
+            mask: [B,S], 1 on real tokens.
+            input_ids: int64 [B,S], for the dump's own to be held against; None where they are not known.
+
+        Raises:
+            IncomparableError: The prompts are of other lengths or tokens.
+            CaptureError: A file is damaged.
+        """
+        aligned = ForeignCapture(self.dump, self.names, mask=mask.bool())
+        aligned._refuse_other_tokens(input_ids)
+        return aligned
+
+    @property
+    def directory(self) -> Path:
+        """Where the dump lies."""
+        return self.dump.directory
+
+    @property
+    def known_description(self) -> Description | None:
+        """None: such a dump does not say what made it."""
+        return None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of a comparison must know of how the dump was read."""
+        return self.findings.notes
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of which a site was found, ascending."""
+        return tuple(sorted({layer for layer, _ in self.findings.sites if layer is not None}))
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        """The layer's sites, in execution order; an input may be the output of the layer before."""
+        return tuple(site for site in Site if self._found(layer, site) is not None)
+
+    def model_sites(self) -> tuple[ModelSite, ...]:
+        """Sites found outside the layers."""
+        return tuple(site for site in ModelSite if (None, site) in self.findings.sites)
+
+    def not_exposed(self, layer: int) -> tuple[Site, ...]:
+        """Sites that the dump does not hold."""
+        held = self.sites(layer)
+        return tuple(site for site in Site if site not in held)
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        """A site's tensor on the CPU, in its stored dtype; zeros on padding.
+
+        Raises:
+            CaptureError: The dump does not hold it, a file is damaged, or the pieces do not fit together.
+        """
+        found = self._found(layer, site)
+        if found is None:
+            raise CaptureError(
+                f"{self.directory} holds no {site} of layer {layer}",
+                next_step="mm2-test show DIR lists what it holds; a map (--map) says where sites lie.",
+            )
+        return self._read(found, what=f"{site} of layer {layer}", has_heads_dim=site.has_heads_dim)
+
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        """The tensor of a site outside the layers.
+
+        Raises:
+            CaptureError: As for `read`.
+        """
+        found = self.findings.sites.get((None, site))
+        if found is None:
+            raise CaptureError(f"{self.directory} holds no {site}", next_step="Capture the whole model.")
+        return self._read(found, what=str(site), has_heads_dim=False)
+
+    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+        """None: no tool but mm2 keeps a noise floor."""
+        return None
+
+    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+        """None: no tool but mm2 keeps a noise floor."""
+        return None
+
+    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
+        """None: no tool but mm2 keeps a noise floor."""
+        return None
+
+    def read_attention_mask(self) -> torch.Tensor | None:
+        """int64 [B,S] of the batch that the tensors are laid out as; None where they are left as they are."""
+        return None if self._mask is None else self._mask.to(torch.int64)
+
+    def _found(self, layer: int, site: Site) -> Found | None:
+        found = self.findings.sites.get((layer, site))
+        if found is not None or site is not Site.INPUT:
+            return found
+        before: Key = (None, ModelSite.EMBEDDING) if layer == 0 else (layer - 1, Site.OUTPUT)
+        return self.findings.sites.get(before)
+
+    def _read(self, found: Found, *, what: str, has_heads_dim: bool) -> torch.Tensor:
+        if self._rows is None or self._mask is None:
+            steps = self.findings.passes[0]
+            return self._assembly.whole(found, steps[0], what=what)
+        shape = Shape.HEADS if has_heads_dim else Shape.CHANNELS
+        tokens = self._assembly.tokens(found, self._rows, shape=shape, what=what)
+        if not has_heads_dim:
+            return lay_out(tokens, self._mask)
+        heads = tokens.shape[1:]
+        batch: torch.Tensor = lay_out(tokens.flatten(1), self._mask).unflatten(-1, heads)
+        return batch.transpose(1, 2)
+
+    def _find_rows(self, mask: torch.Tensor | None) -> TokenRows | None:
+        """Which rows are real: as the map says, else as the dump does, else as the other side's batch has it."""
+        is_packed = self.dump.is_packed if self.names.is_packed is None else self.names.is_packed
+        own_mask = self._read_mask()
+        if own_mask is not None:
+            # Every pass behind the first decodes one row of each prompt.
+            num_decoded = len(self.findings.passes[0]) - 1
+            lengths = tuple(int(length) + num_decoded for length in own_mask.sum(dim=1))
+        elif self.names.lengths:
+            lengths = self.names.lengths
+        elif mask is not None:
+            lengths = tuple(int(length) for length in mask.sum(dim=1))
+        else:
+            return None
+        if mask is not None and lengths != tuple(int(length) for length in mask.sum(dim=1)):
+            raise IncomparableError(
+                f"{self.directory} is of other prompts than the capture on the other side",
+                expected=f"prompts of {_listed(mask.sum(dim=1).tolist())} tokens",
+                found=_listed(lengths),
+                next_step="Correct lengths in the map, or run both sides on the same prompts.",
+            )
+        return TokenRows(lengths=lengths, padding=self.names.padding, is_packed=is_packed, mask=own_mask)
+
+    def _read_mask(self) -> torch.Tensor | None:
+        """bool [B,S'] of the dump's own padded rows, where the map names its file or the dump holds it."""
+        path = self.names.attention_mask
+        found = self.findings.sites.get((None, ATTENTION_MASK))
+        if path is not None:
+            tensors = list_tensors(path)
+            tensor = read_tensor(path, tensors[0].keys) if len(tensors) == 1 else torch.empty(0)
+        elif found is not None and not self.names.lengths and len(self.findings.passes) == 1:
+            path = self.directory
+            tensor = self._assembly.whole(found, self.findings.passes[0][0], what=ATTENTION_MASK)
+        else:
+            return None
+        if (
+            tensor.ndim != 2
+            or not bool(((tensor == 0) | (tensor == 1)).all())
+            or not bool(tensor.any(dim=1).all())
+        ):
+            raise CaptureError(
+                f"the attention mask of {path} does not tell real rows from padding",
+                expected="[B,S] of 0 and 1, a real token in every row",
+                found=f"{list(tensor.shape)} of {tensor.dtype}",
+                next_step="Give lengths and padding in a map instead.",
+            )
+        return tensor.bool()
+
+    def _refuse_other_tokens(self, input_ids: torch.Tensor | None) -> None:
+        found = self.findings.sites.get((None, INPUT_IDS))
+        if found is None or input_ids is None or self._rows is None or self._mask is None:
+            return
+        rows = self._rows
+        steps = [step for group in self.findings.passes for step in group]
+        if any(not frozenset(steps) <= term.steps for term in found.terms):
+            return
+        own = self._assembly.tokens(found, rows, shape=Shape.NUMBER, what=INPUT_IDS).to(torch.int64)
+        expected = input_ids[self._mask]
+        if not torch.equal(own, expected):
+            first = int((own != expected).nonzero()[0])
+            row, position = self._mask.nonzero()[first].tolist()
+            raise IncomparableError(
+                f"the captures have different inputs: input_ids differ, first at row {row}, position {position}",
+                expected=f"{int(expected[first])}, as on the other side",
+                found=f"{int(own[first])} in {self.directory}",
+                next_step="Run both sides on the same prompts; if they are, check lengths, padding and steps in a map.",
+            )
+
+
+def _listed(lengths: object) -> str:
+    assert isinstance(lengths, (tuple, list))
+    return ", ".join(str(length) for length in lengths)

@@ -1,0 +1,154 @@
+"""Dumps of SGLang's dumper: `{exp}/step=0___rank=0___dump_index=1___name=X….pt`, each a dict of `value` and `meta`.
+
+`meta` tells the name, step and ranks, and, where the caller said so, the dims (`b s h[tp]`). What its hooks on all
+modules write is named `non_intrusive__{module}.inputs.{i}` and `….output`. A name dumped again in the same step is
+the next pass of it. Tokens of all requests lie one after another, unless the dims name a batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.capture.foreign.piece import Dump, Piece
+from minimax_tools.capture.foreign.tensor_file import describe_structure, find_tensors
+from minimax_tools.errors import CaptureError
+
+NAME = "sglang"
+LAYOUT = "step=0___rank=0___dump_index=1___name=<name>.pt"
+
+_FILE = re.compile(r"step=\d+___rank=\d+___dump_index=\d+___name=.+\.pt")
+_HOOK_PREFIX = "non_intrusive__"
+_HOOK_NAME = re.compile(r"((?P<module>.+)\.)?(?P<point>inputs|output)(\.(?P<element>.+))?")
+_PARALLEL = ("sglang_parallel_info", "megatron_parallel_info")
+# Axes that a tensor may be divided along beside that of tensor parallelism: these pieces are not put together here.
+_OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """One file: its pieces without their passes, and what orders it among those of one name."""
+
+    index: int
+    step: int
+    world_rank: int
+    num_ranks: int
+    pieces: tuple[Piece, ...]
+
+
+def recognises(directory: Path) -> bool:
+    """Whether the folder holds files of this layout."""
+    return any(_FILE.fullmatch(path.name) for path in directory.glob("step=*.pt"))
+
+
+def read_dump(directory: Path) -> Dump:
+    """What the folder holds.
+
+    Raises:
+        CaptureError: A file is damaged or of another layout, or its tensors are divided in a way not known here.
+    """
+    paths = [path for path in sorted(directory.glob("step=*.pt")) if _FILE.fullmatch(path.name)]
+    files = sorted((_read(path) for path in paths), key=lambda file: (file.step, file.index))
+    pieces = tuple(_labelled(files))
+    return Dump(
+        directory=directory,
+        format=NAME,
+        pieces=pieces,
+        steps=tuple(sorted({piece.step for piece in pieces}, key=_order)),
+        num_ranks=max((file.num_ranks for file in files), default=1),
+        is_packed=not any(_has_batch(piece.dims) for piece in pieces),
+        without_tensor=tuple(
+            sorted({path.name for path in paths} - {piece.file for file in files for piece in file.pieces})
+        ),
+    )
+
+
+def _read(path: Path) -> _File:
+    value = describe_structure(path)
+    meta = value.get("meta") if isinstance(value, Mapping) else None
+    if not isinstance(meta, Mapping) or not isinstance(meta.get("name"), str):
+        raise CaptureError(
+            f"{path} is of another layout",
+            expected="a dict with 'value' and 'meta', and a 'name' in the latter",
+            found=type(value).__name__,
+            next_step="Keep such files out of the folder, or name the layout with --format.",
+        )
+    world_rank = int(meta.get("rank", 0))
+    rank, num_ranks = _tensor_parallel(meta, path, world_rank)
+    dims = meta.get("dims")
+    module, point, element = _parse_name(meta)
+    pieces = tuple(
+        Piece(
+            file=path.name,
+            keys=held.keys,
+            module=module,
+            point=point,
+            element=".".join(part for part in (element, *map(str, held.keys[1:])) if part),
+            step="",
+            rank=rank,
+            shape=held.shape,
+            dtype=held.dtype,
+            dims=dims if isinstance(dims, str) else None,
+        )
+        for held in find_tensors(value)
+        if held.keys[:1] == ("value",)
+    )
+    return _File(
+        index=int(meta.get("dump_index", 0)),
+        step=int(meta.get("step", 0)),
+        world_rank=world_rank,
+        num_ranks=num_ranks,
+        pieces=pieces,
+    )
+
+
+def _labelled(files: list[_File]) -> Iterator[Piece]:
+    """Every piece with its pass: the step, and how often its name came before in it."""
+    seen: dict[tuple[int, int, str], int] = {}
+    for file in files:
+        for piece in file.pieces:
+            key = (file.step, file.world_rank, str(piece))
+            number = seen.get(key, 0)
+            seen[key] = number + 1
+            yield replace(piece, step=f"{file.step}.{number}" if number else str(file.step))
+
+
+def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Module, point and element of what a hook or a call of the dumper named."""
+    name: str = meta["name"]
+    if name.startswith(_HOOK_PREFIX):
+        match = _HOOK_NAME.fullmatch(name.removeprefix(_HOOK_PREFIX))
+        if match is not None:
+            point = "output" if match["point"] == "output" else "input"
+            return match["module"] or "", point, match["element"] or ""
+    layer = meta.get("layer_id")
+    has_layer = isinstance(layer, int) and not re.search(r"(^|\.)layers\.\d+(\.|$)", name)
+    return f"layers.{layer}.{name}" if has_layer else name, "output", ""
+
+
+def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tuple[int, int]:
+    """The rank within its tensor-parallel group and the group's size."""
+    known = [info for key in _PARALLEL if isinstance(info := meta.get(key), Mapping) and "tp_rank" in info]
+    if not known:
+        return world_rank, int(meta.get("world_size", 1))
+    divided = [axis for axis in _OTHER_AXES if int(known[0].get(f"{axis}_size") or 1) > 1]
+    dims = str(meta.get("dims") or "")
+    if any(f"[{axis}" in dims or f",{axis}" in dims for axis in divided):
+        raise CaptureError(
+            f"{path} is divided along an axis that is not put together here",
+            expected="tensors divided among tensor-parallel ranks alone",
+            found=f"dims {dims!r} of a run with {', '.join(divided)}",
+            next_step="Dump without that parallelism.",
+        )
+    return int(known[0]["tp_rank"]), int(known[0].get("tp_size", 1))
+
+
+def _has_batch(dims: str | None) -> bool:
+    return dims is not None and dims.split("#")[0].split()[:1] == ["b"]
+
+
+def _order(label: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in label.split("."))

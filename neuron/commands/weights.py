@@ -1,0 +1,93 @@
+"""`mm2-test weights`: where every element of a layer lands in a port, and whether that can be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import torch
+
+from minimax_tools.checkpoint.hub import resolve_config, resolve_model
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.errors import UsageError
+from minimax_tools.native_output import output_set_aside
+from minimax_tools.options import dtype_option, model_option, output_options
+from minimax_tools.span import Span
+from minimax_tools.spec import ModelSpec
+from neuron.devices.backend import Backend
+from neuron.devices.runtime import open_runtime
+from neuron.options import target_option
+from neuron.origins.inspection import Inspection, inspect_weights
+from neuron.origins.port import TracedPort
+from neuron.origins.report import inspection_record, render_inspection
+from neuron.origins.smaller import smaller
+from neuron.ports.targets import find_target
+from neuron.ports.traced import PREFIX as TRACED
+
+
+@click.command(
+    "weights",
+    cls=Mm2Command,
+    epilog="\b\nExample: mm2-test weights --model DIR --target port.py:DecoderLayer",
+)
+@model_option
+@target_option
+@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="The layer.")
+@click.option("--full-size", is_flag=True, help="Trace a layer of the model's own size, however large.")
+@click.option(
+    "--load/--no-load",
+    "loads",
+    default=True,
+    help="Load the checkpoint's own layer too, and hold its numbers against the checkpoint's.",
+)
+@dtype_option
+@output_options
+def weights_command(as_json: bool, **options: Any) -> None:
+    """Trace where every element of a layer's weights lands in a port, and tell what is wrong with it.
+
+    The port's conversion and strict loading are fed tensors whose values spell their own place: what is missing,
+    duplicated, swapped, transposed, out of order, scaled, computed or rounded shows. Which layout a port wants is known
+    to its forward alone: it is run once on made weights, in float32 on the CPU, beside the reference layer, and where
+    the outputs differ the exchange that repairs it is the mistake. Large models are traced at a smaller size.
+
+    Exits with 1 where weights are wrong.
+    """
+    spec = ModelSpec.from_folder(resolve_config(options["model"]))
+    layer: int = options["layer"]
+    Span(layer, layer + 1).within(spec.num_hidden_layers)
+    if options["target"].startswith(TRACED):
+        raise UsageError(
+            f"--target {options['target']} comes with its weights: there is no conversion to trace",
+            next_step="Name the port that it was compiled from.",
+        )
+    target = find_target(options["target"])
+    layers = range(layer, layer + 1)
+    folder = resolve_model(options["model"], layers=layers)
+    # A port may ask for its rank while it is built.
+    with (
+        output_set_aside(),
+        open_runtime(str(Backend.CPU)) as runtime,
+        CheckpointReader(folder, layers=layers) as reader,
+        ReadingPool(torch.get_num_threads()) as pool,
+    ):
+        port = TracedPort(
+            target=target,
+            layer=layer,
+            dtype=options["dtype"],
+            reader=reader,
+            ranks=runtime.ranks,
+            pool=pool,
+        )
+        traced = spec if options["full_size"] else smaller(spec)
+        inspection = inspect_weights(port, spec, traced=traced, loads=options["loads"])
+    _print(inspection, as_json=as_json)
+    raise SystemExit(inspection.verdict.exit_code)
+
+
+def _print(inspection: Inspection, *, as_json: bool) -> None:
+    if as_json:
+        print_json(inspection_record(inspection))
+    else:
+        click.echo(render_inspection(inspection))

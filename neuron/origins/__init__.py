@@ -1,0 +1,15 @@
+"""Origins: where every element of a loaded port comes from, and whether that can be right; `mm2-test weights`.
+
+| file | holds |
+|---|---|
+| `sources` | the tensors of a layer, their elements numbered |
+| `made_tensors` | a layer's tensors that are made, not read: what a conversion is fed |
+| `places` | every tensor that a module holds |
+| `origins` | for each element of a place the number of the element that landed there |
+| `sequences`, `layout` | that in words |
+| `findings` | what is wrong with it, or looks so |
+| `trial`, `exchanges` | the port run on made weights: what clears a suspect, or proves it |
+| `loaded` | the port as it is loaded with the checkpoint's own layer |
+| `smaller` | a model of the same proportions that is traced in moments |
+| `inspection`, `report` | all of it together, and as text and JSON |
+"""

@@ -1,0 +1,155 @@
+"""Trial: the port run once on made weights, beside the reference layer; what clears a suspect, or proves it.
+
+Everything runs in float32 where the port lets it, so that an error is a mistake and no noise. Where the outputs differ,
+the exchanges are tried, the best first and others on top of it, until the port's output is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minimax_tools.checkpoint.names import EMBEDDING, expected_layer_shapes, layer_prefix
+from minimax_tools.checkpoint.synthetic_weights import SyntheticWeights
+from minimax_tools.errors import TargetError
+from minimax_tools.reference.layer import ReferenceLayer
+from minimax_tools.spec import ModelSpec
+from neuron.origins.exchanges import Exchange, Tensors
+
+_BATCH_SIZE, _NUM_ROWS = 2, 16
+_SEED = 0
+# A port in float32 is right to 1e-6; one that computes in BF16 whatever it is built in, to about 1 % of the delta.
+_FLOAT32_LIMIT = 1e-3
+_BF16_LIMIT = 0.05
+# What makes the error so much smaller is a part of what is wrong.
+_IMPROVEMENT = 0.8
+# What of the error may be left by exchanges that repair it: the factor of a scale is read in BF16.
+_LEFT = 0.01
+_MOST_EXCHANGES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrialInput:
+    """What both layers are fed: hidden states [B,S,H] float32, mask [B,S] and positions [B,S]."""
+
+    hidden_states: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPort:
+    """A port that can be run.
+
+    Args:
+        run: Converts and loads tensors, and gives the port's output [B,S,H].
+        computes_in_bf16: Whether it holds BF16 though it was built in float32.
+    """
+
+    run: Callable[[Tensors, TrialInput], torch.Tensor]
+    computes_in_bf16: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOutcome:
+    """How the port's output compares with the reference layer's.
+
+    Args:
+        error: ‖port − reference‖ / ‖reference's delta‖; None where the port could not run.
+        limit: Up to where the outputs agree.
+        repairs: The exchanges with which they agree, where without them they do not.
+        repaired_error: The error with them.
+        failure: Why the port could not run.
+    """
+
+    error: float | None
+    limit: float
+    repairs: tuple[Exchange, ...] = ()
+    repaired_error: float | None = None
+    failure: str | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the port's output agrees as it is."""
+        return self.error is not None and self.error <= self.limit
+
+
+def run_trial(port: TrialPort, spec: ModelSpec, layer: int, exchanges: Sequence[Exchange]) -> TrialOutcome:
+    """Run the port on made weights, and where it is wrong look for the exchanges that make it right.
+
+    Args:
+        port: The port.
+        spec: The model.
+        layer: The layer.
+        exchanges: What to try.
+    """
+    tensors, given = _make_tensors(spec, layer), _make_input(spec)
+    with torch.no_grad():
+        expected = _reference_output(spec, layer, tensors, given)
+    delta = expected - given.hidden_states
+
+    def error_of(chosen: Sequence[Exchange]) -> float:
+        changed = dict(tensors)
+        for exchange in chosen:
+            changed |= exchange.change(changed)
+        error = (port.run(changed, given).float() - expected).norm() / delta.norm()
+        return float(error) if torch.isfinite(error) else float("inf")
+
+    limit = _BF16_LIMIT if port.computes_in_bf16 else _FLOAT32_LIMIT
+    try:
+        error = error_of(())
+    except TargetError as failure:
+        return TrialOutcome(error=None, limit=limit, failure=failure.found or failure.what)
+    if error <= limit:
+        return TrialOutcome(error=error, limit=limit)
+    chosen: list[Exchange] = []
+    left = error
+    while len(chosen) < _MOST_EXCHANGES:
+        tried = [
+            (error_of([*chosen, exchange]), exchange) for exchange in exchanges if exchange not in chosen
+        ]
+        if not tried:
+            break
+        best_error, best = min(tried, key=lambda entry: entry[0])
+        if best_error > _IMPROVEMENT * left and best_error > limit:
+            break
+        chosen.append(best)
+        left = best_error
+        if left <= max(limit, _LEFT * error):
+            return TrialOutcome(error=error, limit=limit, repairs=tuple(chosen), repaired_error=left)
+    return TrialOutcome(error=error, limit=limit)
+
+
+def _make_tensors(spec: ModelSpec, layer: int) -> dict[str, torch.Tensor]:
+    """A layer that behaves as if it were trained, its weights BF16 numbers in float32."""
+    weights = SyntheticWeights(spec, seed=_SEED)
+    made = {}
+    for name, shape in expected_layer_shapes(spec).items():
+        parts = weights.make(layer_prefix(layer) + name, shape=shape, dtype=torch.float32)
+        made[name] = torch.cat(list(parts))
+    return made
+
+
+def _make_input(spec: ModelSpec) -> TrialInput:
+    num_tokens = _BATCH_SIZE * _NUM_ROWS
+    shape = (min(spec.vocab_size, num_tokens), spec.hidden_size)
+    embedding = SyntheticWeights(spec, seed=_SEED).make(EMBEDDING, shape=shape, dtype=torch.float32)
+    rows = next(iter(embedding))
+    repeated = rows[torch.arange(num_tokens) % len(rows)]
+    batch_shape = (_BATCH_SIZE, _NUM_ROWS)
+    return TrialInput(
+        hidden_states=repeated.reshape(*batch_shape, spec.hidden_size).clone(),
+        attention_mask=torch.ones(batch_shape, dtype=torch.int64),
+        position_ids=torch.arange(_NUM_ROWS).expand(batch_shape).clone(),
+    )
+
+
+def _reference_output(spec: ModelSpec, layer: int, tensors: Tensors, given: TrialInput) -> torch.Tensor:
+    with torch.device("meta"):
+        module: nn.Module = ReferenceLayer(spec, layer)
+    module.load_state_dict(dict(tensors), strict=True, assign=True)
+    output: torch.Tensor = module(given.hidden_states, given.attention_mask, given.position_ids)
+    return output

@@ -1,0 +1,203 @@
+"""How fast two captures are compared, and in how much memory.
+
+`seed_over_ours` holds the seeds' `compute_difference_metrics`, written with torch, against mm2's figures of a pair,
+over every site of the same two captures, which lie in memory; medians are left out on both sides. With medians, in
+`seed_over_ours_with_medians`, the seeds have two and mm2 one. Polygraphy's simple comparison runs beside them where
+it is installed (`pip install polygraphy`). The rounds alternate; figures are medians of their ratios.
+`share_of_memory_bandwidth` is the rate at which mm2 reads the pair, of that at which a copy of 1 GiB reads and
+writes. `peak_of_16_layers_over_2` is the whole command's anonymous memory, which must not grow with a capture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from cpu_golden import capture_cpu_golden
+from figures import Figure, print_figures
+from peaks import watch
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.metrics import compare_tensors, sum_pair
+from minimax_tools.pair_sums import Centres, Tolerance
+from minimax_tools.prompts import InputRequest
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+RTOL, ATOL = 1e-2, 1e-3
+SCALES = {
+    "full": (SyntheticModel(num_hidden_layers=2, hidden_size=2048, num_local_experts=16), (1024, 1024), 7),
+    "toy": (SyntheticModel(num_hidden_layers=1), (48, 33), 1),
+}
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scale", choices=list(SCALES), default="full")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    figures = [*measure_speed(arguments.scale), *measure_memory(arguments.scale)]
+    return print_figures("compare", figures, as_json=arguments.json)
+
+
+def measure_speed(scale: str) -> Iterator[Figure]:
+    """The ratios to other comparisons, over all sites of two goldens of different implementations."""
+    model, lengths, num_rounds = SCALES[scale]
+    with tempfile.TemporaryDirectory() as folder:
+        synthesize(Path(folder, "model"), model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+        captures = [
+            capture_cpu_golden(
+                Path(folder, "model"),
+                Path(folder, name),
+                rows=InputRequest(seq_lens=lengths),
+                sites_level="all",
+                noise_floor="off",
+                attention=name,
+                experts=experts,
+            )
+            for name, experts in (("sdpa", "grouped_mm"), ("eager", "eager"))
+        ]
+        pairs = list(read_pairs(*captures))
+    ways: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+        "ours": sums_without_median,
+        "seed": seed_figures,
+        "ours_with_medians": lambda mine, theirs: compare_tensors(mine, theirs, rtol=RTOL, atol=ATOL),
+        "seed_with_medians": lambda mine, theirs: (seed_figures(mine, theirs), seed_medians(mine, theirs)),
+    }
+    polygraphy = find_polygraphy()
+    if polygraphy is not None:
+        ways["polygraphy"] = polygraphy
+    rounds = [
+        {"copy": time_copy()} | {name: time_way(way, pairs) for name, way in ways.items()}
+        for _ in range(num_rounds)
+    ]
+
+    def ratio(name: str, other: str) -> float:
+        return median(one[name] / one[other] for one in rounds)
+
+    num_bytes = sum(tensor.nbytes for pair in pairs for tensor in pair)
+    yield Figure.at_least("seed_over_ours", ratio("seed", "ours"), 12)
+    yield Figure.plain("seed_over_ours_with_medians", ratio("seed_with_medians", "ours_with_medians"))
+    if polygraphy is not None:
+        yield Figure.plain("polygraphy_over_ours_with_medians", ratio("polygraphy", "ours_with_medians"))
+    yield Figure.plain("share_of_memory_bandwidth", num_bytes / 2**31 * ratio("copy", "ours"))
+    yield Figure.plain("mb_compared", num_bytes / 1e6)
+
+
+def measure_memory(scale: str) -> Iterator[Figure]:
+    """The peak of the whole command on a capture of many layers, over that of one of few."""
+    lengths = SCALES[scale][1]
+    with tempfile.TemporaryDirectory() as folder:
+        peaks = {}
+        for num_layers in (2, 16):
+            model, golden = Path(folder, f"model-{num_layers}"), Path(folder, f"golden-{num_layers}")
+            synthesize(
+                model,
+                model=SyntheticModel(num_hidden_layers=num_layers, hidden_size=512),
+                dtype=torch.bfloat16,
+                shard_size_bytes=None,
+                seed=0,
+            )
+            capture_cpu_golden(
+                model, golden, rows=InputRequest(seq_lens=lengths), sites_level="all", noise_floor="full"
+            )
+            words = ["--gpu-path", str(golden), "--neuron-path", str(golden), "--quiet"]
+            watched = watch([sys.executable, "-m", "compare.cli", *words])
+            assert watched.exit_code == 0, f"a golden differs from itself: exit code {watched.exit_code}"
+            peaks[num_layers] = watched.peak_anonymous_bytes
+    yield Figure.at_most("peak_of_16_layers_over_2", peaks[16] / peaks[2], 1.1)
+
+
+def read_pairs(reference: Capture, target: Capture) -> Iterator[Pair]:
+    """Every site of two captures that holds numbers."""
+    for layer in reference.layers:
+        for site in reference.sites(layer):
+            pair = reference.read(layer, site).contiguous(), target.read(layer, site).contiguous()
+            if pair[0].is_floating_point():
+                yield pair
+
+
+def sums_without_median(reference: torch.Tensor, target: torch.Tensor) -> object:
+    """All that mm2's figures of a pair follow from, but the median."""
+    mine, theirs = reference.reshape(-1), target.reshape(-1)
+    centres = Centres.of(mine[::367].double(), theirs[::367].double())
+    return sum_pair(mine, theirs, tolerance=Tolerance(rtol=RTOL, atol=ATOL), centres=centres, search=None)
+
+
+def seed_figures(reference: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    """The figures of the seeds' script, in float32 over whole tensors, without its two medians."""
+    mine, theirs = reference.float(), target.float()
+    distance = (mine - theirs).abs()
+    relative = distance / (mine.abs() + 1e-8)
+    figures: dict[str, Any] = {
+        "distance": (float(distance.max()), float(distance.mean()), float(distance.std())),
+        "relative": (float(relative.max()), float(relative.mean())),
+    }
+    for name, side in (("reference", mine), ("target", theirs)):
+        figures[name] = (float(side.mean()), float(side.std()), float(side.min()), float(side.max()))
+        figures[f"{name} is finite"] = not (bool(side.isnan().any()) or bool(side.isinf().any()))
+    figures["all close"] = torch.allclose(mine, theirs, rtol=RTOL, atol=ATOL)
+    figures["close"] = float(torch.isclose(mine, theirs, rtol=RTOL, atol=ATOL).float().mean())
+    flat, other = mine.flatten(), theirs.flatten()
+    figures["cosine"] = float(torch.nn.functional.cosine_similarity(flat[None], other[None]))
+    flat, other = flat - flat.mean(), other - other.mean()
+    figures["pearson"] = float((flat * other).sum() / (flat.norm() * other.norm() + 1e-8))
+    return figures
+
+
+def seed_medians(reference: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
+    """The medians of the seeds' script, of absolute and of relative differences."""
+    mine = reference.float()
+    distance = (mine - target.float()).abs()
+    return float(distance.median()), float((distance / (mine.abs() + 1e-8)).median())
+
+
+def find_polygraphy() -> Callable[[torch.Tensor, torch.Tensor], object] | None:
+    """Polygraphy's simple comparison of two outputs; None where it is not installed."""
+    try:
+        from polygraphy.comparator import IterationResult, SimpleCompareFunc
+        from polygraphy.logger import G_LOGGER
+    except ImportError:
+        print("Polygraphy is not installed: pip install polygraphy", file=sys.stderr)
+        return None
+    G_LOGGER.module_severity = G_LOGGER.CRITICAL
+    compare = SimpleCompareFunc(rtol=RTOL, atol=ATOL)
+
+    def run(reference: torch.Tensor, target: torch.Tensor) -> object:
+        sides = [IterationResult({"site": side.float().numpy()}) for side in (reference, target)]
+        return compare(*sides)
+
+    return run
+
+
+def time_way(way: Callable[[torch.Tensor, torch.Tensor], object], pairs: list[Pair]) -> float:
+    """Seconds for all pairs."""
+    began = time.perf_counter()
+    for reference, target in pairs:
+        way(reference, target)
+    return time.perf_counter() - began
+
+
+def time_copy() -> float:
+    """Seconds that a copy takes to read 1 GiB, and to write it elsewhere."""
+    source = torch.ones(2**28)
+    sink = torch.empty_like(source).copy_(source)
+    began = time.perf_counter()
+    sink.copy_(source)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Mistakes of attention, of o_proj and of the residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from faults.arithmetic import Arithmetic
+from faults.plant import Plant
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import K_PROJ, O_PROJ, Q_PROJ, V_PROJ
+from minimax_tools.sites import Site
+
+_CONTEXT = (Site.ATTN_CONTEXT,)
+
+
+class Tiled(Arithmetic):
+    """kv heads are tiled over the query heads."""
+
+    def repeat(self, heads: torch.Tensor) -> torch.Tensor:
+        return heads.repeat(1, self.group_size(), 1, 1)
+
+
+class KeysAndValuesSwapped(Arithmetic):
+    """The fused rows are cut in the wrong order."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        tensors[K_PROJ], tensors[V_PROJ] = tensors[V_PROJ], tensors[K_PROJ]
+
+
+class QueryHeadsInterleaved(Arithmetic):
+    """Rows that lie group by group are taken as if the groups alternated."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        weight = tensors[Q_PROJ]
+        groups = weight.unflatten(
+            0, (self.config.num_key_value_heads, self.group_size(), self.config.head_dim)
+        )
+        tensors[Q_PROJ] = groups.transpose(0, 1).flatten(0, 2).contiguous()
+
+
+class Scaled(Arithmetic):
+    """Scores times something else than the root of the head's width."""
+
+    def attention_scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return super().attention_scores(q, k) * self.number("factor")
+
+
+class CausalMaskMissing(Arithmetic):
+    """Every row sees the rows behind it."""
+
+    def causal(self, length: int, num_rows: int, device: torch.device) -> torch.Tensor:
+        return torch.ones((num_rows, length), dtype=torch.bool, device=device)
+
+
+class PaddingMaskMissing(Arithmetic):
+    """Padding is seen."""
+
+    def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return self.causal(mask.shape[1], num_rows, mask.device)[None, None]
+
+
+class SlidingWindow(Arithmetic):
+    """A window on a model that has none; distances count real rows."""
+
+    def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
+        places = mask.cumsum(-1)
+        distance = places[:, -num_rows:, None] - places[:, None, :]
+        return super().visible(mask, num_rows) & (distance < self.number("window"))[:, None]
+
+
+class SoftmaxLowPrecision(Arithmetic):
+    """Scores and softmax in BF16."""
+
+    def attention_weights(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.bfloat16().softmax(-1).float()
+
+
+class HeadsMissing(Arithmetic):
+    """One rank's heads reach o_proj, and nothing adds up the ranks."""
+
+    def project_out(self, context: torch.Tensor) -> torch.Tensor:
+        width = context.shape[-1] // self.of.tp_degree
+        part = slice(self.of.rank * width, (self.of.rank + 1) * width)
+        return functional.linear(context[..., part], self.weights.o_proj[:, part])
+
+
+class OutputProjectionZero(Arithmetic):
+    """o_proj was never loaded."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        tensors[O_PROJ] = torch.zeros_like(tensors[O_PROJ])
+
+
+class DeltaScaled(Arithmetic):
+    """Reduced more often than once."""
+
+    def project_out(self, context: torch.Tensor) -> torch.Tensor:
+        return super().project_out(context) * self.number("factor")
+
+
+class AttentionResidualMissing(Arithmetic):
+    """The stream ends at the attention."""
+
+    def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        return delta
+
+
+class MoeResidualMissing(Arithmetic):
+    """The stream ends at the experts."""
+
+    def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return moe
+
+
+class ResidualAfterNorm(Arithmetic):
+    """What was normed is added."""
+
+    def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        return normed + delta
+
+
+class MoeResidualFromInput(Arithmetic):
+    """The second residual is the layer's input."""
+
+    def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return states + moe
+
+
+class PostNormOfInput(Arithmetic):
+    """The experts' norm reads the layer's input."""
+
+    def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return super().post_norm(states, states)
+
+
+PLANTS = (
+    Plant(name="kv_repeat_tiled", sites=_CONTEXT, arithmetic=Tiled, decodes=True),
+    Plant(name="k_v_swapped", sites=(Site.K_PROJ, Site.V_PROJ), arithmetic=KeysAndValuesSwapped),
+    Plant(name="q_heads_interleaved", sites=(Site.Q_PROJ,), arithmetic=QueryHeadsInterleaved),
+    Plant(
+        name="attention_scale",
+        sites=_CONTEXT,
+        arithmetic=Scaled,
+        parameters={"factor": 0.8},
+        decodes=True,
+    ),
+    Plant(name="attention_scale", sites=_CONTEXT, arithmetic=Scaled, parameters={"factor": 2**0.5}),
+    Plant(name="causal_mask_missing", sites=_CONTEXT, arithmetic=CausalMaskMissing),
+    Plant(
+        name="padding_mask_missing",
+        sites=_CONTEXT,
+        arithmetic=PaddingMaskMissing,
+        needs_left_padding=True,
+    ),
+    Plant(
+        name="sliding_window",
+        sites=_CONTEXT,
+        arithmetic=SlidingWindow,
+        parameters={"window": 24},
+        decodes=True,
+    ),
+    Plant(name="attention_softmax_low_precision", sites=_CONTEXT, arithmetic=SoftmaxLowPrecision),
+    Plant(
+        name="attention_heads_missing",
+        sites=(Site.ATTN_DELTA,),
+        arithmetic=HeadsMissing,
+        parameters={"tp_degree": 2, "rank": 0},
+        decodes=True,
+    ),
+    Plant(
+        name="attention_heads_missing",
+        sites=(Site.ATTN_DELTA,),
+        arithmetic=HeadsMissing,
+        parameters={"tp_degree": 4, "rank": 1},
+    ),
+    Plant(name="o_proj_zero", sites=(Site.ATTN_DELTA,), arithmetic=OutputProjectionZero),
+    Plant(
+        name="attention_delta_scaled",
+        sites=(Site.ATTN_DELTA,),
+        arithmetic=DeltaScaled,
+        parameters={"factor": 2.0},
+        decodes=True,
+    ),
+    Plant(
+        name="attention_residual_missing",
+        sites=(Site.ATTN_RESIDUAL,),
+        arithmetic=AttentionResidualMissing,
+        decodes=True,
+    ),
+    Plant(name="moe_residual_missing", sites=(Site.OUTPUT,), arithmetic=MoeResidualMissing),
+    Plant(name="residual_after_norm", sites=(Site.ATTN_RESIDUAL,), arithmetic=ResidualAfterNorm),
+    Plant(name="moe_residual_from_input", sites=(Site.OUTPUT,), arithmetic=MoeResidualFromInput),
+    Plant(name="post_norm_of_input", sites=(Site.POST_NORM,), arithmetic=PostNormOfInput),
+)

@@ -1,0 +1,166 @@
+"""Mistakes of the experts: their activation, which of them compute, and how they add up."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from faults.arithmetic import Arithmetic
+from faults.plant import Plant
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.sites import Site
+
+_MOE = (Site.MOE_DELTA,)
+
+
+class GateUpSwapped(Arithmetic):
+    """Gate and up change places."""
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return super().activate(up, gate)
+
+
+class UpPlusOne(Arithmetic):
+    """Another model's SwiGLU."""
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return super().activate(gate, up + 1)
+
+
+class Gelu(Arithmetic):
+    """GELU for SiLU."""
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(gate) * up
+
+
+class Relu(Arithmetic):
+    """ReLU for SiLU."""
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return functional.relu(gate) * up
+
+
+class ActivationMissing(Arithmetic):
+    """The gate is not activated."""
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return gate * up
+
+
+class Clamped(Arithmetic):
+    """Gate and up are clamped, as another model's are."""
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return super().activate(
+            gate.clamp(max=self.number("limit")), up.clamp(-self.number("limit"), self.number("limit"))
+        )
+
+
+class GateUpInterleaved(Arithmetic):
+    """Rows of the two halves are taken to alternate."""
+
+    def cut_gate_up(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return both[..., 0::2], both[..., 1::2]
+
+
+class LocalOnly(Arithmetic):
+    """Nothing adds up what the ranks' experts give."""
+
+    def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(self.config.num_local_experts, device=experts.device)
+        is_local: torch.Tensor = (
+            numbers // (self.config.num_local_experts // self.of.ep_degree) == self.of.rank
+        )
+        return super().affinities(experts, weights, real) * is_local.to(weights.dtype)
+
+
+class IdsShifted(Arithmetic):
+    """Another expert computes than was chosen."""
+
+    def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        shifted = (experts + self.of.offset) % self.config.num_local_experts
+        return super().affinities(shifted, weights, real)
+
+
+class TextOrder(Arithmetic):
+    """The experts are stacked in the order of their names."""
+
+    def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
+        state = super().fuse(tensors)
+        order = sorted(range(self.config.num_local_experts), key=str)
+        return {**state, "gate_up": state["gate_up"][order], "down": state["down"][order]}
+
+
+class Capacity(Arithmetic):
+    """An expert takes so many tokens, in their order; the others are dropped."""
+
+    def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        wanted = super().affinities(experts, weights, real) * real[:, None]
+        share = self.number("factor") * self.config.num_experts_per_tok / self.config.num_local_experts
+        capacity = (real.sum() * share).ceil()
+        return torch.where((wanted > 0).cumsum(0) <= capacity, wanted, 0.0)
+
+
+class MoeScaled(Arithmetic):
+    """Reduced more often than once."""
+
+    def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return moe * self.number("factor")
+
+
+class WidthPartial(Arithmetic):
+    """One rank's slice of the experts' width, and nothing adds up the ranks."""
+
+    def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
+        inner = super().activated(tokens, slab)
+        width = inner.shape[-1] // self.of.tp_degree
+        is_local: torch.Tensor = torch.arange(inner.shape[-1], device=inner.device) // width == self.of.rank
+        return inner * is_local.to(inner.dtype)
+
+
+class LowPrecision(Arithmetic):
+    """The sum is rounded after each expert."""
+
+    def accumulate(self, total: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+        for output in outputs:
+            total = (total + output).bfloat16().float()
+        return total
+
+
+PLANTS = (
+    Plant(name="gate_up_swapped", sites=_MOE, arithmetic=GateUpSwapped, decodes=True),
+    Plant(name="up_plus_one", sites=_MOE, arithmetic=UpPlusOne),
+    Plant(name="gelu_activation", sites=_MOE, arithmetic=Gelu, decodes=True),
+    Plant(name="relu_activation", sites=_MOE, arithmetic=Relu),
+    Plant(name="activation_missing", sites=_MOE, arithmetic=ActivationMissing),
+    Plant(name="swiglu_clamped", sites=_MOE, arithmetic=Clamped, parameters={"limit": 1.0}),
+    Plant(name="swiglu_clamped", sites=_MOE, arithmetic=Clamped, parameters={"limit": 7.0}),
+    Plant(name="gate_up_interleaved", sites=_MOE, arithmetic=GateUpInterleaved),
+    Plant(
+        name="experts_local_only",
+        sites=_MOE,
+        arithmetic=LocalOnly,
+        parameters={"ep_degree": 4, "rank": 0},
+        decodes=True,
+    ),
+    Plant(name="expert_ids_shifted", sites=_MOE, arithmetic=IdsShifted, parameters={"offset": 1}),
+    Plant(name="experts_in_text_order", sites=_MOE, arithmetic=TextOrder),
+    Plant(name="expert_capacity", sites=_MOE, arithmetic=Capacity, parameters={"factor": 1.0}),
+    Plant(name="expert_capacity", sites=_MOE, arithmetic=Capacity, parameters={"factor": 1.25}),
+    Plant(
+        name="moe_delta_scaled",
+        sites=_MOE,
+        arithmetic=MoeScaled,
+        parameters={"factor": 2.0},
+        decodes=True,
+    ),
+    Plant(name="moe_delta_scaled", sites=_MOE, arithmetic=MoeScaled, parameters={"factor": 0.97}),
+    Plant(
+        name="experts_width_partial",
+        sites=_MOE,
+        arithmetic=WidthPartial,
+        parameters={"tp_degree": 2, "rank": 0},
+    ),
+    Plant(name="expert_accumulation_low_precision", sites=_MOE, arithmetic=LowPrecision),
+)

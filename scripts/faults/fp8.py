@@ -1,0 +1,133 @@
+"""Mistakes in reading FP8 weights; they need a checkpoint that is stored in FP8."""
+
+from __future__ import annotations
+
+import torch
+
+from faults.arithmetic import Arithmetic
+from faults.plant import Plant
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import ATTENTION_MATRICES, expert_weight, layer_prefix, scale_name
+from minimax_tools.sites import Site
+
+_SITES = {
+    "q_proj": Site.Q_PROJ,
+    "k_proj": Site.K_PROJ,
+    "v_proj": Site.V_PROJ,
+    "o_proj": Site.ATTN_DELTA,
+    "w1": Site.MOE_DELTA,
+    "w2": Site.MOE_DELTA,
+    "w3": Site.MOE_DELTA,
+}
+_ALL_SITES = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.ATTN_DELTA, Site.MOE_DELTA)
+_BLOCK = 128
+_GROUP = 128
+
+
+class Fp8Mistake(Arithmetic):
+    """Codes and scales that are put together wrongly, in one matrix or in all."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        for name in self._names():
+            full = layer_prefix(tensors.layer) + name
+            codes, scale = tensors.reader.read(full), tensors.reader.read(scale_name(full))
+            tensors[name] = self.weight(codes.float(), scale).to(tensors.given_dtype(name))
+
+    def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Of the codes' values [R,C] and the blocks' scales."""
+        return codes * spread(scale, codes)
+
+    def _names(self) -> list[str]:
+        experts = range(self.config.num_local_experts)
+        tensor = getattr(self.of, "tensor", None)
+        if tensor is None:
+            matrices = [expert_weight(expert, matrix) for expert in experts for matrix in ("w1", "w2", "w3")]
+            return [*ATTENTION_MATRICES, *matrices]
+        if tensor.startswith("w"):
+            return [expert_weight(expert, tensor) for expert in experts]
+        return [f"self_attn.{tensor}.weight"]
+
+
+class ScaleMissing(Fp8Mistake):
+    """The codes are used as they are."""
+
+    def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return codes
+
+
+class ScaleAveraged(Fp8Mistake):
+    """One scale per matrix."""
+
+    def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return codes * scale.mean()
+
+
+class Clipped(Fp8Mistake):
+    """Another format's range."""
+
+    def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().weight(codes.clamp(-self.number("limit"), self.number("limit")), scale)
+
+
+class ScalePowerOfTwo(Fp8Mistake):
+    """The scales are rounded up to a power of two after quantising."""
+
+    def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().weight(codes, torch.exp2(scale.log2().ceil()))
+
+
+class ScaleTransposed(Fp8Mistake):
+    """The grid of scales is read column by column."""
+
+    def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().weight(codes, scale.T.reshape(scale.shape))
+
+
+class Activations(Arithmetic):
+    """What the experts' products read is rounded to FP8, with a scale for every 128 channels of a token."""
+
+    def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
+        return round_to_fp8(super().activated(round_to_fp8(tokens), slab))
+
+
+def spread(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The scales of blocks, one for each number of [R,C]."""
+    wide = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+    return wide[: codes.shape[0], : codes.shape[1]]
+
+
+def round_to_fp8(states: torch.Tensor) -> torch.Tensor:
+    """To E4M3 and back, by groups of 128 channels."""
+    groups = states.float().unflatten(-1, (-1, min(_GROUP, states.shape[-1])))
+    scale = (groups.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
+    rounded: torch.Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(-2).to(states.dtype)
+
+
+PLANTS = (
+    *(
+        Plant(name="fp8_scale_missing", sites=(site,), arithmetic=ScaleMissing, parameters={"tensor": tensor})
+        for tensor, site in _SITES.items()
+    ),
+    *(
+        Plant(
+            name="fp8_scale_averaged",
+            sites=(_SITES[tensor],),
+            arithmetic=ScaleAveraged,
+            parameters={"tensor": tensor},
+        )
+        for tensor in ("q_proj", "o_proj", "w1", "w2")
+    ),
+    Plant(name="fp8_clipped", sites=_ALL_SITES, arithmetic=Clipped, parameters={"limit": 240}),
+    Plant(name="fp8_scale_power_of_two", sites=_ALL_SITES, arithmetic=ScalePowerOfTwo),
+    *(
+        Plant(
+            name="fp8_scale_transposed",
+            sites=(_SITES[tensor],),
+            arithmetic=ScaleTransposed,
+            parameters={"tensor": tensor},
+        )
+        for tensor in ("q_proj", "o_proj")
+    ),
+    Plant(name="fp8_activations", sites=(Site.MOE_DELTA,), arithmetic=Activations),
+)

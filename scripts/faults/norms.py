@@ -1,0 +1,175 @@
+"""Mistakes of the four norms."""
+
+from __future__ import annotations
+
+import torch
+
+from faults.arithmetic import Arithmetic, Tap
+from faults.plant import Plant
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import K_NORM, Q_NORM
+from minimax_tools.sites import Site
+
+_QK_NORM = (Site.Q_NORM, Site.K_NORM)
+_BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)
+
+
+class InputNormPlusOne(Arithmetic):
+    """The weight is taken for its distance from one."""
+
+    def input_norm(self, states: torch.Tensor) -> torch.Tensor:
+        return self.normalise(states, self.weights.input_norm + 1)
+
+
+class PostNormPlusOne(Arithmetic):
+    """The weight is taken for its distance from one."""
+
+    def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return self.normalise(residual, self.weights.post_norm + 1)
+
+
+class InputNormWeightMissing(Arithmetic):
+    """The weight stays at ones."""
+
+    def input_norm(self, states: torch.Tensor) -> torch.Tensor:
+        return self.normalise(states, torch.ones_like(self.weights.input_norm))
+
+
+class PostNormWeightMissing(Arithmetic):
+    """The weight stays at ones."""
+
+    def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return self.normalise(residual, torch.ones_like(self.weights.post_norm))
+
+
+class OtherEps(Arithmetic):
+    """Another model's epsilon."""
+
+    def eps(self) -> float:
+        return self.number("eps")
+
+
+class MeanSubtracted(Arithmetic):
+    """LayerNorm's statistics."""
+
+    def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.normalise(states.float() - states.float().mean(-1, keepdim=True), weight).to(states.dtype)
+
+
+class SumPartial(Arithmetic):
+    """Each rank has a part of the channels, and its own mean square."""
+
+    def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ones = torch.ones((), dtype=weight.dtype, device=weight.device)
+        return weight * self.normalise(states.unflatten(-1, (self.of.groups, -1)), ones).flatten(-2)
+
+
+class HeadNormMissing(Arithmetic):
+    """A fused kernel leaves the norms of queries and keys out."""
+
+    def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return flat
+
+
+class HeadNormPerRank(Arithmetic):
+    """Each rank's heads have their own mean square; a key's head is whole on every rank."""
+
+    def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        is_key = flat.shape[-1] == self.widths()[1]
+        parts = min(self.of.tp_degree, self.config.num_key_value_heads) if is_key else self.of.tp_degree
+        ones = torch.ones((), dtype=weight.dtype, device=weight.device)
+        return weight * self.normalise(flat.unflatten(-1, (parts, -1)), ones).flatten(-2)
+
+
+class HeadNormAveraged(Arithmetic):
+    """One weight for all heads, their mean."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        for name in (Q_NORM, K_NORM):
+            heads = tensors[name].unflatten(0, (-1, self.config.head_dim))
+            tensors[name] = heads.float().mean(0).to(heads.dtype).repeat(heads.shape[0])
+
+
+class HeadNormFirstSlice(Arithmetic):
+    """Every rank uses the weight slice of rank 0."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        for name, heads in (
+            (Q_NORM, self.config.num_attention_heads),
+            (K_NORM, self.config.num_key_value_heads),
+        ):
+            parts = min(self.of.tp_degree, heads)
+            weight = tensors[name]
+            tensors[name] = weight[: weight.shape[0] // parts].repeat(parts)
+
+
+class KeyNormScaled(Arithmetic):
+    """The keys' sum is taken over another number than it is divided by."""
+
+    def k_norm(self, flat: torch.Tensor) -> torch.Tensor:
+        return super().k_norm(flat) * self.number("factor")
+
+
+class QueryNormScaled(Arithmetic):
+    """As of the keys."""
+
+    def q_norm(self, flat: torch.Tensor) -> torch.Tensor:
+        return super().q_norm(flat) * self.number("factor")
+
+
+class HeadNormLowPrecision(Arithmetic):
+    """Squares and their mean in BF16."""
+
+    def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rough = flat.bfloat16()
+        mean = rough.pow(2).mean(-1, keepdim=True).float()
+        return weight * (flat.float() * torch.rsqrt(mean + self.eps())).to(flat.dtype)
+
+
+class HeadNormAfterRotation(Arithmetic):
+    """The norm of what was rotated before."""
+
+    def norm_and_rotate(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, tap: Tap
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = (self.rotate(self.heads(flat), positions).transpose(1, 2).flatten(2) for flat in (q, k))
+        q, k = tap("q_norm", self.q_norm(q)), tap("k_norm", self.k_norm(k))
+        return tap("q_rope", self.heads(q)), tap("k_rope", self.heads(k))
+
+
+PLANTS = (
+    Plant(name="input_norm_plus_one", sites=(Site.INPUT_NORM,), arithmetic=InputNormPlusOne),
+    Plant(name="post_norm_plus_one", sites=(Site.POST_NORM,), arithmetic=PostNormPlusOne, decodes=True),
+    Plant(name="input_norm_weight_missing", sites=(Site.INPUT_NORM,), arithmetic=InputNormWeightMissing),
+    Plant(name="post_norm_weight_missing", sites=(Site.POST_NORM,), arithmetic=PostNormWeightMissing),
+    Plant(name="norm_eps", sites=(*_BLOCK_NORMS, *_QK_NORM), arithmetic=OtherEps, parameters={"eps": 1e-2}),
+    Plant(name="norm_eps", sites=(*_BLOCK_NORMS, *_QK_NORM), arithmetic=OtherEps, parameters={"eps": 1e-5}),
+    Plant(name="norm_mean_subtracted", sites=_BLOCK_NORMS, arithmetic=MeanSubtracted),
+    Plant(name="norm_sum_partial", sites=_BLOCK_NORMS, arithmetic=SumPartial, parameters={"groups": 2}),
+    Plant(name="norm_sum_partial", sites=_BLOCK_NORMS, arithmetic=SumPartial, parameters={"groups": 4}),
+    Plant(name="qk_norm_missing", sites=_QK_NORM, arithmetic=HeadNormMissing, decodes=True),
+    Plant(name="qk_norm_per_rank", sites=_QK_NORM, arithmetic=HeadNormPerRank, parameters={"tp_degree": 2}),
+    Plant(name="qk_norm_per_rank", sites=_QK_NORM, arithmetic=HeadNormPerRank, parameters={"tp_degree": 8}),
+    Plant(name="qk_norm_weight_averaged", sites=_QK_NORM, arithmetic=HeadNormAveraged),
+    Plant(
+        name="qk_norm_first_slice",
+        sites=_QK_NORM,
+        arithmetic=HeadNormFirstSlice,
+        parameters={"tp_degree": 4},
+    ),
+    Plant(
+        name="k_norm_scaled",
+        sites=(Site.K_NORM,),
+        arithmetic=KeyNormScaled,
+        parameters={"factor": 8**-0.5},
+        decodes=True,
+    ),
+    Plant(
+        name="q_norm_scaled",
+        sites=(Site.Q_NORM,),
+        arithmetic=QueryNormScaled,
+        parameters={"factor": 2**-0.5},
+    ),
+    Plant(name="qk_norm_low_precision", sites=_QK_NORM, arithmetic=HeadNormLowPrecision),
+    Plant(name="qk_norm_swapped_order", sites=_QK_NORM, arithmetic=HeadNormAfterRotation),
+)

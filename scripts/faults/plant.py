@@ -1,0 +1,59 @@
+"""Plant: one mistake, with its parameters, where in a layer it lives, and the arithmetic that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from faults.arithmetic import Arithmetic, Weights
+from minimax_tools.sites import Site
+
+
+class Kind(str, Enum):
+    """What a plant counts as."""
+
+    CATALOGUED = "catalogued"  # a mistake with a name that the diagnosis knows
+    UNCATALOGUED = "uncatalogued"  # a mistake that only its site can tell of
+    EQUIVALENT = "equivalent"  # no mistake: what the layer gives is the same
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plant:
+    """What is planted.
+
+    Args:
+        name: In the spelling of the diagnosis, where it has the mistake.
+        sites: Where it lives: the sites that are wrong though all they are computed from is right.
+        arithmetic: What makes it.
+        kind: What it counts as.
+        parameters: Of the mistake.
+        hides: Sites that the port does not show.
+        prefills: Whether it shows where all rows are computed at once.
+        decodes: Whether it is also planted in decode rows alone.
+        needs_left_padding: Whether it shows only where rows are padded on the left.
+    """
+
+    name: str
+    sites: tuple[Site, ...]
+    arithmetic: type[Arithmetic]
+    kind: Kind = Kind.CATALOGUED
+    parameters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    hides: tuple[Site, ...] = ()
+    prefills: bool = True
+    decodes: bool = False
+    needs_left_padding: bool = False
+
+    def build(self, config: Any, weights: Weights) -> Arithmetic:
+        """The arithmetic of a layer with this mistake."""
+        return self.arithmetic(config, weights, **self.parameters)
+
+    def __str__(self) -> str:
+        if not self.parameters:
+            return self.name
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.parameters.items())})"

@@ -1,0 +1,93 @@
+"""The port that mistakes are planted in: a target of mm2, right in all layers but the chosen ones.
+
+It is built for every layer, so that layers may differ. A mistake may be limited to the rows that are computed from a
+cache. Nothing here knows of the catalogue that a diagnosis is made by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from faults.arithmetic import Arithmetic, KeyValues, Weights
+from faults.plant import Plant
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.sites import Site
+from neuron.ports.targets import Target
+
+_SITES = tuple(str(site) for site in Site if site not in (Site.INPUT, Site.OUTPUT))
+
+
+class PlantedLayer(nn.Module):
+    """A decoder layer, its sites shown at places of their own.
+
+    Args:
+        config: The model's quantities.
+        plant: What is wrong with it; None for the right port.
+        decode_only: Whether only rows computed from a cache are wrong.
+    """
+
+    def __init__(self, config: Any, plant: Plant | None = None, *, decode_only: bool = False) -> None:
+        super().__init__()
+        self.weights = Weights(config)
+        self.taps = nn.ModuleDict({site: nn.Identity() for site in _SITES})
+        hidden = set() if plant is None else {str(site) for site in plant.hides}
+        self.sites = {site: f"taps.{site}" for site in _SITES if site not in hidden}
+        self._right = Arithmetic(config, self.weights)
+        self._planted = self._right if plant is None else plant.build(config, self.weights)
+        self._decode_only = decode_only
+
+    def convert_state_dict(
+        self, tensors: LayerTensors, config: Any, layer_idx: int
+    ) -> Mapping[str, torch.Tensor]:
+        """The hub's tensors, fused and grouped; a mistake in the weights is made here."""
+        arithmetic = self._right if self._decode_only else self._planted
+        arithmetic.edit(tensors)
+        return {f"weights.{name}": tensor for name, tensor in arithmetic.fuse(tensors).items()}
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_value: KeyValues | None = None,
+    ) -> tuple[torch.Tensor, KeyValues]:
+        """[B,S,H], mask [B,P+S] and positions [B,S] to the output [B,S,H], and keys and values [B,K,P+S,D]."""
+        is_right = self._decode_only and past_key_value is None
+        arithmetic = self._right if is_right else self._planted
+        return arithmetic.run(hidden_states, attention_mask, position_ids, past_key_value, self._tap)
+
+    def _tap(self, site: str, value: torch.Tensor) -> torch.Tensor:
+        shown: torch.Tensor = self.taps[site](value)
+        return shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlantedPort:
+    """The port, as `NAME(config, layer_idx)`.
+
+    Args:
+        plant: What is wrong; None for the right port.
+        layers: Where.
+        decode_only: Whether only in rows computed from a cache.
+    """
+
+    plant: Plant | None
+    layers: frozenset[int] = frozenset()
+    decode_only: bool = False
+
+    def __call__(self, config: Any, layer_idx: int) -> PlantedLayer:
+        """The module of one layer, its weights not loaded."""
+        plant = self.plant if layer_idx in self.layers else None
+        return PlantedLayer(config, plant, decode_only=self.decode_only)
+
+    def target(self) -> Target:
+        """The port as a target of mm2; its digest tells mistakes and places apart."""
+        name = f"{self.plant or 'planted port'} in {sorted(self.layers)}"
+        name += ", decode rows" if self.decode_only else ""
+        return Target(name=name, factory=self, source_digest=hashlib.sha256(name.encode()).hexdigest())

@@ -1,0 +1,138 @@
+"""Rivals: the rules by which other tools call two tensors different, as they publish them, on the same captures.
+
+Each takes one site's real rows: the golden [T,F], the port's [T,F] and the golden's float32 twin [T,F], all float64,
+and says whether the tool would report a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from compare.batch import Batch
+from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits
+from minimax_tools.capture.reader import Capture
+from minimax_tools.metrics import compare_tensors
+from minimax_tools.sites import Site
+
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
+
+# They know no sets: of experts, order and numbers would be compared as values.
+_SITES = tuple(site for site in Site if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
+
+
+def seeds(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """The five limits that mm2 started from: largest and mean difference, close share, two correlations."""
+    metrics = compare_tensors(golden, port, rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
+    return bool(ClassicLimits().failures(metrics))
+
+
+def msprobe(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """Ascend msprobe's "Accuracy Reached or Not".
+
+    No where cosine < 0.99 and MaxAbsErr > 0.001, where cosine < 0.9, or where MaxAbsErr > 1
+    (Ascend/mstt, msprobe core/compare, CompareConst; and its documentation of the comparison's result).
+    """
+    cosine, largest = _cosine(golden, port), float((golden - port).abs().max())
+    return not ((cosine >= 0.99 or largest <= 0.001) and cosine >= 0.9 and largest <= 1)
+
+
+def msprobe_both(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """msprobe's two acceptable values, held both: cosine > 0.99 and MaxAbsErr < 0.001 (its documentation)."""
+    return not (_cosine(golden, port) > 0.99 and float((golden - port).abs().max()) < 0.001)
+
+
+def polygraphy(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """Polygraphy's CompareFunc.simple: some element differs by more than atol 1e-5 and by more than rtol 1e-5.
+
+    NVIDIA/TensorRT, tools/Polygraphy, comparator/compare.py: defaults of `--atol` and `--rtol`, checked elementwise.
+    """
+    difference = (golden - port).abs()
+    is_close = (difference <= 1e-5) | (difference <= 1e-5 * golden.abs())
+    return not bool(is_close.all())
+
+
+def sglang(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """SGLang's comparator: rel_diff = 1 − 2⟨x,y⟩ / (‖x‖² + ‖y‖²) above 1e-3.
+
+    sgl-project/sglang, debug_utils/comparator, after DeepGEMM's calc_diff.
+    """
+    total = float((golden.square() + port.square()).sum())
+    difference = 1 - 2 * float((golden * port).sum()) / total if total else 0.0
+    return not difference <= 1e-3
+
+
+def vllm_neuron(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """vLLM-Neuron's comparison: ‖port − float32‖ over ‖BF16 − float32‖ of 6 or more, its limit for MoE models.
+
+    vllm-project/vllm-neuron, examples/vllm_neuron/accuracy: `max_l2_ratio=6.0` for MoE, 3 for others; < 1.5 passes.
+    """
+    return _l2_ratio_reaches(6.0, golden, port, twin)
+
+
+def vllm_neuron_dense(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """The same with the limit for models without experts, 3."""
+    return _l2_ratio_reaches(3.0, golden, port, twin)
+
+
+def tenstorrent(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """tt-metal's comp_pcc: Pearson's correlation below 0.99, NaN and Inf taken as zero, before which all NaN fails.
+
+    tenstorrent/tt-metal, models/common/utility_functions.py.
+    """
+    if bool(golden.isnan().all()) != bool(port.isnan().all()) or bool(golden.any()) != bool(port.any()):
+        return True
+    x, y = (torch.where(side.isfinite(), side, 0.0).flatten() for side in (golden, port))
+    if torch.equal(x, y):
+        return False
+    return not _cosine(x - x.mean(), y - y.mean()) >= 0.99
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "seeds": seeds,
+        "msprobe": msprobe,
+        "msprobe_both": msprobe_both,
+        "polygraphy": polygraphy,
+        "sglang": sglang,
+        "vllm_neuron": vllm_neuron,
+        "vllm_neuron_dense": vllm_neuron_dense,
+        "tenstorrent": tenstorrent,
+    }
+)
+
+
+def find_differences(golden: Capture, capture: Capture, layer: int) -> Mapping[str, tuple[str, ...]]:
+    """The sites of a layer that each rule calls different; a shape that differs is different for all."""
+    batch = Batch.of(golden, capture)
+    found: dict[str, list[str]] = {rule: [] for rule in RULES}
+    for site in _SITES:
+        if site not in capture.sites(layer):
+            continue
+        reference, target = golden.read(layer, site), capture.read(layer, site)
+        twin = golden.read_twin(layer, site)
+        assert twin is not None, "the golden's floor is kept whole"
+        if reference.numel() != target.numel():
+            for sites in found.values():
+                sites.append(str(site))
+            continue
+        rows = [batch.rows(tensor, site).double() for tensor in (reference, target, twin)]
+        if site is Site.ROUTER_WEIGHTS:
+            # In the order of the experts, which is free: no tool is charged with that.
+            rows = [row.sort(dim=-1).values for row in rows]
+        for name, rule in RULES.items():
+            if rule(*rows):
+                found[name].append(str(site))
+    return {name: tuple(sites) for name, sites in found.items()}
+
+
+def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
+    norms = float(x.norm()) * float(y.norm())
+    return float((x * y).sum()) / norms if norms else (1.0 if torch.equal(x, y) else 0.0)
+
+
+def _l2_ratio_reaches(limit: float, golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    error, floor = float((port - twin).norm()), float((golden - twin).norm())
+    return not error < limit * floor if floor else error != 0.0

@@ -1,0 +1,107 @@
+"""Mistakes of the rotary embedding."""
+
+from __future__ import annotations
+
+import torch
+
+from faults.arithmetic import Arithmetic
+from faults.plant import Plant
+from minimax_tools.sites import Site
+
+_ROPE = (Site.Q_ROPE, Site.K_ROPE)
+
+
+class OtherWidth(Arithmetic):
+    """Another width turns, its frequencies by that width."""
+
+    def rotary_width(self) -> int:
+        return int(self.of.rotary_dim)
+
+
+class OtherTheta(Arithmetic):
+    """Another base."""
+
+    def frequencies(self, device: torch.device) -> torch.Tensor:
+        width = self.rotary_width()
+        return self.ladder(width, width, self.number("theta"), device)
+
+
+class Interleaved(Arithmetic):
+    """Neighbours are paired instead of halves."""
+
+    def turn(self, part: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        cos, sin = angles.cos().to(part.dtype), angles.sin().to(part.dtype)
+        even, odd = part.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+class Missing(Arithmetic):
+    """Nothing turns."""
+
+    def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return heads
+
+
+class Reversed(Arithmetic):
+    """All turns the other way."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return -super().angles(positions)
+
+
+class LastDims(Arithmetic):
+    """The last dims of a head turn."""
+
+    def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        start = heads.shape[-1] - self.rotary_width()
+        return torch.cat((heads[..., :start], self.turn(heads[..., start:], self.angles(positions))), dim=-1)
+
+
+class PositionScaled(Arithmetic):
+    """Positions are stretched, as for a longer context."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return super().angles(positions) * self.number("factor")
+
+
+class FrequencyWidth(Arithmetic):
+    """The right width turns, at frequencies that fall over another width."""
+
+    def frequencies(self, device: torch.device) -> torch.Tensor:
+        return self.ladder(self.rotary_width(), self.of.width, float(self.config.rope_theta), device)
+
+
+class LowPrecision(Arithmetic):
+    """Positions, frequencies and their product in BF16."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        frequencies = self.frequencies(positions.device).bfloat16()
+        return (positions[:, None, :, None].bfloat16() * frequencies).float()
+
+
+class WrongSlice(Arithmetic):
+    """A kernel turns the second slice of dims in all heads but the first of each chunk."""
+
+    def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        width = self.rotary_width()
+        angles = self.angles(positions)
+        second = self.turn(heads[..., width : 2 * width], angles)
+        wrong = torch.cat((heads[..., :width], second, heads[..., 2 * width :]), dim=-1)
+        numbers = torch.arange(heads.shape[1], device=heads.device)
+        is_first = (numbers % self.of.period == 0)[None, :, None, None]
+        return torch.where(is_first, super().rotate(heads, positions), wrong)
+
+
+PLANTS = (
+    Plant(name="rope_width", sites=_ROPE, arithmetic=OtherWidth, parameters={"rotary_dim": 64}),
+    Plant(name="rope_width", sites=_ROPE, arithmetic=OtherWidth, parameters={"rotary_dim": 16}),
+    Plant(name="rope_theta", sites=_ROPE, arithmetic=OtherTheta, parameters={"theta": 1e4}, decodes=True),
+    Plant(name="rope_interleaved", sites=_ROPE, arithmetic=Interleaved, decodes=True),
+    Plant(name="rope_missing", sites=_ROPE, arithmetic=Missing),
+    Plant(name="rope_reversed", sites=_ROPE, arithmetic=Reversed),
+    Plant(name="rope_last_dims", sites=_ROPE, arithmetic=LastDims),
+    Plant(name="rope_position_scaled", sites=_ROPE, arithmetic=PositionScaled, parameters={"factor": 0.25}),
+    Plant(name="rope_frequency_width", sites=_ROPE, arithmetic=FrequencyWidth, parameters={"width": 64}),
+    Plant(name="rope_low_precision", sites=_ROPE, arithmetic=LowPrecision),
+    Plant(name="rope_wrong_slice", sites=_ROPE, arithmetic=WrongSlice, parameters={"period": 4}),
+)

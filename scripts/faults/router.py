@@ -1,0 +1,165 @@
+"""Mistakes of the router."""
+
+from __future__ import annotations
+
+import torch
+
+from faults.arithmetic import Arithmetic
+from faults.plant import Plant
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import GATE
+from minimax_tools.sites import Site
+
+_LOGITS, _EXPERTS, _WEIGHTS = (Site.ROUTER_LOGITS,), (Site.ROUTER_EXPERTS,), (Site.ROUTER_WEIGHTS,)
+_BLOCK, _GROUP = 128, 128
+
+
+class Softmax(Arithmetic):
+    """Another model's scoring function."""
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.softmax(-1)
+
+
+class BiasMissing(Arithmetic):
+    """The correction bias is dropped."""
+
+    def bias(self) -> torch.Tensor:
+        return torch.zeros_like(super().bias())
+
+
+class BiasLowPrecision(Arithmetic):
+    """The correction bias is held in BF16."""
+
+    def bias(self) -> torch.Tensor:
+        return super().bias().bfloat16().float()
+
+
+class BiasNegated(Arithmetic):
+    """The correction bias is subtracted."""
+
+    def bias(self) -> torch.Tensor:
+        return -super().bias()
+
+
+class BiasInWeights(Arithmetic):
+    """Biased scores weigh the experts."""
+
+    def weigh(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return self.balance((self.scores(logits) + self.bias()).gather(-1, experts))
+
+
+class NotNormalised(Arithmetic):
+    """The weights are not divided by their sum."""
+
+    def balance(self, chosen: torch.Tensor) -> torch.Tensor:
+        return chosen
+
+
+class WeightsScaled(Arithmetic):
+    """Another model's routed scaling factor."""
+
+    def balance(self, chosen: torch.Tensor) -> torch.Tensor:
+        return super().balance(chosen) * self.number("factor")
+
+
+class OtherTopK(Arithmetic):
+    """Another number of experts."""
+
+    def best(self, biased: torch.Tensor) -> torch.Tensor:
+        return biased.topk(self.of.k, dim=-1).indices
+
+
+class LowPrecision(Arithmetic):
+    """The gate's product in BF16."""
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (tokens.bfloat16() @ self.weights.gate.bfloat16().T).float()
+
+
+class Quantised(Arithmetic):
+    """The gate is quantised, since a skip list spells it otherwise."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        gate = tensors[GATE]
+        tensors[GATE] = _as_fp8(gate) if self.of.bits == 8 else _as_int4(gate)
+
+
+class WeightsOnInput(Arithmetic):
+    """The experts' input is weighed instead of their output."""
+
+    def expert_outputs(self, tokens: torch.Tensor, slab: slice, shares: torch.Tensor) -> torch.Tensor:
+        weighed = tokens * shares.to(tokens.dtype)
+        return super().expert_outputs(weighed, slab, (shares != 0).float())
+
+
+class SoftmaxOfChosen(Arithmetic):
+    """The chosen logits' softmax weighs the experts."""
+
+    def weigh(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return logits.gather(-1, experts).softmax(-1)
+
+
+class WeightsUniform(Arithmetic):
+    """All chosen experts weigh the same."""
+
+    def balance(self, chosen: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(chosen) / chosen.shape[-1]
+
+
+class SigmoidMissing(Arithmetic):
+    """Raw logits and the bias choose."""
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def weigh(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return self.balance(logits.sigmoid().gather(-1, experts))
+
+
+PLANTS = (
+    Plant(name="router_softmax", sites=(*_EXPERTS, *_WEIGHTS), arithmetic=Softmax, decodes=True),
+    Plant(name="router_bias_missing", sites=_EXPERTS, arithmetic=BiasMissing, decodes=True),
+    Plant(name="router_bias_low_precision", sites=_EXPERTS, arithmetic=BiasLowPrecision),
+    Plant(name="router_bias_negated", sites=_EXPERTS, arithmetic=BiasNegated),
+    Plant(name="router_bias_in_weights", sites=_WEIGHTS, arithmetic=BiasInWeights, decodes=True),
+    Plant(name="router_weights_not_normalised", sites=_WEIGHTS, arithmetic=NotNormalised),
+    Plant(
+        name="router_weights_scaled",
+        sites=_WEIGHTS,
+        arithmetic=WeightsScaled,
+        parameters={"factor": 2.5},
+        decodes=True,
+    ),
+    Plant(
+        name="router_weights_scaled", sites=_WEIGHTS, arithmetic=WeightsScaled, parameters={"factor": 0.95}
+    ),
+    Plant(name="router_top_k", sites=_EXPERTS, arithmetic=OtherTopK, parameters={"k": 3}),
+    Plant(name="router_top_k", sites=_EXPERTS, arithmetic=OtherTopK, parameters={"k": 2}),
+    Plant(name="router_low_precision", sites=_LOGITS, arithmetic=LowPrecision),
+    Plant(name="router_quantised", sites=_LOGITS, arithmetic=Quantised, parameters={"bits": 8}),
+    Plant(name="router_quantised", sites=_LOGITS, arithmetic=Quantised, parameters={"bits": 4}),
+    Plant(name="router_weights_on_input", sites=(Site.MOE_DELTA,), arithmetic=WeightsOnInput),
+    Plant(name="router_softmax_of_chosen", sites=_WEIGHTS, arithmetic=SoftmaxOfChosen),
+    Plant(name="router_weights_uniform", sites=_WEIGHTS, arithmetic=WeightsUniform),
+    Plant(name="router_sigmoid_missing", sites=_EXPERTS, arithmetic=SigmoidMissing),
+)
+
+
+def _as_fp8(weight: torch.Tensor) -> torch.Tensor:
+    """E4M3 with one scale per block of 128 × 128, and back."""
+    result = torch.empty_like(weight)
+    for top in range(0, weight.shape[0], _BLOCK):
+        for left in range(0, weight.shape[1], _BLOCK):
+            place = (slice(top, top + _BLOCK), slice(left, left + _BLOCK))
+            scale = weight[place].abs().amax() / torch.finfo(torch.float8_e4m3fn).max
+            result[place] = (weight[place] / scale).to(torch.float8_e4m3fn).float() * scale
+    return result
+
+
+def _as_int4(weight: torch.Tensor) -> torch.Tensor:
+    """Whole numbers from -7 to 7 with one scale per 128 numbers of a row, and back."""
+    groups = weight.unflatten(-1, (-1, min(_GROUP, weight.shape[-1])))
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    rounded: torch.Tensor = (groups / scale).round().clamp(-7, 7) * scale
+    return rounded.flatten(-2)

@@ -1,0 +1,102 @@
+"""Scene: a synthetic model with its golden, which ports are judged against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from cpu_golden import capture_cpu_golden
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.inputs import Inputs
+from minimax_tools.prompts import InputRequest
+from minimax_tools.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What a scene is made of.
+
+    Args:
+        name: For people.
+        seed: Of weights and tokens.
+        lengths: Of the prompts.
+        padding_side: `left` or `right`.
+        num_layers: Of the model.
+        attention: transformers' attention that makes the golden.
+        experts: Its experts.
+    """
+
+    name: str
+    seed: int
+    lengths: tuple[int, ...]
+    padding_side: str = "right"
+    num_layers: int = 5
+    attention: str = "sdpa"
+    experts: str = "grouped_mm"
+
+    def model(self) -> SyntheticModel:
+        """Small, with 32 experts, two kv heads and FP8 scales in grids."""
+        return SyntheticModel(num_hidden_layers=self.num_layers, intermediate_size=256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A checkpoint, opened, and its golden.
+
+    Args:
+        stage: What it was made of.
+        folder: The checkpoint.
+        golden: All sites, with their float32 twins.
+        reader: The checkpoint's.
+    """
+
+    stage: Stage
+    folder: Path
+    golden: Capture
+    reader: CheckpointReader
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return ModelSpec.from_folder(self.folder)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The token rows."""
+        return self.golden.read_inputs()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Early, middle and last: where mistakes are planted. Those between stay right."""
+        last = self.stage.num_layers - 1
+        return tuple(sorted({0, last // 2, last}))
+
+
+@contextmanager
+def open_scene(stage: Stage, scratch: Path) -> Iterator[Scene]:
+    """Make the model and its golden below `scratch`, where they do not lie there, and open them."""
+    folder, golden = scratch / stage.name / "model", scratch / stage.name / "golden"
+    if not (folder / "config.json").is_file():
+        synthesize(
+            folder, model=stage.model(), dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=stage.seed
+        )
+    rows = InputRequest(seq_lens=stage.lengths, padding_side=stage.padding_side, seed=stage.seed)
+    capture = capture_cpu_golden(
+        folder,
+        golden,
+        rows=rows,
+        sites_level="all",
+        noise_floor="full",
+        attention=stage.attention,
+        experts=stage.experts,
+    )
+    with CheckpointReader(folder) as reader:
+        yield Scene(stage=stage, folder=folder, golden=capture, reader=reader)

@@ -1,0 +1,52 @@
+"""Table: what was found of every mistake, in Markdown."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from faults.cases import Case
+from faults.rivals import RULES
+
+_RIVALS = tuple(rule for rule in RULES if rule not in ("msprobe_both", "vllm_neuron_dense"))
+
+
+def render_table(cases: Sequence[Case]) -> str:
+    """One row for every mistake: cases, effect, what mm2 found and placed, and what the other rules found."""
+    rows = defaultdict(list)
+    for case in cases:
+        if case.is_mistake:
+            given = ", ".join(f"{name} {_short(value)}" for name, value in case.parameters.items())
+            rows[(case.mistake, given)].append(case)
+    head = ["mistake", "cases", "effect over floor", "found", "site", "black box", "named", *_RIVALS]
+    lines = [_line(head), _line(["---"] * len(head))]
+    lines += [_row(name, given, found) for (name, given), found in rows.items()]
+    return "\n".join(lines)
+
+
+def _row(name: str, given: str, cases: Sequence[Case]) -> str:
+    effects = sorted(case.effect for case in cases)
+    above = [case for case in cases if case.is_above_floor]
+    cells = [
+        f"`{name}` {given}".strip(),
+        str(len(cases)),
+        f"{effects[0]:.2g} to {effects[-1]:.2g}",
+        _share([case.is_detected for case in cases]),
+        _share([case.is_site_named for case in above]),
+        _share([case.black_box_detected for case in cases]),
+        _share([case.is_named for case in cases if case.named is not None]),
+        *(_share([bool(case.rivals[rule]) for case in cases]) for rule in _RIVALS),
+    ]
+    return _line(cells)
+
+
+def _share(hits: Sequence[bool]) -> str:
+    return f"{sum(hits)}/{len(hits)}" if hits else "–"
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,148 @@
+"""Tally: the figures that the cases come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from figures import Figure
+
+from faults.cases import Case
+from faults.rivals import RULES
+
+_CONFIDENCE = 0.95
+
+
+def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
+    """Detection, naming and false alarms, and the same of the other rules."""
+    above = [case for case in cases if case.is_above_floor]
+    below = [case for case in cases if case.is_mistake and not case.is_above_floor]
+    detected = [case for case in above if case.is_detected]
+    yield Figure.plain("mistakes_above_floor", len(above))
+    yield _at_least("detected_%", len(detected), len(above), 99)
+    yield _at_least("detected_uncatalogued_%", *_share(above, kind="uncatalogued"), 99)
+    misled = {case.run for case in cases if case.kind == "right" and case.is_detected}
+    placed = sum(bool(case.blamed) and case.run not in misled for case in detected)
+    yield _at_least("layer_named_%", placed, len(detected), 100)
+    yield _at_least("site_named_%", sum(case.is_site_named for case in detected), len(detected), 99)
+    yield Figure.plain("mistakes_below_floor", len(below))
+    yield Figure.plain(
+        "detected_below_floor_%", _percent(sum(case.is_detected for case in below), len(below))
+    )
+    seen = [case for case in above if case.is_distinguishable]
+    yield Figure.plain("distinguishable_by_output", len(seen))
+    yield Figure.plain(
+        "black_box_detected_%", _percent(sum(case.black_box_detected for case in above), len(above))
+    )
+    yield Figure.plain(
+        "black_box_detected_of_distinguishable_%",
+        _percent(sum(case.black_box_detected for case in seen), len(seen)),
+    )
+    yield from _naming_figures(cases)
+    clean = list(clean_cases(cases))
+    alarms = [case for case in clean if case.is_detected or case.black_box_detected]
+    yield Figure.at_least("clean_layer_comparisons", len(clean), 1000)
+    yield Figure.exactly("false_alarms", len(alarms), 0)
+    yield Figure.plain("false_alarms_upper_bound_%", 100 * upper_bound(len(alarms), len(clean)))
+    yield Figure.plain(
+        "clean_layers_with_a_warning_%", _percent(sum(bool(c.warned) for c in clean), len(clean))
+    )
+    equivalents = [case for case in cases if case.kind == "equivalent"]
+    flagged = [case for case in equivalents if case.is_detected or case.black_box_detected]
+    yield Figure.plain("equivalents", len(equivalents))
+    yield Figure.exactly("equivalents_flagged", len(flagged), 0)
+    for rule in RULES:
+        yield Figure.plain(
+            f"{rule}_detected_%", _percent(sum(bool(c.rivals[rule]) for c in above), len(above))
+        )
+        alone = sum("output" in case.rivals[rule] for case in above)
+        yield Figure.plain(f"{rule}_black_box_detected_%", _percent(alone, len(above)))
+        wrong = sum(bool(case.rivals[rule]) for case in clean)
+        yield Figure.plain(f"{rule}_false_alarms_%", _percent(wrong, len(clean)))
+        wrong = sum("output" in case.rivals[rule] for case in clean)
+        yield Figure.plain(f"{rule}_black_box_false_alarms_%", _percent(wrong, len(clean)))
+
+
+def _naming_figures(cases: Sequence[Case]) -> Iterator[Figure]:
+    """How often the diagnosis names what was planted, of the output alone; nothing where it was not asked."""
+    asked = [case for case in cases if case.named is not None]
+    known = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
+    if not asked:
+        return
+    yield Figure.plain("mistakes_asked_for_by_name", len(known))
+    yield _at_least("mistake_named_%", sum(case.is_named for case in known), len(known), 95)
+    yield Figure.plain(
+        "mistake_named_first_%", _percent(sum(case.is_named_first for case in known), len(known))
+    )
+    strange = [case for case in asked if case.kind == "uncatalogued"]
+    wrongly = sum(bool(case.named) for case in strange)
+    yield Figure.plain("uncatalogued_given_a_name_%", _percent(wrongly, len(strange)))
+    harmless = [case for case in asked if case.kind == "equivalent"]
+    yield Figure.plain("equivalents_given_a_name", sum(bool(case.named) for case in harmless))
+
+
+def clean_cases(cases: Sequence[Case]) -> Iterator[Case]:
+    """Layers without a mistake, each computation once: beside a planted layer the port's right ones come again."""
+    planted = {case.run for case in cases if case.kind != "right"}
+    for case in cases:
+        if case.kind == "equivalent" or (case.kind == "right" and case.run not in planted):
+            yield case
+
+
+def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
+    """What went wrong, each with a word for it; and the mistakes that the noise hides."""
+    for case in cases:
+        if case.is_above_floor and not case.is_detected:
+            yield "missed", case
+        elif case.is_above_floor and not case.is_site_named:
+            yield "wrong site", case
+        elif (
+            case.kind == "catalogued"
+            and case.is_distinguishable
+            and case.named is not None
+            and not case.is_named
+        ):
+            yield f"named {', '.join(name for name, _ in case.named) or 'nothing'}", case
+        elif not case.is_mistake and (case.is_detected or case.black_box_detected):
+            yield "false alarm", case
+        elif case.is_mistake and not case.is_above_floor:
+            yield ("below the floor, found" if case.is_detected else "below the floor"), case
+
+
+def upper_bound(hits: int, trials: int, *, confidence: float = _CONFIDENCE) -> float:
+    """The one-sided Clopper-Pearson bound of a rate: the largest rate under which so few hits are not too rare."""
+    if trials == 0 or hits >= trials:
+        return 1.0
+    low, high = hits / trials, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _at_most(hits, trials, middle) > 1 - confidence else (low, middle)
+    return high
+
+
+def _at_most(hits: int, trials: int, rate: float) -> float:
+    """The probability of so many hits or fewer."""
+    return sum(
+        math.exp(
+            math.lgamma(trials + 1)
+            - math.lgamma(count + 1)
+            - math.lgamma(trials - count + 1)
+            + count * math.log(rate)
+            + (trials - count) * math.log1p(-rate)
+        )
+        for count in range(hits + 1)
+    )
+
+
+def _share(cases: Sequence[Case], *, kind: str) -> tuple[int, int]:
+    of_kind = [case for case in cases if case.kind == kind]
+    return sum(case.is_detected for case in of_kind), len(of_kind)
+
+
+def _percent(part: int, whole: int) -> float:
+    return 100 * part / whole if whole else 0.0
+
+
+def _at_least(name: str, part: int, whole: int, goal: float) -> Figure:
+    """A share in percent; where there is nothing to share, the goal is not reached."""
+    return Figure.at_least(name, _percent(part, whole), goal)

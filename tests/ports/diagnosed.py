@@ -1,0 +1,107 @@
+"""The example port with mistakes that are faint, that come in pairs, or that decode alone; and one nobody knows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
+import cached_port
+import planted
+import port
+
+
+class RoundedNorm(port.Norm):
+    """A norm whose squares and mean are BF16."""
+
+    def forward(self, states):
+        return self.weight * (states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps))
+
+
+class LowPrecisionNorm(planted.Planted):
+    """QN10: squares and mean of the q/k norms in BF16."""
+
+    class attention(port.Attention):  # noqa: N801 - the name of the part it replaces
+        def __init__(self, config):
+            super().__init__(config)
+            self.q_norm = RoundedNorm(self.query_width, config.rms_norm_eps)
+            self.k_norm = RoundedNorm(self.key_width, config.rms_norm_eps)
+
+
+class LowPrecisionSoftmax(planted.Planted):
+    """Scores and softmax in BF16."""
+
+    class attention(port.Attention):  # noqa: N801
+        def attend(self, q, k, v, attention_mask):
+            scores = torch.matmul(q, self.repeat(k).transpose(-1, -2)) * self.config.head_dim**-0.5
+            places = torch.arange(q.shape[2], device=q.device)
+            visible = (places <= places[:, None]) & attention_mask[:, None, None, :].bool()
+            scores = torch.where(visible, scores, torch.finfo(scores.dtype).min)
+            return torch.matmul(scores.softmax(-1), self.repeat(v)).transpose(1, 2).flatten(2)
+
+
+class LowPrecisionGate(planted.Planted):
+    """RT3: the gate's product in BF16."""
+
+    class router(port.Router):  # noqa: N801
+        def logits(self, states):
+            return (states.bfloat16() @ self.weight.bfloat16().T).float()
+
+
+class LowPrecisionSum(planted.Planted):
+    """X6: the sum over experts rounded after each of them."""
+
+    class moe_class(port.Moe):  # noqa: N801
+        slab = 1
+
+        def forward(self, states):
+            tokens = states.flatten(0, 1)
+            _, weights, experts = self.router(tokens)
+            total = torch.zeros_like(tokens)
+            for number in range(self.down_proj.shape[0]):
+                gate, up = torch.matmul(tokens, self.gate_up_proj[number].T).chunk(2, dim=-1)
+                output = torch.matmul(self.activate(gate, up), self.down_proj[number].T)
+                share = torch.where(experts == number, weights, 0.0).sum(-1, keepdim=True)
+                total = (total.float() + output.float() * share).to(total.dtype)
+            return total.unflatten(0, states.shape[:2])
+
+
+class NormPerRankAndSwappedGateUp(planted.NormPerRank):
+    """QN6 and X1 together."""
+
+    moe_class = planted.SwappedGateUp.moe_class
+
+
+class BlackBoxPair(planted.BlackBox):
+    """Both, seen from outside."""
+
+    mistake = NormPerRankAndSwappedGateUp
+
+
+class BlackBoxOfRandomRows(planted.BlackBox):
+    """O2, which nobody can name: o_proj holds random numbers; seen from outside."""
+
+    class mistake(planted.Planted):  # noqa: N801
+        def convert_state_dict(self, tensors, config, layer_idx):
+            state = super().convert_state_dict(tensors, config, layer_idx)
+            weight = state["self_attn.o_proj.weight"]
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+            state["self_attn.o_proj.weight"] = (noise * weight.float().std()).to(weight.dtype)
+            return state
+
+
+class SwappedWhereDecoded(cached_port.DecoderLayer):
+    """X1, where rows are decoded alone."""
+
+    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
+        own = self.moe.activate
+        if past_key_value is not None:
+            self.moe.activate = lambda gate, up: functional.silu(up) * gate
+        try:
+            return super().forward(hidden_states, attention_mask, position_ids, past_key_value)
+        finally:
+            self.moe.activate = own

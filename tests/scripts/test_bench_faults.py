@@ -1,0 +1,208 @@
+"""What is planted is wrong where it says, and the benchmark of it counts rightly."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from faults.cases import Case, Journal
+from faults.effects import measure_effects
+from faults.plant import Plant
+from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
+from faults.scene import Scene, Stage, open_scene
+from faults.tally import clean_cases, give_figures, misses, upper_bound
+
+from minimax_tools.errors import UsageError
+from minimax_tools.sites import SITE_INPUTS, Site
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_faults.py"
+
+# On the left padding that one of them needs; 70 rows reach the end of a bucket, and a window's.
+STAGE = Stage(name="tiny", seed=0, lengths=(70, 7), padding_side="left", num_layers=1)
+
+CASE = Case(
+    run="a run",
+    stage="a stage",
+    port="planted",
+    backend="cpu",
+    rows="prefill",
+    layer=2,
+    kind="catalogued",
+    mistake="gate_up_swapped",
+    sites=("moe_delta",),
+    effects={"moe_delta": 100.0, "output": 50.0},
+    failed=("moe_delta", "output"),
+    blamed=(("moe_delta",),),
+    black_box_detected=True,
+    rivals=dict.fromkeys(
+        (
+            "seeds",
+            "msprobe",
+            "msprobe_both",
+            "polygraphy",
+            "sglang",
+            "vllm_neuron",
+            "vllm_neuron_dense",
+            "tenstorrent",
+        ),
+        ("output",),
+    ),
+)
+RIGHT = replace(
+    CASE,
+    run="a clean run",
+    kind="right",
+    mistake="",
+    sites=(),
+    effects={},
+    failed=(),
+    blamed=(),
+    black_box_detected=False,
+)
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    stage = Stage(name="decoded", seed=0, lengths=(40, 39), num_layers=1)
+    with open_scene(stage, tmp_path_factory.mktemp("faults")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with open_scene(STAGE, tmp_path_factory.mktemp("faults")) as opened:
+        yield opened
+
+
+def downstream(sites: tuple[Site, ...]) -> set[Site]:
+    """The sites, and all that is computed from them."""
+    found = set(sites)
+    for site in Site:
+        if found & set(SITE_INPUTS[site]):
+            found.add(site)
+    return found
+
+
+@pytest.mark.parametrize("plant", [plant for plant in MISTAKES if plant.prefills], ids=str)
+def test_plant_changes_its_sites_and_nothing_before_or_beside_them(plant: Plant, scene: Scene) -> None:
+    effects = measure_effects(scene, 0, plant)
+    assert max(effects[site] for site in plant.sites) > 0
+    elsewhere = effects.keys() - downstream(plant.sites)
+    assert {site for site in elsewhere if effects[site] != 0} == set()
+
+
+@pytest.mark.parametrize("plant", [plant for plant in MISTAKES if plant.decodes], ids=str)
+def test_plant_in_decode_rows_changes_its_sites(plant: Plant, decoded: Scene) -> None:
+    effects = measure_effects(decoded, 0, plant, decode_rows=1)
+    assert max(effects[site] for site in plant.sites) > 0
+
+
+@pytest.mark.parametrize("plant", EQUIVALENTS, ids=str)
+def test_equivalent_changes_the_output_by_less_than_the_floor(plant: Plant, scene: Scene) -> None:
+    assert measure_effects(scene, 0, plant)[Site.OUTPUT] < 1.0
+
+
+def figures_of(*cases: Case) -> dict[str, float]:
+    return {figure.figure: figure.value for figure in give_figures(cases)}
+
+
+def test_found_and_placed_counts() -> None:
+    figures = figures_of(CASE, RIGHT)
+    assert figures["detected_%"] == figures["layer_named_%"] == figures["site_named_%"] == 100
+    assert (figures["clean_layer_comparisons"], figures["false_alarms"]) == (1, 0)
+
+
+def test_missed_mistake_lowers_detection() -> None:
+    missed = replace(CASE, failed=(), blamed=())
+    assert figures_of(CASE, missed)["detected_%"] == 50
+    assert [word for word, _ in misses([missed])] == ["missed"]
+
+
+def test_blame_elsewhere_lowers_the_site() -> None:
+    elsewhere = replace(CASE, blamed=(("moe_delta",), ("q_norm",)))
+    assert figures_of(elsewhere)["site_named_%"] == 0
+    assert [word for word, _ in misses([elsewhere])] == ["wrong site"]
+
+
+def test_blamed_right_layer_beside_a_planted_one_lowers_the_layer() -> None:
+    beside = replace(RIGHT, run=CASE.run, failed=("output",))
+    assert figures_of(CASE, beside)["layer_named_%"] == 0
+
+
+def test_right_layer_beside_a_planted_one_is_no_comparison_of_its_own() -> None:
+    assert list(clean_cases([CASE, RIGHT, replace(RIGHT, run=CASE.run)])) == [RIGHT]
+
+
+def test_mistake_below_the_floor_need_not_be_found() -> None:
+    faint = replace(CASE, effects={"moe_delta": 0.5}, failed=(), blamed=())
+    figures = figures_of(CASE, faint)
+    assert (figures["mistakes_above_floor"], figures["mistakes_below_floor"]) == (1, 1)
+    assert figures["detected_%"] == 100
+
+
+@pytest.mark.parametrize("kind", ["right", "equivalent"])
+def test_flagged_right_layer_is_a_false_alarm(kind: str) -> None:
+    flagged = replace(RIGHT, kind=kind, black_box_detected=True)
+    assert figures_of(flagged)["false_alarms"] == 1
+    assert [word for word, _ in misses([flagged])] == ["false alarm"]
+
+
+def test_name_counts_wherever_it_stands_and_only_of_known_mistakes() -> None:
+    named = replace(CASE, named=(("up_plus_one", {}), ("gate_up_swapped", {})))
+    nothing = replace(CASE, named=())
+    strange = replace(CASE, kind="uncatalogued", mistake="tile_twice", named=())
+    figures = figures_of(named, nothing, strange)
+    assert (figures["mistake_named_%"], figures["mistake_named_first_%"]) == (50, 0)
+    assert figures["uncatalogued_given_a_name_%"] == 0
+    assert [word for word, _ in misses([named, nothing, strange])] == ["named nothing"]
+
+
+def test_no_name_is_counted_where_none_was_asked_for() -> None:
+    assert not {name for name in figures_of(CASE, RIGHT) if "named_first" in name}
+
+
+def test_upper_bound_is_that_of_clopper_and_pearson() -> None:
+    # Without a hit it is 1 - 0.05^(1/n).
+    assert math.isclose(upper_bound(0, 1000), 1 - 0.05**1e-3, rel_tol=1e-6)
+    # scipy.stats.beta.ppf(0.95, 3, 98)
+    assert math.isclose(upper_bound(2, 100), 0.06162, rel_tol=1e-3)
+    assert upper_bound(0, 0) == upper_bound(3, 3) == 1.0
+
+
+def test_journal_gives_back_what_finished(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    Journal(path).add(CASE.run, [CASE, replace(CASE, effects={"output": math.inf})])
+    with path.open("a") as file:
+        file.write('{"run": "cut sh')
+    again = Journal(path)
+    assert again.find(CASE.run) == (CASE, replace(CASE, effects={"output": math.inf}))
+    assert again.find("another run") is None
+
+
+def test_journal_of_other_code_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    Journal(path).add(CASE.run, [CASE])
+    path.write_text('{"sources": "other"}\n' + path.read_text().split("\n", 1)[1])
+    assert len(Journal(path)) == 0
+
+
+def test_unknown_mistake_is_refused() -> None:
+    with pytest.raises(UsageError, match="nothing of the name gate_swapped is planted"):
+        choose_plants(["gate_swapped"])
+
+
+def test_quick_benchmark_finds_and_places_what_it_plants() -> None:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--json"], capture_output=True, text=True, check=False
+    )
+    figures = {figure["figure"]: figure for figure in json.loads(result.stdout)["figures"]}
+    for name in ("detected_%", "layer_named_%", "site_named_%", "false_alarms", "equivalents_flagged"):
+        assert figures[name]["holds"], result.stderr
