@@ -148,8 +148,9 @@ class TestGoldenWithoutFloor:
         changes = {
             (1, site): self.flipped(num_tokens, site=site) for site in (Site.ROUTER_EXPERTS, Site.MOE_DELTA)
         }
-        comparison = judge(copyist.device_run(changes), reference=copyist.golden(noise_floor="off"))
-        assert comparison.verdict is verdict
+        # Shown, the weights would have to be those of the other experts.
+        target = copyist.device_run(changes, not_exposed=(Site.ROUTER_WEIGHTS,))
+        assert judge(target, reference=copyist.golden(noise_floor="off")).verdict is verdict
 
     @pytest.mark.parametrize(("num_tokens", "verdict"), [(2, Verdict.PASS), (40, Verdict.FAIL)])
     def test_the_same_where_the_port_hides_its_choice(
