@@ -12,6 +12,7 @@ from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
 from compare.model_judge import ModelJudge
 from compare.notes import (
+    certificate_notes,
     feed_notes,
     flip_notes,
     floor_notes,
@@ -111,6 +112,7 @@ def compare_captures(
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *nonfinite_notes(sites, blame),
             *side_notes(reference),
+            *certificate_notes(reference),
             *floor_notes(reference),
             *router_notes(router_dtypes),
             *flip_notes(sites, sides),
