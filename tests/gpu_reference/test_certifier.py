@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 
 from compare.comparer import compare_captures
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
+from compare.judge import Criteria
 from gpu_reference.broken_versions import find_broken
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest
