@@ -16,6 +16,7 @@ from compare.limits import NOISE_FIGURES
 from compare.model_judge import ModelJudge
 from compare.notes import (
     backend_notes,
+    certificate_notes,
     feed_notes,
     flip_notes,
     floor_notes,
@@ -118,6 +119,7 @@ def compare_captures(
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *nonfinite_notes(sites, blame),
             *side_notes(reference),
+            *certificate_notes(reference),
             *floor_notes(reference),
             *backend_notes(sides),
             *router_notes(router_dtypes),

@@ -8,6 +8,7 @@ from compare.pairing import is_finished
 from compare.sides import Sides
 from compare.terms import backend_of, computes_in_float32
 from minimax_tools.capture.foreign.capture import ForeignCapture
+from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.results import Blame, RouterDtype, SiteResult
@@ -85,6 +86,26 @@ def backend_notes(sides: Sides) -> tuple[str, ...]:
         f"the limits were measured on {measured}, not on {backend}: up to {limits.slack:g} times a limit warns "
         f"(scripts/calibrate.py --backends {backend} measures them there)",
     )
+
+
+def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
+    """Whether the golden was checked before it judges."""
+    if not isinstance(reference, Capture) or reference.description.side != GOLDEN_SIDE:
+        return ()
+    certificate = reference.manifest.certificate
+    if certificate is None:
+        return (f"the golden is not certified: mm2-gpu certify --model DIR --golden {reference.directory}",)
+    if not reference.manifest.is_certified:
+        return ("the golden is not certified: its certificate speaks of other tensors than it lists",)
+    if certificate.failed:
+        return tuple(
+            f"the golden FAILED certification, and proves nothing: {check.name}: {check.found}"
+            for check in certificate.failed
+        )
+    if certificate.not_checked:
+        unchecked = ", ".join(check.name for check in certificate.not_checked)
+        return (f"the golden's certificate is partial; not checked: {unchecked}",)
+    return ()
 
 
 def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:

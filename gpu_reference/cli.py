@@ -13,6 +13,7 @@ from typing import Any
 import click
 import torch
 
+from gpu_reference.certify_command import certify_command, certify_golden
 from gpu_reference.generation import Sampling, generate
 from gpu_reference.golden import GoldenRequest, open_golden
 from gpu_reference.model import GoldenModelRequest
@@ -144,12 +145,17 @@ def show(directory: Path, as_json: bool, **reading: Any) -> None:
         click.echo(render_capture(source) + _word(generated))
 
 
+main.add_command(certify_command)
+
+
 def _whole_model(options: Options) -> MakeRun:
     return lambda spec: full_run(spec.num_hidden_layers, sites_level=options["sites_level"])
 
 
 def _run_golden(options: Options, make_run: MakeRun, sampling: Sampling | None = None) -> None:
     """Run what was asked for, and print what came of it."""
+    if options["certify"] and options["no_save"]:
+        raise UsageError("--certify checks a capture", found="--no-save", next_step="Leave one of them out.")
     request = _read_request(options, make_run)
     with open_golden(request) as golden:
         generated = None
@@ -166,6 +172,8 @@ def _run_golden(options: Options, make_run: MakeRun, sampling: Sampling | None =
                     extra={GENERATION_NAME: generated.as_json()} if generated else {},
                     progress=progress,
                 )
+            if options["certify"]:
+                certify_golden(directory, options["model"])
             capture = Capture.open(directory)
             record, text = capture_record(capture), render_capture(capture)
     if options["as_json"]:
@@ -178,6 +186,11 @@ def _run_planned(options: Options, plan_file: Path, slices_folder: Path | None) 
     """Run one rank's slice of a plan; rank 0 prints what came of all."""
     if options["no_save"]:
         raise UsageError("--plan writes a capture", found="--no-save", next_step="Leave one of them out.")
+    if options["certify"]:
+        raise UsageError(
+            "--certify reads the whole model, of which a rank has a slice",
+            next_step="Leave it out, and run mm2-gpu certify where the model is.",
+        )
     place = RankPlace.from_environment()
     if place.rank > 0:
         show_warnings_only()

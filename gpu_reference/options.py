@@ -81,6 +81,11 @@ _computation_options = (
         help="Keep each layer's float32 twin, its distances only, or nothing; a float32 run has none.",
     ),
     click.option("--no-save", is_flag=True, help="Print statistics, write nothing."),
+    click.option(
+        "--certify",
+        is_flag=True,
+        help="Check what was stored, as mm2-gpu certify does: each layer is read and computed in float32 once more.",
+    ),
 )
 _plan_options = stack_options(
     click.option(

@@ -44,6 +44,7 @@ def capture_record(source: CaptureSource) -> dict[str, Any]:
         "complete": source.manifest.is_complete if isinstance(source, Capture) else None,
         "description": to_json(description.as_json()) if description else None,
         "observed_dtypes": dict(_observed_dtypes(source)),
+        "certificate": _certificate_record(source),
         **_contents_record(read_contents(source)),
     }
 
@@ -55,6 +56,7 @@ def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict
         "complete": None,
         "description": None,
         "observed_dtypes": {},
+        "certificate": None,
     }
     return {**nowhere, **_contents_record(measure_contents(layers))}
 
@@ -129,7 +131,8 @@ def _facts(source: CaptureSource) -> list[tuple[str, str]]:
     dtypes = {**made.dtypes, **_observed_dtypes(source)}
     device = "" if made.device == made.backend else f" ({made.device})"
     # A device run has no floor of its own.
-    floor = [("noise floor", description.noise_floor)] if description.side == GOLDEN_SIDE else []
+    is_golden = description.side == GOLDEN_SIDE
+    floor = [("noise floor", description.noise_floor)] if is_golden else []
     return [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
@@ -137,7 +140,20 @@ def _facts(source: CaptureSource) -> list[tuple[str, str]]:
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
         *floor,
+        *([("certificate", _word_certificate(source))] if is_golden and isinstance(source, Capture) else []),
     ]
+
+
+def _word_certificate(capture: Capture) -> str:
+    manifest = capture.manifest
+    if manifest.certificate is None:
+        return "none: mm2-gpu certify makes one"
+    return str(manifest.certificate) if manifest.is_certified else "of other tensors than are listed here"
+
+
+def _certificate_record(source: CaptureSource) -> Any:
+    certificate = source.manifest.certificate if isinstance(source, Capture) else None
+    return None if certificate is None else certificate.as_json()
 
 
 def _ranks(options: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from faults.cases import Case, Journal
-from faults.plan import plan_mistakes, plan_quickly, plan_right_ports
+from faults.plan import PARTS, plan_part, plan_quickly
 from faults.planted import PLANTS, choose_plants
 from faults.runs import PlannedRun, carry_out
 from faults.scene import Scene, open_scene
@@ -52,8 +52,8 @@ def run_all(plan: Sequence[PlannedRun], *, journal: Journal) -> list[Case]:
     cases: list[Case] = []
     for stage, on_stage in itertools.groupby(plan, key=lambda planned: planned.stage):
         runs = list(on_stage)
-        cases += [case for planned in runs for case in journal.find(str(planned)) or ()]
-        pending = [planned for planned in runs if journal.find(str(planned)) is None]
+        cases += [case for planned in runs for case in journal.find(repr(planned)) or ()]
+        pending = [planned for planned in runs if journal.find(repr(planned)) is None]
         if not pending:
             continue
         with (
@@ -72,7 +72,7 @@ def _run_stage(
             for planned in on_backend:
                 started_s = time.perf_counter()
                 found = carry_out(planned, scene, runtime=runtime, directory=directory)
-                journal.add(str(planned), found)
+                journal.add(repr(planned), found)
                 took_s = time.perf_counter() - started_s
                 verdicts = ", ".join("found" if case.is_detected else "-" for case in found)
                 print(f"{planned}: {verdicts} ({took_s:.1f} s)", file=sys.stderr)
@@ -83,12 +83,15 @@ def _plan(arguments: argparse.Namespace) -> Iterator[PlannedRun]:
     if arguments.quick:
         yield from plan_quickly()
         return
-    backends = tuple(arguments.backends)
-    if "mistakes" in arguments.parts:
-        plants = choose_plants(arguments.mistakes)
-        yield from plan_mistakes(plants, seeds=arguments.seeds, backends=backends)
-    if "clean" in arguments.parts:
-        yield from plan_right_ports(num_seeds=arguments.clean_seeds, backends=backends)
+    plants = choose_plants(arguments.mistakes)
+    for part in arguments.parts:
+        yield from plan_part(
+            part,
+            plants,
+            seed=arguments.seed,
+            num_clean_seeds=arguments.clean_seeds,
+            asks_names=arguments.names,
+        )
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -104,17 +107,16 @@ def _parse_arguments() -> argparse.Namespace:
         "--mistakes", nargs="*", default=(), metavar="NAME", help="plant these alone; all by default"
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=("mistakes", "clean"), default=["mistakes", "clean"], help="what to run"
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; all by default"
     )
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[0, 1],
-        help="seeds of the models that mistakes are planted in",
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the models that mistakes are planted in")
     parser.add_argument("--clean-seeds", type=int, default=5, help="models that right ports run on")
-    parser.add_argument("--backends", nargs="+", choices=("cpu", "xla-cpu"), default=["cpu", "xla-cpu"])
+    parser.add_argument(
+        "--names",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="ask the diagnosis for the mistake's name, which takes longer than all else",
+    )
     parser.add_argument(
         "--journal", type=Path, help="a file of finished runs, which a later run goes on with"
     )

@@ -69,7 +69,8 @@ def search_layer(
     named = name_mistakes(faint)
     if named:
         return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried))
-    pairs = _pairs(tried)
+    # Below that nobody could tell a pair from a single mistake.
+    pairs = _pairs(tried) if trial.null().leaves >= LIMITS.clear else []
     if pairs:
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(screen.base.tokens))
         in_pairs = _finish(trial, screen, screen.judge(pairs))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from minimax_tools.capture.certificate import Certificate
 from minimax_tools.errors import CaptureError, Mm2Error
 from minimax_tools.metrics import TensorStatistics, measure_tensor
 from minimax_tools.provenance import Provenance
@@ -115,7 +116,8 @@ class Manifest:
     """A description and how far it has come.
 
     `not_exposed` names, per layer, the sites the run wanted and the port does not expose; `observed_dtypes`
-    the dtypes of the router's gate and correction bias as the port loaded them.
+    the dtypes of the router's gate and correction bias as the port loaded them. A golden's `certificate` is added
+    after its end, by `mm2-gpu certify`.
     """
 
     description: Description
@@ -124,6 +126,19 @@ class Manifest:
     observed_dtypes: Mapping[str, str] = field(default_factory=dict)
     complete_layers: tuple[int, ...] = ()
     is_complete: bool = False
+    certificate: Certificate | None = None
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether it has a certificate that speaks of what it lists."""
+        return self.certificate is not None and self.certificate.content == self.content_digest()
+
+    def content_digest(self) -> str:
+        """sha256 over the entries: what a certificate speaks of."""
+        digest = hashlib.sha256()
+        for entry in self.entries:
+            digest.update(_entry_text(entry).encode())
+        return digest.hexdigest()
 
     def with_layer(
         self,
@@ -168,7 +183,13 @@ class Manifest:
             "observed_dtypes": dict(self.observed_dtypes),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
+            # Absent, not null: without one a manifest is what it was before there were any.
+            **({} if self.certificate is None else {"certificate": self.certificate.as_json()}),
         }
+
+    def certified(self, certificate: Certificate) -> Manifest:
+        """This manifest with a certificate."""
+        return replace(self, certificate=certificate)
 
     def finished(self) -> Manifest:
         """This manifest, marked as complete."""
@@ -219,6 +240,7 @@ class Manifest:
             observed_dtypes=record["observed_dtypes"],
             complete_layers=tuple(record["complete_layers"]),
             is_complete=record["complete"],
+            certificate=(Certificate.from_json(record["certificate"]) if "certificate" in record else None),
         )
 
     @staticmethod

@@ -10,6 +10,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.lock import locked_directory
 from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
 from minimax_tools.capture.parts import manifest_with, remove_parts
@@ -203,3 +204,18 @@ def open_capture(
             hidden_states = writer.read_hidden_states() if manifest.complete_layers else hidden_states()
         writer.write_inputs(inputs, hidden_states)
         yield writer
+
+
+def store_certificate(directory: Path, certificate: Certificate) -> Manifest:
+    """Put a certificate into the manifest of a finished capture, in place of one before; nothing else changes.
+
+    Raises:
+        CaptureError: There is no capture, another run writes there, or the disk is full.
+    """
+    # Before the directory is locked: that would make it.
+    Manifest.read(directory)
+    with locked_directory(directory):
+        manifest = Manifest.read(directory).certified(certificate)
+        with replacing(directory / MANIFEST_NAME) as temporary:
+            temporary.write_text(manifest.as_text(), encoding="utf-8")
+    return manifest

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
-# They count and print what was judged.
-_COUNT = ("tally.py", "table.py")
+# They say what is to run, which the journal keeps in whole, and count and print what was judged.
+_COUNT = ("plan.py", "tally.py", "table.py")
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from faults.plant import Plant
 from faults.planted import choose_plants
@@ -14,6 +14,11 @@ _QUICK = ("gate_up_swapped", "router_bias_missing", "tile_twice", "weights_bfloa
 # Of what makes a golden; one that is right by one must be right by the other.
 _IMPLEMENTATIONS = (("sdpa", "grouped_mm"), ("eager", "eager"))
 _RANKS = (2, 4)
+_BACKENDS = ("cpu", "xla-cpu")
+
+# Early, middle and last layers of a model with short prompts; XLA; decoded rows; padding on the left; one long prompt;
+# and ports that are right.
+PARTS = ("short", "xla", "decode", "left", "long", "clean")
 
 
 def plan_quickly() -> Iterator[PlannedRun]:
@@ -22,43 +27,47 @@ def plan_quickly() -> Iterator[PlannedRun]:
     return plan_plants(stage, choose_plants(_QUICK), backend="cpu")
 
 
-def plan_mistakes(
-    plants: tuple[Plant, ...], *, seeds: Sequence[int], backends: tuple[str, ...]
+def plan_part(
+    part: str, plants: tuple[Plant, ...], *, seed: int, num_clean_seeds: int, asks_names: bool
 ) -> Iterator[PlannedRun]:
-    """Every backend, decoded rows and a long prompt on models of the first seed; padding on the left on the others'.
+    """The runs of one of `PARTS`.
 
-    Early, middle and last layers are wrong on the CPU; elsewhere as many layers as there are, which are fewer.
+    Args:
+        part: Which.
+        plants: What is planted.
+        seed: Of the models that mistakes are planted in.
+        num_clean_seeds: How many models the right ports run on.
+        asks_names: Whether the diagnosis is asked for names, which takes longer than all else; of `short` alone.
     """
-    first, *others = seeds
-    for backend in backends:
-        is_cpu = backend == "cpu"
-        short = Stage(
-            name=f"{'short' if is_cpu else backend}-{first}",
-            seed=first,
-            lengths=_SHORT,
-            num_layers=4 if is_cpu else 1,
-        )
-        yield from plan_plants(short, plants, backend=backend, names=is_cpu)
-    # Prompts of nearly one length: decoding starts where the shortest one has that many rows left.
-    decoded = Stage(name=f"decode-{first}", seed=first, lengths=(70, 69, 67), num_layers=4)
-    yield from plan_decoding(decoded, plants)
-    for seed in others:
+    if part == "clean":
+        yield from _plan_right_ports(num_clean_seeds)
+    elif part == "decode":
+        # Prompts of nearly one length: decoding starts where the shortest one has that many rows left.
+        yield from plan_decoding(Stage(name=part, seed=seed, lengths=(70, 69, 67), num_layers=4), plants)
+    elif part == "short":
+        stage = Stage(name=part, seed=seed, lengths=_SHORT, num_layers=4)
+        yield from plan_plants(stage, plants, backend="cpu", names=asks_names)
+    elif part == "left":
         attention, experts = _IMPLEMENTATIONS[1]
-        left = Stage(
-            name=f"left-{seed}",
-            seed=seed,
+        stage = Stage(
+            name=part,
+            seed=seed + 1,
             lengths=(80, 33, 7),
             padding_side="left",
             num_layers=2,
             attention=attention,
             experts=experts,
         )
-        yield from plan_plants(left, plants, backend="cpu")
-    long = Stage(name=f"long-{first}", seed=first + 100, lengths=(512,), num_layers=1)
-    yield from plan_plants(long, plants, backend="cpu")
+        yield from plan_plants(stage, plants, backend="cpu")
+    elif part == "long":
+        stage = Stage(name=part, seed=seed + 2, lengths=(512,), num_layers=1)
+        yield from plan_plants(stage, plants, backend="cpu")
+    else:
+        stage = Stage(name=part, seed=seed, lengths=_SHORT, num_layers=1)
+        yield from plan_plants(stage, plants, backend="xla-cpu")
 
 
-def plan_right_ports(*, num_seeds: int, backends: tuple[str, ...]) -> Iterator[PlannedRun]:
+def _plan_right_ports(num_seeds: int) -> Iterator[PlannedRun]:
     """Ports that are right, on models of 16 layers and goldens of two implementations and padding sides."""
     for seed in range(num_seeds):
         attention, experts = _IMPLEMENTATIONS[seed % 2]
@@ -71,4 +80,4 @@ def plan_right_ports(*, num_seeds: int, backends: tuple[str, ...]) -> Iterator[P
             attention=attention,
             experts=experts,
         )
-        yield from plan_clean(stage, backends=backends, ranks=_RANKS)
+        yield from plan_clean(stage, backends=_BACKENDS, ranks=_RANKS)

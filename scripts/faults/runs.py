@@ -9,7 +9,7 @@ from pathlib import Path
 from faults.cases import Case
 from faults.effects import measure_effects
 from faults.judging import as_black_box, judge_layers
-from faults.naming import can_name, name_mistake
+from faults.naming import name_mistake
 from faults.plant import Plant
 from faults.port import PlantedPort
 from faults.rivals import find_differences
@@ -87,7 +87,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
     shown = judge_layers(scene, capture)
     alone = judge_layers(scene, as_black_box(capture))
     decode_rows = DECODE_ROWS if planned.decodes else 0
-    asked = scene.layers[len(scene.layers) // 2] if planned.names and can_name() else None
+    asked = scene.layers[len(scene.layers) // 2] if planned.names else None
     cases = []
     for layer in capture.layers:
         plant = planned.plant if layer in scene.layers else None

@@ -14,71 +14,17 @@ _CONFIDENCE = 0.95
 
 
 def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
-    """Detection, naming and false alarms, and the same of the other rules."""
+    """Detection and naming where mistakes ran, false alarms where right layers did; and the same of the other rules."""
     above = [case for case in cases if case.is_above_floor]
-    below = [case for case in cases if case.is_mistake and not case.is_above_floor]
-    detected = [case for case in above if case.is_detected]
-    yield Figure.plain("mistakes_above_floor", len(above))
-    yield _at_least("detected_%", len(detected), len(above), 99)
-    yield _at_least("detected_uncatalogued_%", *_share(above, kind="uncatalogued"), 99)
-    misled = {case.run for case in cases if case.kind == "right" and case.is_detected}
-    placed = sum(bool(case.blamed) and case.run not in misled for case in detected)
-    yield _at_least("layer_named_%", placed, len(detected), 100)
-    yield _at_least("site_named_%", sum(case.is_site_named for case in detected), len(detected), 99)
-    yield Figure.plain("mistakes_below_floor", len(below))
-    yield Figure.plain(
-        "detected_below_floor_%", _percent(sum(case.is_detected for case in below), len(below))
-    )
-    seen = [case for case in above if case.is_distinguishable]
-    yield Figure.plain("distinguishable_by_output", len(seen))
-    yield Figure.plain(
-        "black_box_detected_%", _percent(sum(case.black_box_detected for case in above), len(above))
-    )
-    yield Figure.plain(
-        "black_box_detected_of_distinguishable_%",
-        _percent(sum(case.black_box_detected for case in seen), len(seen)),
-    )
-    yield from _naming_figures(cases)
     clean = list(clean_cases(cases))
-    alarms = [case for case in clean if case.is_detected or case.black_box_detected]
-    yield Figure.at_least("clean_layer_comparisons", len(clean), 1000)
-    yield Figure.exactly("false_alarms", len(alarms), 0)
-    yield Figure.plain("false_alarms_upper_bound_%", 100 * upper_bound(len(alarms), len(clean)))
-    yield Figure.plain(
-        "clean_layers_with_a_warning_%", _percent(sum(bool(c.warned) for c in clean), len(clean))
-    )
-    equivalents = [case for case in cases if case.kind == "equivalent"]
-    flagged = [case for case in equivalents if case.is_detected or case.black_box_detected]
-    yield Figure.plain("equivalents", len(equivalents))
-    yield Figure.exactly("equivalents_flagged", len(flagged), 0)
+    if any(case.is_mistake for case in cases):
+        yield from _detection_figures(cases, above)
+    if any(case.named is not None for case in cases):
+        yield from _naming_figures([case for case in cases if case.named is not None])
+    if clean:
+        yield from _alarm_figures(clean)
     for rule in RULES:
-        yield Figure.plain(
-            f"{rule}_detected_%", _percent(sum(bool(c.rivals[rule]) for c in above), len(above))
-        )
-        alone = sum("output" in case.rivals[rule] for case in above)
-        yield Figure.plain(f"{rule}_black_box_detected_%", _percent(alone, len(above)))
-        wrong = sum(bool(case.rivals[rule]) for case in clean)
-        yield Figure.plain(f"{rule}_false_alarms_%", _percent(wrong, len(clean)))
-        wrong = sum("output" in case.rivals[rule] for case in clean)
-        yield Figure.plain(f"{rule}_black_box_false_alarms_%", _percent(wrong, len(clean)))
-
-
-def _naming_figures(cases: Sequence[Case]) -> Iterator[Figure]:
-    """How often the diagnosis names what was planted, of the output alone; nothing where it was not asked."""
-    asked = [case for case in cases if case.named is not None]
-    known = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
-    if not asked:
-        return
-    yield Figure.plain("mistakes_asked_for_by_name", len(known))
-    yield _at_least("mistake_named_%", sum(case.is_named for case in known), len(known), 95)
-    yield Figure.plain(
-        "mistake_named_first_%", _percent(sum(case.is_named_first for case in known), len(known))
-    )
-    strange = [case for case in asked if case.kind == "uncatalogued"]
-    wrongly = sum(bool(case.named) for case in strange)
-    yield Figure.plain("uncatalogued_given_a_name_%", _percent(wrongly, len(strange)))
-    harmless = [case for case in asked if case.kind == "equivalent"]
-    yield Figure.plain("equivalents_given_a_name", sum(bool(case.named) for case in harmless))
+        yield from _rule_figures(rule, above, clean)
 
 
 def clean_cases(cases: Sequence[Case]) -> Iterator[Case]:
@@ -120,6 +66,70 @@ def upper_bound(hits: int, trials: int, *, confidence: float = _CONFIDENCE) -> f
     return high
 
 
+def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator[Figure]:
+    """Of what changes more than the noise where it lives; and what is seen of the rest."""
+    detected = [case for case in above if case.is_detected]
+    yield Figure.plain("mistakes_above_floor", len(above))
+    yield _at_least("detected_%", len(detected), len(above), 99)
+    strange = [case for case in above if case.kind == "uncatalogued"]
+    if strange:
+        yield _at_least(
+            "detected_uncatalogued_%", sum(case.is_detected for case in strange), len(strange), 99
+        )
+    misled = {case.run for case in cases if case.kind == "right" and case.is_detected}
+    placed = sum(bool(case.blamed) and case.run not in misled for case in detected)
+    yield _at_least("layer_named_%", placed, len(detected), 100)
+    yield _at_least("site_named_%", sum(case.is_site_named for case in detected), len(detected), 99)
+    seen = [case for case in above if case.is_distinguishable]
+    yield Figure.plain("distinguishable_by_output", len(seen))
+    alone = sum(case.black_box_detected for case in above)
+    yield Figure.plain("black_box_detected_%", _percent(alone, len(above)))
+    alone = sum(case.black_box_detected for case in seen)
+    yield Figure.plain("black_box_detected_of_distinguishable_%", _percent(alone, len(seen)))
+    below = [case for case in cases if case.is_mistake and not case.is_above_floor]
+    yield Figure.plain("mistakes_below_floor", len(below))
+    found = sum(case.is_detected for case in below)
+    yield Figure.plain("detected_below_floor_%", _percent(found, len(below)))
+
+
+def _naming_figures(asked: Sequence[Case]) -> Iterator[Figure]:
+    """How often the diagnosis names what was planted, of the output alone."""
+    known = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
+    yield Figure.plain("mistakes_asked_for_by_name", len(known))
+    yield _at_least("mistake_named_%", sum(case.is_named for case in known), len(known), 95)
+    first = sum(case.is_named_first for case in known)
+    yield Figure.plain("mistake_named_first_%", _percent(first, len(known)))
+    strange = [case for case in asked if case.kind == "uncatalogued"]
+    wrongly = sum(bool(case.named) for case in strange)
+    yield Figure.plain("uncatalogued_given_a_name_%", _percent(wrongly, len(strange)))
+    harmless = [case for case in asked if case.kind == "equivalent"]
+    yield Figure.plain("equivalents_given_a_name", sum(bool(case.named) for case in harmless))
+
+
+def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
+    """Right layers that are failed, with all sites or by the output alone; equivalents are among them."""
+    alarms = [case for case in clean if case.is_detected or case.black_box_detected]
+    yield Figure.at_least("clean_layer_comparisons", len(clean), 1000)
+    yield Figure.exactly("false_alarms", len(alarms), 0)
+    yield Figure.plain("false_alarms_upper_bound_%", 100 * upper_bound(len(alarms), len(clean)))
+    warned = sum(bool(case.warned) for case in clean)
+    yield Figure.plain("clean_layers_with_a_warning_%", _percent(warned, len(clean)))
+    equivalents = [case for case in clean if case.kind == "equivalent"]
+    yield Figure.plain("equivalents", len(equivalents))
+    flagged = sum(case.is_detected or case.black_box_detected for case in equivalents)
+    yield Figure.exactly("equivalents_flagged", flagged, 0)
+
+
+def _rule_figures(rule: str, above: Sequence[Case], clean: Sequence[Case]) -> Iterator[Figure]:
+    """What another tool's rule calls different, of mistakes and of right layers."""
+    for word, group in (("detected", above), ("false_alarms", clean)):
+        if group:
+            hits = sum(bool(case.rivals[rule]) for case in group)
+            yield Figure.plain(f"{rule}_{word}_%", _percent(hits, len(group)))
+            alone = sum("output" in case.rivals[rule] for case in group)
+            yield Figure.plain(f"{rule}_black_box_{word}_%", _percent(alone, len(group)))
+
+
 def _at_most(hits: int, trials: int, rate: float) -> float:
     """The probability of so many hits or fewer."""
     return sum(
@@ -132,11 +142,6 @@ def _at_most(hits: int, trials: int, rate: float) -> float:
         )
         for count in range(hits + 1)
     )
-
-
-def _share(cases: Sequence[Case], *, kind: str) -> tuple[int, int]:
-    of_kind = [case for case in cases if case.kind == kind]
-    return sum(case.is_detected for case in of_kind), len(of_kind)
 
 
 def _percent(part: int, whole: int) -> float:

@@ -100,6 +100,16 @@ def _scales(scene: Scene) -> tuple[float, ...]:
     )
 
 
+def _projection_scaled(tensor: str, factor: float) -> Change:
+    site, name = {
+        "q_proj": (Site.Q_PROJ, names.Q_PROJ),
+        "k_proj": (Site.K_PROJ, names.K_PROJ),
+        "v_proj": (Site.V_PROJ, names.V_PROJ),
+    }[tensor]
+    right = product_stage(Site.INPUT_NORM, name)
+    return Change(stages={site: lambda at: factor * right(at)})
+
+
 ATTENTION_MISTAKES = (
     Mistake(
         name="kv_repeat_tiled",
@@ -132,6 +142,18 @@ ATTENTION_MISTAKES = (
         look_at="how a fused projection is laid out per kv group, and how it is cut",
         build=_cut_per_group,
         candidates=lambda scene: once(scene) if scene.spec.num_key_value_heads > 1 else (),
+    ),
+    Mistake(
+        name="projection_scaled",
+        what="All of q_proj, k_proj or v_proj is off by a factor; behind q and k their norms hide it.",
+        look_at="the scales of this tensor, and how a fused projection combines three of them",
+        build=_projection_scaled,
+        candidates=lambda scene: tuple(
+            {"tensor": tensor, "factor": factor}
+            for tensor in ("q_proj", "k_proj", "v_proj")
+            for factor in (2.0, 0.5, 8.0, 0.125, 64.0, 1 / 64)
+        ),
+        fitted="factor",
     ),
     Mistake(
         name="attention_scale",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MappingProxyType
 
 import torch
 
@@ -50,10 +49,16 @@ def _logits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Ch
     )
 
 
-def _quantised(bits: int) -> Change:
-    if bits == 8:
-        return _logits(lambda states, gate: states @ fp8_blocks(gate).T)
-    return _logits(lambda states, gate: states @ int4_groups(gate).T)
+def _quantised(bits: int, scales: str = "blocks") -> Change:
+    """FP8 with a scale for each block of 128 x 128, or four bits with one for each 128 of a row; or fewer scales."""
+
+    def product(states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if bits == 8:
+            width = max(gate.shape)
+            return states @ (fp8_blocks(gate, width) if scales == "tensor" else fp8_blocks(gate)).T
+        return states @ int4_groups(gate, gate.shape[1] if scales == "rows" else 128).T
+
+    return _logits(product)
 
 
 def _on_input() -> Change:
@@ -70,7 +75,7 @@ def _other_ks(scene: Scene) -> tuple[int, ...]:
 
 
 def _both_bits(_: Scene) -> tuple[Parameters, ...]:
-    return tuple(MappingProxyType({"bits": bits}) for bits in (8, 4))
+    return ({"bits": 8}, {"bits": 4}, {"bits": 8, "scales": "tensor"}, {"bits": 4, "scales": "rows"})
 
 
 ROUTER_MISTAKES = (

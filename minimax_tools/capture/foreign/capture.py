@@ -174,7 +174,6 @@ class ForeignCapture:
 
     def _find_rows(self, mask: torch.Tensor | None) -> TokenRows | None:
         """Which rows are real: as the map says, else as the dump does, else as the other side's batch has it."""
-        is_packed = self.dump.is_packed if self.names.is_packed is None else self.names.is_packed
         own_mask = self._read_mask()
         if own_mask is not None:
             # Every pass behind the first decodes one row of each prompt.
@@ -193,32 +192,42 @@ class ForeignCapture:
                 found=_listed(lengths),
                 next_step="Correct lengths in the map, or run both sides on the same prompts.",
             )
+        is_packed = self._is_packed(len(lengths))
         return TokenRows(lengths=lengths, padding=self.names.padding, is_packed=is_packed, mask=own_mask)
+
+    def _is_packed(self, num_prompts: int) -> bool | None:
+        """Whether the prompts' tokens lie one after another, as the map, the tool or another tensor's shape says."""
+        if self.names.is_packed is not None or self.dump.is_packed is not None:
+            return self.dump.is_packed if self.names.is_packed is None else self.names.is_packed
+        shapes = {
+            piece.shape
+            for found in self.findings.sites.values()
+            for term in found.terms
+            for piece in term.pieces.values()
+        }
+        is_padded = num_prompts > 1 and any(len(shape) == 3 and shape[0] == num_prompts for shape in shapes)
+        return False if is_padded else None
 
     def _read_mask(self) -> torch.Tensor | None:
         """bool [B,S'] of the dump's own padded rows, where the map names its file or the dump holds it."""
         path = self.names.attention_mask
-        found = self.findings.sites.get((None, ATTENTION_MASK))
         if path is not None:
             tensors = list_tensors(path)
-            tensor = read_tensor(path, tensors[0].keys) if len(tensors) == 1 else torch.empty(0)
-        elif found is not None and not self.names.lengths and len(self.findings.passes) == 1:
-            path = self.directory
-            tensor = self._assembly.whole(found, self.findings.passes[0][0], what=ATTENTION_MASK)
-        else:
+            mask = read_tensor(path, tensors[0].keys) if len(tensors) == 1 else torch.empty(0)
+            if not _tells_real_rows(mask):
+                raise CaptureError(
+                    f"the attention mask {path} does not tell real rows from padding",
+                    expected="one tensor [B,S] of 0 and 1, a real token in every row",
+                    found=f"{list(mask.shape)} of {mask.dtype}",
+                    next_step="Give lengths and padding in the map instead.",
+                )
+            return mask.bool()
+        found = self.findings.sites.get((None, ATTENTION_MASK))
+        if found is None or self.names.lengths or len(self.findings.passes) > 1:
             return None
-        if (
-            tensor.ndim != 2
-            or not bool(((tensor == 0) | (tensor == 1)).all())
-            or not bool(tensor.any(dim=1).all())
-        ):
-            raise CaptureError(
-                f"the attention mask of {path} does not tell real rows from padding",
-                expected="[B,S] of 0 and 1, a real token in every row",
-                found=f"{list(tensor.shape)} of {tensor.dtype}",
-                next_step="Give lengths and padding in a map instead.",
-            )
-        return tensor.bool()
+        mask = self._assembly.whole(found, self.findings.passes[0][0], what=ATTENTION_MASK)
+        # A model may be called with a mask of another kind, which says nothing of rows.
+        return mask.bool() if _tells_real_rows(mask) else None
 
     def _refuse_other_tokens(self, input_ids: torch.Tensor | None) -> None:
         found = self.findings.sites.get((None, INPUT_IDS))
@@ -239,6 +248,11 @@ class ForeignCapture:
                 found=f"{int(own[first])} in {self.directory}",
                 next_step="Run both sides on the same prompts; if they are, check lengths, padding and steps in a map.",
             )
+
+
+def _tells_real_rows(mask: torch.Tensor) -> bool:
+    is_binary = mask.ndim == 2 and bool(((mask == 0) | (mask == 1)).all())
+    return is_binary and bool(mask.any(dim=1).all())
 
 
 def _listed(lengths: object) -> str:

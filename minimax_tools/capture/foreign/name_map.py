@@ -148,11 +148,15 @@ class _Reader:
 
     def steps(self) -> tuple[tuple[str, ...], ...]:
         value = self._record.get("steps") or []
-        groups = [group if isinstance(group, list) else [group] for group in value if value != group]
+        groups = [group if isinstance(group, list) else [group] for group in _listed(value)]
+        labels = [label for group in groups for label in group]
         is_list = isinstance(value, list) and all(groups)
-        if not is_list or any(not isinstance(label, (str, int)) for group in groups for label in group):
+        if not is_list or any(
+            isinstance(label, bool) or not isinstance(label, (str, int)) for label in labels
+        ):
             raise self._wrong(
-                "steps", expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow'
+                "steps",
+                expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
             )
         return tuple(tuple(str(label) for label in group) for group in groups)
 
@@ -209,6 +213,10 @@ class _Reader:
             expected="a place, or {from: PLACE} or {sum: [PLACE, …]}, these with or without transpose: [0, 2, 1, 3]",
             found=repr(value),
         )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _is_count(value: Any) -> bool:

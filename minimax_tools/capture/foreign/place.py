@@ -30,7 +30,7 @@ _EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all 
 _LAYER, _NEXT = "{layer}", "{next}"
 _OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 # Which of a module's inputs or outputs is meant where a place does not say.
-_USUAL_ELEMENTS = ("", "0", "hidden_states")
+_USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

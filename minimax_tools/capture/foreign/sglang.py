@@ -76,7 +76,7 @@ def _read(path: Path) -> _File:
             found=type(value).__name__,
             next_step="Keep such files out of the folder, or name the layout with --format.",
         )
-    world_rank = int(meta.get("rank", 0))
+    world_rank = _number(meta, "rank", path)
     rank, num_ranks = _tensor_parallel(meta, path, world_rank)
     dims = meta.get("dims")
     module, point, element = _parse_name(meta)
@@ -97,8 +97,8 @@ def _read(path: Path) -> _File:
         if held.keys[:1] == ("value",)
     )
     return _File(
-        index=int(meta.get("dump_index", 0)),
-        step=int(meta.get("step", 0)),
+        index=_number(meta, "dump_index", path),
+        step=_number(meta, "step", path),
         world_rank=world_rank,
         num_ranks=num_ranks,
         pieces=pieces,
@@ -133,8 +133,8 @@ def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tu
     """The rank within its tensor-parallel group and the group's size."""
     known = [info for key in _PARALLEL if isinstance(info := meta.get(key), Mapping) and "tp_rank" in info]
     if not known:
-        return world_rank, int(meta.get("world_size", 1))
-    divided = [axis for axis in _OTHER_AXES if int(known[0].get(f"{axis}_size") or 1) > 1]
+        return world_rank, _number(meta, "world_size", path, default=1)
+    divided = [axis for axis in _OTHER_AXES if _number(known[0], f"{axis}_size", path, default=1) > 1]
     dims = str(meta.get("dims") or "")
     if any(f"[{axis}" in dims or f",{axis}" in dims for axis in divided):
         raise CaptureError(
@@ -143,7 +143,19 @@ def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tu
             found=f"dims {dims!r} of a run with {', '.join(divided)}",
             next_step="Dump without that parallelism.",
         )
-    return int(known[0]["tp_rank"]), int(known[0].get("tp_size", 1))
+    return _number(known[0], "tp_rank", path), _number(known[0], "tp_size", path, default=1)
+
+
+def _number(record: Mapping[str, Any], key: str, path: Path, *, default: int = 0) -> int:
+    value = record.get(key, default)
+    if not isinstance(value, int):
+        raise CaptureError(
+            f"{path} is of another layout",
+            expected=f"a whole number as {key}",
+            found=repr(value)[:80],
+            next_step="Keep such files out of the folder, or name the layout with --format.",
+        )
+    return value
 
 
 def _has_batch(dims: str | None) -> bool:

@@ -52,8 +52,14 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = MappingProxyType(
         ModelSite.EMBEDDING: ("model.embed_tokens", "embed_tokens"),
         ModelSite.FINAL_NORM: ("model.norm", "norm"),
         ModelSite.LOGITS: ("lm_head", ":output[logits]"),
-        INPUT_IDS: (":input[input_ids]", "input_ids", "model.embed_tokens:input", "embed_tokens:input"),
-        ATTENTION_MASK: (":input[attention_mask]",),
+        INPUT_IDS: (
+            ":input[input_ids]",
+            "model:input[input_ids]",
+            "input_ids",
+            "model.embed_tokens:input",
+            "embed_tokens:input",
+        ),
+        ATTENTION_MASK: (":input[attention_mask]", "model:input[attention_mask]"),
         HEAD_INPUT: ("model.norm:input", "norm:input"),
     }
 )

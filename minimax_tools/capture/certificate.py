@@ -1,0 +1,118 @@
+"""Certificate: what was checked of a golden before it is trusted, and with which figures; a part of its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Outcome(str, Enum):
+    """What became of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_CHECKED = "not checked"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check of a golden.
+
+    Args:
+        name: What is checked, such as `rotary_width`.
+        outcome: What became of it.
+        found: What was found, or why nothing could be, in words.
+        figure: The worst figure, where there is one.
+        limit: Up to where it passes.
+    """
+
+    name: str
+    outcome: Outcome
+    found: str
+    figure: float | None = None
+    limit: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The check as it stands in a manifest."""
+        return {
+            "name": self.name,
+            "outcome": str(self.outcome),
+            "found": self.found,
+            "figure": self.figure,
+            "limit": self.limit,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Check:
+        """The check that stands in a manifest."""
+        return cls(**{**record, "outcome": Outcome(record["outcome"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What was checked of a golden.
+
+    Args:
+        checks: Every check, those that could not be made too.
+        content: Digest of the manifest's entries: what the certificate speaks of.
+        files: sha256 of every tensor file beside the manifest.
+        versions: Of the libraries that checked.
+    """
+
+    checks: tuple[Check, ...]
+    content: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether no check failed; some may not have been made."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.outcome is Outcome.FAILED)
+
+    @property
+    def not_checked(self) -> tuple[Check, ...]:
+        """The checks that could not be made."""
+        return tuple(check for check in self.checks if check.outcome is Outcome.NOT_CHECKED)
+
+    def __str__(self) -> str:
+        num_passed = sum(check.outcome is Outcome.PASSED for check in self.checks)
+        parts = [f"{num_passed} of {len(self.checks)} checks passed"]
+        if self.failed:
+            parts.append(f"failed: {_names(self.failed)}")
+        if self.not_checked:
+            parts.append(f"not checked: {_names(self.not_checked)}")
+        return "; ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """The certificate as it stands in a manifest."""
+        return {
+            "passed": self.has_passed,
+            "checks": [check.as_json() for check in self.checks],
+            "content": self.content,
+            "files": dict(self.files),
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Certificate:
+        """The certificate that stands in a manifest."""
+        return cls(
+            checks=tuple(Check.from_json(check) for check in record["checks"]),
+            content=record["content"],
+            files=dict(record["files"]),
+            versions=dict(record["versions"]),
+        )
+
+
+def _names(checks: tuple[Check, ...]) -> str:
+    return ", ".join(check.name for check in checks)

@@ -1,0 +1,105 @@
+"""What `mm2-diagnose` says and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click.testing
+import pytest
+import torch
+
+from compare.diagnosis.cli import main as mm2_diagnose
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from neuron.cli import main as mm2_test
+
+Command = Callable[..., click.testing.Result]
+
+PLANTED = Path(__file__).parents[2] / "ports" / "planted.py"
+
+
+@pytest.fixture(scope="module")
+def swapped(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of layer 1 with gate and up swapped."""
+    folder = tmp_path_factory.mktemp("run") / "swapped"
+    arguments = ["single-layer", "--layer", "1", "--model", str(toy), "--golden", str(golden)]
+    arguments += ["--target", f"{PLANTED}:SwappedGateUp", "--backend", "cpu", "--output-dir", str(folder)]
+    assert click.testing.CliRunner().invoke(mm2_test, [*arguments, "--quiet"]).exit_code == 1
+    return folder
+
+
+def test_text_names_the_mistake_and_where_to_look(
+    toy: Path, golden: Path, swapped: Path, command: Command
+) -> None:
+    result = command(mm2_diagnose, "--model", toy, "--gpu-path", golden, "--neuron-path", swapped)
+    assert result.exit_code == 1
+    assert "Layer 1 matches gate_up_swapped: leaves ρ" in result.stdout
+    assert "Look at the order of w1 and w3 in the fused weight." in result.stdout
+    assert "Trying" in result.stderr
+
+
+def test_text_says_when_nothing_explains_the_layer(
+    toy: Path, golden: Path, swapped: Path, command: Command
+) -> None:
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", swapped)
+    result = command(mm2_diagnose, *paths, "--mistake", "gelu_activation", "--quiet")
+    assert result.exit_code == 1
+    assert "Layer 1: no known mistake explains it" in result.stdout
+    assert "nearest: gelu_activation" in result.stdout
+
+
+def test_catalogue_is_listed_without_a_model(command: Command) -> None:
+    result = command(mm2_diagnose, "--list")
+    assert result.exit_code == 0
+    assert "gate_up_swapped" in result.stdout
+    record = json.loads(command(mm2_diagnose, "--list", "--json").stdout)
+    assert {"mistake", "what", "look_at", "sources"} == set(record["mistakes"][0])
+
+
+def test_model_must_be_named(golden: Path, swapped: Path, command: Command) -> None:
+    result = command(mm2_diagnose, "--gpu-path", golden, "--neuron-path", swapped)
+    assert result.exit_code == 2
+    assert "no checkpoint was named" in result.output
+
+
+def test_mistake_must_be_in_the_catalogue(toy: Path, golden: Path, swapped: Path, command: Command) -> None:
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", swapped)
+    result = command(mm2_diagnose, *paths, "--mistake", "too_many_cooks")
+    assert result.exit_code == 2
+    assert "no mistake is called 'too_many_cooks'" in result.output
+
+
+def test_checkpoint_of_another_model_is_refused(
+    golden: Path, swapped: Path, command: Command, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    synthesize(other, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=1)
+    result = command(mm2_diagnose, "--model", other, "--gpu-path", golden, "--neuron-path", swapped)
+    assert result.exit_code == 3
+    assert "the golden is not of the checkpoint" in result.output
+
+
+def test_layer_that_was_handed_an_error_is_refused_with_the_command_to_run(
+    toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    arguments = ["multi-layer", "--layers", "0:2", "--model", toy, "--golden", golden, "--backend", "cpu"]
+    target = f"{PLANTED}:SwappedGateUp"
+    command(mm2_test, *arguments, "--target", target, "--output-dir", tmp_path / "run", "--quiet")
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    result = command(mm2_diagnose, *paths, "--layer", "1", "--quiet")
+    assert result.exit_code == 3
+    assert "mm2-test single-layer --layer 1" in result.output
+
+
+def test_checkpoint_without_fp8_says_what_was_not_tried(
+    golden: Path, swapped: Path, command: Command, tmp_path: Path
+) -> None:
+    copy = tmp_path / "bfloat16"
+    synthesize(copy, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=4_000_000, seed=0)
+    paths = ("--model", copy, "--gpu-path", golden, "--neuron-path", swapped)
+    record = json.loads(command(mm2_diagnose, *paths, "--mistake", "gate_up_swapped", "--json").stdout)
+    assert record["layers"][0]["notes"] == [
+        "the checkpoint stores no FP8 weights: mistakes of FP8 codes and scales were not tried"
+    ]

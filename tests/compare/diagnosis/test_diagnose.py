@@ -1,0 +1,131 @@
+"""Mistakes planted in real ports are named, seen from outside or not; what is no mistake, or an unknown one, is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+
+from compare.diagnosis.cli import main as mm2_diagnose
+from neuron.cli import main as mm2_test
+
+Command = Callable[..., click.testing.Result]
+Diagnose = Callable[..., tuple[int, dict[str, Any]]]
+
+PORTS = Path(__file__).parents[2] / "ports"
+LAYER = 2
+
+OF_THE_EXAMPLE_PORT = {
+    "NormPerHeadWeights": ("qk_norm_weight_averaged", {}),
+    "NormPerRank": ("qk_norm_per_rank", {"tp_degree": 2}),
+    "KeyNormDivisor": ("k_norm_scaled", {"factor": pytest.approx(8**-0.5, rel=1e-3)}),
+    "FullRotary": ("rope_width", {"rotary_dim": 64}),
+    "DefaultTheta": ("rope_theta", {"theta": pytest.approx(1e4, rel=1e-2)}),
+    "SlidingWindow": ("sliding_window", {"window": 24}),
+    "AttentionScale": ("attention_scale", {"factor": pytest.approx(0.9, rel=1e-3)}),
+    "QueryWithoutScale": ("projection_scaled", {"tensor": "q_proj", "factor": 64.0}),
+    "OutputProjectionNeverLoaded": ("o_proj_zero", {}),
+    "NormMiscompiled": ("post_norm_slice_twice", {"parts": 3, "part": 1}),
+    "QuantisedGate": ("router_quantised", {"bits": 8, "scales": "tensor"}),
+    "Bfloat16CorrectionBias": ("router_bias_low_precision", {}),
+    "BiasedWeights": ("router_bias_in_weights", {}),
+    "UpPlusOne": ("up_plus_one", {}),
+    "LocalExpertsOnly": ("experts_local_only", {"ep_degree": 4, "rank": 0}),
+}
+BLACK_BOXES = {
+    "BlackBoxSwappedGateUp": ("gate_up_swapped", {}),
+    "BlackBoxTiledKeyValueHeads": ("kv_repeat_tiled", {}),
+    "BlackBoxNoCorrectionBias": ("router_bias_missing", {}),
+}
+
+
+@pytest.fixture
+def diagnose(toy: Path, golden: Path, command: Command, tmp_path: Path) -> Diagnose:
+    """Runs a port on layer 2 of the golden, and diagnoses it."""
+
+    def run(name: str, *options: object, ports: str = "planted.py", decode: int = 0) -> tuple[int, Any]:
+        target = name if name == "builtin" else f"{PORTS / ports}:{name}"
+        arguments = ["single-layer", "--layer", LAYER, "--model", toy, "--golden", golden, "--target", target]
+        if decode:
+            arguments += ["--decode", decode]
+        command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
+        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+        result = command(mm2_diagnose, *paths, *options, "--json", "--quiet")
+        return result.exit_code, json.loads(result.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [*OF_THE_EXAMPLE_PORT.items(), *BLACK_BOXES.items()], ids=lambda value: str(value)
+)
+def test_mistake_is_named(name: str, expected: tuple[str, dict[str, Any]], diagnose: Diagnose) -> None:
+    exit_code, record = diagnose(name)
+    first = record["diagnosis"][0]
+    assert exit_code == 1
+    assert (first["layer"], first["mistake"], first["parameters"]) == (LAYER, *expected)
+    assert first["leaves"] < 1.5
+    assert first["explains"] > 0.9
+    assert first["amplitude"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_two_mistakes_at_once_are_named_together(diagnose: Diagnose) -> None:
+    _, record = diagnose("BlackBoxPair", ports="diagnosed.py")
+    assert record["diagnosis"][0]["mistake"] == "qk_norm_per_rank + gate_up_swapped"
+    assert record["diagnosis"][0]["parameters"] == {"qk_norm_per_rank.tp_degree": 2}
+
+
+def test_mistake_of_decoded_rows_alone_says_so(diagnose: Diagnose) -> None:
+    _, record = diagnose("SwappedWhereDecoded", ports="diagnosed.py", decode=12)
+    first = record["diagnosis"][0]
+    assert (first["mistake"], first["parameters"]) == ("gate_up_swapped", {"rows": "decode"})
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("LowPrecisionSoftmax", "attention_softmax_low_precision"),
+        ("LowPrecisionNorm", "qk_norm_low_precision"),
+    ],
+)
+def test_mistake_below_the_noise_is_named_where_its_layer_is_asked_for(
+    name: str, mistake: str, diagnose: Diagnose
+) -> None:
+    exit_code, record = diagnose(name, "--layer", LAYER, "--mistake", mistake, ports="diagnosed.py")
+    assert exit_code == 1
+    assert [finding["mistake"] for finding in record["diagnosis"]] == [mistake]
+    assert record["diagnosis"][0]["z"] > 8
+
+
+def test_mistake_that_nobody_knows_is_not_named(diagnose: Diagnose) -> None:
+    exit_code, record = diagnose("BlackBoxOfRandomRows", ports="diagnosed.py")
+    assert (exit_code, record["diagnosis"]) == (1, [])
+    [layer] = record["layers"]
+    assert layer["unexplained"] > 50
+    assert layer["nearest"]
+
+
+def test_no_mistake_is_named_of_a_clean_port(diagnose: Diagnose) -> None:
+    exit_code, record = diagnose("builtin", "--layer", LAYER)
+    assert (exit_code, record["diagnosis"], record["is_failed"]) == (0, [], False)
+    assert record["layers"][0]["num_hypotheses"] > 250
+
+
+def test_nothing_is_tried_where_nothing_differs(diagnose: Diagnose) -> None:
+    exit_code, record = diagnose("builtin")
+    assert (exit_code, record["diagnosis"], record["layers"]) == (0, [], [])
+
+
+def test_nan_is_left_out_and_noted(diagnose: Diagnose) -> None:
+    exit_code, record = diagnose("NanInOneRow", "--mistake", "gate_up_swapped")
+    assert (exit_code, record["diagnosis"]) == (1, [])
+    assert "NaN or Inf" in record["layers"][0]["notes"][0]
+
+
+def test_right_mistake_is_not_named_when_only_others_are_tried(diagnose: Diagnose) -> None:
+    exit_code, record = diagnose("BlackBoxSwappedGateUp", "--mistake", "relu_activation")
+    assert (exit_code, record["diagnosis"]) == (1, [])

@@ -1,0 +1,100 @@
+"""The layer that hypotheses change: right where nothing is changed, and each mistake of the catalogue changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from compare.diagnosis.catalogue.catalogue import CATALOGUE
+from compare.diagnosis.distinguish import separate
+from compare.diagnosis.layer_case import LayerCase
+from compare.diagnosis.trial import Trial
+from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.reference.layer import ReferenceLayer
+from minimax_tools.sites import Site
+from minimax_tools.spec import ModelSpec
+
+LAYER = 1
+# What a short prompt without early flips does not show.
+FAINT = {"padding_mask_missing", "swiglu_clamped", "norm_eps", "router_low_precision", "expert_capacity"}
+
+
+@pytest.fixture(scope="module")
+def trial(toy: Path, golden: Path) -> Iterator[Trial]:
+    source = Capture.open(golden)
+    with CheckpointReader(toy) as reader, torch.no_grad():
+        case = LayerCase(
+            source,
+            source,
+            reader=reader,
+            spec=ModelSpec.from_folder(toy),
+            layer=LAYER,
+            suspects=frozenset({Site.OUTPUT}),
+        )
+        yield case.open_trial()
+
+
+def test_layer_without_a_change_is_the_reference_layer(trial: Trial, toy: Path, golden: Path) -> None:
+    spec, source = ModelSpec.from_folder(toy), Capture.open(golden)
+    layer = ReferenceLayer(SimpleNamespace(**spec.quantities()), LAYER)
+    with CheckpointReader(toy) as reader, torch.no_grad():
+        tensors = LayerTensors.open(reader, spec, LAYER, torch.bfloat16)
+        layer.load_state_dict({name: tensors[name].float() for name in tensors})
+        inputs = source.read_inputs()
+        output = layer(source.read(LAYER, Site.INPUT).float(), inputs.attention_mask, inputs.position_ids)
+        expected = trial.base.chosen(output)
+        found = trial.base.rows(Site.OUTPUT)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("site", [site for site in Site if site is not Site.ROUTER_EXPERTS])
+def test_layer_without_a_change_is_the_goldens_twin(trial: Trial, golden: Path, site: Site) -> None:
+    if site in (Site.INPUT, Site.ROUTER_WEIGHTS):
+        pytest.skip("the twin keeps no input, and the golden's own choice of experts")
+    source = Capture.open(golden)
+    twin = source.read_twin(LAYER, site)
+    assert twin is not None
+    rows = trial.base.chosen(twin.transpose(1, 2).flatten(2) if site.has_heads_dim else twin)
+    own = trial.base.rows(site)
+    kept = trial.settled
+    assert (own[kept] - rows[kept]).norm() <= 1e-5 * rows[kept].norm()
+
+
+def test_golden_itself_leaves_one(trial: Trial) -> None:
+    assert trial.null().leaves == pytest.approx(1.0, abs=0.1)
+
+
+@torch.no_grad()
+def test_every_mistake_changes_the_layer_and_is_finite(trial: Trial) -> None:
+    hypotheses = [mistake.hypotheses(trial.base.scene) for mistake in CATALOGUE.values()]
+    firsts = [its[0] for its in hypotheses if its]
+    assert {its[0].name for its in hypotheses if its} == set(CATALOGUE)
+    exact = trial.base.rows(Site.OUTPUT)
+    for hypothesis, evaluation in trial.evaluate(firsts):
+        rows = evaluation.rows(Site.OUTPUT)
+        assert rows.shape == exact.shape
+        assert bool(rows.isfinite().all()), hypothesis.name
+        if hypothesis.name not in FAINT and hypothesis.name != "projection_scaled":
+            assert not torch.equal(rows, exact), hypothesis.name
+
+
+def test_mistakes_that_do_the_same_cannot_be_told_apart(toy: Path, golden: Path) -> None:
+    separation = separate(
+        Capture.open(golden),
+        model=toy,
+        layer=LAYER,
+        hypotheses={
+            "router": ("router_weights_scaled", {"factor": 2.0}),
+            "moe": ("moe_delta_scaled", {"factor": 2.0}),
+            "swapped": ("gate_up_swapped", {}),
+        },
+    )
+    assert separation.look_alikes("router") == ("moe",)
+    assert separation.look_alikes("swapped") == ()
+    assert min(separation.effects.values()) > 5

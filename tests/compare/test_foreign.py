@@ -1,0 +1,342 @@
+"""Captures that other tools wrote, on either side of `mm2-compare`: what they hold is judged as mm2's own is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+from compare.cli import main as mm2_compare
+from minimax_tools.capture.reader import Capture
+from minimax_tools.sites import ModelSite, Site
+from neuron.cli import main as mm2_test
+
+Command = Callable[..., click.testing.Result]
+
+# Gate and up swapped in layer 1, and there alone.
+SWAPPED = """
+import sys
+sys.path.insert(0, {examples!r})
+import port
+import torch
+
+class DecoderLayer(port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        if layer_idx == 1:
+            gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
+            state["moe.gate_up_proj"] = torch.cat((up, gate), dim=1)
+        return state
+"""
+EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
+FORMATS = ("nxdi", "vllm-neuron", "msprobe", "sglang", "transformers")
+# Only its author knows whether what vLLM Neuron keeps of a layer is the whole output.
+MAPS = {"vllm-neuron": 'sites: {output: "model.layers.{layer}"}'}
+# How many pairs a tool's own names give, of the 17 of each of four layers and the three outside them.
+COMPARED = {"nxdi": 51, "vllm-neuron": 43, "msprobe": 63, "sglang": 51, "transformers": 59}
+# What is to blame where the tool shows it; without the experts' choice that is a suspect too.
+BLAMED = {
+    "nxdi": ["router_experts", "router_weights", "moe_delta"],
+    "vllm-neuron": ["router_experts", "router_weights", "moe_delta"],
+    "msprobe": ["moe_delta"],
+    "sglang": ["router_experts", "router_weights", "moe_delta"],
+    "transformers": ["moe_delta", "output"],
+}
+
+
+@pytest.fixture(scope="module")
+def dumps() -> Iterator[ModuleType]:
+    """`foreign_dumps.py`, which writes a capture's values as the other tools do."""
+    path = Path(__file__).parents[1] / "foreign_dumps.py"
+    specification = importlib.util.spec_from_file_location("foreign_dumps", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    yield module
+    del sys.modules[specification.name]
+
+
+@pytest.fixture(scope="module")
+def runs(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Capture]:
+    """The whole model on the example port, right and with gate and up swapped in layer 1."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "swapped.py").write_text(SWAPPED.format(examples=str(EXAMPLES)))
+    captures = {}
+    for name, path in (("right", EXAMPLES / "port.py"), ("swapped", folder / "swapped.py")):
+        arguments = ["full", "--model", str(toy), "--golden", str(golden), "--backend", "cpu", "--quiet"]
+        arguments += ["--target", f"{path}:DecoderLayer", "--output-dir", str(folder / name)]
+        result = click.testing.CliRunner().invoke(mm2_test, arguments)
+        assert result.exit_code == (0 if name == "right" else 1), result.output
+        captures[name] = Capture.open(folder / name)
+    return captures
+
+
+@pytest.fixture
+def compare(golden: Path, command: Command, tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Judges a dump against the golden: exit code and JSON; `text` is the map's."""
+
+    def run(
+        target: Path, text: str | None = None, *options: object, reference: Path = golden
+    ) -> tuple[int, dict[str, Any]]:
+        arguments = ["--gpu-path", reference, "--neuron-path", target, "--json", "--quiet", *options]
+        if text is not None:
+            (tmp_path / "map.yaml").write_text(text)
+            arguments += ["--neuron-map", tmp_path / "map.yaml"]
+        result = command(mm2_compare, *arguments)
+        return result.exit_code, json.loads(result.stdout)
+
+    return run
+
+
+def nxdi_file(directory: Path, module: str, point: str = "output") -> Path:
+    return directory / f"captured_tensors_cte_step_1_module_{module}_{point}.pt"
+
+
+class TestWholeDump:
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_right_port_on_two_ranks_passes(
+        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.WRITERS[name](tmp_path / "dump", runs["right"], num_ranks=2)
+        exit_code, record = compare(tmp_path / "dump", MAPS.get(name))
+        assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
+        assert (record["compared"], record["of"]) == (COMPARED[name], 4 * 17 + 3)
+        # Where the experts' choice does not show, tokens whose choice is in doubt are not judged.
+        assert {site["status"] for site in record["sites"]} <= {"pass", "not exposed", "not judged"}
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_swapped_gate_and_up_are_blamed_on_their_layer(
+        self, name: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.WRITERS[name](tmp_path / "dump", runs["swapped"])
+        exit_code, record = compare(tmp_path / "dump", MAPS.get(name))
+        assert (exit_code, record["verdict"]) == (1, "fail")
+        assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
+
+    def test_dump_stands_for_the_golden_where_there_is_none(
+        self, dumps: Any, runs: Any, compare: Any, copyist: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_transformers(tmp_path / "gpu", copyist.source)
+        dumps.write_msprobe(tmp_path / "device", runs["right"])
+        exit_code, record = compare(tmp_path / "device", "lengths: [48, 33]", reference=tmp_path / "gpu")
+        assert exit_code in (0, 1)
+        assert record["compared"] == 59
+        assert any("kept no noise floor" in note for note in record["notes"])
+
+    def test_unknown_names_are_told(self, dumps: Any, runs: Any, compare: Any, tmp_path: Path) -> None:
+        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"])
+        _, record = compare(tmp_path / "dump")
+        assert "device run: 4 modules map to no site: model.layers.{layer}" in record["notes"]
+
+
+class TestWrongMap:
+    def test_place_that_is_not_there_is_named_with_those_that_are(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        text = 'sites: {moe_delta: "layers.{layer}.block_sparse_mlp"}'
+        exit_code, record = compare(tmp_path / "dump", text)
+        assert exit_code == 3
+        assert "sites.moe_delta is layers.{layer}.block_sparse_mlp:output" in record["error"]
+        assert "layers.{layer}.mlp" in record["error"]
+
+    def test_wrong_place_fails_where_it_points(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        text = 'sites: {moe_delta: "layers.{layer}.self_attn.o_proj"}'
+        exit_code, record = compare(tmp_path / "dump", text)
+        assert exit_code == 1
+        assert "moe_delta" in record["blame"][0]["sites"]
+
+    def test_other_prompts_are_incomparable(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        exit_code, record = compare(tmp_path / "dump", "lengths: [48, 32]")
+        assert exit_code == 3
+        assert "expected prompts of 48, 33 tokens, found 48, 32" in record["error"]
+
+    def test_other_tokens_are_incomparable(self, dumps: Any, runs: Any, compare: Any, tmp_path: Path) -> None:
+        dumps.write_sglang(tmp_path / "dump", runs["right"])
+        (path,) = (tmp_path / "dump").glob("*name=input_ids*")
+        held = torch.load(path, weights_only=False)
+        held["value"][50] += 1
+        torch.save(held, path)
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 3
+        assert "input_ids differ, first at row 1, position 2" in record["error"]
+
+    def test_map_for_mm2s_own_capture_is_refused(
+        self, golden: Path, runs: Any, command: Command, tmp_path: Path
+    ) -> None:
+        (tmp_path / "map.yaml").write_text("ranks: 2")
+        result = command(
+            mm2_compare,
+            *("--gpu-path", golden, "--neuron-path", runs["right"].directory, "--map", tmp_path / "map.yaml"),
+        )
+        assert result.exit_code == 2
+        assert "which side --format or --map is meant for cannot be told" in result.stderr
+
+
+class TestPieces:
+    def test_missing_piece_is_refused(self, dumps: Any, runs: Any, compare: Any, tmp_path: Path) -> None:
+        dumps.write_msprobe(tmp_path / "dump", runs["right"], num_ranks=2)
+        name = "Module.model.layers.1.self_attn.q_proj.SomeClass.forward.0.output.0.pt"
+        (tmp_path / "dump" / "step0" / "rank1" / "dump_tensor_data" / name).unlink()
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 3
+        assert "lacks a piece of q_proj of layer 1" in record["error"]
+        assert "found none of rank 1" in record["error"]
+
+    def test_pieces_that_disagree_are_refused(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"], num_ranks=2)
+        path = tmp_path / "dump" / "dp0" / "prefill_s128_0" / "model.layers.2.block_sparse_moe" / "rank1.pt"
+        torch.save(2 * torch.load(path), path)
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 3
+        assert "moe_delta of layer 2" in record["error"]
+        assert "is not the same on all ranks" in record["error"]
+        assert "@partial" in record["error"]
+
+    def test_sum_that_is_still_to_be_reduced_is_added_up(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"], num_ranks=2)
+        for folder in (tmp_path / "dump" / "dp0" / "prefill_s128_0").glob("*.block_sparse_moe"):
+            whole = torch.load(folder / "rank0.pt")
+            torch.save(whole * 0.75, folder / "rank0.pt")
+            torch.save(whole * 0.25, folder / "rank1.pt")
+        text = 'sites: {output: "layers.{layer}", moe_delta: "layers.{layer}.block_sparse_moe@partial"}'
+        exit_code, record = compare(tmp_path / "dump", text)
+        assert (exit_code, record["compared"]) == (0, COMPARED["vllm-neuron"])
+
+    def test_rank_0_alone_shows_what_all_ranks_have(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_nxdi(tmp_path / "both", runs["right"], num_ranks=2)
+        exit_code, record = compare(tmp_path / "both" / "rank0", "ranks: 2")
+        assert (exit_code, record["compared"]) == (0, COMPARED["nxdi"] - 4 * 6)
+        assert any("of 2 ranks only 1 are held: q_proj, k_proj" in note for note in record["notes"])
+        exit_code, record = compare(tmp_path / "both" / "rank0")
+        assert exit_code == 1
+        assert any("this tool keeps rank 0's tensors alone" in note for note in record["notes"])
+
+    def test_fused_projection_is_cut_on_each_rank(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_vllm_neuron(tmp_path / "dump", runs["right"], num_ranks=2)
+        folder = tmp_path / "dump" / "dp0" / "prefill_s128_0"
+        for layer in range(4):
+            attention = f"model.layers.{layer}.self_attn"
+            (folder / f"{attention}.qkv_proj").mkdir()
+            for rank in ("rank0.pt", "rank1.pt"):
+                parts = [folder / f"{attention}.{site}" / rank for site in ("q_proj", "k_proj", "v_proj")]
+                fused = torch.cat([torch.load(part) for part in parts], dim=-1)
+                torch.save(fused, folder / f"{attention}.qkv_proj" / rank)
+                for part in parts:
+                    part.unlink()
+        text = """
+            sites:
+              q_proj: "self_attn.qkv_proj:output[0][0:256]"
+              k_proj: "model.layers.{layer}.self_attn.qkv_proj[256:320]@shard(-1)"
+              v_proj: "layers.{layer}.self_attn.qkv_proj[320:384]"
+              output: "layers.{layer}"
+        """
+        fixed = text.replace('"self_attn.qkv', '"layers.{layer}.self_attn.qkv')
+        exit_code, record = compare(tmp_path / "dump", fixed)
+        assert (exit_code, record["compared"]) == (0, COMPARED["vllm-neuron"])
+        exit_code, record = compare(tmp_path / "dump", fixed.replace("320:384", "320:448"))
+        assert exit_code == 3
+        assert "v_proj of layer 0" in record["error"]
+        assert "expected at least 448 along the last dim of every rank's tensor" in record["error"]
+
+
+class TestRows:
+    def test_left_padding_is_cut_as_declared(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        source, mask = runs["right"], runs["right"].read_attention_mask()
+        for layer in range(4):
+            tensor = dumps.padded(source.read(layer, Site.OUTPUT), mask, side="left")
+            dumps.save_nxdi(tmp_path / "dump", f"layers.{layer}", "output", tensor)
+        embedding = dumps.padded(source.read_model(ModelSite.EMBEDDING), mask, side="left")
+        dumps.save_nxdi(tmp_path / "dump", "embed_tokens", "output", embedding)
+        exit_code, record = compare(tmp_path / "dump", "padding: left")
+        assert exit_code == 0
+        assert record["compared"] >= 3
+        exit_code, _ = compare(tmp_path / "dump")
+        assert exit_code != 0
+
+    def test_mask_beside_the_map_tells_real_rows(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        mask = runs["right"].read_attention_mask()
+        torch.save(torch.nn.functional.pad(mask, (0, dumps.BUCKET - mask.shape[1])), tmp_path / "mask.pt")
+        exit_code, record = compare(tmp_path / "dump", "attention_mask: mask.pt")
+        assert (exit_code, record["compared"]) == (0, COMPARED["nxdi"])
+
+    def test_decoded_rows_follow_their_prefill(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        source = runs["right"]
+        mask = source.read_attention_mask()
+        ends = mask.sum(dim=1) - 1
+        before = mask.clone()
+        before[torch.arange(2), ends] = 0
+        for layer in range(4):
+            tensor = source.read(layer, Site.OUTPUT)
+            module = f"layers.{layer}"
+            dumps.save_nxdi(tmp_path / "dump", module, "output", dumps.padded(tensor, before))
+            decoded = tensor[torch.arange(2), ends][:, None]
+            dumps.save_nxdi(tmp_path / "dump", module, "output", decoded, step=2)
+        exit_code, record = compare(tmp_path / "dump", "steps: [[1, 2]]", "--layer", "layer_1")
+        assert (exit_code, record["compared"]) == (0, 1)
+        exit_code, record = compare(tmp_path / "dump", "lengths: [47, 32]", "--layer", "layer_1")
+        assert exit_code == 3
+        exit_code, record = compare(tmp_path / "dump", "steps: [3]")
+        assert exit_code == 3
+        assert "holds no pass 3: expected one of 1, 2" in record["error"]
+
+    def test_single_zero_stands_for_nothing(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        dumps.save_nxdi(tmp_path / "dump", "layers.2.mlp", "output", torch.zeros(1, dtype=torch.bfloat16))
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 0
+        (absent,) = (s for s in record["sites"] if (s["layer"], s["site"]) == (2, "moe_delta"))
+        assert absent["status"] == "not exposed"
+        assert any("a single zero stands for what the tool did not find" in n for n in record["notes"])
+
+
+class TestShow:
+    def test_dump_is_listed_with_the_sites_that_it_maps_to(
+        self, dumps: Any, runs: Any, command: Command, tmp_path: Path
+    ) -> None:
+        dumps.write_msprobe(tmp_path / "dump", runs["right"], num_ranks=2)
+        record = json.loads(command(mm2_test, "show", tmp_path / "dump", "--json").stdout)
+        assert (record["format"], record["ranks"]) == ("msprobe", 2)
+        (line,) = (
+            line
+            for line in record["tensors"]
+            if line["name"] == "model.layers.{layer}.self_attn.o_proj:input[0]"
+        )
+        assert line["sites"] == ["attn_context"]
+        assert (line["layers"], line["ranks"], line["dtypes"]) == ([0, 1, 2, 3], [0, 1], ["bfloat16"])
+        text = command(mm2_test, "show", tmp_path / "dump").stdout
+        assert "model.layers.{layer}.mlp.gate:output[2]" in text
+        assert "router_experts" in text
