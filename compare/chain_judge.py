@@ -19,6 +19,7 @@ from compare.chain_noise import PARTS, ChainError, measure_error, measure_unit
 from compare.feed import Feed
 from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
+from compare.limits import RATIO_FIGURES
 from compare.sides import Sides
 from compare.terms import computes_in_float32
 from minimax_tools.capture.manifest import Description
@@ -44,8 +45,12 @@ class ChainJudge:
 
     def __init__(self, golden: Capture, *, criteria: Criteria) -> None:
         self._golden = golden
-        # What it says that it sees is the size of noise, wherever it came from.
-        self._criteria = replace(criteria, noise=criteria.noise.of_noise_alone())
+        # What it says that it sees is the size of noise, wherever it came from. Any layer may come to be judged.
+        self._criteria = replace(
+            criteria,
+            noise=criteria.noise.of_noise_alone(),
+            num_figures=max(len(golden.layers), 1) * len(RATIO_FIGURES),
+        )
         self._batch = Batch.of(golden, golden)
 
     def judge(self, span: Span, output: torch.Tensor) -> Chain:

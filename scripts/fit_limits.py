@@ -34,6 +34,8 @@ _LEAST_SPREAD = {"isolated": 0.02, "chained": 0.05}
 # Of so few values does a figure of T tokens consist that chance alone makes it stray by this over √T, where a port's
 # roundings are other draws than the golden's: on one machine most of them are the same, on others not.
 _LEAST_TOKEN_SPREAD = {"token_gain": 1.0, "channel_worst": 1.0, "massive": 0.5}
+# Of the worst tokens there are, few were among those that were measured.
+_WORST_MARGIN = 1.5
 # Averages show less than noise, and what is systematic in a right port grows with its size and its prompts.
 _STRUCTURE_MARGIN = 1.25
 # Synthetic models are not the most that a right port may come to where nothing was measured on the model itself.
@@ -175,7 +177,8 @@ def _fit_worst(many: Sequence[Record], few: Sequence[Record], figure: str, among
     for num_tokens in {r["tokens"] for r in few}:
         own = [r for r in few if r["tokens"] == num_tokens]
         token_spread = max(token_spread, (deviation(own) - spread) * num_tokens**0.5)
-    return Limit(usual=1.0, spread=_rounded(spread), token_spread=_rounded(token_spread))
+    margin = _WORST_MARGIN if figure == "token_worst" else 1.0
+    return Limit(usual=margin, spread=_rounded(spread), token_spread=_rounded(token_spread))
 
 
 def _fit_relative(records: Sequence[Record], ratios: Table) -> Limit | None:
