@@ -204,6 +204,6 @@ class TestBackends:
             provenance = replace(description.provenance, backend="neuron-xla")
             return replace(description, provenance=provenance)
 
-        (note,) = judge(copyist.device_run(describe=elsewhere)).notes
-        assert "not on neuron-xla" in note
-        assert judge(copyist.device_run(name="here")).notes == ()
+        notes = " ".join(judge(copyist.device_run(describe=elsewhere)).notes)
+        assert "not on neuron-xla" in notes
+        assert "limits were measured" not in " ".join(judge(copyist.device_run(name="here")).notes)
