@@ -8,9 +8,11 @@ import torch
 
 from compare.incoming import Incoming, measure_incoming
 from compare.judge import find_mismatch, judge_values
+from compare.logits import compare_logits
 from compare.noise import Rows
 from compare.norms import Squares
 from compare.sides import Sides
+from compare.token_limits import TokenLimits, judge_logits
 from minimax_tools.capture.reader import Capture
 from minimax_tools.floor import massive_channels, massive_error_name, ordinary_error_name
 from minimax_tools.results import SiteResult, SiteStatus
@@ -42,12 +44,26 @@ class ModelJudge:
         mismatch = find_mismatch(mine, theirs)
         if mismatch is not None:
             return replace(result, reason=mismatch)
-        return judge_values(
+        rows = self._rows(site, mine, theirs)
+        judged = judge_values(
             result,
-            self._rows(site, mine, theirs),
+            rows,
             criteria=self._sides.criteria,
             terms=self._sides.terms(),
         )
+        return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
+
+    def _judge_tokens(self, result: SiteResult, rows: Rows) -> SiteResult:
+        """The logits' result, with what they say of the next tokens."""
+        if result.metrics is None or result.metrics.num_nonfinite_target:
+            return result
+        logits = compare_logits(rows)
+        result = replace(result, logits=logits)
+        status, reason = judge_logits(logits, TokenLimits())
+        if self._sides.criteria.name == "classic" or SiteStatus.FAIL not in (status, result.status):
+            return result
+        reasons = [one for one in (result.reason, reason) if one]
+        return replace(result, status=SiteStatus.FAIL, reason="; ".join(reasons))
 
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         batch = self._sides.batch

@@ -11,6 +11,8 @@ from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
 from reports.wording import word_figure, word_layer, word_layers, word_place, word_sites_by_layer
+from reports.next_tokens import draw_next_tokens
+from reports.wording import word_figure, word_layer, word_place, word_sites_by_layer
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -55,6 +57,7 @@ def render_comparison(
     draw_overview(canvas, comparison)
     draw_curve(canvas, comparison.curve)
     _draw_details(canvas, comparison)
+    draw_next_tokens(canvas, comparison)
     _draw_uncompared(canvas, comparison)
     _draw_notes(canvas, comparison.notes)
     return canvas.text
