@@ -8,12 +8,14 @@ T judged tokens, V the vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from compare.noise import Rows, foreseen_error
+from compare.norms import square_rows
 from minimax_tools.results import LogitsResult, TokenChoice
 
 TOP = (1, 5, 10)
@@ -35,25 +37,37 @@ class _Block:
     margin: torch.Tensor
 
 
-def logit_noise(rows: Rows) -> torch.Tensor:
+def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
     """σ, by which a right port's logits may be off from exact ones: of each token [T], in logits.
 
-    Raises:
-        ValueError: The rows have no floor.
+    Args:
+        rows: Both sides' logits.
+        usual_error: What a right port is usually off by, relative to the logits, where the golden kept no floor.
     """
-    return (foreseen_error(rows).whole / rows.reference.shape[-1]).sqrt()
+    size = math.sqrt(rows.reference.shape[-1])
+    if rows.has_floor:
+        return foreseen_error(rows).whole.sqrt() / size
+    relative = torch.full((rows.num_tokens,), usual_error, dtype=torch.float64)
+    if rows.incoming is not None:
+        relative = torch.hypot(relative, rows.incoming.widest)
+    return relative * square_rows(rows.reference, massive=rows.massive).whole.sqrt() / size
 
 
-def compare_logits(rows: Rows) -> LogitsResult:
-    """Compare logits [T,V], finite on both sides, a few tokens at a time in float64."""
+def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
+    """Compare logits [T,V], finite on both sides, a few tokens at a time in float64.
+
+    Args:
+        rows: Both sides' logits.
+        usual_error: As for `logit_noise`.
+    """
     blocks = list(_blocks(rows.reference, rows.target))
     divergence = torch.cat([block.divergence for block in blocks])
     mine, theirs, margin = (
         torch.cat([getattr(block, name) for block in blocks]) for name in ("mine", "theirs", "margin")
     )
-    noise = logit_noise(rows) if rows.has_floor else None
+    noise = logit_noise(rows, usual_error=usual_error)
     disagrees = mine != theirs
-    explained = torch.zeros_like(disagrees) if noise is None else disagrees & (margin <= REACH * noise)
+    explained = disagrees & (margin <= REACH * noise)
     unexplained = (disagrees & ~explained).nonzero()[:, 0]
     unexplained = unexplained[margin[unexplained].argsort(descending=True, stable=True)]
     overlaps = torch.cat([block.overlaps for block in blocks]).mean(dim=0).tolist()
@@ -65,8 +79,8 @@ def compare_logits(rows: Rows) -> LogitsResult:
         kl_p95=float(torch.quantile(divergence, 0.95)),
         kl_worst=float(divergence[worst]),
         worst_token=(row, position),
-        kl_mean_foreseen=None if noise is None else float(noise.square().mean()),
-        kl_p95_foreseen=None if noise is None else float(torch.quantile(noise.square(), 0.95)),
+        kl_mean_foreseen=float(noise.square().mean()),
+        kl_p95_foreseen=float(torch.quantile(noise.square(), 0.95)),
         overlaps=dict(zip(TOP, overlaps, strict=True)),
         num_disagreeing=int(disagrees.sum()),
         num_explained=int(explained.sum()),
@@ -77,7 +91,7 @@ def compare_logits(rows: Rows) -> LogitsResult:
                 reference=int(mine[token]),
                 target=int(theirs[token]),
                 margin=float(margin[token]),
-                reach=None if noise is None else REACH * float(noise[token]),
+                reach=REACH * float(noise[token]),
             )
             for token in unexplained[:_MOST_NAMED].tolist()
         ),

@@ -25,16 +25,14 @@ class TokenLimits:
 
 
 def judge_logits(logits: LogitsResult, limits: TokenLimits) -> Judgement:
-    """Judge next-token distributions; without a floor nothing foretells them, and ρ's stand-in alone judges."""
-    if logits.kl_mean_foreseen is None or logits.kl_p95_foreseen is None:
-        return SiteStatus.PASS, ""
+    """Judge next-token distributions."""
     faults = []
     if logits.num_unexplained > limits.unexplained:
         worst = logits.worst_choices[0]
         faults.append(
             f"{logits.num_unexplained} of {logits.num_tokens} likeliest tokens are others beyond noise, the worst at "
             f"row {worst.row}, position {worst.position}: {worst.target} for {worst.reference}, {worst.margin:.3g} "
-            f"below it where noise reaches {worst.reach or 0.0:.3g}"
+            f"below it where noise reaches {worst.reach:.3g}"
         )
     for name, found, foreseen in (
         ("mean", logits.kl_mean, logits.kl_mean_foreseen),

@@ -175,7 +175,7 @@ class TokenChoice:
         reference: The golden's token.
         target: The port's.
         margin: How far the golden's logit of its own token is above that of the port's.
-        reach: The margin that noise may turn round; None without a floor.
+        reach: The margin that noise may turn round.
     """
 
     row: int
@@ -183,7 +183,7 @@ class TokenChoice:
     reference: int
     target: int
     margin: float
-    reach: float | None
+    reach: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class LogitsResult:
         num_tokens: Judged tokens.
         kl_mean, kl_p95, kl_worst: Kullback-Leibler divergence in nats: mean, 95th percentile, the worst token's.
         worst_token: That token's row and position.
-        kl_mean_foreseen, kl_p95_foreseen: What noise within the floor comes to; None without a floor.
+        kl_mean_foreseen, kl_p95_foreseen: What noise within the floor comes to.
         overlaps: By k, the share of the golden's k likeliest tokens that are among the port's.
         num_disagreeing: Places whose likeliest token is another.
         num_explained: Of them, those where noise may turn the margin round.
@@ -206,8 +206,8 @@ class LogitsResult:
     kl_p95: float
     kl_worst: float
     worst_token: tuple[int, int]
-    kl_mean_foreseen: float | None
-    kl_p95_foreseen: float | None
+    kl_mean_foreseen: float
+    kl_p95_foreseen: float
     overlaps: Mapping[int, float]
     num_disagreeing: int
     num_explained: int
@@ -217,6 +217,33 @@ class LogitsResult:
     def num_unexplained(self) -> int:
         """Other choices that noise does not explain."""
         return self.num_disagreeing - self.num_explained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedRow:
+    """How far a prompt goes on as the golden's.
+
+    Args:
+        row: The prompt.
+        num_compared: Tokens that both sides generated.
+        num_alike: Of them, those before the first that differs.
+        status: Fail where noise does not explain that one; not judged where the golden does not tell.
+        reason: Why, in a sentence.
+        reference, target: The golden's token and the port's where they first differ.
+        margin: How far the golden's logit of its own token is above that of the port's; at least so far, where the
+            golden did not keep it. None where it kept none.
+        reach: The margin that noise may turn round; None where it is not known.
+    """
+
+    row: int
+    num_compared: int
+    num_alike: int
+    status: SiteStatus
+    reason: str
+    reference: int | None = None
+    target: int | None = None
+    margin: float | None = None
+    reach: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +376,7 @@ class Comparison:
         curve: How the error of a chained run grows; None for isolated runs.
         notes: What a reader must know beside the verdict.
         router_dtypes: Parts of the router that the port holds in another dtype.
+        generated: What both sides generated, prompt by prompt.
     """
 
     reference: str
@@ -361,6 +389,7 @@ class Comparison:
     curve: Curve | None = None
     notes: tuple[str, ...] = ()
     router_dtypes: tuple[RouterDtype, ...] = ()
+    generated: tuple[GeneratedRow, ...] = ()
 
     @property
     def compared(self) -> int:

@@ -82,6 +82,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "target": comparison.target,
         "notes": list(comparison.notes),
         "router_dtypes": to_json(comparison.router_dtypes),
+        "generated": to_json(comparison.generated),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minimax_tools.results import Comparison, LogitsResult
+from minimax_tools.results import Comparison, GeneratedRow, LogitsResult, SiteStatus
 from reports.canvas import Canvas
 from reports.wording import word_figure
 
@@ -10,15 +10,28 @@ _MOST_NAMED = 3
 
 
 def draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
-    """The divergence of the logits and the likeliest tokens; nothing where there are no logits."""
+    """The divergence of the logits, the likeliest tokens and what was generated; nothing where there is neither."""
     found = [site.logits for site in comparison.sites if site.logits is not None]
-    if not found:
+    if not found and not comparison.generated:
         return
     canvas.gap()
     canvas.line("Next tokens", style="bold")
     for logits in found:
         for sentence in _logits_sentences(logits):
             canvas.paragraph(sentence)
+    for row in comparison.generated:
+        canvas.paragraph(_word_row(row))
+
+
+def _word_row(row: GeneratedRow) -> str:
+    alike = f"prompt {row.row}: {row.num_alike} of {row.num_compared} generated tokens are the golden's"
+    if row.reference is None:
+        return f"{alike} ({row.reason})" if row.reason else alike
+    judged = {SiteStatus.PASS: "explained by noise", SiteStatus.FAIL: "not explained by noise"}
+    return (
+        f"{alike}; the next is {row.target}, the golden's is {row.reference}: "
+        f"{judged.get(row.status, str(row.status))} ({row.reason})"
+    )
 
 
 def _logits_sentences(logits: LogitsResult) -> list[str]:
@@ -38,9 +51,8 @@ def _logits_sentences(logits: LogitsResult) -> list[str]:
             f"{logits.num_explained} of them within the noise"
         )
     for choice in logits.worst_choices[:_MOST_NAMED]:
-        reach = "" if choice.reach is None else f", noise reaches {word_figure(choice.reach)}"
         sentences.append(
             f"row {choice.row}, position {choice.position}: {choice.target} for {choice.reference}, "
-            f"{word_figure(choice.margin)} below it{reach}"
+            f"{word_figure(choice.margin)} below it, noise reaches {word_figure(choice.reach)}"
         )
     return sentences

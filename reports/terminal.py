@@ -10,9 +10,8 @@ from minimax_tools.results import BlameGroup, Comparison, NoiseRatio, SiteStatus
 from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
-from reports.wording import word_figure, word_layer, word_layers, word_place, word_sites_by_layer
 from reports.next_tokens import draw_next_tokens
-from reports.wording import word_figure, word_layer, word_place, word_sites_by_layer
+from reports.wording import word_figure, word_layer, word_layers, word_place, word_sites_by_layer
 
 _Item = TypeVar("_Item", bound=Hashable)
 

@@ -18,6 +18,7 @@ Judge = Callable[..., Comparison]
 NUM_LAYERS = 4
 TOKENS, WORDS = 300, 2_000
 SIGMA = 0.02
+USUAL_ERROR = 0.03
 
 
 def exact_logits() -> torch.Tensor:
@@ -38,7 +39,8 @@ def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None, floor: b
             massive=torch.zeros(WORDS, dtype=torch.bool),
             places=torch.stack((torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS)), dim=-1),
             twin=exact if floor else None,
-        )
+        ),
+        usual_error=USUAL_ERROR,
     )
 
 
@@ -98,12 +100,14 @@ def test_near_tie_is_explained_and_a_wide_margin_is_not() -> None:
     assert (worst.position, worst.reference, worst.target) == (4, 0, 1)
 
 
-def test_without_a_floor_figures_are_told_and_not_judged() -> None:
-    result = compare(exact_logits() + noise(2, 1.0), floor=False)
-    assert result.kl_mean_foreseen is None
-    assert result.num_explained == 0
-    assert result.num_disagreeing > 0
+def test_without_a_floor_the_usual_error_stands_in_for_it() -> None:
+    result = compare(exact_logits() + noise(2), floor=False)
+    assert result.kl_mean_foreseen == pytest.approx((USUAL_ERROR * 2.0) ** 2, rel=0.05)
     assert judge_logits(result, TokenLimits())[0] is SiteStatus.PASS
+    assert (
+        judge_logits(compare(exact_logits() + noise(2, 1.0), floor=False), TokenLimits())[0]
+        is SiteStatus.FAIL
+    )
 
 
 def logits_of(comparison: Comparison) -> SiteResult:
