@@ -65,9 +65,17 @@ def _compare_row(
         reason = (
             "the golden drew its tokens" if is_drawn else "the golden does not tell how close the choice was"
         )
-    else:
-        status = SiteStatus.PASS if is_kept and margin <= reach else SiteStatus.FAIL
+    elif margin > reach:
+        status = SiteStatus.FAIL
         reason = f"{'' if is_kept else 'more than '}{margin:.3g} below the golden's token, noise reaches {reach:.3g}"
+    elif is_kept:
+        status = SiteStatus.PASS
+        reason = f"{margin:.3g} below the golden's token, noise reaches {reach:.3g}"
+    else:
+        status = SiteStatus.NOT_JUDGED
+        reason = (
+            f"the golden kept only tokens less than {margin:.3g} below its own, noise reaches {reach:.3g}"
+        )
     return GeneratedRow(
         row=row,
         num_compared=num_compared,

@@ -16,7 +16,7 @@ GENERATION_NAME = "generation.json"
 
 
 # Of each generated token so many of the likeliest are kept, itself among them.
-NUM_LIKELIEST = 8
+NUM_LIKELIEST = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
