@@ -130,7 +130,7 @@ def foreseen_error(rows: Rows) -> Squares:
     Raises:
         ValueError: The rows have no floor.
     """
-    return _widen(_floor(rows), rows)
+    return _widen(_floor(rows), square_rows(rows.reference, massive=rows.massive), rows)
 
 
 def _floor(rows: Rows) -> Squares:
