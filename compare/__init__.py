@@ -12,6 +12,7 @@
   judged; `terms`: what else they hang on; `limits_file`: read from calibration.yaml or a file of one's own
 - `routing`: expert sets, and which flips the noise explains; `replay`: the golden with the port's own experts, from
   the `weights`
+- `logits`: next-token distributions, judged by `token_limits`; `router_dtypes`: what the router is held in
 - `blame`: where the first fault lies; `groups`: layers that share it
 - `curve`: how the error of a chained run grows, and where by more than noise
 - `bisection`: the search for wrong layers by running parts of them

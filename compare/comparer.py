@@ -31,10 +31,14 @@ from compare.router_dtypes import find_router_dtypes
 from compare.sides import Sides
 from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.results import Blame, Comparison, SiteResult, SiteStatus, Verdict
+from minimax_tools.results import Blame, Comparison, GeneratedRow, SiteResult, SiteStatus, Verdict
 from minimax_tools.sites import ModelSite, Site
 
 logger = logging.getLogger(__name__)
+
+# What a blame names that belongs to no site: tokens that were made behind the prompts.
+GENERATED_TOKENS = "generated_tokens"
+_MOST_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,17 @@ def compare_captures(
     embedding = _compare_model(sides, tuple(site for site in model if site is ModelSite.EMBEDDING))
     head = _compare_model(sides, tuple(site for site in model if site is not ModelSite.EMBEDDING))
     sites = tuple(result for part in (*parts, embedding, head) for result in part.results)
-    blame = _gather_blame([embedding, *parts, head])
+    generated = (
+        ModelJudge(sides, last_layer=max(layers)).judge_generated() if ModelSite.LOGITS in model else ()
+    )
+    blame = _gather_blame(
+        [
+            embedding,
+            *parts,
+            head,
+            _Part(results=(), blame=_blame_tokens(generated, criteria), is_handed_on=True),
+        ]
+    )
     router_dtypes = find_router_dtypes(reference, target, sites)
     return Comparison(
         reference=str(reference.directory),
@@ -107,6 +121,7 @@ def compare_captures(
             sites,
             is_stopped=any(part.is_stopped for part in (*parts, head)),
             is_suspect=bool(router_dtypes),
+            is_faulty=bool(blame),
         ),
         sites=sites,
         blame=blame,
@@ -126,6 +141,7 @@ def compare_captures(
             *flip_notes(sites, sides),
         ),
         router_dtypes=router_dtypes,
+        generated=generated,
     )
 
 
@@ -157,6 +173,19 @@ def _compare_model(sides: Sides, sites: tuple[ModelSite, ...]) -> _Part:
         blame=tuple(Blame(layer=None, sites=(result.site,), reason=result.reason) for result in failing[:1]),
         is_handed_on=ModelSite.EMBEDDING not in sites,
     )
+
+
+def _blame_tokens(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> tuple[Blame, ...]:
+    """Tokens that noise does not explain: what made them went wrong behind the prompts, or this little before."""
+    failing = [row for row in generated if row.status is SiteStatus.FAIL]
+    if not failing or criteria.name == "classic":
+        return ()
+    rows = "; ".join(
+        f"prompt {row.row}: token {row.num_alike} is {row.target}, the golden's is {row.reference}, {row.reason}"
+        for row in failing[:_MOST_ROWS]
+    )
+    more = f"; and {len(failing) - _MOST_ROWS} more" if len(failing) > _MOST_ROWS else ""
+    return (Blame(layer=None, sites=(GENERATED_TOKENS,), reason=rows + more),)
 
 
 def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> _Part:
@@ -191,9 +220,11 @@ def _gather_blame(parts: list[_Part]) -> tuple[Blame, ...]:
     return tuple(blame)
 
 
-def _conclude(sites: tuple[SiteResult, ...], *, is_stopped: bool, is_suspect: bool) -> Verdict:
+def _conclude(
+    sites: tuple[SiteResult, ...], *, is_stopped: bool, is_suspect: bool, is_faulty: bool
+) -> Verdict:
     statuses = {site.status for site in sites}
-    if SiteStatus.FAIL in statuses:
+    if is_faulty or SiteStatus.FAIL in statuses:
         return Verdict.FAIL
     if is_stopped or not any(status.is_compared for status in statuses):
         return Verdict.INCOMPARABLE

@@ -6,14 +6,18 @@ from dataclasses import replace
 
 import torch
 
+from compare.generated import compare_generated
 from compare.incoming import Incoming, measure_incoming
 from compare.judge import find_mismatch, judge_values
+from compare.logits import compare_logits, logit_noise
 from compare.noise import Rows
 from compare.norms import Squares
 from compare.sides import Sides
+from compare.token_limits import TokenLimits, judge_logits
+from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.floor import massive_channels, massive_error_name, ordinary_error_name
-from minimax_tools.results import SiteResult, SiteStatus
+from minimax_tools.results import GeneratedRow, SiteResult, SiteStatus
 from minimax_tools.sites import ModelSite, Site
 
 
@@ -42,12 +46,64 @@ class ModelJudge:
         mismatch = find_mismatch(mine, theirs)
         if mismatch is not None:
             return replace(result, reason=mismatch)
-        return judge_values(
+        rows = self._rows(site, mine, theirs)
+        judged = judge_values(
             result,
-            self._rows(site, mine, theirs),
+            rows,
             criteria=self._sides.criteria,
             terms=self._sides.terms(),
         )
+        return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
+
+    def judge_generated(self) -> tuple[GeneratedRow, ...]:
+        """What both sides generated, prompt by prompt; nothing where a side generated nothing.
+
+        Raises:
+            CaptureError: A file is damaged.
+        """
+        mine, theirs = (
+            Generation.read(side.directory) if isinstance(side, Capture) else None
+            for side in (self._sides.reference, self._sides.target)
+        )
+        if mine is None or theirs is None:
+            return ()
+        rows = self._read_logits()
+        return compare_generated(
+            mine,
+            theirs,
+            noise=None if rows is None else logit_noise(rows, usual_error=self._usual_error),
+            places=None if rows is None else rows.places,
+        )
+
+    def _read_logits(self) -> Rows | None:
+        """The logits of both sides; None where a side lacks them, or they cannot be compared."""
+        reference, target = self._sides.reference, self._sides.target
+        if any(ModelSite.LOGITS not in side.model_sites() for side in (reference, target)):
+            return None
+        mine, theirs = reference.read_model(ModelSite.LOGITS), target.read_model(ModelSite.LOGITS)
+        if find_mismatch(mine, theirs) is not None or not bool(theirs.isfinite().all()):
+            return None
+        return self._rows(ModelSite.LOGITS, mine, theirs)
+
+    @property
+    def _usual_error(self) -> float:
+        """What ports that are right are usually off by, relative to the logits, where the golden kept no floor."""
+        limits = self._sides.criteria.noise
+        if self._sides.terms().is_float32:
+            return limits.float32
+        return limits.floorless(ModelSite.LOGITS, "relative_l2").usual
+
+    def _judge_tokens(self, result: SiteResult, rows: Rows) -> SiteResult:
+        """The logits' result, with what they say of the next tokens."""
+        if result.metrics is None or result.metrics.num_nonfinite_target:
+            return result
+        logits = compare_logits(rows, usual_error=self._usual_error)
+        result = replace(result, logits=logits)
+        status, reason = judge_logits(logits, TokenLimits())
+        if self._sides.criteria.name == "classic" or SiteStatus.FAIL not in (status, result.status):
+            return result
+        reasons = [one for one in (result.reason, reason) if one]
+        return replace(result, status=SiteStatus.FAIL, reason="; ".join(reasons))
 
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         batch = self._sides.batch

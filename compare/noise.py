@@ -124,6 +124,15 @@ def _is_rounded(rows: Rows) -> bool:
     )
 
 
+def foreseen_error(rows: Rows) -> Squares:
+    """What a right port may differ by from the float32 twin: the floor, widened as ρ widens it.
+
+    Raises:
+        ValueError: The rows have no floor.
+    """
+    return _widen(_floor(rows), square_rows(rows.reference, massive=rows.massive), rows)
+
+
 def _floor(rows: Rows) -> Squares:
     if rows.twin is not None:
         return square_difference(rows.twin, rows.reference, massive=rows.massive)

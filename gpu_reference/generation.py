@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu_reference.placement import input_device, watched_memory
-from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.generation import NUM_LIKELIEST, Generation, Likely
 from minimax_tools.errors import UsageError
 from minimax_tools.inputs import Inputs
 
@@ -69,11 +69,42 @@ def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *,
     Raises:
         BackendError: A GPU ran out of memory.
     """
-    rows = [_continue_row(model, prompt, sampling) for prompt in inputs.real_rows()]
-    return Generation.of(inputs, rows, sampling=asdict(sampling), folder=folder)
+    rows = []
+    likeliest: list[list[tuple[Likely, ...]]] = []
+    for prompt in inputs.real_rows():
+        watcher = _Watcher()
+        rows.append(_continue_row(model, prompt, sampling, watcher))
+        likeliest.append(watcher.likeliest)
+    return Generation.of(
+        inputs,
+        rows,
+        sampling=asdict(sampling),
+        folder=folder,
+        # What is drawn is no choice between the likeliest.
+        likeliest=() if sampling.do_sample else likeliest,
+    )
 
 
-def _continue_row(model: MiniMaxM2ForCausalLM, row: list[int], sampling: Sampling) -> list[int]:
+class _Watcher:
+    """Keeps the likeliest tokens of every step, and changes nothing; transformers calls it with the logits."""
+
+    def __init__(self) -> None:
+        self.likeliest: list[tuple[Likely, ...]] = []
+
+    def __call__(self, _: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        values, tokens = logits[0].float().topk(min(NUM_LIKELIEST, logits.shape[-1]))
+        self.likeliest.append(
+            tuple(
+                Likely(token=token, behind=behind)
+                for token, behind in zip(tokens.tolist(), (values[0] - values).tolist(), strict=True)
+            )
+        )
+        return logits
+
+
+def _continue_row(
+    model: MiniMaxM2ForCausalLM, row: list[int], sampling: Sampling, watcher: _Watcher
+) -> list[int]:
     # transformers types `generate` for a mixin that its models do not match.
     generator: Any = model
     input_ids = torch.tensor([row], device=input_device(model))
@@ -86,6 +117,7 @@ def _continue_row(model: MiniMaxM2ForCausalLM, row: list[int], sampling: Samplin
             pad_token_id=0,
             # config.json says true, but the hub ships no MTP layer; transformers would want one.
             use_mtp=False,
+            logits_processor=[watcher],
             **sampling.arguments(),
         )
     new: list[int] = output[0, len(row) :].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -166,6 +167,86 @@ class RoutingResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChoice:
+    """A place where the port's likeliest next token is not the golden's.
+
+    Args:
+        row, position: The place in the batch.
+        reference: The golden's token.
+        target: The port's.
+        margin: How far the golden's logit of its own token is above that of the port's.
+        reach: The margin that noise may turn round.
+    """
+
+    row: int
+    position: int
+    reference: int
+    target: int
+    margin: float
+    reach: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsResult:
+    """Next-token distributions, token by token; the golden's is what the port's diverges from.
+
+    Args:
+        num_tokens: Judged tokens.
+        kl_mean, kl_p95, kl_worst: Kullback-Leibler divergence in nats: mean, 95th percentile, the worst token's.
+        worst_token: That token's row and position.
+        kl_mean_foreseen, kl_p95_foreseen: What noise within the floor comes to.
+        overlaps: By k, the share of the golden's k likeliest tokens that are among the port's.
+        num_disagreeing: Places whose likeliest token is another.
+        num_explained: Of them, those where noise may turn the margin round.
+        worst_choices: Some of the others, the widest margin first.
+    """
+
+    num_tokens: int
+    kl_mean: float
+    kl_p95: float
+    kl_worst: float
+    worst_token: tuple[int, int]
+    kl_mean_foreseen: float
+    kl_p95_foreseen: float
+    overlaps: Mapping[int, float]
+    num_disagreeing: int
+    num_explained: int
+    worst_choices: tuple[TokenChoice, ...] = ()
+
+    @property
+    def num_unexplained(self) -> int:
+        """Other choices that noise does not explain."""
+        return self.num_disagreeing - self.num_explained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedRow:
+    """How far a prompt goes on as the golden's.
+
+    Args:
+        row: The prompt.
+        num_compared: Tokens that both sides generated.
+        num_alike: Of them, those before the first that differs.
+        status: Fail where noise does not explain that one; not judged where the golden does not tell.
+        reason: Why, in a sentence.
+        reference, target: The golden's token and the port's where they first differ.
+        margin: How far the golden's logit of its own token is above that of the port's; at least so far, where the
+            golden did not keep it. None where it kept none.
+        reach: The margin that noise may turn round; None where it is not known.
+    """
+
+    row: int
+    num_compared: int
+    num_alike: int
+    status: SiteStatus
+    reason: str
+    reference: int | None = None
+    target: int | None = None
+    margin: float | None = None
+    reach: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteResult:
     """One site of one layer (or of the model, where `layer` is None).
 
@@ -180,6 +261,7 @@ class SiteResult:
         relative: The error without a floor; None with one.
         nearest: What decided, or came nearest to deciding; None where no limit of noise was held against it.
         num_judged: Tokens that were judged by noise.
+        logits: Next-token distributions; on `logits` alone.
         num_set_aside: Tokens left out of ρ because their experts are, or may be, others than the golden's.
         num_replayed: Tokens whose experts are others, judged against the golden with the port's own experts.
         classic_failures: The seeds' limits that it breaks, such as `cosine_similarity 0.93 < 0.99`.
@@ -195,6 +277,7 @@ class SiteResult:
     relative: RelativeError | None = None
     nearest: NearestLimit | None = None
     num_judged: int = 0
+    logits: LogitsResult | None = None
     num_set_aside: int = 0
     num_replayed: int = 0
     classic_failures: tuple[str, ...] = ()
@@ -293,6 +376,7 @@ class Comparison:
         curve: How the error of a chained run grows; None for isolated runs.
         notes: What a reader must know beside the verdict.
         router_dtypes: Parts of the router that the port holds in another dtype.
+        generated: What both sides generated, prompt by prompt.
     """
 
     reference: str
@@ -305,6 +389,7 @@ class Comparison:
     curve: Curve | None = None
     notes: tuple[str, ...] = ()
     router_dtypes: tuple[RouterDtype, ...] = ()
+    generated: tuple[GeneratedRow, ...] = ()
 
     @property
     def compared(self) -> int:

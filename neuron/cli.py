@@ -57,7 +57,7 @@ from neuron.commands.weights import weights_command
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options, read_inputs
 from neuron.ports.targets import find_target
-from neuron.report_text import compare_tokens, find_warnings, render_report
+from neuron.report_text import find_warnings, render_report
 from neuron.runs.device_request import DeviceRequest
 from neuron.runs.run_profile import PROFILE_NAME, RunProfile
 from neuron.runs.run_report import RunReport
@@ -77,7 +77,6 @@ class _Outcome:
     capture: Capture
     report: RunReport | None
     generation: Generation | None
-    golden_generation: Generation | None
     comparison: Comparison | None
 
 
@@ -249,7 +248,6 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
         capture=capture,
         report=report,
         generation=Generation.read(directory),
-        golden_generation=None if golden is None else Generation.read(golden.directory),
         comparison=comparison,
     )
     _print_outcome(outcome, as_json=options["as_json"])
@@ -358,8 +356,8 @@ def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
     click.echo(render_capture(outcome.capture))
     if outcome.generation is not None:
         click.echo(str(outcome.generation))
-        for line in compare_tokens(outcome.generation, outcome.golden_generation):
-            click.echo(line)
+        if outcome.comparison is None and any(len(row.generated_ids) > 1 for row in outcome.generation.rows):
+            click.echo("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
     if outcome.report is not None:
         _print_report(outcome.report, outcome.capture.directory)
     if outcome.comparison is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from minimax_tools.capture.generation import Generation
 from minimax_tools.size import word_size
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
@@ -36,25 +35,6 @@ def render_report(report: RunReport) -> str:
         canvas.gap()
         canvas.table(_COLUMNS, _rows(report.profile))
     return canvas.text
-
-
-def compare_tokens(generation: Generation, golden: Generation | None) -> Iterator[str]:
-    """How far the tokens are the golden's, in words; no verdict rests on them."""
-    if golden is None:
-        if any(len(row.generated_ids) > 1 for row in generation.rows):
-            yield "Tokens after the first are not judged: --decode N judges what they are made of."
-        return
-    for index, (num_alike, mine, theirs) in enumerate(
-        zip(generation.num_alike(golden), generation.rows, golden.rows, strict=True)
-    ):
-        num_compared = min(len(mine.generated_ids), len(theirs.generated_ids))
-        if num_alike < num_compared:
-            yield (
-                f"Row {index}: token {num_alike} is {mine.generated_ids[num_alike]}, the golden's is "
-                f"{theirs.generated_ids[num_alike]}; not judged."
-            )
-        else:
-            yield f"Row {index}: {num_alike} token{'s' * (num_alike != 1)} as the golden's."
 
 
 def find_warnings(report: RunReport) -> Iterator[str]:

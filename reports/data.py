@@ -82,6 +82,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
         "target": comparison.target,
         "notes": list(comparison.notes),
         "router_dtypes": to_json(comparison.router_dtypes),
+        "generated": to_json(comparison.generated),
     }
 
 
@@ -89,6 +90,8 @@ def _site_record(site: SiteResult) -> dict[str, Any]:
     record: dict[str, Any] = to_json(site)
     if site.routing is not None:
         record["routing"]["num_unexplained"] = site.routing.num_unexplained
+    if site.logits is not None:
+        record["logits"]["num_unexplained"] = site.logits.num_unexplained
     return record
 
 

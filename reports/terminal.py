@@ -10,6 +10,7 @@ from minimax_tools.results import BlameGroup, Comparison, NoiseRatio, SiteStatus
 from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
+from reports.next_tokens import draw_next_tokens
 from reports.wording import word_figure, word_layer, word_layers, word_place, word_sites_by_layer
 
 _Item = TypeVar("_Item", bound=Hashable)
@@ -55,6 +56,7 @@ def render_comparison(
     draw_overview(canvas, comparison)
     draw_curve(canvas, comparison.curve)
     _draw_details(canvas, comparison)
+    draw_next_tokens(canvas, comparison)
     _draw_uncompared(canvas, comparison)
     _draw_notes(canvas, comparison.notes)
     return canvas.text

@@ -15,6 +15,23 @@ from minimax_tools.tokenizer import decode_rows, has_tokenizer
 GENERATION_NAME = "generation.json"
 
 
+# Of each generated token so many of the likeliest are kept, itself among them.
+NUM_LIKELIEST = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likely:
+    """A token that could have come next.
+
+    Args:
+        token: It.
+        behind: How far its logit is below the likeliest one's.
+    """
+
+    token: int
+    behind: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
     """How one row goes on.
@@ -23,11 +40,14 @@ class Continuation:
         prompt_ids: The row, without padding.
         generated_ids: What follows.
         text: That as text; None where the checkpoint has no tokenizer.
+        likeliest: Of each of them the `NUM_LIKELIEST` tokens that could have come, best first; none where that was
+            not kept.
     """
 
     prompt_ids: tuple[int, ...]
     generated_ids: tuple[int, ...]
     text: str | None
+    likeliest: tuple[tuple[Likely, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +64,38 @@ class Generation:
 
     @classmethod
     def of(
-        cls, inputs: Inputs, generated: Sequence[Sequence[int]], *, sampling: Mapping[str, Any], folder: Path
+        cls,
+        inputs: Inputs,
+        generated: Sequence[Sequence[int]],
+        *,
+        sampling: Mapping[str, Any],
+        folder: Path,
+        likeliest: Sequence[Sequence[Sequence[Likely]]] = (),
     ) -> Generation:
-        """The rows of `inputs` and what was generated for each, as text too where `folder` has a tokenizer."""
+        """The rows of `inputs` and what was generated for each, as text too where `folder` has a tokenizer.
+
+        Args:
+            inputs: The prompts.
+            generated: The new tokens of each.
+            sampling: How they were chosen.
+            folder: The checkpoint's.
+            likeliest: Of each row and token, what could have come; none where that is not known.
+        """
         rows = [list(ids) for ids in generated]
         texts: Sequence[str | None] = (
             decode_rows(folder, rows) if has_tokenizer(folder) else [None] * len(rows)
         )
         return cls(
             rows=tuple(
-                Continuation(prompt_ids=tuple(prompt), generated_ids=tuple(new), text=text)
-                for prompt, new, text in zip(inputs.real_rows(), rows, texts, strict=True)
+                Continuation(
+                    prompt_ids=tuple(prompt),
+                    generated_ids=tuple(new),
+                    text=text,
+                    likeliest=tuple(tuple(one) for one in likely),
+                )
+                for prompt, new, text, likely in zip(
+                    inputs.real_rows(), rows, texts, likeliest or [()] * len(rows), strict=True
+                )
             ),
             sampling=dict(sampling),
         )
@@ -75,6 +116,10 @@ class Generation:
                         prompt_ids=tuple(row["prompt_ids"]),
                         generated_ids=tuple(row["generated_ids"]),
                         text=row["text"],
+                        likeliest=tuple(
+                            tuple(Likely(token=token, behind=behind) for token, behind in tokens)
+                            for tokens in row.get("likeliest", ())
+                        ),
                     )
                     for row in record["rows"]
                 ),
@@ -110,6 +155,7 @@ class Generation:
                     "prompt_ids": list(row.prompt_ids),
                     "generated_ids": list(row.generated_ids),
                     "text": row.text,
+                    **_likeliest_json(row),
                 }
                 for row in self.rows
             ],
@@ -122,3 +168,10 @@ class Generation:
             f"  text  {row.text if row.text is not None else 'unknown: the checkpoint has no tokenizer'}\n"
             for index, row in enumerate(self.rows)
         )
+
+
+def _likeliest_json(row: Continuation) -> dict[str, Any]:
+    """Nothing where it was not kept."""
+    if not row.likeliest:
+        return {}
+    return {"likeliest": [[[one.token, one.behind] for one in tokens] for tokens in row.likeliest]}

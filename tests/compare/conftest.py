@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from compare.comparer import compare_captures
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.judge import Criteria
+from compare.weights import CheckpointWeights
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
@@ -155,13 +156,19 @@ def judge(golden: Path) -> Judge:
     """Judges a device run against the golden, or another one."""
 
     def run(
-        target: Path, *, reference: Path = golden, pattern: str = "layer_*", criteria: str = "noise"
+        target: Path,
+        *,
+        reference: Path = golden,
+        pattern: str = "layer_*",
+        criteria: str = "noise",
+        model: Path | None = None,
     ) -> Comparison:
         return compare_captures(
             open_source(reference),
             open_source(target),
             criteria=Criteria(name=criteria, rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
             layer_pattern=pattern,
+            weights=None if model is None else CheckpointWeights(model=str(model)),
         )
 
     return run

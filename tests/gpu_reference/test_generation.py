@@ -57,6 +57,22 @@ def test_greedy_generation_continues_the_captured_logits(opened: Golden, toy: Pa
     assert [row[0] for row in new_ids(generate(opened.model, inputs, GREEDY, folder=toy))] == first
 
 
+def test_likeliest_tokens_of_every_step_are_those_of_the_logits(opened: Golden, toy: Path, ask: Any) -> None:
+    logits = opened.forward()
+    inputs = ask().inputs
+    generated = generate(opened.model, inputs, GREEDY, folder=toy)
+    for row, length in enumerate(inputs.lengths):
+        found = generated.rows[row]
+        assert [tokens[0].token for tokens in found.likeliest] == list(found.generated_ids)
+        first = logits[row, length - 1].float()
+        for one in found.likeliest[0]:
+            # The batch was padded and the row was not: that much BF16 leaves between them.
+            assert one.behind == pytest.approx(float(first.max() - first[one.token]), abs=0.2)
+        assert [one.behind for one in found.likeliest[0]] == sorted(one.behind for one in found.likeliest[0])
+    drawn = generate(opened.model, inputs, Sampling(max_new_tokens=2, do_sample=True), folder=toy)
+    assert all(row.likeliest == () for row in drawn.rows)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_do_not_depend_on_their_neighbours(opened: Golden, toy: Path, side: str) -> None:
     sampling = Sampling(max_new_tokens=6, do_sample=True, seed=3)

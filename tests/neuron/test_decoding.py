@@ -329,9 +329,14 @@ class TestGeneration:
         path = tmp_path / "ports.py"
         path.write_text(DECODE_MISTAKES)
         common = ("full", *model[:4], "--golden", tmp_path / "golden", "--max-new-tokens", 5)
-        assert "Row 0: 5 tokens as the golden's." in run(*common).stdout
-        wrong = run(*common, "--target", f"{path}:Forgets").stdout
-        assert f"the golden's is {expected[0][1]}; not judged." in wrong
+        assert "prompt 0: 5 of 5 generated tokens are the golden's" in run(*common).stdout
+        wrong = run(*common, "--target", f"{path}:Forgets", "--json")
+        assert wrong.exit_code == 1
+        record = json.loads(wrong.stdout)
+        [blame] = record["blame"]
+        assert (blame["layer"], blame["sites"]) == (None, ["generated_tokens"])
+        assert f"the golden's is {expected[0][1]}, " in blame["reason"]
+        assert record["generated"][0]["status"] == "fail"
 
     def test_text_ends_with_the_token_that_ends_it(
         self, run: Any, expected: list[list[int]], tmp_path: Path

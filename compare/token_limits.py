@@ -1,0 +1,45 @@
+"""Token limits: what logits and generated tokens must keep to, beside what ρ says of the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compare.criteria import Judgement
+from minimax_tools.results import LogitsResult, SiteStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Limits on next-token distributions.
+
+    Args:
+        kl: Of the divergence's mean and 95th percentile, in units of what noise foretells. A divergence grows with
+            the square of the error, so it is the square of ρ's limit; clean ports stay below 0.4 (mean) and 0.7
+            (95th percentile) with errors handed on by 3 to 6 layers, and at 1 with none, as both sides err there.
+        unexplained: Places whose likeliest token is another although noise cannot have turned the margin round: a
+            right port has none, since the reach lies four deviations out.
+    """
+
+    kl: float = 4.0
+    unexplained: int = 0
+
+
+def judge_logits(logits: LogitsResult, limits: TokenLimits) -> Judgement:
+    """Judge next-token distributions."""
+    faults = []
+    if logits.num_unexplained > limits.unexplained:
+        worst = logits.worst_choices[0]
+        faults.append(
+            f"{logits.num_unexplained} of {logits.num_tokens} likeliest tokens are others beyond noise, the worst at "
+            f"row {worst.row}, position {worst.position}: {worst.target} for {worst.reference}, {worst.margin:.3g} "
+            f"below it where noise reaches {worst.reach:.3g}"
+        )
+    for name, found, foreseen in (
+        ("mean", logits.kl_mean, logits.kl_mean_foreseen),
+        ("95th percentile", logits.kl_p95, logits.kl_p95_foreseen),
+    ):
+        if not found <= limits.kl * foreseen:
+            faults.append(
+                f"{name} of the divergence is {found:.3g} nats, noise comes to {foreseen:.3g}, limit {limits.kl:g}×"
+            )
+    return (SiteStatus.FAIL, "; ".join(faults)) if faults else (SiteStatus.PASS, "")
