@@ -22,7 +22,7 @@ def render_inspection(inspection: Inspection) -> str:
         f"{str(inspection.verdict).upper()}: the weights of layer {inspection.layer} in {inspection.target}",
         *(f"  {_MARKS[finding.weight]:10}{finding.text}" for finding in inspection.findings),
         "",
-        f"What the port holds, traced on {_word_model(inspection)}:",
+        f"What {_word_holder(inspection)} holds, traced on {_word_model(inspection)}:",
         *(f"  {line}" for line in _word_layouts(inspection.layouts)),
         "",
         word_trial(inspection.trial),
@@ -46,6 +46,7 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
         "verdict": str(inspection.verdict),
         "target": inspection.target,
         "layer": inspection.layer,
+        "num_ranks": inspection.num_ranks,
         "traced": {**inspection.traced.quantities(), "is_smaller": inspection.is_smaller},
         "findings": [finding_record(finding) for finding in inspection.findings],
         "places": [
@@ -97,6 +98,10 @@ def word_trial(trial: TrialOutcome) -> str:
         )
     off = f"Run on made weights, its output is off by {trial.error:.2g} of the delta"
     return f"{off}, and no exchange of weights repairs it."
+
+
+def _word_holder(inspection: Inspection) -> str:
+    return "the port" if inspection.num_ranks == 1 else f"rank 0 of {inspection.num_ranks}"
 
 
 def _word_model(inspection: Inspection) -> str:
