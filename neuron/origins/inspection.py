@@ -34,6 +34,7 @@ class Inspection:
         findings: What is wrong, may be, or was meant.
         trial: How the port's output compares with the reference layer's.
         is_loaded: Whether the checkpoint's own layer was loaded and looked at.
+        compared: The kinds of tensors whose numbers, as loaded, were held against the checkpoint's.
     """
 
     target: str
@@ -45,6 +46,7 @@ class Inspection:
     findings: tuple[Finding, ...]
     trial: TrialOutcome
     is_loaded: bool
+    compared: tuple[str, ...]
 
     @property
     def verdict(self) -> Verdict:
@@ -77,11 +79,14 @@ def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool) -> Insp
     exchanges = find_exchanges(by_rank[0], sources, traced)
     trial = run_trial(shared.prepare_trial(), traced, port.layer, exchanges)
     findings = _judge(findings, trial)
+    compared: tuple[str, ...] = ()
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
         loaded = shared.load(spec)
         known = {kind for finding in findings if finding.weight is Weight.WRONG for kind in finding.tensors}
-        findings += find_in_loaded(loaded.places, loaded.before, loaded.tensors, by_rank[0], known=known)
+        check = find_in_loaded(loaded.places, loaded.before, loaded.tensors, by_rank[0], known=known)
+        findings += check.findings
+        compared = check.compared
     return Inspection(
         target=port.target.name,
         layer=port.layer,
@@ -92,6 +97,7 @@ def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool) -> Insp
         findings=tuple(findings),
         trial=trial,
         is_loaded=loads,
+        compared=compared,
     )
 
 

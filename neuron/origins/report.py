@@ -9,6 +9,7 @@ from minimax_tools.results import Verdict
 from neuron.origins.findings import Finding, Weight
 from neuron.origins.inspection import Inspection
 from neuron.origins.layout import Layout
+from neuron.origins.sources import Sources, role
 from neuron.origins.trial import TrialOutcome
 from reports.json_values import to_json
 
@@ -27,13 +28,7 @@ def render_inspection(inspection: Inspection) -> str:
         "",
         word_trial(inspection.trial),
     ]
-    if inspection.is_loaded:
-        lines.append(
-            f"Layer {inspection.layer} of the checkpoint was loaded as every run loads it: its numbers were held "
-            "against the checkpoint's."
-        )
-    else:
-        lines.append("The checkpoint's own layer was not loaded.")
+    lines.append(_word_loaded(inspection))
     if not inspection.trial.is_right and inspection.verdict is not Verdict.FAIL:
         lines.append("Judge what the port computes: mm2-test sweep --golden GOLDEN --target …")
     return "\n".join(lines)
@@ -67,6 +62,7 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
             "failure": trial.failure,
         },
         "is_loaded": inspection.is_loaded,
+        "compared": list(inspection.compared),
     }
 
 
@@ -98,6 +94,19 @@ def word_trial(trial: TrialOutcome) -> str:
         )
     off = f"Run on made weights, its output is off by {trial.error:.2g} of the delta"
     return f"{off}, and no exchange of weights repairs it."
+
+
+def _word_loaded(inspection: Inspection) -> str:
+    """What loading the checkpoint's own layer showed, and of what it could not."""
+    if not inspection.is_loaded:
+        return "The checkpoint's own layer was not loaded."
+    kinds = list(dict.fromkeys(source.kind for source in Sources.of(inspection.traced).all))
+    left = [kind for kind in kinds if kind not in inspection.compared]
+    text = f"Layer {inspection.layer} of the checkpoint was loaded as every run loads it: "
+    if not left:
+        return f"{text}all its numbers are compared with the checkpoint's."
+    names = ", ".join(map(role, left))
+    return f"{text}not compared are {names}, of which the port holds parts, copies or what it made of them."
 
 
 def _word_holder(inspection: Inspection) -> str:

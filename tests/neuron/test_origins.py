@@ -99,6 +99,7 @@ def test_a_right_port_passes(inspect: Inspect, target: str) -> None:
     assert (code, record["verdict"], record["findings"]) == (0, "pass", [])
     assert record["trial"]["error"] < 1e-5
     assert record["is_loaded"]
+    assert len(record["compared"]) == 13
 
 
 def test_the_report_says_what_each_place_holds(inspect: Inspect) -> None:
