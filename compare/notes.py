@@ -92,6 +92,9 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
     """Whether the golden was checked before it judges."""
     if not isinstance(reference, Capture) or reference.description.side != GOLDEN_SIDE:
         return ()
+    if not reference.manifest.is_complete:
+        # That is told already; it is certified at its end.
+        return ()
     certificate = reference.manifest.certificate
     if certificate is None:
         return (f"the golden is not certified: mm2-gpu certify --model DIR --golden {reference.directory}",)

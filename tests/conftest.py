@@ -65,10 +65,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def golden(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy's golden: every layer, all sites, the noise floor kept whole."""
+    """The toy's golden: every layer, all sites, the noise floor kept whole, certified."""
     directory = tmp_path_factory.mktemp("golden") / "full_model"
     arguments = ["extract-all", "--model", str(toy), "--seq-len", TOY_LENGTHS, "--output-dir", str(directory)]
-    result = click.testing.CliRunner().invoke(mm2_gpu, [*arguments, "--quiet"])
+    result = click.testing.CliRunner().invoke(mm2_gpu, [*arguments, "--certify", "--quiet"])
     assert result.exit_code == 0, result.output
     return directory
 

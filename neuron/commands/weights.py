@@ -17,14 +17,17 @@ from minimax_tools.options import dtype_option, model_option, output_options
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 from neuron.devices.backend import Backend
+from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.options import target_option
 from neuron.origins.inspection import Inspection, inspect_weights
 from neuron.origins.port import TracedPort
 from neuron.origins.report import inspection_record, render_inspection
+from neuron.origins.shared_port import SharedPort
 from neuron.origins.smaller import smaller
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as TRACED
+from neuron.rank_options import rank_options
 
 
 @click.command(
@@ -34,6 +37,14 @@ from neuron.ports.traced import PREFIX as TRACED
 )
 @model_option
 @target_option
+@click.option(
+    "--backend",
+    type=click.Choice([str(Backend.CPU)]),
+    default=str(Backend.CPU),
+    show_default=True,
+    help="Where the port runs: conversions are the host's work on every machine.",
+)
+@rank_options
 @click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="The layer.")
 @click.option("--full-size", is_flag=True, help="Trace a layer of the model's own size, however large.")
 @click.option(
@@ -44,7 +55,7 @@ from neuron.ports.traced import PREFIX as TRACED
 )
 @dtype_option
 @output_options
-def weights_command(as_json: bool, **options: Any) -> None:
+def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
     """Trace where every element of a layer's weights lands in a port, and tell what is wrong with it.
 
     The port's conversion and strict loading are fed tensors whose values spell their own place: what is missing,
@@ -68,7 +79,7 @@ def weights_command(as_json: bool, **options: Any) -> None:
     # A port may ask for its rank while it is built.
     with (
         output_set_aside(),
-        open_runtime(str(Backend.CPU)) as runtime,
+        open_runtime(options["backend"], ranks=ranks) as runtime,
         CheckpointReader(folder, layers=layers) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
@@ -80,8 +91,10 @@ def weights_command(as_json: bool, **options: Any) -> None:
             ranks=runtime.ranks,
             pool=pool,
         )
-        traced = spec if options["full_size"] else smaller(spec)
-        inspection = inspect_weights(port, spec, traced=traced, loads=options["loads"])
+        traced = spec if options["full_size"] else smaller(spec, num_ranks=ranks.degree)
+        shared = SharedPort(port, runtime, traced)
+        inspection = inspect_weights(shared, spec, loads=options["loads"])
+        shared.dismiss()
     _print(inspection, as_json=as_json)
     raise SystemExit(inspection.verdict.exit_code)
 

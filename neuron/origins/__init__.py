@@ -11,5 +11,6 @@
 | `trial`, `exchanges` | the port run on made weights: what clears a suspect, or proves it |
 | `loaded` | the port as it is loaded with the checkpoint's own layer |
 | `smaller` | a model of the same proportions that is traced in moments |
+| `port`, `shared_port` | the port itself, and its parts on all ranks that share it |
 | `inspection`, `report` | all of it together, and as text and JSON |
 """

@@ -88,21 +88,23 @@ class Finding:
         return replace(self, weight=Weight.WRONG)
 
 
-def find_findings(layouts: Values[Layout], sources: Sources, *, num_ranks: int = 1) -> list[Finding]:
-    """What the layouts of all places of all ranks show.
+def find_findings(by_rank: Values[Values[Layout]], sources: Sources) -> list[Finding]:
+    """What the layouts of all places show.
 
     Args:
-        layouts: Of all places.
+        by_rank: The layouts of each rank; of several each may hold a copy.
         sources: The layer's tensors.
-        num_ranks: How many ranks hold them; of several each may hold a copy.
     """
+    layouts = [layout for of_rank in by_rank for layout in of_rank]
     counts = _count(layouts, sources)
     missing = _find_missing(counts, layouts, sources)
-    found = [*missing, *_find_duplicated(counts, missing, layouts, sources, num_ranks=num_ranks)]
-    found += _find_expert_order(layouts)
+    found = [*missing, *_find_duplicated(counts, missing, layouts, sources, num_ranks=len(by_rank))]
+    for of_rank in by_rank:
+        found += _find_expert_order(of_rank)
     for layout in layouts:
-        found += _find_in_place(layout, sources)
-    return found
+        found += _find_in_place(layout)
+    # Ranks that are wrong alike say it once.
+    return list({finding.text: finding for finding in found}.values())
 
 
 def _count(layouts: Values[Layout], sources: Sources) -> torch.Tensor:
@@ -223,7 +225,7 @@ def _find_expert_order(layouts: Values[Layout]) -> list[Finding]:
     return found
 
 
-def _find_in_place(layout: Layout, sources: Sources) -> list[Finding]:
+def _find_in_place(layout: Layout) -> list[Finding]:
     origin, kinds = layout.origin, _kinds_held(layout)
 
     def finding(mistake: Mistake, weight: Weight, text: str, *, is_named: bool = False) -> Finding:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from minimax_tools.errors import TargetError
 from minimax_tools.results import Verdict
 from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import find_exchanges
 from neuron.origins.findings import Finding, Weight, find_findings
 from neuron.origins.layout import Layout, find_layout
 from neuron.origins.loaded import find_in_loaded
-from neuron.origins.port import TracedPort
+from neuron.origins.origins import Origin
+from neuron.origins.shared_port import SharedPort
 from neuron.origins.sources import Sources
 from neuron.origins.trial import TrialOutcome, run_trial
 
@@ -27,20 +29,24 @@ class Inspection:
         layer: The layer.
         traced: The model whose layer was traced.
         is_smaller: Whether it is smaller than the checkpoint's.
-        layouts: What each place holds.
+        num_ranks: How many ranks share it.
+        layouts: What each place of the first rank holds.
         findings: What is wrong, may be, or was meant.
         trial: How the port's output compares with the reference layer's.
         is_loaded: Whether the checkpoint's own layer was loaded and looked at.
+        compared: The kinds of tensors whose numbers, as loaded, were held against the checkpoint's.
     """
 
     target: str
     layer: int
     traced: ModelSpec
     is_smaller: bool
+    num_ranks: int
     layouts: tuple[Layout, ...]
     findings: tuple[Finding, ...]
     trial: TrialOutcome
     is_loaded: bool
+    compared: tuple[str, ...]
 
     @property
     def verdict(self) -> Verdict:
@@ -52,42 +58,61 @@ class Inspection:
         return Verdict.PASS
 
 
-def inspect_weights(port: TracedPort, spec: ModelSpec, *, traced: ModelSpec, loads: bool) -> Inspection:
+def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool) -> Inspection:
     """Trace a port's conversion, run the port on made weights, and load the checkpoint's own layer.
 
     Args:
-        port: The port.
+        shared: The port.
         spec: The checkpoint's model.
-        traced: The model that is traced; `spec`, or a smaller one.
         loads: Whether the checkpoint's own layer is loaded.
 
     Raises:
         CheckpointError: The layer cannot be read.
         TargetError: The port cannot be built or loaded.
     """
+    port, traced = shared.port, shared.traced
     sources = Sources.of(traced)
     logger.info("Tracing where every element of layer %d lands.", port.layer)
-    layouts = [find_layout(origin, sources) for origin in port.trace(traced)]
-    findings = find_findings(layouts, sources, num_ranks=port.ranks.degree)
+    by_rank = [[find_layout(origin, sources) for origin in origins] for origins in _trace(shared, spec)]
+    findings = find_findings(by_rank, sources)
     logger.info("Running the port on made weights, beside the reference layer.")
-    exchanges = find_exchanges(layouts, sources, traced)
-    trial = run_trial(port.prepare_trial(traced), traced, port.layer, exchanges)
+    exchanges = find_exchanges(by_rank[0], sources, traced)
+    trial = run_trial(shared.prepare_trial(), traced, port.layer, exchanges)
     findings = _judge(findings, trial)
+    compared: tuple[str, ...] = ()
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
-        loaded = port.load(spec)
+        loaded = shared.load(spec)
         known = {kind for finding in findings if finding.weight is Weight.WRONG for kind in finding.tensors}
-        findings += find_in_loaded(loaded.places, loaded.before, loaded.tensors, layouts, known=known)
+        check = find_in_loaded(loaded.places, loaded.before, loaded.tensors, by_rank[0], known=known)
+        findings += check.findings
+        compared = check.compared
     return Inspection(
         target=port.target.name,
         layer=port.layer,
         traced=traced,
         is_smaller=traced != spec,
-        layouts=tuple(layouts),
+        num_ranks=len(by_rank),
+        layouts=tuple(by_rank[0]),
         findings=tuple(findings),
         trial=trial,
         is_loaded=loads,
+        compared=compared,
     )
+
+
+def _trace(shared: SharedPort, spec: ModelSpec) -> list[list[Origin]]:
+    try:
+        return shared.trace()
+    except TargetError as error:
+        if shared.traced == spec:
+            raise
+        raise TargetError(
+            f"{error.what} (traced at a smaller size)",
+            expected=error.expected,
+            found=error.found,
+            next_step="A port that takes the model's own size alone is traced with --full-size.",
+        ) from error
 
 
 def _judge(findings: list[Finding], trial: TrialOutcome) -> list[Finding]:

@@ -23,6 +23,19 @@ _ELEMENTS_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheck:
+    """What was found in a loaded port.
+
+    Args:
+        findings: What is wrong.
+        compared: The kinds of tensors whose numbers were held against the checkpoint's, all of them.
+    """
+
+    findings: tuple[Finding, ...]
+    compared: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sums:
     """What a bag of numbers adds up to, whatever their order: of their bits, and of their squares."""
 
@@ -75,7 +88,7 @@ def find_in_loaded(
     layouts: Sequence[Layout],
     *,
     known: Collection[str],
-) -> list[Finding]:
+) -> LoadedCheck:
     """What is wrong with a port that was loaded with a layer of the checkpoint, and not seen in the trace.
 
     Args:
@@ -86,6 +99,7 @@ def find_in_loaded(
         known: The kinds that are known to be wrong: nothing more is said of them.
     """
     found: list[Finding] = []
+    compared: list[str] = []
     groups = _groups(layouts, known)
     names: dict[str, list[str]] = {}
     for name in places:
@@ -95,8 +109,10 @@ def find_in_loaded(
         if not own:
             continue
         held = [places[name] for name in own]
-        found += _find_in_group(own, held, kinds, tensors, before)
-    return found
+        wrong, is_compared = _find_in_group(own, held, kinds, tensors, before)
+        found += wrong
+        compared += kinds if is_compared else ()
+    return LoadedCheck(findings=tuple(found), compared=tuple(compared))
 
 
 def _find_in_group(
@@ -105,7 +121,8 @@ def _find_in_group(
     kinds: tuple[str, ...],
     tensors: LayerTensors,
     before: Mapping[str, torch.Tensor],
-) -> list[Finding]:
+) -> tuple[list[Finding], bool]:
+    """What is wrong with places that hold some kinds, and whether all their numbers were compared."""
     words = ", ".join(map(role, kinds))
 
     def wrong(mistake: Mistake, places: Sequence[str], text: str) -> Finding:
@@ -120,7 +137,7 @@ def _find_in_group(
     sums = [_Sums.of(tensor) for tensor in held]
     broken = [name for name, of in zip(names, sums, strict=True) if of.num_nan]
     if broken:
-        return [wrong(Mistake.VALUES, broken, f"{_listed(broken)} holds NaN or Inf")]
+        return [wrong(Mistake.VALUES, broken, f"{_listed(broken)} holds NaN or Inf")], True
     empty = [name for name, of in zip(names, sums, strict=True) if of.squares == 0]
     if empty:
         kept = [
@@ -128,29 +145,31 @@ def _find_in_group(
         ]
         if kept:
             text = f"{_listed(kept)} holds the zeros of its constructor: {words} never got there"
-            return [wrong(Mistake.NEVER_BOUND, kept, text)]
-        return [wrong(Mistake.ZERO, empty, f"{_listed(empty)} is zero everywhere, where {words} should be")]
+            return [wrong(Mistake.NEVER_BOUND, kept, text)], True
+        return [
+            wrong(Mistake.ZERO, empty, f"{_listed(empty)} is zero everywhere, where {words} should be")
+        ], True
     dtype = held[0].dtype
     if any(tensor.dtype != dtype for tensor in held):
-        return []
+        return [], False
     given = _Sums()
     for name in tensors:
         if _kind_of(name) in kinds:
             given += _Sums.of(tensors[name].to(dtype))
     total = sum(sums, _Sums())
     if total.holds_the_same(given):
-        return []
+        return [], True
     # Padding and copies change how many numbers there are; then nothing more can be told.
     if total.count != given.count:
-        return []
+        return [], False
     ratio = (total.squares / given.squares) ** 0.5 if given.squares else float("inf")
     if abs(ratio - 1) > 1e-3:
         text = (
             f"{_listed(names)} holds {words} scaled: its norm is {ratio:.4g} times that of the checkpoint's"
         )
-        return [wrong(Mistake.SCALED, names, text)]
+        return [wrong(Mistake.SCALED, names, text)], True
     text = f"{_listed(names)} holds other numbers than the checkpoint's {words}, of the same norm"
-    return [wrong(Mistake.VALUES, names, text)]
+    return [wrong(Mistake.VALUES, names, text)], True
 
 
 def _groups(

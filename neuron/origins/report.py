@@ -9,6 +9,7 @@ from minimax_tools.results import Verdict
 from neuron.origins.findings import Finding, Weight
 from neuron.origins.inspection import Inspection
 from neuron.origins.layout import Layout
+from neuron.origins.sources import Sources, role
 from neuron.origins.trial import TrialOutcome
 from reports.json_values import to_json
 
@@ -22,18 +23,12 @@ def render_inspection(inspection: Inspection) -> str:
         f"{str(inspection.verdict).upper()}: the weights of layer {inspection.layer} in {inspection.target}",
         *(f"  {_MARKS[finding.weight]:10}{finding.text}" for finding in inspection.findings),
         "",
-        f"What the port holds, traced on {_word_model(inspection)}:",
+        f"What {_word_holder(inspection)} holds, traced on {_word_model(inspection)}:",
         *(f"  {line}" for line in _word_layouts(inspection.layouts)),
         "",
         word_trial(inspection.trial),
     ]
-    if inspection.is_loaded:
-        lines.append(
-            f"Layer {inspection.layer} of the checkpoint was loaded as every run loads it: its numbers were held "
-            "against the checkpoint's."
-        )
-    else:
-        lines.append("The checkpoint's own layer was not loaded.")
+    lines.append(_word_loaded(inspection))
     if not inspection.trial.is_right and inspection.verdict is not Verdict.FAIL:
         lines.append("Judge what the port computes: mm2-test sweep --golden GOLDEN --target …")
     return "\n".join(lines)
@@ -46,6 +41,7 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
         "verdict": str(inspection.verdict),
         "target": inspection.target,
         "layer": inspection.layer,
+        "num_ranks": inspection.num_ranks,
         "traced": {**inspection.traced.quantities(), "is_smaller": inspection.is_smaller},
         "findings": [finding_record(finding) for finding in inspection.findings],
         "places": [
@@ -66,6 +62,7 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
             "failure": trial.failure,
         },
         "is_loaded": inspection.is_loaded,
+        "compared": list(inspection.compared),
     }
 
 
@@ -97,6 +94,23 @@ def word_trial(trial: TrialOutcome) -> str:
         )
     off = f"Run on made weights, its output is off by {trial.error:.2g} of the delta"
     return f"{off}, and no exchange of weights repairs it."
+
+
+def _word_loaded(inspection: Inspection) -> str:
+    """What loading the checkpoint's own layer showed, and of what it could not."""
+    if not inspection.is_loaded:
+        return "The checkpoint's own layer was not loaded."
+    kinds = list(dict.fromkeys(source.kind for source in Sources.of(inspection.traced).all))
+    left = [kind for kind in kinds if kind not in inspection.compared]
+    text = f"Layer {inspection.layer} of the checkpoint was loaded as every run loads it: "
+    if not left:
+        return f"{text}all its numbers are compared with the checkpoint's."
+    names = ", ".join(map(role, left))
+    return f"{text}not compared are {names}, of which the port holds parts, copies or what it made of them."
+
+
+def _word_holder(inspection: Inspection) -> str:
+    return "the port" if inspection.num_ranks == 1 else f"rank 0 of {inspection.num_ranks}"
 
 
 def _word_model(inspection: Inspection) -> str:

@@ -6,6 +6,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
+from neuron.origins.shared_port import TraceAssignment, follow_trace
 from neuron.ports.targets import find_target
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.orders import Assignment
@@ -21,6 +22,9 @@ def follow(runtime: Runtime) -> None:
         Mm2Error: As for the lead, whose run it ends.
     """
     while (assignment := runtime.crew.hear()) is not None:
+        if isinstance(assignment, TraceAssignment):
+            follow_trace(assignment, runtime)
+            continue
         assert isinstance(assignment, Assignment), "an assignment comes before its orders"
         _carry_out(assignment, runtime)
 

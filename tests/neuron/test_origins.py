@@ -38,7 +38,7 @@ class Port(port.DecoderLayer):
 """
 
 MODEL = SyntheticModel(
-    num_hidden_layers=2,
+    num_hidden_layers=6,
     hidden_size=128,
     num_attention_heads=8,
     num_key_value_heads=2,
@@ -99,6 +99,7 @@ def test_a_right_port_passes(inspect: Inspect, target: str) -> None:
     assert (code, record["verdict"], record["findings"]) == (0, "pass", [])
     assert record["trial"]["error"] < 1e-5
     assert record["is_loaded"]
+    assert len(record["compared"]) == 13
 
 
 def test_the_report_says_what_each_place_holds(inspect: Inspect) -> None:
@@ -209,6 +210,15 @@ def test_a_planted_mistake_is_named(inspect: Inspect, name: str) -> None:
     )
 
 
+def test_the_example_of_a_swapped_layer_is_found_there_alone(inspect: Inspect) -> None:
+    target = f"{EXAMPLES}/swapped_port.py:DecoderLayer"
+    assert inspect(target=target, arguments=("--layer", "4"))[0] == 0
+    code, record = inspect(target=target, arguments=("--layer", "5"))
+    assert code == 1
+    assert record["trial"]["repairs"] == ["w1 (gate) and w3 (up) are swapped"]
+    assert inspect(target=f"{EXAMPLES}/swapped_device_layer.py:SwappedDeviceLayer")[0] == 1
+
+
 def test_two_mistakes_are_both_proved(inspect: Inspect) -> None:
     _, record = inspect(PLANTED["k_and_v_swapped"][0] + PLANTED["gate_and_up_swapped"][0])
     assert len(record["trial"]["repairs"]) == 2
@@ -309,6 +319,44 @@ def test_a_compiled_layer_has_no_conversion(command: Any, tiny: Path, tmp_path: 
     result = command(mm2_test, "weights", "--model", tiny, "--target", f"traced:{tmp_path}/layer.pt2")
     assert result.exit_code == 2
     assert "there is no conversion to trace" in result.stderr
+
+
+def test_a_port_of_one_size_is_traced_at_it(command: Any, toy: Path, write_port: Any) -> None:
+    spoil = "        assert config.num_local_experts == 32, 'other sizes are not built'"
+    arguments = ("--model", toy, "--target", write_port(_PORT.format(spoil=spoil)), "--quiet")
+    refused = command(mm2_test, "weights", *arguments)
+    assert refused.exit_code == 3
+    assert "other sizes are not built" in refused.stderr
+    assert "--full-size" in refused.stderr
+    assert command(mm2_test, "weights", *arguments, "--full-size").exit_code == 0
+
+
+# What every rank does that takes its number for 0: a Python constant in a traced graph.
+_RANK_0 = """
+import sys
+sys.path.insert(0, {examples!r})
+import tensor_parallel_port
+
+class Port(tensor_parallel_port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        state["self_attn.q_norm.weight"] = tensors["self_attn.q_norm.weight"][:128]
+        return state
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_traced_together(process: Any, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank_0.py").write_text(_RANK_0.format(examples=str(EXAMPLES)))
+    arguments = ("weights", "--model", tiny, "--tp-degree", 2, "--json", "--quiet", "--target")
+    right = process(*arguments, f"{EXAMPLES}/tensor_parallel_port.py:DecoderLayer")
+    assert right.returncode == 0, right.stderr
+    record = json.loads(right.stdout)
+    assert (record["num_ranks"], record["findings"]) == (2, [])
+    wrong = process(*arguments, f"{tmp_path}/rank_0.py:Port")
+    assert wrong.returncode == 1, wrong.stderr
+    text = json.loads(wrong.stdout)["findings"][0]["text"]
+    assert text == "missing: 128 of 256 elements of q_norm land nowhere"
 
 
 def test_minimax_m2_is_traced_at_a_fraction_of_its_size() -> None:

@@ -1,0 +1,149 @@
+"""SharedPort: a port's layer on all ranks that share it, as the lead traces and runs it; the others follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.spec import ModelSpec
+from neuron.devices.runtime import Runtime
+from neuron.origins.exchanges import Tensors
+from neuron.origins.origins import Origin
+from neuron.origins.port import LoadedPort, TracedPort
+from neuron.origins.trial import TrialInput, TrialPort
+from neuron.ports.targets import find_target
+
+_NO_LAYERS = range(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TraceAssignment:
+    """What a rank must know before it traces.
+
+    Args:
+        folder: The checkpoint.
+        target: The port, as the user named it.
+        layer: The layer.
+        dtype: The run's dtype.
+        config: config.json of the model that is traced.
+    """
+
+    folder: Path
+    target: str
+    layer: int
+    dtype: torch.dtype
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOrder:
+    """Trace, and give what was found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOrder:
+    """Build the port to be run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrialOrder:
+    """Run the port that was built, on these tensors and this input."""
+
+    tensors: Tensors
+    given: TrialInput
+
+
+class SharedPort:
+    """What the lead does with a port; alone, it is the one rank.
+
+    Args:
+        port: The lead's own part.
+        runtime: The ranks.
+        traced: The model that is traced.
+    """
+
+    def __init__(self, port: TracedPort, runtime: Runtime, traced: ModelSpec) -> None:
+        self.port = port
+        self.traced = traced
+        self._crew = runtime.crew
+        assignment = TraceAssignment(
+            folder=port.reader.folder,
+            target=port.target.name,
+            layer=port.layer,
+            dtype=port.dtype,
+            config=dict(traced.raw),
+        )
+        self._crew.tell(assignment)
+
+    def trace(self) -> list[list[Origin]]:
+        """Where the elements of every place of every rank come from.
+
+        Raises:
+            TargetError: As for `TracedPort.trace`.
+        """
+        self._crew.tell(TraceOrder())
+        return self._crew.gather(self.port.trace(self.traced))
+
+    def prepare_trial(self) -> TrialPort:
+        """The port on all ranks, to be run on made weights.
+
+        Raises:
+            TargetError: It cannot be built.
+        """
+        self._crew.tell(BuildOrder())
+        own = self.port.prepare_trial(self.traced)
+
+        def run(tensors: Tensors, given: TrialInput) -> torch.Tensor:
+            self._crew.tell(TrialOrder(tensors=tensors, given=given))
+            return own.run(tensors, given)
+
+        return TrialPort(run=run, computes_in_bf16=own.computes_in_bf16)
+
+    def load(self, spec: ModelSpec) -> LoadedPort:
+        """The lead's part with the checkpoint's own layer in it.
+
+        Raises:
+            CheckpointError: The layer cannot be read.
+            TargetError: The port cannot be built or loaded.
+        """
+        return self.port.load(spec)
+
+    def dismiss(self) -> None:
+        """Tell the others that nothing more comes."""
+        self._crew.tell(None)
+
+
+def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
+    """Do what the lead does with a port, on another rank.
+
+    Raises:
+        Mm2Error: As for the lead, whose inspection it ends.
+    """
+    traced = ModelSpec.from_config(assignment.config)
+    with (
+        CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
+        ReadingPool(torch.get_num_threads()) as pool,
+    ):
+        port = TracedPort(
+            target=find_target(assignment.target),
+            layer=assignment.layer,
+            dtype=assignment.dtype,
+            reader=reader,
+            ranks=runtime.ranks,
+            pool=pool,
+        )
+        trial: TrialPort | None = None
+        while (order := runtime.crew.hear()) is not None:
+            if isinstance(order, TraceOrder):
+                runtime.crew.gather(port.trace(traced))
+            elif isinstance(order, BuildOrder):
+                trial = port.prepare_trial(traced)
+            else:
+                assert trial is not None, "a port is built before it runs"
+                trial.run(order.tensors, order.given)
