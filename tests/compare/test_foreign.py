@@ -264,6 +264,58 @@ class TestPieces:
         assert "expected at least 448 along the last dim of every rank's tensor" in record["error"]
 
 
+class TestPartOfAModel:
+    def test_layer_behind_one_that_was_not_kept_is_judged(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        for name in ("right", "swapped"):
+            source, mask = runs[name], runs[name].read_attention_mask()
+            for layer in (1, 3):
+                module = f"layers.{layer}"
+                for site, path, point in (
+                    (Site.INPUT, module, "input"),
+                    (Site.ATTN_RESIDUAL, f"{module}.post_attention_layernorm", "input"),
+                    (Site.MOE_DELTA, f"{module}.mlp", "output"),
+                ):
+                    values = dumps.padded(source.read(layer, site), mask)
+                    dumps.save_nxdi(tmp_path / name, path, point, values)
+        exit_code, record = compare(tmp_path / "right")
+        assert (exit_code, record["blame"]) == (0, [])
+        exit_code, record = compare(tmp_path / "swapped")
+        assert exit_code == 1
+        assert [blame["layer"] for blame in record["blame"]] == [1]
+        assert "moe_delta" in record["blame"][0]["sites"]
+
+    def test_other_prompts_behind_it_are_refused(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        source, mask = runs["right"], runs["right"].read_attention_mask()
+        for site, point in ((Site.INPUT, "input"), (Site.OUTPUT, "output")):
+            other = dumps.padded(source.read(3, site), mask).roll(1, dims=1).nan_to_num(0.0)
+            dumps.save_nxdi(tmp_path / "dump", "layers.3", point, other)
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 3
+        assert "layer 3 was fed other hidden states" in record["error"]
+
+    def test_without_inputs_no_port_is_called_wrong_or_right(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        source, mask = runs["swapped"], runs["swapped"].read_attention_mask()
+        for layer in (2, 3):
+            values = dumps.padded(source.read(layer, Site.ATTN_DELTA), mask)
+            dumps.save_nxdi(tmp_path / "dump", f"layers.{layer}.self_attn", "output", values)
+        exit_code, record = compare(tmp_path / "dump")
+        assert (exit_code, record["verdict"], record["blame"]) == (3, "incomparable", [])
+        assert any(
+            "2 sites differ behind an input that the device run does not hold" in n for n in record["notes"]
+        )
+        held = dumps.padded(source.read(2, Site.ATTN_DELTA), mask)
+        held[0, 5, 7] = torch.nan
+        dumps.save_nxdi(tmp_path / "dump", "layers.2.self_attn", "output", held)
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 1
+
+
 class TestRows:
     def test_left_padding_is_cut_as_declared(
         self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
