@@ -109,7 +109,8 @@ def find_sites(dump: Dump, names: NameMap) -> Findings:
         if not found:
             raise _names_nothing(names, site, origin.source, by_module)
         sites |= {key: Found(terms=terms, transpose=origin.transpose) for key, terms in found.items()}
-    usual = usual_sources(dump.format) if names.has_usual_names else {}
+    has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
+    usual = usual_sources(dump.format, has_fused_residuals=has_pairs) if names.has_usual_names else {}
     for site, sources in usual.items():
         for source in sources if site not in names.origins else ():
             for key, terms in finder.find(site, source).items():
@@ -229,6 +230,11 @@ def _is_mark_of_absence(dump: Dump, piece: Piece) -> bool:
         return False
     value = read_tensor(dump.directory / piece.file, piece.keys)
     return not bool(value.any()) or bool(value.to(torch.float32).isnan().all())
+
+
+def _is_residual_beside_a_norm(piece: Piece) -> bool:
+    is_second = piece.point == "output" and piece.element == "1"
+    return is_second and piece.module.endswith("post_attention_layernorm")
 
 
 def _is_own(found: Found) -> bool:
