@@ -3,6 +3,7 @@
 - `comparer`: every layer-site pair of a run, a verdict and the blame; `notes`: what to know beside
 - `pairing`: whether two captures may be judged at all, and which layers that gives
 - `sides`: the two captures, with the `batch` of real tokens that they have in common
+- `opening`: both sides, as a command names them and whichever tool wrote them
 - `feed`: what a layer was fed; `incoming`: the error of what another layer handed on
 - `layer_judge`, `model_judge`: the sites of a layer and those outside; `judge`: one site, by noise (`noise_judge`) or
   by the five classic `criteria`
@@ -17,5 +18,6 @@
 - `curve`: how the error of a chained run grows, and where by more than noise
 - `bisection`: the search for wrong layers by running parts of them
 - `chain_judge`: the end of a chain of layers, judged by its `chain_noise` against `chain_limits`
+- `undecided`: what cannot be told to be a fault, where a dump does not say what it was computed from
 - `options`: the options of every command that judges
 """

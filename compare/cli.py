@@ -9,13 +9,13 @@ import click
 
 from compare.comparer import compare_captures
 from compare.limits_file import CALIBRATION
+from compare.opening import open_named_sides, opening_options
 from compare.options import criteria_options, read_criteria
 from compare.weights import CheckpointWeights
-from minimax_tools.capture.locate import Reading, is_others, open_sides
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.errors import UsageError
-from minimax_tools.options import captures_option, output_options, read_reading, reading_options
+from minimax_tools.options import captures_option, output_options
 from reports.data import comparison_record, write_report
 from reports.terminal import render_comparison
 
@@ -43,9 +43,7 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
     "[env: MM2_MODEL].",
 )
 @captures_option
-@reading_options(whose="the side that is not mm2's own")
-@reading_options("gpu-", whose="the golden")
-@reading_options("neuron-", whose="the device run")
+@opening_options
 @criteria_options
 @click.option(
     "--criteria-template",
@@ -76,9 +74,8 @@ def main(
         raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
     golden = gpu_path or newest_capture(captures, GOLDEN_SIDE)
     device = neuron_path or newest_capture(captures, DEVICE_SIDE)
-    golden_reading, device_reading = _read_readings(golden, device, options)
     comparison = compare_captures(
-        *open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading),
+        *open_named_sides(golden, device, options),
         criteria=read_criteria(options),
         layer_pattern=_as_pattern(layer) if layer is not None else layer_pattern or "layer_*",
         weights=None if model is None else CheckpointWeights(model=model),
@@ -91,25 +88,6 @@ def main(
         for path in written:
             click.echo(f"written: {path}")
     raise SystemExit(comparison.verdict.exit_code)
-
-
-def _read_readings(golden: Path, device: Path, options: dict[str, Any]) -> tuple[Reading, Reading]:
-    """How each side is to be read; --format and --map are meant for the one that is not mm2's own."""
-    common = read_reading(options["format"], options["map"])
-    golden_reading = read_reading(options["gpu_format"], options["gpu_map"])
-    device_reading = read_reading(options["neuron_format"], options["neuron_map"])
-    if common.is_default:
-        return golden_reading, device_reading
-    meant = (is_others(golden), is_others(device))
-    if meant == (True, False) and golden_reading.is_default:
-        return common, device_reading
-    if meant == (False, True) and device_reading.is_default:
-        return golden_reading, common
-    raise UsageError(
-        "which side --format or --map is meant for cannot be told",
-        expected="one side that another tool wrote, and no options of its own for it",
-        next_step="Use --gpu-format and --gpu-map, --neuron-format and --neuron-map.",
-    )
 
 
 def _as_pattern(layer: str) -> str:

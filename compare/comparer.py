@@ -29,6 +29,7 @@ from compare.notes import (
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
 from compare.router_dtypes import find_router_dtypes
 from compare.sides import Sides
+from compare.undecided import leave_undecided, undecided_notes
 from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results import Blame, Comparison, GeneratedRow, SiteResult, SiteStatus, Verdict
@@ -52,6 +53,7 @@ class _Part:
         is_stopped: Whether the run stopped before it.
         is_handed_on: Whether other layers' errors were handed to it: it blames only where they do not.
         is_fed_unknown: Whether nothing tells what it was fed.
+        num_undecided: How many of its sites differ, and may do so for what it was fed.
     """
 
     results: tuple[SiteResult, ...]
@@ -60,6 +62,7 @@ class _Part:
     is_stopped: bool = False
     is_handed_on: bool = False
     is_fed_unknown: bool = False
+    num_undecided: int = 0
 
 
 def compare_captures(
@@ -112,6 +115,7 @@ def compare_captures(
             _Part(results=(), blame=_blame_tokens(generated, criteria), is_handed_on=True),
         ]
     )
+    num_undecided = sum(part.num_undecided for part in (*parts, head))
     router_dtypes = find_router_dtypes(reference, target, sites)
     return Comparison(
         reference=str(reference.directory),
@@ -119,7 +123,7 @@ def compare_captures(
         criteria=criteria.name,
         verdict=_conclude(
             sites,
-            is_stopped=any(part.is_stopped for part in (*parts, head)),
+            is_stopped=any(part.is_stopped for part in (*parts, head)) or num_undecided > 0,
             is_suspect=bool(router_dtypes),
             is_faulty=bool(blame),
         ),
@@ -132,6 +136,7 @@ def compare_captures(
             *foreign_notes(reference, target),
             *unfinished_notes(sides),
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
+            *undecided_notes(num_undecided),
             *nonfinite_notes(sites, blame),
             *side_notes(reference),
             *certificate_notes(reference),
@@ -150,7 +155,8 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
     if layer not in sides.target.layers:
         return _absent(sides.target, layer, tuple(str(site) for site in sites))
     feed = read_feed(sides, layer)
-    results = LayerJudge(sides, layer=layer, feed=feed).judge_all(sites)
+    judged = LayerJudge(sides, layer=layer, feed=feed).judge_all(sites)
+    results = judged if feed.is_recorded else leave_undecided(judged, sides.target)
     logger.info("Layer %d compared.", layer)
     return _Part(
         layer=layer,
@@ -158,6 +164,7 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
         blame=blame_layer(results, layer=layer, fed=feed.known, is_chained=feed.is_handed_on),
         is_handed_on=feed.is_handed_on,
         is_fed_unknown=not feed.is_recorded,
+        num_undecided=sum(results[site] is not judged[site] for site in results),
     )
 
 
@@ -165,13 +172,18 @@ def _compare_model(sides: Sides, sites: tuple[ModelSite, ...]) -> _Part:
     """Sites outside the layers; the first that fails is to blame."""
     if not sides.target.model_sites():
         return _absent(sides.target, None, tuple(str(site) for site in sites))
-    judge = ModelJudge(sides, last_layer=max(declared_layers(sides.target)))
-    results = tuple(judge.judge(site) for site in sites)
+    last_layer = max(declared_layers(sides.target))
+    judge = ModelJudge(sides, last_layer=last_layer)
+    judged = {site: judge.judge(site) for site in sites}
+    is_fed_unknown = ModelSite.EMBEDDING not in sites and Site.OUTPUT not in sides.target.sites(last_layer)
+    left = leave_undecided(judged, sides.target) if is_fed_unknown else judged
+    results = tuple(left.values())
     failing = [result for result in results if result.status is SiteStatus.FAIL]
     return _Part(
         results=results,
         blame=tuple(Blame(layer=None, sites=(result.site,), reason=result.reason) for result in failing[:1]),
         is_handed_on=ModelSite.EMBEDDING not in sites,
+        num_undecided=sum(left[site] is not judged[site] for site in left),
     )
 
 

@@ -6,6 +6,7 @@ import fnmatch
 
 import torch
 
+from minimax_tools.capture.foreign.capture import ForeignCapture
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -28,7 +29,11 @@ def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str
     """
     mine, theirs = reference.known_description, target.known_description
     if mine is None or theirs is None:
-        return ("one side does not record its model and tokens: that they agree was not checked",)
+        are_tokens_checked = any(
+            isinstance(side, ForeignCapture) and side.has_checked_tokens for side in (reference, target)
+        )
+        what = "model" if are_tokens_checked else "model and tokens"
+        return (f"one side does not record its {what}: that they agree was not checked",)
     _refuse_other_model(mine, theirs)
     _refuse_other_inputs(reference, target, mine, theirs)
     _refuse_other_dtype(mine, theirs)

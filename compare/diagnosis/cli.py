@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.report import catalogue_record, diagnosis_record, render_catalogue, render_diagnosis
+from compare.opening import open_named_sides, opening_options
 from compare.pairing import select_layers
-from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.checkpoint.hub import resolve_model
@@ -38,6 +39,7 @@ from minimax_tools.progress import LayerProgress
 )
 @click.option("--list", "lists_catalogue", is_flag=True, help="Print the catalogue of mistakes, and end.")
 @captures_option
+@opening_options
 @output_options
 def main(
     model: str | None,
@@ -49,6 +51,7 @@ def main(
     lists_catalogue: bool,
     captures: Path,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Name the known mistake that explains a device run's layers, from their outputs alone.
 
@@ -65,8 +68,11 @@ def main(
         )
     if layer is not None and layer_pattern is not None:
         raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
-    reference = open_source(gpu_path or newest_capture(captures, GOLDEN_SIDE))
-    target = open_source(neuron_path or newest_capture(captures, DEVICE_SIDE))
+    reference, target = open_named_sides(
+        gpu_path or newest_capture(captures, GOLDEN_SIDE),
+        neuron_path or newest_capture(captures, DEVICE_SIDE),
+        options,
+    )
     layers = _chosen_layers(reference, target, layer, layer_pattern)
     span = range(min(layers), max(layers) + 1) if layers else None
     with LayerProgress(len(layers or target.layers), label="Diagnosis") as progress:

@@ -96,6 +96,8 @@ def _aligned(source: CaptureSource, other: CaptureSource) -> CaptureSource:
     mask = other.read_attention_mask()
     if mask is None:
         return source
+    if isinstance(other, ForeignCapture):
+        return source.aligned(mask, other.read_input_ids())
     return source.aligned(mask, other.read_inputs().input_ids if isinstance(other, Capture) else None)
 
 

@@ -129,8 +129,7 @@ class TestWholeDump:
         dumps.write_transformers(tmp_path / "gpu", copyist.source)
         dumps.write_msprobe(tmp_path / "device", runs["right"])
         exit_code, record = compare(tmp_path / "device", "lengths: [48, 33]", reference=tmp_path / "gpu")
-        assert exit_code in (0, 1)
-        assert record["compared"] == 59
+        assert (exit_code, record["verdict"], record["compared"]) == (0, "pass", 59)
         assert any("kept no noise floor" in note for note in record["notes"])
 
     def test_unknown_names_are_told(self, dumps: Any, runs: Any, compare: Any, tmp_path: Path) -> None:
@@ -176,6 +175,11 @@ class TestWrongMap:
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 3
         assert "input_ids differ, first at row 1, position 2" in record["error"]
+        held["value"][50] -= 1
+        torch.save(held, path)
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 0
+        assert "one side does not record its model: that they agree was not checked" in record["notes"]
 
     def test_map_for_mm2s_own_capture_is_refused(
         self, golden: Path, runs: Any, command: Command, tmp_path: Path
@@ -262,6 +266,58 @@ class TestPieces:
         assert exit_code == 3
         assert "v_proj of layer 0" in record["error"]
         assert "expected at least 448 along the last dim of every rank's tensor" in record["error"]
+
+
+class TestPartOfAModel:
+    def test_layer_behind_one_that_was_not_kept_is_judged(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        for name in ("right", "swapped"):
+            source, mask = runs[name], runs[name].read_attention_mask()
+            for layer in (1, 3):
+                module = f"layers.{layer}"
+                for site, path, point in (
+                    (Site.INPUT, module, "input"),
+                    (Site.ATTN_RESIDUAL, f"{module}.post_attention_layernorm", "input"),
+                    (Site.MOE_DELTA, f"{module}.mlp", "output"),
+                ):
+                    values = dumps.padded(source.read(layer, site), mask)
+                    dumps.save_nxdi(tmp_path / name, path, point, values)
+        exit_code, record = compare(tmp_path / "right")
+        assert (exit_code, record["blame"]) == (0, [])
+        exit_code, record = compare(tmp_path / "swapped")
+        assert exit_code == 1
+        assert [blame["layer"] for blame in record["blame"]] == [1]
+        assert "moe_delta" in record["blame"][0]["sites"]
+
+    def test_other_prompts_behind_it_are_refused(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        source, mask = runs["right"], runs["right"].read_attention_mask()
+        for site, point in ((Site.INPUT, "input"), (Site.OUTPUT, "output")):
+            other = dumps.padded(source.read(3, site), mask).roll(1, dims=1).nan_to_num(0.0)
+            dumps.save_nxdi(tmp_path / "dump", "layers.3", point, other)
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 3
+        assert "layer 3 was fed other hidden states" in record["error"]
+
+    def test_without_inputs_no_port_is_called_wrong_or_right(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        source, mask = runs["swapped"], runs["swapped"].read_attention_mask()
+        for layer in (2, 3):
+            values = dumps.padded(source.read(layer, Site.ATTN_DELTA), mask)
+            dumps.save_nxdi(tmp_path / "dump", f"layers.{layer}.self_attn", "output", values)
+        exit_code, record = compare(tmp_path / "dump")
+        assert (exit_code, record["verdict"], record["blame"]) == (3, "incomparable", [])
+        assert any(
+            "2 sites differ behind an input that the device run does not hold" in n for n in record["notes"]
+        )
+        held = dumps.padded(source.read(2, Site.ATTN_DELTA), mask)
+        held[0, 5, 7] = torch.nan
+        dumps.save_nxdi(tmp_path / "dump", "layers.2.self_attn", "output", held)
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 1
 
 
 class TestRows:

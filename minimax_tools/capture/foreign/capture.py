@@ -42,6 +42,8 @@ class ForeignCapture:
         self._rows = self._find_rows(mask)
         own = batch_mask(self._rows.lengths) if self._rows is not None else None
         self._mask = own if mask is None else mask
+        # Whether the dump's own token ids were found to be those of the other side.
+        self.has_checked_tokens = False
 
     @classmethod
     def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> ForeignCapture:
@@ -153,6 +155,19 @@ class ForeignCapture:
         """int64 [B,S] of the batch that the tensors are laid out as; None where they are left as they are."""
         return None if self._mask is None else self._mask.to(torch.int64)
 
+    def read_input_ids(self) -> torch.Tensor | None:
+        """int64 [B,S], the token ids that the dump holds; None where it holds none, or does not tell real rows.
+
+        Raises:
+            CaptureError: A file is damaged, or nothing tells which rows are real.
+        """
+        found = self.findings.sites.get((None, INPUT_IDS))
+        steps = {step for group in self.findings.passes for step in group}
+        if found is None or self._rows is None or self._mask is None or not steps <= found.terms[0].steps:
+            return None
+        tokens = self._assembly.tokens(found, self._rows, shape=Shape.NUMBER, what=INPUT_IDS)
+        return lay_out(tokens[:, None], self._mask)[..., 0].to(torch.int64)
+
     def _found(self, layer: int, site: Site) -> Found | None:
         found = self.findings.sites.get((layer, site))
         if found is not None or site is not Site.INPUT:
@@ -230,24 +245,19 @@ class ForeignCapture:
         return mask.bool() if _tells_real_rows(mask) else None
 
     def _refuse_other_tokens(self, input_ids: torch.Tensor | None) -> None:
-        found = self.findings.sites.get((None, INPUT_IDS))
-        if found is None or input_ids is None or self._rows is None or self._mask is None:
+        own = None if input_ids is None else self.read_input_ids()
+        if own is None or input_ids is None or self._mask is None:
             return
-        rows = self._rows
-        steps = [step for group in self.findings.passes for step in group]
-        if any(not frozenset(steps) <= term.steps for term in found.terms):
-            return
-        own = self._assembly.tokens(found, rows, shape=Shape.NUMBER, what=INPUT_IDS).to(torch.int64)
-        expected = input_ids[self._mask]
-        if not torch.equal(own, expected):
-            first = int((own != expected).nonzero()[0])
-            row, position = self._mask.nonzero()[first].tolist()
+        differing = (own != input_ids) & self._mask
+        if bool(differing.any()):
+            row, position = differing.nonzero()[0].tolist()
             raise IncomparableError(
                 f"the captures have different inputs: input_ids differ, first at row {row}, position {position}",
-                expected=f"{int(expected[first])}, as on the other side",
-                found=f"{int(own[first])} in {self.directory}",
+                expected=f"{int(input_ids[row, position])}, as on the other side",
+                found=f"{int(own[row, position])} in {self.directory}",
                 next_step="Run both sides on the same prompts; if they are, check lengths, padding and steps in a map.",
             )
+        self.has_checked_tokens = True
 
 
 def _tells_real_rows(mask: torch.Tensor) -> bool:

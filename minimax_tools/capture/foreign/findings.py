@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minimax_tools.capture.foreign.name_map import NameMap
+from minimax_tools.capture.foreign.notes import dump_notes, word_modules
 from minimax_tools.capture.foreign.piece import Dump, Piece
 from minimax_tools.capture.foreign.place import Place
 from minimax_tools.capture.foreign.tensor_file import read_tensor
@@ -18,9 +19,6 @@ from minimax_tools.capture.foreign.usual_names import HEAD_INPUT, Source, usual_
 from minimax_tools.errors import CaptureError
 from minimax_tools.layouts import Layout, Partial, Replicated, Sharded
 from minimax_tools.sites import ModelSite, Site
-
-_LAYER_NUMBER = re.compile(r"(^|\.)layers\.\d+(?=\.|$)")
-_NUM_NAMED = 6
 
 # A site of a layer, or of the model where the layer is None.
 Key = tuple[int | None, Site | ModelSite | str]
@@ -102,50 +100,62 @@ def find_sites(dump: Dump, names: NameMap) -> Findings:
             marks.append(piece)
         else:
             by_module[piece.module].append(piece)
-    finder = _Finder(dump, by_module, wanted=wanted, num_ranks=num_ranks)
-    sites: dict[Key, Found] = {}
-    for site, origin in names.origins.items():
-        found = finder.find(site, origin.source)
-        if not found:
-            raise _names_nothing(names, site, origin.source, by_module)
-        sites |= {key: Found(terms=terms, transpose=origin.transpose) for key, terms in found.items()}
-    usual = usual_sources(dump.format) if names.has_usual_names else {}
-    for site, sources in usual.items():
-        for source in sources if site not in names.origins else ():
-            for key, terms in finder.find(site, source).items():
-                sites.setdefault(key, Found(terms=terms))
-    layers = {layer for layer, site in sites if layer is not None and site is not Site.OUTPUT}
-    sites = {
-        key: found for key, found in sites.items() if key[0] is None or key[0] in layers or _is_own(found)
-    }
-    head_input = sites.pop((None, HEAD_INPUT), None)
-    if head_input is not None and layers and dump.is_whole_model:
-        sites.setdefault((max(layers), Site.OUTPUT), head_input)
+    finder = _Finder(dump, by_module, wanted=wanted)
+    sites = {**_find_usual(finder, dump, names), **_find_named(finder, names, by_module)}
+    _complete_last_layer(sites, dump)
     sites, lacking = _with_all_ranks(sites, num_ranks=num_ranks, dump=dump)
     used = {
         piece.module for found in sites.values() for term in found.terms for piece in term.pieces.values()
     }
     unmapped = tuple(sorted(by_module.keys() - used - {""}))
-    notes = (
-        *_pass_notes(dump, passes),
-        *_unmapped_notes(unmapped),
-        *_mark_notes(marks),
-        *lacking,
-        *_one_rank_notes(dump, names),
+    notes = dump_notes(dump, names, passes=passes, unmapped=unmapped, marks=marks)
+    return Findings(
+        sites=sites, num_ranks=num_ranks, passes=passes, notes=(*notes, *lacking), unmapped=unmapped
     )
-    return Findings(sites=sites, num_ranks=num_ranks, passes=passes, notes=notes, unmapped=unmapped)
+
+
+def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[Key, Found]:
+    """The sites that the map names; each must be there."""
+    sites: dict[Key, Found] = {}
+    for site, origin in names.origins.items():
+        found = finder.find(site, origin.source)
+        if not found:
+            raise _names_nothing(names, site, origin.source, modules)
+        sites |= {key: Found(terms=terms, transpose=origin.transpose) for key, terms in found.items()}
+    return sites
+
+
+def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[Key, Found]:
+    """The other sites, under the usual names."""
+    if not names.has_usual_names:
+        return {}
+    has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
+    sites: dict[Key, Found] = {}
+    for site, sources in usual_sources(dump.format, has_fused_residuals=has_pairs).items():
+        for source in sources if site not in names.origins else ():
+            for key, terms in finder.find(site, source).items():
+                sites.setdefault(key, Found(terms=terms))
+    return sites
+
+
+def _complete_last_layer(sites: dict[Key, Found], dump: Dump) -> None:
+    """Settle whose output lies where another module is fed it: not that of a layer of which nothing else is held."""
+    layers = {layer for layer, site in sites if layer is not None and site is not Site.OUTPUT}
+    for key in [key for key, found in sites.items() if key[1] is Site.OUTPUT and not _is_own(found)]:
+        if key[0] not in layers:
+            del sites[key]
+    head_input = sites.pop((None, HEAD_INPUT), None)
+    if head_input is not None and layers and dump.is_whole_model:
+        sites.setdefault((max(layers), Site.OUTPUT), head_input)
 
 
 class _Finder:
     """Looks for places among the modules of a dump."""
 
-    def __init__(
-        self, dump: Dump, by_module: Mapping[str, list[Piece]], *, wanted: frozenset[str], num_ranks: int
-    ) -> None:
+    def __init__(self, dump: Dump, by_module: Mapping[str, list[Piece]], *, wanted: frozenset[str]) -> None:
         self._dump = dump
         self._by_module = by_module
         self._wanted = wanted
-        self._num_ranks = num_ranks
 
     def find(self, site: Site | ModelSite | str, source: Source) -> dict[Key, tuple[Term, ...]]:
         """The site's terms wherever all of them are, by layer."""
@@ -207,11 +217,6 @@ def read_dims(dims: str) -> Layout:
     return Replicated()
 
 
-def word_modules(modules: Iterable[str]) -> list[str]:
-    """Modules, those that differ in their layer's number alone as one with `{layer}`."""
-    return list(dict.fromkeys(_LAYER_NUMBER.sub(r"\1layers.{layer}", module) for module in modules))
-
-
 def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:
     unknown = [step for group in names.steps for step in group if step not in dump.steps]
     if unknown:
@@ -229,6 +234,11 @@ def _is_mark_of_absence(dump: Dump, piece: Piece) -> bool:
         return False
     value = read_tensor(dump.directory / piece.file, piece.keys)
     return not bool(value.any()) or bool(value.to(torch.float32).isnan().all())
+
+
+def _is_residual_beside_a_norm(piece: Piece) -> bool:
+    is_second = piece.point == "output" and piece.element == "1"
+    return is_second and piece.module.endswith("post_attention_layernorm")
 
 
 def _is_own(found: Found) -> bool:
@@ -282,41 +292,4 @@ def _names_nothing(
         f"{names.path}: sites.{site} is {source[0]}, which the dump does not hold",
         found=f"such modules as {', '.join(near)}" if near else "no module",
         next_step="mm2-test show DIR lists what it holds.",
-    )
-
-
-def _pass_notes(dump: Dump, passes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    read = [step for group in passes for step in group]
-    left = [step for step in dump.steps if step not in read]
-    if not left:
-        return ()
-    shown = ", ".join(left[:_NUM_NAMED]) + (" …" if len(left) > _NUM_NAMED else "")
-    return (
-        f"of {len(dump.steps)} passes {', '.join(read)} is read, not {shown}: a map's steps choose others",
-    )
-
-
-def _unmapped_notes(modules: tuple[str, ...]) -> tuple[str, ...]:
-    if not modules:
-        return ()
-    worded = word_modules(modules)
-    shown = ", ".join(worded[:_NUM_NAMED]) + (" …" if len(worded) > _NUM_NAMED else "")
-    number = f"{len(modules)} modules map" if len(modules) > 1 else "1 module maps"
-    return (f"{number} to no site: {shown}",)
-
-
-def _mark_notes(marks: list[Piece]) -> tuple[str, ...]:
-    if not marks:
-        return ()
-    worded = word_modules(str(piece) for piece in marks)
-    shown = ", ".join(worded[:_NUM_NAMED]) + (" …" if len(worded) > _NUM_NAMED else "")
-    return (f"a single zero stands for what the tool did not find: {shown}",)
-
-
-def _one_rank_notes(dump: Dump, names: NameMap) -> tuple[str, ...]:
-    if not dump.is_one_rank or names.num_ranks is not None:
-        return ()
-    return (
-        "this tool keeps rank 0's tensors alone, and the port is taken to have run on one rank: "
-        "else say ranks in a map",
     )

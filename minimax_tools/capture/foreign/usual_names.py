@@ -63,8 +63,9 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = MappingProxyType(
         HEAD_INPUT: ("model.norm:input", "norm:input"),
     }
 )
-# SGLang fuses each residual add into the norm behind it: norms and layers are called with pairs, and return them.
-_SGLANG_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = MappingProxyType(
+# vLLM's and SGLang's models fuse each residual add into the norm behind it: norms and layers are called with pairs of
+# what is to be added, and return them.
+_FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {
         Site.INPUT: (),
         Site.INPUT_NORM: ((f"{_LAYER}.input_layernorm:output[0]",),),
@@ -78,16 +79,23 @@ _NXDI_QUERIES = f"{_LAYER}.self_attn.qkv_proj:output[0]"
 _SPLIT_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, Site.ATTN_CONTEXT)
 
 
-def usual_sources(format_name: str) -> Mapping[Site | ModelSite | str, tuple[Source, ...]]:
-    """The places of every site, and of the token ids and mask, in a dump of that format, the likeliest first."""
+def usual_sources(
+    format_name: str, *, has_fused_residuals: bool
+) -> Mapping[Site | ModelSite | str, tuple[Source, ...]]:
+    """The places of every site, and of the token ids and mask, the likeliest first.
+
+    Args:
+        format_name: The dump's format.
+        has_fused_residuals: Whether norms return what they normed beside the residual stream.
+    """
     sources: dict[Site | ModelSite | str, tuple[Source, ...]] = {
         site: tuple((Place.parse(name),) for name in names) for site, names in _NAMES.items()
     }
     if format_name == "nxdi":
         # Its fused projection returns queries, keys and values apart; the first is what the capture keeps.
         sources[Site.Q_PROJ] += ((Place.parse(_NXDI_QUERIES),),)
-    if format_name == "sglang":
-        for site, names in _SGLANG_PAIRS.items():
+    if has_fused_residuals:
+        for site, names in _FUSED_PAIRS.items():
             sources[site] = tuple(tuple(Place.parse(name) for name in terms) for terms in names)
     if format_name == "vllm-neuron":
         # Of several outputs it keeps the first: whether that is a layer's whole output, only the model's author knows.
