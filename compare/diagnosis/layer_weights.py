@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import torch
 
-from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise, scale_shape
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.spec import ModelSpec
 
-# From the codes [R,C] and their scales, one per block of 128 x 128, to the values float32 [R,C].
+# From the codes [R,C] and their scales, one per block of 128 x 128, to the values [R,C] of any float dtype.
 Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -81,6 +81,11 @@ class LayerWeights:
         if name not in self._kept:
             self._kept[name] = read()
         return self._kept[name]
+
+
+def read_codes(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers that FP8 codes [R,C] stand for, float32."""
+    return dequantise(codes, torch.ones(scale_shape(tuple(codes.shape))), dtype=torch.float32)
 
 
 def spread_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:

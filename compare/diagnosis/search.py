@@ -16,7 +16,8 @@ from minimax_tools.sites import Site
 logger = logging.getLogger(__name__)
 
 # Tokens that screen: attention's hypotheses ask for other experts' inputs each, and cost most.
-_SCREENING_TOKENS = 64
+_FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
+_SURVIVORS = 30
 _MOST_FITTED = 6
 _MOST_FINALISTS = 10
 _MOST_FAINT = 5
@@ -55,30 +56,35 @@ def search_layer(
         suspects: The sites that are to blame; empty where none is known.
         expected: Names of the mistakes that other layers of this run were explained by.
     """
-    screen = _screen(trial)
+    first, screen = (_screen(trial, most) for most in (_FIRST_TOKENS, _SCREENING_TOKENS))
+    num_tried = 0
+    seen: list[Score] = []
     tried: list[Score] = []
     finals: list[Score] = []
     for is_expected, hypotheses in _turns(trial, mistakes, suspects=suspects, expected=expected):
-        logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(screen.base.tokens))
-        tried += screen.judge(hypotheses)
+        num_tried += len(hypotheses)
+        logger.info("Trying %d hypotheses on %d tokens.", len(hypotheses), len(first.base.tokens))
+        scores = first.judge(hypotheses)
+        seen += scores
+        tried += _sift(first, screen, scores)
         finals = _finish(trial, screen, tried)
         named = name_mistakes(finals)
         if named and (not is_expected or is_proof(named[0])):
-            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried))
+            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
     faint = _search_faint(trial, screen, [score.hypothesis for score in tried])
     named = name_mistakes(faint)
     if named:
-        return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried))
+        return Outcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
     # Below that nobody could tell a pair from a single mistake.
-    pairs = _pairs(tried) if trial.null().leaves >= LIMITS.clear else []
+    pairs = _pairs(seen) if trial.null().leaves >= LIMITS.clear else []
     if pairs:
-        logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(screen.base.tokens))
-        in_pairs = _finish(trial, screen, screen.judge(pairs))
+        logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(first.base.tokens))
+        in_pairs = _finish(trial, screen, _sift(first, screen, first.judge(pairs)))
         named = name_mistakes(in_pairs)
         if named:
-            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=len(tried) + len(pairs))
+            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried + len(pairs))
     nearest = tuple(sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST])
-    return Outcome(null=trial.null(), named=(), nearest=nearest, num_tried=len(tried) + len(pairs))
+    return Outcome(null=trial.null(), named=(), nearest=nearest, num_tried=num_tried + len(pairs))
 
 
 def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
@@ -109,10 +115,26 @@ def _turns(
             yield number == 0, chosen
 
 
-def _screen(trial: Trial) -> Trial:
+def _sift(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
+    """The scores on more tokens of those hypotheses that the first few tokens do not refute."""
+    if first is screen:
+        return list(scores)
+    ranked = best_first(scores)
+    null = first.null().misfit
+    names = {
+        score.hypothesis.name
+        for place, score in enumerate(ranked)
+        if place < _SURVIVORS or score.misfit <= null
+    }
+    survivors = {id(score.hypothesis): score.hypothesis for score in ranked if score.hypothesis.name in names}
+    logger.info("Trying the best %d on %d tokens.", len(survivors), len(screen.base.tokens))
+    return screen.judge(list(survivors.values()))
+
+
+def _screen(trial: Trial, most: int) -> Trial:
     lengths = trial.base.scene.attention_mask.sum(-1).tolist()
     num_tokens = len(trial.base.tokens)
-    places = spread_places(num_tokens, lengths, _SCREENING_TOKENS)
+    places = spread_places(num_tokens, lengths, most)
     return trial if len(places) == num_tokens else trial.at(places)
 
 
@@ -121,7 +143,10 @@ def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]
     best = best_first(scores)
     faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
     candidates = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
-    finalists = [*fit_parameters(screen, candidates[:_MOST_FITTED]), *candidates[_MOST_FITTED:]]
+    finalists = candidates
+    if candidates and not is_proof(candidates[0]):
+        logger.info("Fitting the parameters of the best %d.", len(candidates[:_MOST_FITTED]))
+        finalists = [*fit_parameters(screen, candidates[:_MOST_FITTED]), *candidates[_MOST_FITTED:]]
     if screen is trial:
         return finalists
     logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
@@ -131,17 +156,28 @@ def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]
 
 
 def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
-    """One mistake of attention and one of the experts: of the best few of each, and the best with every other."""
-    single = [score for score in best_first(scores) if not score.is_decode_only]
-    halves = [
-        [score for score in single if score.hypothesis.is_of_attention is of_attention]
+    """One mistake of attention and one of the experts: of the best few of each, and the best with all of the others."""
+    attention, experts = (
+        [
+            score
+            for score in scores
+            if not score.is_decode_only and score.hypothesis.is_of_attention is of_attention
+        ]
         for of_attention in (True, False)
-    ]
-    of_attention, of_experts = (
-        [*half[:_PARTNERS], *sorted(half, key=lambda score: -score.likeness)[:_PARTNERS]] for half in halves
     )
-    couples = [(attention, experts) for attention in of_attention for experts in of_experts]
-    couples += [(attention, halves[1][0]) for attention in halves[0] if halves[1]]
-    couples += [(halves[0][0], experts) for experts in halves[1] if halves[0]]
-    unique = {(id(first), id(second)): (first, second) for first, second in couples}
-    return [first.hypothesis.and_also(second.hypothesis) for first, second in unique.values()]
+    if not attention or not experts:
+        return []
+    couples = [(first, second) for first in _partners(attention) for second in _partners(experts)]
+    couples += [(first, best_first(experts)[0]) for first in attention]
+    couples += [(best_first(attention)[0], second) for second in experts]
+    unique = {
+        (id(first.hypothesis), id(second.hypothesis)): first.hypothesis.and_also(second.hypothesis)
+        for first, second in couples
+    }
+    return list(unique.values())
+
+
+def _partners(scores: Sequence[Score]) -> list[Score]:
+    """The best few by what they leave, and by how much they resemble the error."""
+    best = best_first(scores)
+    return [*best[:_PARTNERS], *sorted(best, key=lambda score: -score.likeness)[:_PARTNERS]]

@@ -9,9 +9,10 @@ import torch
 from compare.diagnosis.catalogue.low_bits import fp8_groups
 from compare.diagnosis.evaluation import Change, Evaluation, Node, Part, Scene, Stage
 from compare.diagnosis.expert_pass import Recipe
-from compare.diagnosis.layer_weights import Decode, LayerWeights, spread_scales
+from compare.diagnosis.layer_weights import Decode, LayerWeights, read_codes, spread_scales
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each
 from minimax_tools.checkpoint import names
+from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.names import EXPERT_MATRICES, expert_weight
 from minimax_tools.sites import Site
 
@@ -47,23 +48,23 @@ def _product(tensor: str, decode: Decode) -> Stage:
 
 
 def _without_scale(codes: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return codes.float()
+    return read_codes(codes)
 
 
 def _averaged(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return codes.float() * scales.mean()
+    return dequantise(codes, scales.mean().expand(scales.shape).contiguous(), dtype=torch.float32)
 
 
 def _clipped(limit: float) -> Decode:
-    return lambda codes, scales: codes.float().clamp(-limit, limit) * spread_scales(scales, codes.shape)
+    return lambda codes, scales: read_codes(codes).clamp(-limit, limit) * spread_scales(scales, codes.shape)
 
 
 def _power_of_two(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return codes.float() * spread_scales(torch.exp2(scales.log2().ceil()), codes.shape)
+    return dequantise(codes, torch.exp2(scales.log2().ceil()), dtype=torch.float32)
 
 
 def _transposed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return codes.float() * spread_scales(scales.T.reshape(scales.shape), codes.shape)
+    return dequantise(codes, scales.T.reshape(scales.shape), dtype=torch.float32)
 
 
 def _as_integers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

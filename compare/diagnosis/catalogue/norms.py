@@ -131,7 +131,13 @@ def _normed_after_rope(source: Site, name: str) -> Stage:
 
 
 def _tp_degrees(scene: Scene) -> tuple[int, ...]:
-    return degrees(scene.spec.num_attention_heads)
+    """Those that split the kv heads evenly too, or leave at most one to a rank."""
+    num_kv_heads = scene.spec.num_key_value_heads
+    return tuple(
+        degree
+        for degree in degrees(scene.spec.num_attention_heads)
+        if num_kv_heads % min(degree, num_kv_heads) == 0
+    )
 
 
 def _width_parts(scene: Scene) -> tuple[int, ...]:
