@@ -146,11 +146,11 @@ class Journal:
 
 
 def digest_sources() -> str:
-    """sha256 over the code that runs and judges."""
+    """sha256 over the code that runs and judges, and the limits that it judges by."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
-        for path in sorted((_ROOT / folder).rglob("*.py")):
-            if path.name not in _COUNT:
+        for path in sorted((_ROOT / folder).rglob("*.*")):
+            if path.suffix in (".py", ".yaml") and path.name not in _COUNT:
                 digest.update(path.read_bytes())
     return digest.hexdigest()
 
