@@ -69,8 +69,13 @@ def draw_layer(
     suspects = [site for site in sites if site.status in _STYLES]
     canvas.table(_SITE_COLUMNS, [_site_row(site) for site in suspects])
     for site in suspects:
-        for sentence in _sentences(site, is_explained=site.site in explained):
+        # Behind a site that is to blame the figures of a failure say enough.
+        is_behind = bool(explained) and site.status is SiteStatus.FAIL and site.noise is not None
+        is_explained = site.site in explained or is_behind
+        for sentence in _sentences(site, is_explained=is_explained):
             canvas.paragraph(f"{site.site}: {sentence}")
+    for sentence in _token_sentences(sites):
+        canvas.paragraph(sentence)
     if comparison.criteria != "classic":
         for sentence in _classic_sentences(sites):
             canvas.paragraph(sentence)
@@ -129,11 +134,20 @@ def _sentences(site: SiteResult, *, is_explained: bool) -> list[str]:
             f"{site.routing.num_explained} of them within the noise"
         )
         sentences += [_word_flip(flip) for flip in site.routing.worst_flips[:_MOST_FLIPS]]
-    if site.num_set_aside:
-        sentences.append(f"{site.num_set_aside} tokens that have, or may have, other experts are left out")
-    if site.num_replayed:
+    return sentences
+
+
+def _token_sentences(sites: Sequence[SiteResult]) -> list[str]:
+    """How many tokens went to other experts, and what became of them behind the router."""
+    replayed = max((site.num_replayed for site in sites), default=0)
+    left_out = {site.site: site.num_set_aside for site in sites if site.num_set_aside}
+    sentences = []
+    if replayed:
+        sentences.append(f"{replayed} tokens are judged against the golden with the port's own experts.")
+    if left_out:
         sentences.append(
-            f"{site.num_replayed} tokens with other experts are judged against the golden with the port's own experts"
+            f"{max(left_out.values())} tokens that have, or may have, other experts are left out of "
+            f"{', '.join(left_out)}."
         )
     return sentences
 
@@ -145,26 +159,21 @@ def _word_flip(flip: Flip) -> str:
 
 
 def _classic_sentences(sites: Sequence[SiteResult]) -> list[str]:
-    """What the seeds' limits say of a failing layer: of its output, and of the sites that fail."""
+    """What the seeds' limits say of a failing layer: of its output, and which of its failures they miss."""
     failing = [site for site in sites if site.status is SiteStatus.FAIL and site.routing is None]
     if not failing:
         return []
-    outputs = [site for site in sites if site.site == "output" and site.metrics]
-    others = [site for site in failing if site.metrics and site.site != "output"]
     sentences = [
         f"The classic limits fail this layer's output too: {'; '.join(site.classic_failures)}."
         if site.classic_failures
         else f"The classic limits pass this layer's output: cosine {_word_cosine(site)}."
-        for site in outputs
+        for site in sites
+        if site.site == "output" and site.metrics
     ]
-    passing = [site.site for site in others if not site.classic_failures]
+    passing = [site.site for site in failing if site.metrics and not site.classic_failures]
     if passing:
-        sentences.append(f"The classic limits pass {', '.join(passing)}.")
-    return sentences + [
-        f"The classic limits fail {site.site}: {'; '.join(site.classic_failures)}."
-        for site in others
-        if site.classic_failures
-    ]
+        sentences.append(f"The classic limits pass {', '.join(passing)}, which fails here.")
+    return sentences
 
 
 def _passing_sentence(passing: Sequence[SiteResult]) -> str:

@@ -99,6 +99,10 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
                 canvas.paragraph(_worst_token(site.site, site.noise), indent=4)
     for group in groups[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(group.sites)}")
+    # In a chained run a layer's own mistake cannot be told from what it was handed.
+    if comparison.curve is None and any(blame.layer is not None for blame in comparison.blame):
+        sides = f"--gpu-path {comparison.reference} --neuron-path {comparison.target}"
+        canvas.paragraph(f"To name the mistake: mm2-diagnose --model DIR {sides}")
 
 
 def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
