@@ -252,12 +252,13 @@ def test_wheel_holds_every_file_of_the_five_packages_and_no_other(wheel: Path) -
     assert packed == {path.relative_to(source).as_posix() for path in files}
 
 
-def test_wheel_declares_the_four_commands(wheel: Path) -> None:
+def test_wheel_declares_the_commands(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         lines = archive.read(name).decode().split("\n")
     assert {line for line in lines if "=" in line} == {
         "mm2-compare = compare.cli:main",
+        "mm2-diagnose = compare.diagnosis.cli:main",
         "mm2-gpu = gpu_reference.cli:main",
         "mm2-split = minimax_tools.cli:main",
         "mm2-test = neuron.cli:main",

@@ -295,7 +295,7 @@ class TestFloorKept:
         reference = copyist.golden(noise_floor="stats")
         clean = judge(copyist.device_run(), reference=reference)
         assert clean.verdict is Verdict.PASS
-        assert clean.notes == ("the golden kept only the floor's statistics: ρ is an estimate",)
+        assert "the golden kept only the floor's statistics: ρ is an estimate" in clean.notes
         target = copyist.device_run({(2, Site.MOE_DELTA): scaled(0.9)}, name="faulty")
         full, estimate = (
             site_of(comparison, 2, Site.MOE_DELTA).noise
@@ -321,7 +321,7 @@ class TestFloorKept:
         comparison = judge(copyist.device_run(changes), reference=reference)
         assert blamed(comparison) == [(2, ("moe_delta",))]
         assert blamed(judge(copyist.device_run(changes))) == [(1, ("moe_delta",)), (2, ("moe_delta",))]
-        assert comparison.notes[0].startswith("the golden kept no noise floor")
+        assert any(note.startswith("the golden kept no noise floor") for note in comparison.notes)
 
     def test_float32_is_judged_by_a_limit_of_its_own(self, copyist: Any, judge: Judge) -> None:
         def in_float32(description: Description) -> Description:
@@ -330,7 +330,8 @@ class TestFloorKept:
 
         reference = copyist.golden(noise_floor="off", describe=in_float32)
         comparison = judge(copyist.device_run(describe=in_float32), reference=reference)
-        assert (comparison.verdict, comparison.notes) == (Verdict.PASS, ())
+        assert comparison.verdict is Verdict.PASS
+        assert not any("noise floor" in note for note in comparison.notes)
         changes = {(1, Site.MOE_DELTA): scaled(0.99)}
         faulty = copyist.device_run(changes, describe=in_float32, name="faulty")
         assert blamed(judge(faulty, reference=reference)) == [(1, ("moe_delta",))]

@@ -17,10 +17,11 @@ from minimax_tools.options import read_input_request, read_span
 from minimax_tools.span import Span
 from neuron.cli import main as mm2_test
 
-# These capture no run: two run no model, bisect keeps no sites of a golden's rows, trace runs nothing of its own.
-OTHERS = {"show", "check", "bisect", "trace"}
-# A plan, or the dimensions that all know, stand for a model that is not given.
-NEED_NO_MODEL = {"extract-all", "check"}
+# These capture no run: two run no model, bisect keeps no sites of a golden's rows, trace runs nothing of its own,
+# weights and certify look at what others load and have captured.
+OTHERS = {"show", "check", "bisect", "trace", "weights", "certify"}
+# A plan, the dimensions that all know, or what the golden alone tells stand for a model that is not given.
+NEED_NO_MODEL = {"extract-all", "check", "certify"}
 # Run by every command of mm2-gpu and mm2-test that runs a model.
 SHARED_BY_RUNS = (
     options.model_option,
@@ -79,9 +80,10 @@ def test_an_option_of_a_shared_name_is_the_shared_option(group: click.Command) -
     shared = parameters(*SHARED_BY_RUNS, options.span_options, options.layer_option, options.captures_option)
     for command in commands(group):
         for parameter in command.params:
-            # mm2-compare chooses among layers that are there, several of them; check tells of lengths, and runs none.
-            is_another = (group is mm2_compare and parameter.name == "layer") or (
-                command.name == "check" and parameter.name == "seq_lens"
+            # mm2-compare chooses among layers that are there, and can do without a model; check tells of lengths, and
+            # runs none; weights are traced in one layer, the first unless another is asked for.
+            is_another = (group is mm2_compare and parameter.name in ("layer", "model")) or (
+                (command.name, parameter.name) in {("check", "seq_lens"), ("weights", "layer")}
             )
             if parameter.name in shared and not is_another:
                 assert described(parameter) == expected(shared[parameter.name], command), command.name
