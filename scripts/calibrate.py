@@ -76,7 +76,11 @@ def _measure_all(arguments: argparse.Namespace) -> None:
         for lengths in arguments.lengths
         for attention, experts in GOLDENS
     ]
-    ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
+    ports = [
+        port
+        for port in clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
+        if not arguments.ports or port.name in arguments.ports
+    ]
     with arguments.measurements.open("a") as file:
         for setting in settings:
             with tempfile.TemporaryDirectory() as scratch:
@@ -110,6 +114,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
     parser.add_argument("--tp-degrees", nargs="*", type=int, default=[2, 4])
+    parser.add_argument("--ports", nargs="+", default=[], help="Names of implementations; all by default.")
     parser.add_argument("--fit-only", action="store_true", help="Measure nothing more.")
     return parser.parse_args()
 

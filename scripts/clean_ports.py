@@ -61,7 +61,7 @@ _REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = Path(__file__).parent / "examples"
 _TRANSFORMERS = (
     *("EagerAttention", "EagerExperts", "Eager", "BatchedExperts", "Same"),
-    *("RoundedWeights", "LaterPositions"),
+    *("RoundedWeights", "LaterPositions", "Float32NormWeights"),
 )
 
 

@@ -127,3 +127,25 @@ class RoundedWeights(_Layer):
 def _round_weights(gate, arguments, outputs):
     logits, weights, experts = outputs
     return logits, weights.bfloat16().float(), experts
+
+
+class Float32NormWeights(_Layer):
+    """The norms' weights multiplied in float32 and rounded after it, as kernels that fuse the two do."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        layer = self.layer
+        for norm in (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            layer.self_attn.q_norm,
+            layer.self_attn.k_norm,
+        ):
+            norm.register_forward_hook(_weigh_in_float32)
+
+
+def _weigh_in_float32(norm, arguments, _):
+    (states,) = arguments
+    exact = states.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return (norm.weight.float() * exact).to(states.dtype)
