@@ -153,3 +153,9 @@ def test_nan_is_left_out_and_noted(diagnose: Diagnose) -> None:
     exit_code, record = diagnose("NanInOneRow", "--mistake", "gate_up_swapped")
     assert (exit_code, record["diagnosis"]) == (1, [])
     assert "NaN or Inf" in record["layers"][0]["notes"][0]
+
+
+def test_mistake_that_makes_the_noise_itself_grow_is_named_alone(diagnose: Diagnose) -> None:
+    _, record = diagnose("BlackBoxWithoutResidual", ports="diagnosed.py")
+    assert record["diagnosis"][0]["mistake"] == "attention_residual_missing"
+    assert record["diagnosis"][0]["leaves"] < 0.01 * record["layers"][0]["unexplained"]
