@@ -14,6 +14,8 @@ class NamingLimits:
 
     Args:
         leaves: Most that it may leave: what a right port may have at a site.
+        leaves_of_large: The same as a share of the port's ρ, which counts where that is large.
+        most_leaves: Most that it may leave, however large that is.
         proof: Most that it may leave where nothing else is tried, since other layers were explained by it.
         clear: ρ of the port from which its error is above the noise.
         excess: Share of the error above the noise that it must take away there.
@@ -26,6 +28,8 @@ class NamingLimits:
     """
 
     leaves: float = 2.0
+    leaves_of_large: float = 0.01
+    most_leaves: float = 10.0
     proof: float = 1.3
     clear: float = 1.5
     excess: float = 0.8
@@ -42,7 +46,9 @@ LIMITS = NamingLimits()
 
 def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
     """Whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
-    if not score.leaves <= limits.leaves or not score.explains > 0.0:
+    # Where a large part of the stream is wrong, BF16 costs more than in the golden.
+    most = min(max(limits.leaves, limits.leaves_of_large * score.unexplained), limits.most_leaves)
+    if not score.leaves <= most or not score.explains > 0.0:
         return False
     if score.unexplained >= limits.clear:
         return 1.0 - (score.leaves**2 - 1.0) / (score.unexplained**2 - 1.0) >= limits.excess

@@ -30,6 +30,7 @@ class Stage:
         lengths: Of the prompts.
         padding_side: `left` or `right`.
         num_layers: Of the model.
+        intermediate_size: Of its experts.
         attention: transformers' attention that makes the golden.
         experts: Its experts.
     """
@@ -38,13 +39,14 @@ class Stage:
     seed: int
     lengths: tuple[int, ...]
     padding_side: str = "right"
-    num_layers: int = 5
+    num_layers: int = 4
+    intermediate_size: int = 256
     attention: str = "sdpa"
     experts: str = "grouped_mm"
 
     def model(self) -> SyntheticModel:
         """Small, with 32 experts, two kv heads and FP8 scales in grids."""
-        return SyntheticModel(num_hidden_layers=self.num_layers, intermediate_size=256)
+        return SyntheticModel(num_hidden_layers=self.num_layers, intermediate_size=self.intermediate_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,3 +105,12 @@ class SwappedWhereDecoded(cached_port.DecoderLayer):
             return super().forward(hidden_states, attention_mask, position_ids, past_key_value)
         finally:
             self.moe.activate = own
+
+
+class BlackBoxWithoutResidual(planted.BlackBox):
+    """The layer's input is not added to what attention gives; seen from outside."""
+
+    class mistake(planted.Planted):  # noqa: N801
+        def forward(self, hidden_states, attention_mask, position_ids):
+            hidden_states = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
+            return hidden_states + self.moe(self.post_attention_layernorm(hidden_states))

@@ -26,7 +26,7 @@ from minimax_tools.sites import SITE_INPUTS, Site
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_faults.py"
 
 # On the left padding that one of them needs; 70 rows reach the end of a bucket, and a window's.
-STAGE = Stage(name="tiny", seed=0, lengths=(70, 7), padding_side="left", num_layers=1)
+STAGE = Stage(name="tiny", seed=0, lengths=(70, 7), padding_side="left", num_layers=1, intermediate_size=128)
 
 CASE = Case(
     run="a run",
@@ -71,7 +71,7 @@ RIGHT = replace(
 
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    stage = Stage(name="decoded", seed=0, lengths=(40, 39), num_layers=1)
+    stage = Stage(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
     with open_scene(stage, tmp_path_factory.mktemp("faults")) as opened:
         yield opened
 
