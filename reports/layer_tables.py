@@ -143,12 +143,13 @@ def _token_sentences(sites: Sequence[SiteResult]) -> list[str]:
     left_out = {site.site: site.num_set_aside for site in sites if site.num_set_aside}
     sentences = []
     if replayed:
-        sentences.append(f"{replayed} tokens are judged against the golden with the port's own experts.")
+        tokens = "1 token is" if replayed == 1 else f"{replayed} tokens are"
+        sentences.append(f"{tokens} judged against the golden with the port's own experts.")
     if left_out:
-        sentences.append(
-            f"{max(left_out.values())} tokens that have, or may have, other experts are left out of "
-            f"{', '.join(left_out)}."
-        )
+        count = max(left_out.values())
+        tokens = "1 token that has, or may have, other experts is" if count == 1 else ""
+        tokens = tokens or f"{count} tokens that have, or may have, other experts are"
+        sentences.append(f"{tokens} left out of {', '.join(left_out)}.")
     return sentences
 
 

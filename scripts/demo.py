@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent
-FAULTY_LAYER, FAULTY_SITE = 5, "moe_delta"
+FAULTY_LAYER, FAULTY_SITE, FAULTY_NAME = 5, "moe_delta", "gate_up_swapped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,9 @@ def main() -> int:
         _sweep(demo, target=f"{SCRIPTS / 'examples' / 'swapped_port.py'}:DecoderLayer", name="swapped") == 1
     )
 
+    _say("5. Which mistake it is: known ones are tried in the layer to blame, on the port's own output")
+    named = _diagnose(demo)
+
     found = _tell_what_others_would_say(demo)
     _say("Where to go from here")
     print(f"captures: {demo.golden} (golden), {demo.device_run('builtin')}, {demo.device_run('swapped')}")
@@ -91,7 +94,7 @@ def main() -> int:
     print("  mm2-test sweep --model YOUR_CHECKPOINT --golden GOLDEN --target port.py:DecoderLayer   # on trn")
     print(f"  mm2-test component --layer {FAULTY_LAYER} --component experts …    # the blamed part alone")
     print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
-    if passed and failed and found:
+    if passed and failed and named and found:
         return 0
     print("The demo did not go as it should: see above.", file=sys.stderr)
     return 1
@@ -105,9 +108,19 @@ def _sweep(demo: Demo, *, target: str, name: str) -> int:
     )
 
 
+def _diagnose(demo: Demo) -> bool:
+    """Print the diagnosis; whether it names the mistake."""
+    words = ["mm2-diagnose", "--model", str(demo.model), "--gpu-path", str(demo.golden)]
+    words += ["--neuron-path", str(demo.device_run("swapped")), "--quiet"]
+    print("$ " + " ".join(words), flush=True)
+    result = subprocess.run([_command(words[0]), *words[1:]], stdout=subprocess.PIPE, text=True, check=False)
+    print(result.stdout)
+    return f"Layer {FAULTY_LAYER} matches {FAULTY_NAME}" in result.stdout
+
+
 def _tell_what_others_would_say(demo: Demo) -> bool:
     """Print the blame beside the classic limits' view of the same captures; whether the blame is right."""
-    _say("5. What comparing outputs by the usual limits says of the same captures")
+    _say("6. What comparing outputs by the usual limits says of the same captures")
     noise = _comparison(demo, "swapped", "noise")
     faulty_classic = _outputs(_comparison(demo, "swapped", "classic"))
     clean_classic = _outputs(_comparison(demo, "builtin", "classic"))

@@ -20,5 +20,6 @@ def test_demo_passes_the_right_port_and_blames_the_wrong_one(tmp_path: Path) -> 
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "FAIL: layer 5, moe_delta" in result.stdout
+    assert "Layer 5 matches gate_up_swapped" in result.stdout
     assert "mm2: fail, to blame: layer 5: moe_delta" in result.stdout
     assert (folder / "captures" / "gpu_reference" / "full_model" / "manifest.json").exists()
