@@ -33,6 +33,7 @@ class Rows:
         twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
         floor: (reference − twin)² summed per token, where only that was kept.
         incoming: Error of the input that a chained layer was handed; None in isolated runs.
+        replayed: Tokens whose golden was given the port's experts, bool [T]; None where there are none.
         stored_dtype: What the golden holds it in, where `reference` is of another dtype.
     """
 
@@ -43,6 +44,7 @@ class Rows:
     twin: torch.Tensor | None = None
     floor: Squares | None = None
     incoming: Incoming | None = None
+    replayed: torch.Tensor | None = None
     stored_dtype: torch.dtype | None = None
 
     @property
@@ -70,6 +72,7 @@ class Rows:
             twin=None if self.twin is None else self.twin[tokens],
             floor=None if self.floor is None else self.floor.select(tokens),
             incoming=None if self.incoming is None else self.incoming.select(tokens),
+            replayed=None if self.replayed is None else self.replayed[tokens],
         )
 
 
@@ -89,7 +92,8 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     per_token = _per_token(error.whole, widened.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()
-    structure = _structure(rows)
+    averaged = rows if rows.replayed is None else rows.select(~rows.replayed)
+    structure = _structure(averaged)
     return NoiseRatio(
         whole=_rho(error.whole, widened.whole),
         ordinary=_rho(error.ordinary, widened.ordinary),
@@ -107,12 +111,17 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
         channel_offset=structure.channel_offset if structure else None,
         channel_worst=structure.channel_worst if structure else None,
         worst_channel=structure.worst_channel if structure else None,
+        num_averaged=averaged.num_tokens if structure else None,
     )
 
 
 def _structure(rows: Rows) -> Structure | None:
-    """Only where a twin shows both sides' errors, and nothing else than rounding may be in the port's."""
-    if rows.twin is None or rows.incoming is not None or _is_rounded(rows):
+    """Only where a twin shows both sides' errors, and nothing else than rounding may be in the port's.
+
+    The caller leaves out replayed tokens: their golden keeps the rounding error of the experts that it was computed
+    with. That is as large as the port's, but averages, in which little is left of either, tell them apart.
+    """
+    if rows.num_tokens == 0 or rows.twin is None or rows.incoming is not None or _is_rounded(rows):
         return None
     return measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
 

@@ -85,6 +85,7 @@ class Replay:
                 twin=None
                 if rows.twin is None
                 else _put(rows.twin, tokens, self._shares(self._logits, tokens)),
+                replayed=tokens,
                 stored_dtype=stored_dtype,
             )
         assert self._sides.weights is not None, "tokens are replayed where the weights are known"
@@ -94,6 +95,7 @@ class Replay:
             rows,
             reference=_add(rows.reference, tokens, shift),
             twin=None if rows.twin is None else _add(rows.twin, tokens, shift),
+            replayed=tokens,
             stored_dtype=stored_dtype,
         )
 

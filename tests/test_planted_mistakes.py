@@ -35,6 +35,7 @@ MISTAKES = {
     "QuantisedGate": ["router_logits"],
     "SoftmaxRouter": ["router_experts"],
     "NoCorrectionBias": ["router_experts"],
+    "UnlikeliestExperts": ["router_experts"],
     "Bfloat16CorrectionBias": ["router_experts"],
     "BiasedWeights": ["router_weights"],
     "WeightsNotNormalised": ["router_weights"],

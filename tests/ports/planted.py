@@ -211,6 +211,14 @@ class NoCorrectionBias(Planted):
             return scores.topk(self.num_experts_per_tok, dim=-1).indices
 
 
+class UnlikeliestExperts(Planted):
+    """Experts of the lowest scores, computed and weighed as they should be: no token keeps the golden's."""
+
+    class router(port.Router):  # noqa: N801
+        def choose(self, scores):
+            return scores.topk(self.num_experts_per_tok, dim=-1, largest=False).indices
+
+
 class Bfloat16CorrectionBias(Planted):
     """RB5: the correction bias held in BF16."""
 
