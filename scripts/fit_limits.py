@@ -40,6 +40,9 @@ _WORST_MARGIN = 1.5
 _STRUCTURE_MARGIN = 1.25
 # Synthetic models are not the most that a right port may come to where nothing was measured on the model itself.
 _FLOORLESS_MARGIN = 1.5
+# Of less than a few roundings to BF16 nothing tells what grew: a site's own error, which its limit holds already, would
+# be taken for what became of the error that was handed on.
+_LEAST_HANDED_ON = 5e-3
 _WORST_OF = {"token_worst": "tokens", "channel_worst": "channels"}
 # A figure of k routing weights is of too few values to speak for other sites.
 _APART = (Site.ROUTER_WEIGHTS,)
@@ -121,12 +124,12 @@ def fit_floorless(records: Sequence[Record], ratios: Table) -> Table:
     table[ALL_SITES]["relative_l2"] = max(usual, key=lambda limit: limit.usual)
     growths = defaultdict(list)
     for record in off:
-        if record["mode"] == "chained" and record["incoming"] > 0.0 and not record["hidden"]:
+        if record["mode"] == "chained" and record["incoming"] >= _LEAST_HANDED_ON and not record["hidden"]:
             growths[record["site"]].append({**record, "growth": record["relative_l2"] / record["incoming"]})
     for site, own in growths.items():
-        fitted = _fit(own, "growth")
+        fitted = _fit_growth(own)
         if fitted is not None:
-            table[site]["amplification"] = fitted
+            table[site]["amplification"] = _times(fitted, _FLOORLESS_MARGIN)
     table[ALL_SITES]["amplification"] = max(
         (figures["amplification"] for figures in table.values() if "amplification" in figures),
         key=lambda limit: limit.usual,
@@ -179,6 +182,21 @@ def _fit_worst(many: Sequence[Record], few: Sequence[Record], figure: str, among
         token_spread = max(token_spread, (deviation(own) - spread) * num_tokens**0.5)
     margin = _WORST_MARGIN if figure == "token_worst" else 1.0
     return Limit(usual=margin, spread=_rounded(spread), token_spread=_rounded(token_spread))
+
+
+def _fit_growth(records: Sequence[Record]) -> Limit | None:
+    """Of what became of an error that was handed on.
+
+    Experts that pass it on to nobody, and tokens past a flip that are left out, make it less than usual, by far and
+    among few tokens above all: that says nothing of how much more than usual it may be.
+    """
+    medians = [
+        float(np.median([r["growth"] for r in group]))
+        for group in _grouped([r for r in records if r["tokens"] >= _MANY_TOKENS])
+    ]
+    if not medians:
+        return None
+    return _fit([{**r, "growth": max(r["growth"], max(medians))} for r in records], "growth")
 
 
 def _fit_relative(records: Sequence[Record], ratios: Table) -> Limit | None:

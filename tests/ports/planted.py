@@ -366,6 +366,17 @@ class BlackBoxClean(BlackBox):
     mistake = port.DecoderLayer
 
 
+class SwappedGateUpInLayerOne(Planted):
+    """X1 in one layer of several: those behind it are handed its error."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        if layer_idx == 1:
+            gate, up = state["moe.gate_up_proj"].chunk(2, dim=1)
+            state["moe.gate_up_proj"] = torch.cat((up, gate), dim=1)
+        return state
+
+
 class NoCorrectionBiasAndSwappedGateUp(NoCorrectionBias):
     """RB1 and X1 in one layer: the experts are the wrong ones, and wrong in themselves."""
 

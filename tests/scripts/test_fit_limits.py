@@ -11,8 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from calibrate import calibrate
-from fit_limits import fit_ratios
+from fit_limits import fit_floorless, fit_ratios
 
+from compare.limit import Limit
 from compare.limits import NOISE_FIGURES, RATIO_FIGURES
 from compare.limits_file import read_limits
 
@@ -84,3 +85,22 @@ def test_file_that_is_written_is_read(tmp_path: Path) -> None:
         "builtin on cpu",
         "other on cpu",
     ]
+
+
+def test_growth_is_told_by_errors_that_outweigh_rounding_and_by_those_that_grow() -> None:
+    def amplification(growth: float, *, incoming: float) -> Limit:
+        """Of many runs in which an error doubles at moe_delta, and some in which another is handed on."""
+        measured = records()
+        others = [
+            {**record, "incoming": incoming, "relative_l2": growth * incoming}
+            for record in measured
+            if record["floor"] == "off" and record.get("incoming") and record["seed"] == 0
+        ]
+        table = fit_floorless([*measured, *others], fit_ratios(measured, mode="isolated", floor="full"))
+        return table["moe_delta"]["amplification"]
+
+    usual = amplification(2.0, incoming=0.01)
+    assert amplification(8.0, incoming=0.001) == usual
+    assert amplification(0.5, incoming=0.05) == usual
+    wider = amplification(8.0, incoming=0.05)
+    assert wider.at(num_tokens=164, share=1e-6) > usual.at(num_tokens=164, share=1e-6)
