@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,10 @@ import torch
 
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from device.regrouping import Experts, measure
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+sys.path.insert(0, str(SCRIPTS))
+from device.regrouping import Experts
 
 
 @pytest.fixture
@@ -37,10 +41,21 @@ def test_both_layouts_hold_every_matrix_where_it_belongs(pool: ReadingPool) -> N
 
 
 def test_figures_are_named_and_have_their_goals() -> None:
-    figures = {figure.figure: figure for figure in measure("toy")}
-    assert {name: figure.goal for name, figure in figures.items()} == {
+    # A process of its own: memory that other tests gave back would hide what this takes.
+    words = [
+        sys.executable,
+        str(SCRIPTS / "bench_device.py"),
+        "--only",
+        "regrouping",
+        "--scale",
+        "toy",
+        "--json",
+    ]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    figures = {figure["figure"]: figure for figure in json.loads(result.stdout)["figures"]}
+    assert {name: figure["goal"] for name, figure in figures.items()} == {
         "regroup_peak_over_output": "<= 1.02",
         "regroup_over_memcpy": "<= 1.5",
         "regroup_transposed_over_memcpy": "<= 4",
     }
-    assert figures["regroup_peak_over_output"].value >= 0.9
+    assert figures["regroup_peak_over_output"]["value"] >= 0.9
