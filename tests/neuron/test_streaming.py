@@ -192,6 +192,7 @@ class TestReadingAhead:
         ]
         assert "ahead" not in run(*common, "--no-prefetch").stderr
 
+    @pytest.mark.slow
     def test_changes_no_bit_and_compiles_no_graph_on_xla(
         self, needs_xla: None, serve: Any, small: Path, tmp_path: Path
     ) -> None:

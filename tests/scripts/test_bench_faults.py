@@ -91,6 +91,7 @@ def downstream(sites: tuple[Site, ...]) -> set[Site]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [plant for plant in MISTAKES if plant.prefills], ids=str)
 def test_plant_changes_its_sites_and_nothing_before_or_beside_them(plant: Plant, scene: Scene) -> None:
     effects = measure_effects(scene, 0, plant)
@@ -199,6 +200,7 @@ def test_unknown_mistake_is_refused() -> None:
         choose_plants(["gate_swapped"])
 
 
+@pytest.mark.slow
 def test_quick_benchmark_finds_and_places_what_it_plants() -> None:
     result = subprocess.run(
         [sys.executable, str(SCRIPT), "--quick", "--json"], capture_output=True, text=True, check=False

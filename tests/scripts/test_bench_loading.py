@@ -139,6 +139,7 @@ def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: Bench) -> 
             assert measured.disk_bytes / checkpoint.stored_bytes == pytest.approx(share, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "comes_first"), [("loading.goldens", True), ("loading.rivals", False)])
 def test_how_threads_wait_is_settled_for_goldens_and_not_for_rivals(module: str, comes_first: bool) -> None:
     # torch reads it when it is loaded.

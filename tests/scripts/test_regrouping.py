@@ -13,10 +13,10 @@ import torch
 
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from device.regrouping import Experts
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_device.py"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_figures_are_named_and_have_their_goals() -> None:
     # A process of its own: memory that other tests gave back would hide what this takes.
     words = [
         sys.executable,
-        str(SCRIPTS / "bench_device.py"),
+        str(SCRIPT),
         "--only",
         "regrouping",
         "--scale",
