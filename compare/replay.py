@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compare.noise import Rows
-from compare.routing import flipped_tokens
+from compare.routing import expert_shares, flipped_tokens
 from compare.sides import Sides
 from compare.weights import WeightSource
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
@@ -121,7 +121,7 @@ class Replay:
     def _shares(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         """What the port's experts count by the golden's logits, [t,k], in ascending order of the experts."""
         assert logits is not None, "tokens are replayed where the logits are known"
-        return expert_shares(logits[tokens], self._theirs[tokens].sort(dim=-1).values)
+        return expert_shares(logits[tokens].sigmoid(), self._theirs[tokens].sort(dim=-1).values)
 
     def _open(self, source: WeightSource) -> _Opened:
         """What the layer's weights tell; they are read once."""
@@ -137,7 +137,8 @@ class Replay:
         if states is None or logits is None:
             return None
         mine, theirs = self._mine[tokens], self._theirs[tokens]
-        shares = expert_shares(logits[tokens], theirs), -expert_shares(logits[tokens], mine)
+        scores = logits[tokens].sigmoid()
+        shares = expert_shares(scores, theirs), -expert_shares(scores, mine)
         # The port's choice less the golden's, in one go: each expert is read and upcast once.
         return upcast_experts(
             weights, states[tokens], torch.cat((theirs, mine), dim=-1), torch.cat(shares, dim=-1)
@@ -156,12 +157,6 @@ class _Opened:
 
     bias: torch.Tensor
     shift: torch.Tensor | None
-
-
-def expert_shares(logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """What each of the experts [t,k] counts by the router's logits [t,E]: float32 [t,k]."""
-    scores = logits.sigmoid().gather(-1, experts)
-    return scores / scores.sum(dim=-1, keepdim=True)
 
 
 def _put(rows: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -173,10 +173,10 @@ class _Side:
         self.squares = self.centre = self.deviation_sum = self.deviation_squares = 0.0
         self.low, self.high = math.inf, -math.inf
 
-    def add(self, values: torch.Tensor) -> torch.Tensor:
-        """Account for float64 values [n] and return their deviations from the centre, [n]."""
+    def add(self, values: torch.Tensor) -> None:
+        """Account for float64 values [n]."""
         if values.numel() == 0:
-            return values
+            return
         if self.count == 0:
             self.centre = float(values.mean())
         deviations = values - self.centre
@@ -186,7 +186,6 @@ class _Side:
         self.squares += float(values.dot(values))
         self.deviation_sum += float(deviations.sum())
         self.deviation_squares += float(deviations.dot(deviations))
-        return deviations
 
     @property
     def mean(self) -> float:

@@ -12,11 +12,12 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from clean_ports import EXAMPLES
+from clean_ports import SHAPES as CLEAN_SHAPES
 from cpu_golden import capture_cpu_golden
 from figures import Figure, print_figures
 
@@ -46,14 +47,7 @@ SHAPES = {
         num_local_experts=16,
         intermediate_size=64,
     ),
-    "wide": SyntheticModel(
-        num_hidden_layers=12,
-        hidden_size=768,
-        num_attention_heads=12,
-        num_local_experts=64,
-        num_experts_per_tok=8,
-        intermediate_size=256,
-    ),
+    "wide": replace(CLEAN_SHAPES["wide"], num_hidden_layers=12),
 }
 LENGTHS = (96, 61, 7)
 # Targets and the backends they run on; the reference layer gives bit for bit what the device layer gives on the CPU.

@@ -66,6 +66,8 @@ class LayerCase:
         self.scene = _make_scene(
             reference, target, LayerWeights(reader, spec, layer=layer, dtype=self._dtype), spec
         )
+        self._port = {site: self._batch.rows(target.read(layer, site), site).float() for site in self.sites}
+        self._is_usable = torch.stack([rows.isfinite().all(-1) for rows in self._port.values()]).all(0)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -75,7 +77,7 @@ class LayerCase:
             notes.append(
                 "the checkpoint stores no FP8 weights: mistakes of FP8 codes and scales were not tried"
             )
-        num_lost = int((~self._usable(self._read_port())).sum())
+        num_lost = int((~self._is_usable).sum())
         if num_lost:
             notes.append(
                 f"{num_lost} of {len(self.scene.real_tokens)} tokens hold NaN or Inf and were left out: "
@@ -88,7 +90,6 @@ class LayerCase:
         tokens, reference, layer = self.scene.real_tokens, self._reference, self._layer
         stages = with_given(STAGES, _read_fed(reference, self._target, layer))
         base = Evaluation(self.scene, stages, tokens=tokens)
-        port = self._read_port()
         noise = _logit_noise(reference, base, self._batch, layer)
         settled = settled_tokens(base, noise)
         length = self.scene.attention_mask.shape[1]
@@ -103,11 +104,11 @@ class LayerCase:
                     settled=settled,
                     dtype=self._dtype,
                 )
-                for site, rows in port.items()
+                for site, rows in self._port.items()
             },
             logit_noise=noise,
             is_decoded=tokens % length >= self.scene.decode_start,
-            is_usable=self._usable(port),
+            is_usable=self._is_usable,
         )
 
     @property
@@ -124,15 +125,6 @@ class LayerCase:
             elif site is not Site.OUTPUT:
                 values[site] = self._batch.rows(value, site)
         return values
-
-    def _read_port(self) -> dict[Site, torch.Tensor]:
-        return {
-            site: self._batch.rows(self._target.read(self._layer, site), site).float() for site in self.sites
-        }
-
-    @staticmethod
-    def _usable(port: dict[Site, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([rows.isfinite().all(-1) for rows in port.values()]).all(0)
 
 
 def judging_sites(

@@ -12,6 +12,7 @@ import torch
 
 from compare.diagnosis.evaluation import Evaluation, Node, Part, Stage
 from compare.diagnosis.expert_pass import run_experts
+from compare.routing import expert_shares
 from minimax_tools.checkpoint import names
 from minimax_tools.sites import Site
 
@@ -163,12 +164,6 @@ def correction_bias(evaluation: Evaluation) -> torch.Tensor:
     return evaluation.weights.kept_value(names.CORRECTION_BIAS)
 
 
-def weigh(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Shares [T,k] that sum to one, of scores [T,E] at the chosen experts."""
-    chosen = scores.gather(-1, experts)
-    return chosen / chosen.sum(-1, keepdim=True)
-
-
 def norm_stage(source: Site, weight: str) -> Stage:
     """An RMSNorm of a site."""
     return lambda at: normalise(at[source], at.weights.kept_value(weight), at.spec.rms_norm_eps)
@@ -193,7 +188,7 @@ def _router_experts(at: Evaluation) -> torch.Tensor:
 
 
 def _router_weights(at: Evaluation) -> torch.Tensor:
-    return weigh(router_scores(at), at[Site.ROUTER_EXPERTS])
+    return expert_shares(router_scores(at), at[Site.ROUTER_EXPERTS])
 
 
 def _expert_outputs(at: Evaluation) -> torch.Tensor:

@@ -14,11 +14,12 @@ import torch
 from minimax_tools.capture.legacy_files import LegacyFiles, Place, described, file_names, tensor_in
 from minimax_tools.capture.legacy_layout import LEGACY_LAYOUT, LegacyLayout, is_legacy, read_layout
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.source import WithoutFloor
 from minimax_tools.errors import CaptureError
 from minimax_tools.sites import ModelSite, Site
 
 
-class LegacyCapture:
+class LegacyCapture(WithoutFloor):
     """A folder of `.pt` files opened for reading; one file is in memory at a time."""
 
     def __init__(self, files: LegacyFiles, layout: LegacyLayout) -> None:
@@ -100,18 +101,6 @@ class LegacyCapture:
                 f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it."
             )
         return self._read(place)
-
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """None: the layout keeps no noise floor."""
-        return None
-
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """None: the layout keeps no noise floor."""
-        return None
-
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """None: the layout keeps no noise floor."""
-        return None
 
     def read_attention_mask(self) -> torch.Tensor | None:
         """int64 [B,S], 1 on real rows; None where no file holds one.

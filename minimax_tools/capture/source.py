@@ -52,3 +52,19 @@ class CaptureSource(Protocol):
 
     def read_attention_mask(self) -> torch.Tensor | None:
         """int64 [B,S], 1 on real rows; None where the layout does not keep it (every row is real then)."""
+
+
+class WithoutFloor:
+    """What a capture of a layout that keeps no noise floor gives of it: nothing."""
+
+    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+        """None."""
+        return None
+
+    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+        """None."""
+        return None
+
+    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
+        """None."""
+        return None

@@ -6,6 +6,7 @@ B batch, S sequence, N heads, K kv heads, D head_dim, T tokens.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,8 +18,8 @@ from minimax_tools.checkpoint import names
 from minimax_tools.sites import Site
 
 
-def _attending(**options: float | bool | int) -> Change:
-    return Change(stages={Site.ATTN_CONTEXT: partial(attend, **options)})  # type: ignore[arg-type]
+def _attending(**options: Any) -> Change:
+    return Change(stages={Site.ATTN_CONTEXT: partial(attend, **options)})
 
 
 def _swapped() -> Change:

@@ -10,7 +10,8 @@ from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, int4_grou
 from compare.diagnosis.evaluation import Change, Evaluation, Part, Scene, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
-from compare.diagnosis.stages import choose_experts, correction_bias, router_scores, weigh
+from compare.diagnosis.stages import choose_experts, correction_bias, router_scores
+from compare.routing import expert_shares
 from minimax_tools.checkpoint import names
 from minimax_tools.sites import Site
 
@@ -24,7 +25,7 @@ def _choosing(choice: _Scores, scores: _Scores | None = None) -> Change:
         Site.ROUTER_EXPERTS: lambda at: choose_experts(choice(at), at.spec.num_experts_per_tok)
     }
     if scores is not None:
-        stages[Site.ROUTER_WEIGHTS] = lambda at: weigh(scores(at), at[Site.ROUTER_EXPERTS])
+        stages[Site.ROUTER_WEIGHTS] = lambda at: expert_shares(scores(at), at[Site.ROUTER_EXPERTS])
     return Change(stages=stages)
 
 
@@ -116,7 +117,9 @@ ROUTER_MISTAKES = (
         name="router_bias_in_weights",
         what="The biased scores weigh the chosen experts.",
         look_at="from which scores the weights are gathered",
-        build=lambda: _weighing(lambda at, experts: weigh(router_scores(at) + correction_bias(at), experts)),
+        build=lambda: _weighing(
+            lambda at, experts: expert_shares(router_scores(at) + correction_bias(at), experts)
+        ),
         sources=("transformers#39581", "PaddleFormers#3452"),
     ),
     Mistake(
@@ -130,7 +133,9 @@ ROUTER_MISTAKES = (
         name="router_weights_scaled",
         what="The weights of the chosen experts are off by a factor.",
         look_at="routed_scaling_factor",
-        build=lambda factor: _weighing(lambda at, experts: factor * weigh(router_scores(at), experts)),
+        build=lambda factor: _weighing(
+            lambda at, experts: factor * expert_shares(router_scores(at), experts)
+        ),
         candidates=values_of("factor", 2.0, 0.5, 2.5, 4.0, 8.0, 0.25, 0.125, 1.5),
         fitted="factor",
     ),

@@ -18,13 +18,14 @@ from minimax_tools.capture.foreign.rows import TokenRows, batch_mask, lay_out
 from minimax_tools.capture.foreign.tensor_file import list_tensors, read_tensor
 from minimax_tools.capture.foreign.usual_names import ATTENTION_MASK, INPUT_IDS
 from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.source import WithoutFloor
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.sites import ModelSite, Site
 
 _FORMAT_NAMES = ", ".join(FORMATS)
 
 
-class ForeignCapture:
+class ForeignCapture(WithoutFloor):
     """A dump opened for reading; one site is in memory at a time.
 
     Args:
@@ -138,18 +139,6 @@ class ForeignCapture:
         if found is None:
             raise CaptureError(f"{self.directory} holds no {site}", next_step="Capture the whole model.")
         return self._read(found, what=str(site), has_heads_dim=False)
-
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """None: no tool but mm2 keeps a noise floor."""
-        return None
-
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """None: no tool but mm2 keeps a noise floor."""
-        return None
-
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """None: no tool but mm2 keeps a noise floor."""
-        return None
 
     def read_attention_mask(self) -> torch.Tensor | None:
         """int64 [B,S] of the batch that the tensors are laid out as; None where they are left as they are."""
