@@ -5,9 +5,11 @@
 | `sources` | the tensors of a layer, their elements numbered |
 | `made_tensors` | a layer's tensors that are made, not read: what a conversion is fed |
 | `places` | every tensor that a module holds |
-| `origins` | for each element of a place the number of the element that landed there |
-| `sequences`, `layout` | that in words |
-| `findings` | what is wrong with it, or looks so |
+| `origin` | for each element of a place the number of the element that landed there |
+| `made_values`, `reading`, `origin_reader` | how that is found: a pass, a place, all of them |
+| `sequences`, `piece`, `matrix`, `layout` | that in words |
+| `finding` | one thing that is wrong with it, or looks so |
+| `coverage`, `findings` | what lands nowhere or several times; that, and what is wrong in a place |
 | `trial`, `exchanges` | the port run on made weights: what clears a suspect, or proves it |
 | `loaded` | the port as it is loaded with the checkpoint's own layer |
 | `smaller` | a model of the same proportions that is traced in moments |

@@ -14,7 +14,7 @@ import torch
 
 from minimax_tools.checkpoint.names import expert_weight
 from minimax_tools.spec import ModelSpec
-from neuron.origins.findings import Mistake
+from neuron.origins.finding import Mistake
 from neuron.origins.layout import Layout
 from neuron.origins.sequences import Order
 from neuron.origins.sources import Sources, role

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence as Values
-from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 
-from neuron.origins.layout import Layout, Piece
-from neuron.origins.origins import Origin
+from neuron.origins.coverage import find_by_count
+from neuron.origins.finding import Finding, Mistake, Weight
+from neuron.origins.layout import Layout
+from neuron.origins.origin import Origin
+from neuron.origins.piece import Piece
 from neuron.origins.sequences import Order
-from neuron.origins.sources import Source, Sources, role, word_sources
+from neuron.origins.sources import Sources, kinds_of, role
 
 # What float32 may lose and still be float32.
 _FLOAT32_SLACK = 2.0**-20
@@ -29,65 +30,6 @@ _NAMED_KINDS = {
 }
 
 
-class Mistake(str, Enum):
-    """What can be wrong with a weight."""
-
-    MISSING = "missing"
-    DUPLICATED = "duplicated"
-    SWAPPED = "swapped"
-    TRANSPOSED = "transposed"
-    ORDER = "order"
-    SCALED = "scaled"
-    COMPUTED = "computed"
-    DTYPE = "dtype"
-    NEVER_BOUND = "never_bound"
-    ZERO = "zero"
-    VALUES = "values"
-
-    def __str__(self) -> str:
-        return self.value
-
-
-class Weight(str, Enum):
-    """How much a finding counts."""
-
-    WRONG = "wrong"  # certain: the port fails
-    SUSPECT = "suspect"  # a port may mean it: the trial tells
-    NOTE = "note"  # a port means it
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that was found.
-
-    Args:
-        mistake: What it is, or would be.
-        weight: How much it counts.
-        tensors: What it is about, in the hub's kinds: `q_proj`, `w1`.
-        places: The port's tensors that it shows in.
-        text: It in words.
-        is_named: Whether the port's own names contradict it, so that it is wrong even where no trial could tell.
-    """
-
-    mistake: Mistake
-    weight: Weight
-    tensors: tuple[str, ...]
-    places: tuple[str, ...]
-    text: str
-    is_named: bool = False
-
-    def cleared(self, reason: str) -> Finding:
-        """The same, as what the port means."""
-        return replace(self, weight=Weight.NOTE, text=f"{self.text}; {reason}")
-
-    def confirmed(self) -> Finding:
-        """The same, as what is wrong."""
-        return replace(self, weight=Weight.WRONG)
-
-
 def find_findings(by_rank: Values[Values[Layout]], sources: Sources) -> list[Finding]:
     """What the layouts of all places show.
 
@@ -95,101 +37,14 @@ def find_findings(by_rank: Values[Values[Layout]], sources: Sources) -> list[Fin
         by_rank: The layouts of each rank; of several each may hold a copy.
         sources: The layer's tensors.
     """
-    layouts = [layout for of_rank in by_rank for layout in of_rank]
-    counts = _count(layouts, sources)
-    missing = _find_missing(counts, layouts, sources)
-    found = [*missing, *_find_duplicated(counts, missing, layouts, sources, num_ranks=len(by_rank))]
+    found = find_by_count(by_rank, sources)
     for of_rank in by_rank:
         found += _find_expert_order(of_rank)
-    for layout in layouts:
-        found += _find_in_place(layout)
+    for of_rank in by_rank:
+        for layout in of_rank:
+            found += _find_in_place(layout)
     # Ranks that are wrong alike say it once.
     return list({finding.text: finding for finding in found}.values())
-
-
-def _count(layouts: Values[Layout], sources: Sources) -> torch.Tensor:
-    counts = torch.zeros(sources.size, dtype=torch.int64)
-    for layout in layouts:
-        counts += torch.bincount(layout.origin.landed.flatten(), minlength=sources.size)
-    return counts
-
-
-def _find_missing(counts: torch.Tensor, layouts: Values[Layout], sources: Sources) -> list[Finding]:
-    computed = {kind for layout in layouts for kind in layout.origin.mixed_kinds}
-    lost = {source: int((_part(counts, source) == 0).sum()) for source in sources.all}
-    whole = [source for source, count in lost.items() if count == source.size and source.kind not in computed]
-    found = []
-    if whole:
-        constants = _constants_like(whole, layouts)
-        found.append(
-            Finding(
-                mistake=Mistake.MISSING,
-                weight=Weight.WRONG,
-                tensors=_kinds(whole),
-                places=tuple(origin.name for origin in constants),
-                text=f"missing: {word_sources(whole)} {'lands' if len(whole) == 1 else 'land'} nowhere"
-                + "".join(f"; {_word_constant(origin)}" for origin in constants),
-            )
-        )
-    for source, count in lost.items():
-        if 0 < count < source.size and source.kind not in computed:
-            found.append(
-                Finding(
-                    mistake=Mistake.MISSING,
-                    weight=Weight.WRONG,
-                    tensors=(source.kind,),
-                    places=(),
-                    text=f"missing: {count} of {source.size} elements of {word_sources([source])} land nowhere",
-                )
-            )
-    return found
-
-
-def _constants_like(missing: Values[Source], layouts: Values[Layout]) -> list[Origin]:
-    """Places that could be meant for what is missing, and hold what the port's constructor put there."""
-    shapes = {source.shape for source in missing}
-    return [
-        layout.origin
-        for layout in layouts
-        if layout.origin.num_constant == layout.origin.numbers.numel() and layout.origin.shape in shapes
-    ]
-
-
-def _word_constant(origin: Origin) -> str:
-    held = "what its constructor gave it" if origin.constant is None else f"{origin.constant:g} everywhere"
-    return f"{origin} was never bound: it holds {held}"
-
-
-def _find_duplicated(
-    counts: torch.Tensor,
-    missing: Values[Finding],
-    layouts: Values[Layout],
-    sources: Sources,
-    *,
-    num_ranks: int,
-) -> list[Finding]:
-    if num_ranks > 1:
-        return []
-    several = [source for source in sources.all if bool((_part(counts, source) > 1).any())]
-    if not several:
-        return []
-    lacking = {kind for finding in missing for kind in finding.tensors}
-    found = []
-    for is_wrong in (True, False):
-        group = [source for source in several if (source.kind in lacking) == is_wrong]
-        if group:
-            most = max(int(_part(counts, source).max()) for source in group)
-            found.append(
-                Finding(
-                    mistake=Mistake.DUPLICATED,
-                    weight=Weight.WRONG if is_wrong else Weight.NOTE,
-                    tensors=_kinds(group),
-                    places=_places_of(group, layouts),
-                    text=f"duplicated: {word_sources(group)} {'lands' if len(group) == 1 else 'land'} "
-                    f"{_times(most)}" + (", where others of the kind land nowhere" if is_wrong else ""),
-                )
-            )
-    return found
 
 
 def _find_expert_order(layouts: Values[Layout]) -> list[Finding]:
@@ -329,26 +184,5 @@ def _first_of_each(layout: Layout) -> list[Piece]:
 
 
 def _kinds_held(layout: Layout) -> tuple[str, ...]:
-    held = _kinds([piece.source for piece in layout.pieces if piece.source is not None])
+    held = kinds_of([piece.source for piece in layout.pieces if piece.source is not None])
     return tuple(dict.fromkeys((*held, *(kind for piece in layout.pieces for kind in piece.torn))))
-
-
-def _kinds(sources: Values[Source]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(source.kind for source in sources))
-
-
-def _places_of(sources: Values[Source], layouts: Values[Layout]) -> tuple[str, ...]:
-    names = {source.name for source in sources}
-    return tuple(
-        layout.origin.name
-        for layout in layouts
-        if any(piece.source is not None and piece.source.name in names for piece in layout.pieces)
-    )
-
-
-def _part(counts: torch.Tensor, source: Source) -> torch.Tensor:
-    return counts[source.start : source.start + source.size]
-
-
-def _times(count: int) -> str:
-    return "twice" if count == 2 else f"{count} times"

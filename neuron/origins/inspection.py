@@ -9,10 +9,11 @@ from minimax_tools.errors import TargetError
 from minimax_tools.results import Verdict
 from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import find_exchanges
-from neuron.origins.findings import Finding, Weight, find_findings
+from neuron.origins.finding import Finding, Weight
+from neuron.origins.findings import find_findings
 from neuron.origins.layout import Layout, find_layout
 from neuron.origins.loaded import find_in_loaded
-from neuron.origins.origins import Origin
+from neuron.origins.origin import Origin
 from neuron.origins.shared_port import SharedPort
 from neuron.origins.sources import Sources
 from neuron.origins.trial import TrialOutcome, run_trial

@@ -1,77 +1,16 @@
-"""Layout: what a place holds, in words, from the numbers of the elements that landed there.
-
-A matrix is read line by line: a line is a row of the place that holds (a part of) one row of a source, or, where the
-place holds sources transposed, a column of it that does. Lines side by side of one source make a piece.
-"""
+"""Layout: what a place holds, matrix by matrix, and in words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Values
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
 import torch
 
-from neuron.origins.origins import COMPUTED, CONSTANT, Origin
-from neuron.origins.sequences import Order, Sequence
-from neuron.origins.sources import Source, Sources, role, word_experts
-
-_MOST_PIECES = 6
-_MOST_STRIDE = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Lines of a place that one source fills; or that none does.
-
-    Args:
-        lines: Which lines of the place: rows, or columns where `is_transposed`.
-        source: The source; None for what is constant, computed or in no order.
-        is_transposed: Whether the place's columns hold the source's rows.
-        rows: The source's rows, in the order of the lines.
-        columns: The source's columns, in their order along a line.
-        what: What it is where there is no source, in words.
-        torn: The kinds whose elements lie there in no order of rows or columns.
-    """
-
-    lines: range
-    source: Source | None = None
-    is_transposed: bool = False
-    rows: Sequence | None = None
-    columns: Sequence | None = None
-    what: str = ""
-    torn: tuple[str, ...] = ()
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether rows and columns of the source go forward."""
-        if self.source is None or self.rows is None or self.columns is None:
-            return not self.what.startswith(_NO_ORDER)
-        return self.rows.order is Order.FORWARD and self.columns.order is Order.FORWARD
-
-    @property
-    def is_reshaped(self) -> bool:
-        """Whether elements of a source lie there, but its rows were torn."""
-        return self.what.startswith(_RESHAPED)
-
-    def words(self, num_lines: int) -> str:
-        """The piece in words, as one of `num_lines` lines."""
-        unit = "columns" if self.is_transposed else "rows"
-        lines = f"{self.lines.start}–{self.lines[-1]}" if len(self.lines) > 1 else str(self.lines.start)
-        where = "" if len(self.lines) == num_lines else f"{unit} {lines} "
-        if self.lines.step > 1:
-            where = f"every {self.lines.step}th of the {unit} from {self.lines.start} "
-        if self.source is None or self.rows is None or self.columns is None:
-            return f"{where}{self.what}"
-        text = f"{where}{role(self.source.kind)}"
-        if self.is_transposed:
-            text += " transposed"
-        num_rows = self.source.shape[0]
-        if self.rows.order is not Order.FORWARD or len(self.rows.indices) < num_rows:
-            text += f", its rows {self.rows}"
-        if self.columns.order is not Order.FORWARD or len(self.columns.indices) < self.source.width:
-            text += f", its columns {self.columns}"
-        return text
+from neuron.origins.matrix import MOST_PIECES, read_matrix
+from neuron.origins.origin import Origin
+from neuron.origins.piece import Piece
+from neuron.origins.sources import Sources, role, word_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +35,6 @@ class Layout:
         return tuple(piece for matrix in self.matrices for piece in matrix)
 
 
-_RESHAPED = "rows torn"
-_IN_NO_ORDER = "elements in no order"
-_NO_ORDER = (_RESHAPED, _IN_NO_ORDER)
-
-
 def find_layout(origin: Origin, sources: Sources) -> Layout:
     """The layout of a place."""
     numbers = _experts_first(origin.numbers, sources)
@@ -109,7 +43,7 @@ def find_layout(origin: Origin, sources: Sources) -> Layout:
     stacked = numbers.reshape(-1, *numbers.shape[-2:])
     if len(stacked) == 1:
         stacked = _by_period(stacked[0], sources)
-    matrices = tuple(tuple(_read_matrix(matrix, sources)) for matrix in stacked)
+    matrices = tuple(tuple(read_matrix(matrix, sources)) for matrix in stacked)
     experts = _experts_of(matrices)
     return Layout(
         origin=origin,
@@ -142,7 +76,7 @@ def _by_period(matrix: torch.Tensor, sources: Sources) -> torch.Tensor:
         return matrix[None]
     indices = sources.find(matrix[:, 0])
     of_line, of_expert = of_source[indices], experts[indices]
-    if int((indices[1:] != indices[:-1]).sum()) < _MOST_PIECES:
+    if int((indices[1:] != indices[:-1]).sum()) < MOST_PIECES:
         return matrix[None]
     starts = [
         0,
@@ -156,115 +90,6 @@ def _by_period(matrix: torch.Tensor, sources: Sources) -> torch.Tensor:
         if len(of_line) % start == 0 and start > 1 and bool((of_line[start:] == of_line[:-start]).all()):
             return matrix.reshape(-1, start, matrix.shape[1])
     return matrix[None]
-
-
-def _read_matrix(numbers: torch.Tensor, sources: Sources) -> list[Piece]:
-    """The pieces of a matrix [R,C]."""
-    grid = _Grid.of(numbers, sources)
-    if grid.is_straight():
-        return _read_lines(grid, sources)
-    turned = grid.turned()
-    if turned.is_straight():
-        return [replace(piece, is_transposed=True) for piece in _read_lines(turned, sources)]
-    for cut, is_transposed in ((turned, True), (grid, False)):
-        # Tensors side by side: cut where one ends.
-        ends = (cut.source[1:] != cut.source[:-1]).any(dim=1).nonzero().flatten().add(1).tolist()
-        if 0 < len(ends) < _MOST_STRIDE:
-            return _read_side_by_side(numbers.T if is_transposed else numbers, ends, sources, is_transposed)
-    return [_torn_piece(numbers, sources)]
-
-
-def _read_side_by_side(
-    numbers: torch.Tensor, ends: Values[int], sources: Sources, is_transposed: bool
-) -> list[Piece]:
-    pieces: list[Piece] = []
-    bounds = [0, *ends, len(numbers)]
-    for start, stop in pairwise(bounds):
-        # Each part is read as it lies in the place: its own rows may be the source's rows.
-        part = numbers[start:stop]
-        unit = "columns" if is_transposed else "rows"
-        for piece in _read_matrix(part.T if is_transposed else part, sources):
-            text = piece.words(len(piece.lines)) if len(piece.lines) else piece.what
-            pieces.append(replace(piece, what=f"{unit} {start}–{stop - 1} {text}"))
-    return pieces
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grid:
-    """Of each element of a matrix its source's index, -1 and -2 where there is none, and its row and column there."""
-
-    source: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
-
-    @classmethod
-    def of(cls, numbers: torch.Tensor, sources: Sources) -> _Grid:
-        index = sources.find(numbers.clamp(min=0))
-        inside = numbers - sources.starts[index]
-        width = torch.tensor([source.width for source in sources.all])[index]
-        is_single = numbers >= 0
-        return cls(
-            source=torch.where(is_single, index, numbers),
-            row=torch.where(is_single, inside // width, 0),
-            column=torch.where(is_single, inside % width, 0),
-        )
-
-    def turned(self) -> _Grid:
-        """The transposed matrix; its sources are what they are."""
-        return _Grid(source=self.source.T, row=self.row.T, column=self.column.T)
-
-    def is_straight(self) -> bool:
-        """Whether every line holds one row of one source."""
-        return bool(((self.source == self.source[:, :1]) & (self.row == self.row[:, :1])).all())
-
-
-def _read_lines(grid: _Grid, sources: Sources) -> list[Piece]:
-    of_line = grid.source[:, 0]
-    breaks = (of_line[1:] != of_line[:-1]).nonzero().flatten().add(1).tolist()
-    if len(breaks) >= _MOST_PIECES:
-        for step in range(2, min(_MOST_STRIDE, len(of_line) // 2) + 1):
-            if len(of_line) % step == 0 and bool((of_line[step:] == of_line[:-step]).all()):
-                lines = [range(start, len(of_line), step) for start in range(step)]
-                return [_piece(grid, of, sources) for of in lines]
-    bounds = [0, *breaks, len(of_line)]
-    return [_piece(grid, range(*of), sources) for of in pairwise(bounds)]
-
-
-def _piece(grid: _Grid, lines: range, sources: Sources) -> Piece:
-    chosen = slice(lines.start, lines.stop, lines.step)
-    index = int(grid.source[lines.start, 0])
-    if index < 0:
-        what = {CONSTANT: "nothing of the checkpoint", COMPUTED: "computed values"}[index]
-        return Piece(lines=lines, what=what)
-    columns = grid.column[chosen]
-    if not bool((columns == columns[:1]).all()):
-        kind = sources.all[index].kind
-        return Piece(lines=lines, what=f"{_IN_NO_ORDER} of {role(kind)}", torn=(kind,))
-    return Piece(
-        lines=lines,
-        source=sources.all[index],
-        rows=Sequence(indices=grid.row[chosen, 0]),
-        columns=Sequence(indices=columns[0]),
-    )
-
-
-def _torn_piece(numbers: torch.Tensor, sources: Sources) -> Piece:
-    """What is no piece of any source: reshaped where its elements go on from line to line, or mixed."""
-    flat = numbers.flatten()
-    indices = sources.find(flat[flat >= 0]).unique().tolist()
-    held = [sources.all[index] for index in indices]
-    kinds = tuple(dict.fromkeys(source.kind for source in held))
-    words = ", ".join(map(role, kinds)) or "nothing of the checkpoint"
-    what = f"{_IN_NO_ORDER} of {words}"
-    if len(held) == 1 and held[0].size == len(flat):
-        whole = torch.arange(held[0].start, held[0].start + held[0].size).reshape(held[0].shape)
-        if torch.equal(flat, whole.flatten()):
-            what = f"{_RESHAPED}: {words} reshaped, and not transposed"
-        elif torch.equal(flat, whole.T.flatten()):
-            what = f"{_RESHAPED}: {words} transposed, and reshaped back"
-    elif bool((flat == COMPUTED).any()):
-        what += " and computed values" if held else ""
-    return Piece(lines=range(len(numbers)), what=what, torn=kinds)
 
 
 def _experts_of(matrices: tuple[tuple[Piece, ...], ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from neuron.origins.findings import Finding, Mistake, Weight
+from neuron.origins.finding import Finding, Mistake, Weight
 from neuron.origins.layout import Layout
 from neuron.origins.sources import role
 

@@ -15,7 +15,8 @@ from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.origins.exchanges import Tensors
 from neuron.origins.made_tensors import MadeTensors, Make
-from neuron.origins.origins import Origin, OriginReader
+from neuron.origins.origin import Origin
+from neuron.origins.origin_reader import OriginReader
 from neuron.origins.places import find_places
 from neuron.origins.sources import Sources
 from neuron.origins.trial import TrialInput, TrialPort

@@ -6,7 +6,7 @@ from typing import Any
 
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.results import Verdict
-from neuron.origins.findings import Finding, Weight
+from neuron.origins.finding import Finding, Weight
 from neuron.origins.inspection import Inspection
 from neuron.origins.layout import Layout
 from neuron.origins.sources import Sources, role

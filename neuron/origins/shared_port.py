@@ -14,7 +14,7 @@ from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.origins.exchanges import Tensors
-from neuron.origins.origins import Origin
+from neuron.origins.origin import Origin
 from neuron.origins.port import LoadedPort, TracedPort
 from neuron.origins.trial import TrialInput, TrialPort
 from neuron.ports.targets import find_target

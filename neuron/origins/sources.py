@@ -97,6 +97,11 @@ def role(kind: str) -> str:
     return _ROLES.get(kind, kind)
 
 
+def kinds_of(sources: Sequence[Source]) -> tuple[str, ...]:
+    """The kinds of sources, each once."""
+    return tuple(dict.fromkeys(source.kind for source in sources))
+
+
 def word_sources(sources: Sequence[Source]) -> str:
     """Sources in words, experts put together: `q_proj`, `w1 (gate) of experts 3, 4`."""
     kinds: dict[str, list[int]] = {}
