@@ -1,5 +1,7 @@
 """Blame: a site is to blame when it fails and everything it is computed from passes.
 
+Where a site further upstream fails, what passes may still carry its error: a site behind it is to blame only for more
+than that accounts for (see `handed_on`).
 Sites that were not compared are looked through: the nearest ones that were stand for them, and the blame then
 names the whole set that may hold the fault.
 """
@@ -10,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from compare.handed_on import is_handed_on
 from minimax_tools.results import Blame, SiteResult, SiteStatus
 from minimax_tools.sites import SITE_INPUTS, Site
 
@@ -65,8 +68,29 @@ def _first_failures(
     for site, result in results.items():
         if result.status is SiteStatus.FAIL:
             ancestry = _ancestry(site, results, fed)
-            if not any(_has_status(results, upstream, SiteStatus.FAIL) for upstream in ancestry.known):
+            if not _is_excused(site, results, ancestry):
                 yield site, ancestry
+
+
+def _is_excused(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
+    """Whether what a failing site is computed from fails, or carries enough of an error that failed before."""
+    if any(_has_status(results, upstream, SiteStatus.FAIL) for upstream in ancestry.known):
+        return True
+    if not any(_has_status(results, upstream, SiteStatus.FAIL) for upstream in _upstream(site, results)):
+        return False
+    return is_handed_on(results[site], [results[known] for known in ancestry.known if known in results])
+
+
+def _upstream(site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:
+    """All that a site is computed from, however far."""
+    found: set[Site] = set()
+    waiting = list(_inputs(site, results))
+    while waiting:
+        upstream = waiting.pop()
+        if upstream not in found:
+            found.add(upstream)
+            waiting.extend(_inputs(upstream, results))
+    return frozenset(found)
 
 
 def _ancestry(site: Site, results: Mapping[Site, SiteResult], fed: tuple[Site, ...]) -> _Ancestry:
