@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from gpu_reference.certifier import Certifier, GoldenModel
+from gpu_reference.certifier import Certifier
+from gpu_reference.layer_certifier import GoldenModel
 from minimax_tools.capture.certificate import Certificate, Outcome
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from faults.arithmetic import Arithmetic, KeyValues, Tap
+from faults.arithmetic import Arithmetic, KeyValues
 from faults.plant import Kind, Plant
+from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import K_NORM, K_PROJ, O_PROJ, Q_NORM, Q_PROJ, V_PROJ
 from minimax_tools.sites import Site

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from faults.arithmetic import Arithmetic, Tap
+from faults.arithmetic import Arithmetic
 from faults.plant import Plant
+from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import K_NORM, Q_NORM
 from minimax_tools.sites import Site

@@ -8,7 +8,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from faults.arithmetic import Arithmetic, Weights
+from faults.arithmetic import Arithmetic
+from faults.weights import Weights
 from minimax_tools.sites import Site
 
 
@@ -57,3 +58,22 @@ class Plant:
         if not self.parameters:
             return self.name
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.parameters.items())})"
+
+
+def uncatalogued(
+    name: str,
+    sites: tuple[Site, ...],
+    arithmetic: type[Arithmetic],
+    *,
+    prefills: bool = True,
+    decodes: bool = False,
+) -> Plant:
+    """A mistake that no catalogue has."""
+    return Plant(
+        name=name,
+        sites=sites,
+        arithmetic=arithmetic,
+        kind=Kind.UNCATALOGUED,
+        prefills=prefills,
+        decodes=decodes,
+    )

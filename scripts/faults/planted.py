@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from faults import attention, equivalents, experts, fp8, norms, rotary, router, uncatalogued
+from faults import (
+    attention,
+    equivalents,
+    experts,
+    fp8,
+    norms,
+    rotary,
+    router,
+    uncatalogued_attention,
+    uncatalogued_moe,
+)
 from faults.plant import Kind, Plant
 from minimax_tools.errors import UsageError
 
@@ -15,7 +25,8 @@ PLANTS: tuple[Plant, ...] = (
     *router.PLANTS,
     *experts.PLANTS,
     *fp8.PLANTS,
-    *uncatalogued.PLANTS,
+    *uncatalogued_attention.PLANTS,
+    *uncatalogued_moe.PLANTS,
     *equivalents.PLANTS,
 )
 MISTAKES = tuple(plant for plant in PLANTS if plant.kind is not Kind.EQUIVALENT)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from faults.arithmetic import Arithmetic, KeyValues, Weights
+from faults.arithmetic import Arithmetic, KeyValues
 from faults.plant import Plant
+from faults.weights import Weights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.sites import Site
 from neuron.ports.targets import Target

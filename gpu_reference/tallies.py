@@ -1,0 +1,68 @@
+"""Tallies: a check of many things, taken one after the other, and the outcome of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minimax_tools.capture.certificate import Check, Outcome
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """A check of many things that each hold or do not: how many were looked at, and what does not hold."""
+
+    name: str
+    missing: str
+    count: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def check(self, told: str) -> Check:
+        """The check; `told` says what holds of those that were looked at."""
+        if self.faults:
+            return Check(name=self.name, outcome=Outcome.FAILED, found=_listed(self.faults))
+        if not self.count:
+            return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
+        return Check(name=self.name, outcome=Outcome.PASSED, found=f"{told} ({self.count})")
+
+
+@dataclass(slots=True, kw_only=True)
+class Worst:
+    """The worst figure of a check so far, relative to its limit, and where it was."""
+
+    name: str
+    missing: str
+    figure: float | None = None
+    limit: float | None = None
+    where: str = ""
+
+    def take(self, figure: float, limit: float, where: str) -> None:
+        """One more figure."""
+        if self.figure is None or self.limit is None or not figure / limit <= self.figure / self.limit:
+            self.figure, self.limit, self.where = figure, limit, where
+
+    def check(self, told: str) -> Check:
+        """The check; `told` says what the figure is."""
+        if self.figure is None or self.limit is None:
+            return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
+        has_passed = self.figure <= self.limit
+        return Check(
+            name=self.name,
+            outcome=Outcome.PASSED if has_passed else Outcome.FAILED,
+            found=f"{told} by at most {self.figure:.2g}, at {self.where}; allowed {self.limit:.2g}",
+            figure=_finite(self.figure),
+            limit=self.limit,
+        )
+
+
+def claim(name: str, *, is_right: bool, found: str) -> Check:
+    """A check of one thing that holds or does not."""
+    return Check(name=name, outcome=Outcome.PASSED if is_right else Outcome.FAILED, found=found)
+
+
+def _finite(figure: float | None) -> float | None:
+    """JSON has no infinity."""
+    return figure if figure is not None and abs(figure) < float("inf") else None
+
+
+def _listed(faults: list[str]) -> str:
+    return "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "")

@@ -1,0 +1,157 @@
+"""Mistakes of attention that stand in no catalogue: they must be found and placed by mechanism alone."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from faults.arithmetic import Arithmetic
+from faults.plant import uncatalogued
+from faults.stages import Tap
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import K_PROJ, O_PROJ, Q_PROJ
+from minimax_tools.sites import Site
+
+_ROPE = (Site.Q_ROPE, Site.K_ROPE)
+
+
+class HeadZero(Arithmetic):
+    """One head's queries were never loaded."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        weight, width = tensors[Q_PROJ].clone(), self.config.head_dim
+        weight[5 * width : 6 * width] = 0
+        tensors[Q_PROJ] = weight
+
+
+class OutputHeadZero(Arithmetic):
+    """One head's columns of o_proj were never loaded."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        weight, width = tensors[O_PROJ].clone(), self.config.head_dim
+        weight[:, 5 * width : 6 * width] = 0
+        tensors[O_PROJ] = weight
+
+
+class Saturating(Arithmetic):
+    """A cast saturates at three standard deviations of a row."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        context = super().attend(q, k, v, mask)
+        limit = 3 * context.float().std(-1, keepdim=True).to(context.dtype)
+        return torch.minimum(torch.maximum(context, -limit), limit)
+
+
+class TileTwice(Arithmetic):
+    """One tile of o_proj's inner dim is added twice."""
+
+    def project_out(self, context: torch.Tensor) -> torch.Tensor:
+        tile = slice(128, 256)
+        again = functional.linear(context[..., tile], self.weights.o_proj[:, tile])
+        return super().project_out(context) + again
+
+
+class RotaryTableShort(Arithmetic):
+    """The table of angles ends at position 40: rows behind it all get its last entry."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return super().angles(positions.clamp(max=40))
+
+
+class KeysQuantised(Arithmetic):
+    """Rotated keys are cached in FP8 where nobody asked for it."""
+
+    def norm_and_rotate(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, tap: Tap
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = tap("q_norm", self.q_norm(q)), tap("k_norm", self.k_norm(k))
+        keys = self.rotate(self.heads(k), positions)
+        return (
+            tap("q_rope", self.rotate(self.heads(q), positions)),
+            tap("k_rope", keys.float().to(torch.float8_e4m3fn).to(keys.dtype)),
+        )
+
+
+class ValueHalvesSwapped(Arithmetic):
+    """The halves of every value head change places."""
+
+    def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().project(normed)
+        halves = v.unflatten(-1, (-1, 2, self.config.head_dim // 2))
+        return q, k, halves.flip(-2).flatten(-3)
+
+
+class LastHeadReadsFirst(Arithmetic):
+    """The last query head reads the first kv head."""
+
+    def repeat(self, heads: torch.Tensor) -> torch.Tensor:
+        right = super().repeat(heads)
+        return torch.cat((right[:, :-1], heads[:, :1]), dim=1)
+
+
+class SoftCapped(Arithmetic):
+    """Attention's scores are capped, as another model's are."""
+
+    def attention_scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.tanh(super().attention_scores(q, k) / 2)
+
+
+class OldestForgotten(Arithmetic):
+    """Of what is cached the first row was overwritten."""
+
+    def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
+        is_first = (mask.cumsum(-1) == 1) & mask.bool()
+        is_query = torch.zeros_like(is_first)
+        is_query[:, -num_rows:] = True
+        # A row still sees itself.
+        is_gone = is_first & ~is_query
+        return super().visible(mask, num_rows) & ~is_gone[:, None, None, :]
+
+
+class StepBehind(Arithmetic):
+    """A step counts its own position one too high."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return super().angles(positions + 1)
+
+
+class ChannelsRolled(Arithmetic):
+    """The last quarter of o_proj's rows is one row off."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        weight = tensors[O_PROJ]
+        start = weight.shape[0] * 3 // 4
+        tensors[O_PROJ] = torch.cat((weight[:start], weight[start:].roll(1, dims=0)))
+
+
+class CacheNoise(Arithmetic):
+    """A transfer of keys loses their last bits."""
+
+    def edit(self, tensors: LayerTensors) -> None:
+        tensors[K_PROJ] = tensors[K_PROJ] * (1 + 2**-7)
+
+
+class ResidualGarbage(Arithmetic):
+    """What memory held is added to the residual."""
+
+    def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        garbage = torch.linspace(0, 97, states.shape[-1], device=states.device).sin()
+        return states + delta + (0.5 * delta.float().std() * garbage).to(states.dtype)
+
+
+PLANTS = (
+    uncatalogued("head_zero", (Site.Q_PROJ,), HeadZero),
+    uncatalogued("output_head_zero", (Site.ATTN_DELTA,), OutputHeadZero),
+    uncatalogued("saturating_cast", (Site.ATTN_CONTEXT,), Saturating),
+    uncatalogued("tile_twice", (Site.ATTN_DELTA,), TileTwice, decodes=True),
+    uncatalogued("rotary_table_short", _ROPE, RotaryTableShort),
+    uncatalogued("keys_quantised", (Site.K_ROPE,), KeysQuantised, decodes=True),
+    uncatalogued("value_halves_swapped", (Site.V_PROJ,), ValueHalvesSwapped, decodes=True),
+    uncatalogued("last_head_reads_first", (Site.ATTN_CONTEXT,), LastHeadReadsFirst, decodes=True),
+    uncatalogued("scores_capped", (Site.ATTN_CONTEXT,), SoftCapped),
+    uncatalogued("oldest_forgotten", (Site.ATTN_CONTEXT,), OldestForgotten, prefills=False, decodes=True),
+    uncatalogued("step_ahead", _ROPE, StepBehind, decodes=True),
+    uncatalogued("channels_rolled", (Site.ATTN_DELTA,), ChannelsRolled),
+    uncatalogued("keys_slightly_large", (Site.K_PROJ,), CacheNoise),
+    uncatalogued("residual_garbage", (Site.ATTN_RESIDUAL,), ResidualGarbage),
+)

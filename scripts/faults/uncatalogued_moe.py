@@ -1,0 +1,164 @@
+"""Mistakes of router and experts that stand in no catalogue: they must be found and placed by mechanism alone."""
+
+from __future__ import annotations
+
+import torch
+
+from faults.arithmetic import Arithmetic
+from faults.plant import uncatalogued
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.sites import Site
+
+_MOE = (Site.MOE_DELTA,)
+
+
+class BufferNotCleared(Arithmetic):
+    """The last channels of a row's experts are added to those of the row before it in the batch."""
+
+    def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        channels = torch.arange(moe.shape[-1], device=moe.device)
+        is_stale = channels >= moe.shape[-1] - 32
+        before = torch.cat((torch.zeros_like(moe[:1]), moe[:-1]), dim=0)
+        return moe + before * is_stale.to(moe.dtype)
+
+
+class BucketEndWrong(Arithmetic):
+    """The last row of every bucket of 64 gets what the row before it got."""
+
+    def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        is_last = torch.arange(moe.shape[1], device=moe.device) % 64 == 63
+        return torch.where(is_last[:, None], moe.roll(1, dims=1), moe)
+
+
+class GatherOffByOne(Arithmetic):
+    """Expert 31 alone computes with the weights of expert 30."""
+
+    def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
+        state = super().fuse(tensors)
+        for name in ("gate_up", "down"):
+            state[name][31] = state[name][30]
+        return state
+
+
+class SumCountsTwice(Arithmetic):
+    """A quarter of the channels is counted twice in the mean square."""
+
+    def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        exact = residual.float()
+        quarter = exact.shape[-1] // 4
+        squares = exact.pow(2).sum(-1, keepdim=True)
+        squares = squares + exact[..., quarter : 2 * quarter].pow(2).sum(-1, keepdim=True)
+        normed = exact * torch.rsqrt(squares / exact.shape[-1] + self.eps())
+        return self.weights.post_norm * normed.to(residual.dtype)
+
+
+class LaterRowsDiffer(Arithmetic):
+    """A kernel's result depends on the place in the batch."""
+
+    def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        factors = torch.ones(moe.shape[0], dtype=moe.dtype, device=moe.device)
+        factors = torch.where(torch.arange(moe.shape[0], device=moe.device) > 0, 1.05 * factors, factors)
+        return moe * factors[:, None, None].to(moe.dtype)
+
+
+class LastExpertsNeverChosen(Arithmetic):
+    """The search for the best experts ends before the last two of them."""
+
+    def best(self, biased: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(biased.shape[-1], device=biased.device)
+        return super().best(torch.where(numbers < biased.shape[-1] - 2, biased, -1e4))
+
+
+class RowOfBefore(Arithmetic):
+    """Every sixteenth row gets the experts of the row before it."""
+
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        experts = super().choose(scores)
+        is_late = torch.arange(experts.shape[0], device=experts.device) % 16 == 15
+        return torch.where(is_late[:, None], experts.roll(1, dims=0), experts)
+
+
+class WeightsReversed(Arithmetic):
+    """The weights are sorted the other way than the experts."""
+
+    def balance(self, chosen: torch.Tensor) -> torch.Tensor:
+        return super().balance(chosen).flip(-1)
+
+
+class ExpertNegated(Arithmetic):
+    """One expert's output has the wrong sign."""
+
+    def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
+        state = super().fuse(tensors)
+        state["down"][3] = -state["down"][3]
+        return state
+
+
+class RemainderDropped(Arithmetic):
+    """The last channels of the experts' width, less than a tile, are left out."""
+
+    def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
+        inner = super().activated(tokens, slab)
+        is_whole = torch.arange(inner.shape[-1], device=inner.device) < inner.shape[-1] - 8
+        return inner * is_whole.to(inner.dtype)
+
+
+class MoeTruncated(Arithmetic):
+    """The experts' sum is cut to BF16, not rounded."""
+
+    def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return moe * (1 - 2**-8)
+
+
+class BiasAddedPerExpert(Arithmetic):
+    """A constant is added once for every expert."""
+
+    def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        constant = torch.linspace(0, 41, moe.shape[-1], device=moe.device).cos()
+        return moe + (0.1 * moe.float().std() * constant).to(moe.dtype)
+
+
+class LogitPairsSwapped(Arithmetic):
+    """Pairs of logits change places, as where two halves of a word are read the other way round."""
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().logits(tokens)
+        pairs: torch.Tensor = logits.unflatten(-1, (-1, 2))
+        return pairs.flip(-1).flatten(-2)
+
+
+class InfInOneRow(Arithmetic):
+    """A corrupted payload: one value of one row overflows."""
+
+    def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(moe.shape[1], device=moe.device)[:, None]
+        channels = torch.arange(moe.shape[2], device=moe.device)
+        is_hit = (rows == moe.shape[1] // 2) & (channels == 5)
+        return torch.where(is_hit, torch.inf, moe)
+
+
+class ResidualTwice(Arithmetic):
+    """Half of the ranks add the residual a second time, in one quarter of the channels."""
+
+    def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        quarter = torch.arange(moe.shape[-1], device=moe.device) < moe.shape[-1] // 4
+        return residual + moe + moe * quarter.to(moe.dtype)
+
+
+PLANTS = (
+    uncatalogued("buffer_not_cleared", _MOE, BufferNotCleared),
+    uncatalogued("bucket_end_wrong", _MOE, BucketEndWrong),
+    uncatalogued("gather_off_by_one", _MOE, GatherOffByOne),
+    uncatalogued("sum_counts_twice", (Site.POST_NORM,), SumCountsTwice, decodes=True),
+    uncatalogued("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
+    uncatalogued("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),
+    uncatalogued("experts_of_row_before", (Site.ROUTER_EXPERTS,), RowOfBefore),
+    uncatalogued("weights_reversed", (Site.ROUTER_WEIGHTS,), WeightsReversed, decodes=True),
+    uncatalogued("expert_negated", _MOE, ExpertNegated),
+    uncatalogued("remainder_dropped", _MOE, RemainderDropped),
+    uncatalogued("moe_slightly_small", _MOE, MoeTruncated),
+    uncatalogued("constant_added", _MOE, BiasAddedPerExpert),
+    uncatalogued("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
+    uncatalogued("inf_in_one_row", _MOE, InfInOneRow),
+    uncatalogued("quarter_reduced_twice", (Site.OUTPUT,), ResidualTwice),
+)
