@@ -65,18 +65,23 @@ def blame_layer(
 def _first_failures(
     results: Mapping[Site, SiteResult], fed: tuple[Site, ...]
 ) -> Iterator[tuple[Site, _Ancestry]]:
+    # Failing sites that show no more than what they were handed.
+    traces: set[Site] = set()
     for site, result in results.items():
-        if result.status is SiteStatus.FAIL:
-            ancestry = _ancestry(site, results, fed)
-            if not _is_excused(site, results, ancestry):
-                yield site, ancestry
+        if result.status is not SiteStatus.FAIL:
+            continue
+        ancestry = _ancestry(site, results, fed)
+        if any(_fails(results, upstream) and upstream not in traces for upstream in ancestry.known):
+            continue
+        if _is_trace(site, results, ancestry):
+            traces.add(site)
+        else:
+            yield site, ancestry
 
 
-def _is_excused(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
-    """Whether what a failing site is computed from fails, or carries enough of an error that failed before."""
-    if any(_has_status(results, upstream, SiteStatus.FAIL) for upstream in ancestry.known):
-        return True
-    if not any(_has_status(results, upstream, SiteStatus.FAIL) for upstream in _upstream(site, results)):
+def _is_trace(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
+    """Whether what a failing site is computed from carries enough of an error that failed before."""
+    if not any(_fails(results, upstream) for upstream in _upstream(site, results)):
         return False
     return is_handed_on(results[site], [results[known] for known in ancestry.known if known in results])
 
@@ -116,13 +121,14 @@ def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
     return tuple(upstream for upstream in SITE_INPUTS[site] if upstream is not _GIVEN[site])
 
 
+def _fails(results: Mapping[Site, SiteResult], site: Site) -> bool:
+    return site in results and results[site].status is SiteStatus.FAIL
+
+
 def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
     """Whether a site that was not compared must be right, because what shows its faults passes."""
-    return any(_has_status(results, witness, SiteStatus.PASS) for witness in _SHOWN_BY.get(site, ()))
-
-
-def _has_status(results: Mapping[Site, SiteResult], site: Site, status: SiteStatus) -> bool:
-    return site in results and results[site].status is status
+    witnesses = _SHOWN_BY.get(site, ())
+    return any(one in results and results[one].status is SiteStatus.PASS for one in witnesses)
 
 
 def _blame(
@@ -130,9 +136,14 @@ def _blame(
 ) -> Blame:
     suspects = _in_order({*ancestry.hidden, site})
     reason = results[site].reason if len(suspects) == 1 else f"{site}: {results[site].reason}"
-    if ancestry.known:
-        names = [str(known) for known in _in_order(ancestry.known)]
-        reason += f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} right"
+    traces = _in_order({known for known in ancestry.known if _fails(results, known)})
+    right = _in_order(ancestry.known - set(traces))
+    if right:
+        reason += f"; {_join(right)} {'is' if len(right) == 1 else 'are'} right"
+    if traces:
+        reason += (
+            f"; {_join(traces)} {'carries' if len(traces) == 1 else 'carry'} too little of an earlier error"
+        )
     if Site.INPUT in ancestry.hidden:
         reason += "; nothing tells what the layer was fed"
     if ancestry.hidden - {Site.INPUT}:
@@ -141,6 +152,10 @@ def _blame(
         command = f"mm2-test single-layer --layer {layer}"
         reason += f"; a chained run shows only where errors begin: run {command} on the golden"
     return Blame(layer=layer, sites=tuple(str(suspect) for suspect in suspects), reason=reason)
+
+
+def _join(sites: list[Site]) -> str:
+    return ", ".join(str(site) for site in sites)
 
 
 def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:

@@ -126,6 +126,9 @@ class TestCulprits:
             found = blamed({Site.Q_ROPE: attention, Site.MOE_DELTA: experts})
             assert found == [("q_rope",), ("moe_delta",)]
 
-    def test_culprit_among_traces_of_another_is_named_where_it_exceeds_them(self, blamed: Any) -> None:
-        carried = dict.fromkeys((Site.ATTN_CONTEXT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL), 1.5)
-        assert blamed({Site.K_ROPE: 20.0, Site.POST_NORM: 2.0, **carried}) == [("k_rope",), ("post_norm",)]
+    @pytest.mark.parametrize("carried", [1.5, 1.72], ids=["traces_pass", "traces_fail"])
+    def test_culprit_among_traces_of_another_is_named_where_it_exceeds_them(
+        self, carried: float, blamed: Any
+    ) -> None:
+        traces = dict.fromkeys((Site.ATTN_CONTEXT, Site.ATTN_DELTA, Site.ATTN_RESIDUAL), carried)
+        assert blamed({Site.K_ROPE: 20.0, Site.POST_NORM: 2.0, **traces}) == [("k_rope",), ("post_norm",)]
