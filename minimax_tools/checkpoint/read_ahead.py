@@ -66,8 +66,10 @@ class ReadAhead:
                 with file.open("rb", buffering=0) as shard:
                     while start < stop and not self._is_closed.is_set():
                         piece = scratch[: stop - start]
-                        # Copying what is there would only cost time.
+                        # Copying what is there would only cost time. What is not, though it passes for it, the
+                        # system fetches meanwhile.
                         if is_cached(shard.fileno(), start, start + len(piece)):
+                            os.posix_fadvise(shard.fileno(), start, len(piece), os.POSIX_FADV_WILLNEED)
                             start += len(piece)
                             continue
                         count = os.preadv(shard.fileno(), [piece], start)

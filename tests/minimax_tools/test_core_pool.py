@@ -23,4 +23,4 @@ def test_torch_computes_alone_in_each_thread_and_as_before_elsewhere() -> None:
 def test_pool_has_as_many_threads_as_torch_unless_told() -> None:
     with CorePool("test") as pool:
         barrier = threading.Barrier(torch.get_num_threads())
-        list(pool.map(lambda _: barrier.wait(5), range(torch.get_num_threads())))
+        list(pool.map(lambda _: barrier.wait(60), range(torch.get_num_threads())))

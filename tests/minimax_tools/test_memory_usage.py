@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from minimax_tools.memory import give_back_freed_memory
 from minimax_tools.memory_usage import (
     MemoryPeak,
     MemorySnapshot,
@@ -34,6 +35,12 @@ RssShmem:	     100 kB
 VmSwap:	      20 kB
 Threads:	1
 """
+
+
+@pytest.fixture(autouse=True)
+def freed_before() -> None:
+    """What tests before left to be freed is not freed in the midst of these."""
+    give_back_freed_memory()
 
 
 def test_status_of_linux_is_read_in_bytes() -> None:

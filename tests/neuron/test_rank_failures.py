@@ -17,6 +17,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT = ("--seq-len", "12,7", "--backend", "cpu")
+# Three processes import torch, on a machine that may have much else to do.
+DEADLINE_S = 300
 
 # How the lead and the rank itself begin its error.
 ERRORS = ("Error: rank 1 failed: ", "rank 1: Error: ")
@@ -53,7 +55,7 @@ from neuron.devices.runtime import open_runtime
 
 ranks = Ranks(rank=int(os.environ["RANK"]), degree=2)
 try:
-    with open_runtime("cpu", ranks=ranks, patience=timedelta(seconds=3)) as runtime:
+    with open_runtime("cpu", ranks=ranks, patience=timedelta(seconds=10)) as runtime:
         if ranks.is_lead:
             torch.distributed.all_reduce(torch.ones(1))
         else:
@@ -96,7 +98,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE_S
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not come"
         time.sleep(0.05)
@@ -146,7 +148,7 @@ def test_a_run_that_is_stopped_leaves_no_rank_behind(
     ranks = psutil.Process(launcher.pid).children(recursive=True)
     assert len(ranks) >= 2
     launcher.send_signal(sent)
-    _, stderr = launcher.communicate(timeout=30)
+    _, stderr = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 3
     assert "Error: interrupted" in stderr
     assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
@@ -164,7 +166,7 @@ def test_a_rank_that_dies_while_the_lead_computes_on_is_named(
         if process.environ().get("RANK") == "1"
     )
     rank.send_signal(signal.SIGKILL)
-    _, stderr = launcher.communicate(timeout=30)
+    _, stderr = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 3
     assert "Error: rank 1 failed: it was ended by SIGKILL" in stderr
 

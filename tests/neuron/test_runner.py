@@ -35,7 +35,7 @@ class Port(ReferenceLayer):
             time.sleep(600)
         return super().forward(*arguments)
 """
-DEADLINE_S = 120
+DEADLINE_S = 300
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -102,7 +102,7 @@ def test_store_that_hangs_is_a_loss_after_forty_seconds() -> None:
     watch.start()
     while not calls:
         time.sleep(0.1)
-    assert 39 < time.monotonic() - begun_s < 45
+    assert 39 < time.monotonic() - begun_s < 60
     assert watch.store_fault == "it did not answer for 40 s"
     watch.stop()
 

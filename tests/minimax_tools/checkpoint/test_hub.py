@@ -344,7 +344,8 @@ def test_a_body_that_breaks_off_is_continued_where_it_ended(
 ) -> None:
     fault = hub_module.Fault(after_bytes=CUT, ending=ending)
     hub.plant("GET", _content(hub_module, files, LAYER_0), fault)
-    folder = resolve(layers=range(1), timeout_s=0.3)
+    # Only where it stalls is the silence waited for; a busy machine's own must not pass for it.
+    folder = resolve(layers=range(1), timeout_s=1.5)
     assert (folder / LAYER_0).read_bytes() == files[LAYER_0]
     whole, rest = _ranges(hub, LAYER_0)
     assert whole is None
@@ -363,7 +364,7 @@ def test_many_breaks_pass_as_long_as_something_comes(
 
 def test_a_slow_hub_is_waited_for(hub: Any, hub_module: ModuleType, files: Files, resolve: Resolve) -> None:
     hub.plant("GET", "/content/", hub_module.Fault(pause_s=0.1))
-    assert (resolve(layers=range(0), timeout_s=0.5) / TOP).read_bytes() == files[TOP]
+    assert (resolve(layers=range(0)) / TOP).read_bytes() == files[TOP]
     assert len(_ranges(hub, TOP)) == 1
 
 
