@@ -10,7 +10,7 @@ The words:
 - `metrics`: what tensors measure; `floor`: what BF16 alone cost the golden
 - `memory`: what this process holds, held at most and may hold; `memory_usage`: one reading of it; `cgroup`:
   what a container allows; `size`: bytes read and worded; `progress`: a run over layers, watched
-- `core_pool`: threads, one on each core
+- `core_pool`: threads, one on each core; `compiled`: loops made machine code
 - `errors`: every error and its exit code
 
 The folders:

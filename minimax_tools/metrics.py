@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from minimax_tools.core_pool import CorePool
-from minimax_tools.median import MedianSearch
-from minimax_tools.pair_sums import BLOCK_ELEMENTS, Centres, PairSums, Tolerance
+from minimax_tools.median import DistanceCounts
+from minimax_tools.pair_sums import Centres, PairSums, Tolerance, Values
 
 _BLOCK_ELEMENTS = 1 << 17  # in float64 a block stays in the cache
+_PAIR_BLOCK_ELEMENTS = 1 << 15  # as above, with two sides
 # Threads cost more than they save on fewer.
 _FEWEST_BLOCKS = 8
 _SAMPLE_ELEMENTS = 1 << 13
@@ -101,61 +104,77 @@ def compare_tensors(
     step = max(mine.numel() // _SAMPLE_ELEMENTS, 1) | 1
     sample = mine[::step].double(), theirs[::step].double()
     centres, tolerance = Centres.of(*sample), Tolerance(rtol=rtol, atol=atol)
-    search = MedianSearch.expecting((sample[1] - sample[0]).abs())
-    sums = sum_pair(mine, theirs, tolerance=tolerance, centres=centres, search=search)
-    if search.median is None:
-        search = MedianSearch()
-        sums = sum_pair(mine, theirs, tolerance=tolerance, centres=centres, search=search)
-    assert search.median is not None, "a median that may lie anywhere is found"
-    return _pair_metrics(sums, search.median, tuple(reference.shape))
+    figures = sum_pair(mine, theirs, begin=lambda: _Figures(tolerance, centres))
+    return _pair_metrics(figures.sums, figures.counts.median, tuple(reference.shape))
 
 
-def sum_pair(
-    reference: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    tolerance: Tolerance,
-    centres: Centres,
-    search: MedianSearch | None,
-) -> PairSums:
-    """The sums over two flat tensors, a part of them on each core; `search` counts their distances."""
+S = TypeVar("S", bound="Summing")
 
-    def add(part: range) -> tuple[PairSums, MedianSearch | None]:
-        sums, mine = PairSums(tolerance, centres), None if search is None else search.anew()
+
+class Summing(Protocol):
+    """What takes in a pair block by block."""
+
+    def add(self, offset: int, reference: Values, target: Values) -> None:
+        """Account for one block of both sides, float64 [n]; `offset` is its first flat index."""
+
+    def merge(self: S, other: S) -> None:
+        """Account for the blocks that another has taken in."""
+
+
+def sum_pair(reference: torch.Tensor, target: torch.Tensor, *, begin: Callable[[], S]) -> S:
+    """What `begin` makes, once two flat tensors have been added to it, a part of them on each core."""
+
+    def add(part: range) -> S:
+        sums = begin()
+        buffers = torch.empty(2, min(_PAIR_BLOCK_ELEMENTS, reference.numel()), dtype=torch.float64)
         for offset in part:
-            window = slice(offset, offset + BLOCK_ELEMENTS)
-            distances = sums.add(offset, reference[window], target[window])
-            if mine is not None:
-                mine.add(distances)
-        return sums, mine
+            window = slice(offset, min(offset + _PAIR_BLOCK_ELEMENTS, reference.numel()))
+            mine, theirs = buffers[:, : window.stop - offset]
+            sums.add(offset, mine.copy_(reference[window]).numpy(), theirs.copy_(target[window]).numpy())
+        return sums
 
-    total = PairSums(tolerance, centres)
-    offsets = range(0, reference.numel(), BLOCK_ELEMENTS)
+    offsets = range(0, reference.numel(), _PAIR_BLOCK_ELEMENTS)
     num_parts = torch.get_num_threads() if len(offsets) >= _FEWEST_BLOCKS else 1
     share = -(-len(offsets) // num_parts)
     parts = [offsets[start : start + share] for start in range(0, len(offsets), share)]
     with CorePool("metrics") if num_parts > 1 else contextlib.nullcontext() as pool:
-        for sums, counts in map(add, parts) if pool is None else pool.map(add, parts):
-            total.merge(sums)
-            if search is not None and counts is not None:
-                search.merge(counts)
+        total, *others = map(add, parts) if pool is None else pool.map(add, parts)
+    for sums in others:
+        total.merge(sums)
     return total
 
 
+class _Figures:
+    """What every metric of a pair follows from."""
+
+    def __init__(self, tolerance: Tolerance, centres: Centres) -> None:
+        self.sums = PairSums(tolerance, centres)
+        self.counts = DistanceCounts()
+
+    def add(self, offset: int, reference: Values, target: Values) -> None:
+        self.sums.add(offset, reference, target)
+        self.counts.add(reference, target)
+
+    def merge(self, other: _Figures) -> None:
+        self.sums.merge(other.sums)
+        self.counts.merge(other.counts)
+
+
 def _pair_metrics(sums: PairSums, median: float, shape: tuple[int, ...]) -> PairMetrics:
+    totals = sums.totals
     reference_squares, target_squares = sums.squares
     reference_norm = math.sqrt(reference_squares)
     return PairMetrics(
         num_elements=sums.num_elements,
-        num_nonfinite_reference=sums.nonfinite_reference,
-        num_nonfinite_target=sums.nonfinite_target,
+        num_nonfinite_reference=totals.nonfinite_reference,
+        num_nonfinite_target=totals.nonfinite_target,
         max_abs_diff=max(sums.worst, 0.0),
-        mean_abs_diff=sums.distance_sum / max(sums.num_finite, 1),
+        mean_abs_diff=totals.distances / max(totals.num_finite, 1),
         median_abs_diff=median,
-        close_fraction=sums.num_close / sums.num_elements,
+        close_fraction=totals.num_close / sums.num_elements,
         cosine_similarity=_correlation(sums.products, reference_squares, target_squares),
         pearson_correlation=_correlation(sums.covariation, *sums.spreads),
-        relative_l2=_ratio(math.sqrt(sums.distance_squares), reference_norm, of_zeros=0.0),
+        relative_l2=_ratio(math.sqrt(totals.distance_squares), reference_norm, of_zeros=0.0),
         norm_ratio=_ratio(math.sqrt(target_squares), reference_norm, of_zeros=1.0),
         worst_index=_unravel(sums.worst_offset, shape),
     )

@@ -1,17 +1,18 @@
 """PairSums: running sums over blocks of two tensors, in float64, from which every metric of a pair follows.
 
-A block's float64 copies stay in a core's cache: numpy and torch work on the same memory, each where it is faster.
-n elements of a block
+r and t: an element of the reference and of the target. n elements of a block
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-BLOCK_ELEMENTS = 1 << 15
+from minimax_tools.compiled import compiled
 
 Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -29,7 +30,7 @@ class Centres:
     """A number for each side that its deviations are taken from.
 
     Sums of plain squares would lose a small spread around a large mean to rounding. Where the spread outweighs
-    the mean, 0 does and spares the work.
+    the mean, 0 does and nothing is rounded.
     """
 
     reference: float
@@ -39,6 +40,22 @@ class Centres:
     def of(cls, reference: torch.Tensor, target: torch.Tensor) -> Centres:
         """Those of samples of the two sides, any shape."""
         return cls(reference=_centre(reference), target=_centre(target))
+
+
+class Totals(NamedTuple):
+    """What is added up over elements; all but the first two over those that are finite on both sides."""
+
+    nonfinite_reference: int = 0
+    nonfinite_target: int = 0
+    num_finite: int = 0
+    num_close: int = 0
+    distances: float = 0.0
+    distance_squares: float = 0.0
+    reference_deviations: float = 0.0
+    reference_squares: float = 0.0
+    target_deviations: float = 0.0
+    target_squares: float = 0.0
+    products: float = 0.0
 
 
 class PairSums:
@@ -51,122 +68,76 @@ class PairSums:
 
     def __init__(self, tolerance: Tolerance, centres: Centres) -> None:
         self._tolerance = tolerance
-        self._centres = centres.reference, centres.target
-        self._buffers = tuple(np.empty(BLOCK_ELEMENTS) for _ in range(4))
-        self._mask = np.empty(BLOCK_ELEMENTS, dtype=np.bool_)
-        self.num_elements = self.num_finite = self.num_close = 0
-        self.nonfinite_reference = self.nonfinite_target = 0
-        self.distance_sum = self.distance_squares = 0.0
-        self.deviation_sums = np.zeros(2)
-        self.deviation_squares = np.zeros(2)
-        self.deviation_products = 0.0
+        self._centres = centres
+        self.num_elements = 0
+        self.totals = Totals()
         self.worst, self.worst_offset = -1.0, 0
 
-    def add(self, offset: int, reference: torch.Tensor, target: torch.Tensor) -> Values:
-        """Account for one block of both sides, [n] of any dtype; `offset` is its first flat index.
-
-        Returns:
-            |target − reference| of the elements that are finite on both sides, until the next call.
-        """
-        mine, theirs, distance, bound = (buffer[: reference.numel()] for buffer in self._buffers)
-        mine_tensor = torch.from_numpy(mine).copy_(reference)
-        theirs_tensor = torch.from_numpy(theirs).copy_(target)
-        torch.sub(theirs_tensor, mine_tensor, out=torch.from_numpy(distance)).abs_()
-        self.num_elements += mine.size
-        total = float(torch.from_numpy(distance).sum())
-        if not np.isfinite(total):
-            mine, theirs, distance = self._without_nonfinite(offset, mine, theirs, distance)
-            bound, total = bound[: mine.size], float(distance.sum())
-        elif distance.size:
-            self._note_worst(offset, distance)
-        self.num_finite += mine.size
-        self.distance_sum += total
-        self.distance_squares += _dot(distance, distance)
-        self._count_close(mine, distance, bound)
-        self._add_deviations(mine, theirs)
-        return distance
+    def add(self, offset: int, reference: Values, target: Values) -> None:
+        """Account for one block of both sides, [n]; `offset` is its first flat index."""
+        totals, worst, index = _add_up(
+            reference,
+            target,
+            self._centres.reference,
+            self._centres.target,
+            self._tolerance.rtol,
+            self._tolerance.atol,
+            self.worst,
+        )
+        self._include(reference.size, totals, worst, offset + index)
 
     def merge(self, other: PairSums) -> None:
         """Add another's sums, of the same tolerance and centres."""
-        for name in ("num_elements", "num_finite", "num_close", "nonfinite_reference", "nonfinite_target"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.distance_sum += other.distance_sum
-        self.distance_squares += other.distance_squares
-        self.deviation_sums += other.deviation_sums
-        self.deviation_squares += other.deviation_squares
-        self.deviation_products += other.deviation_products
-        if (other.worst, -other.worst_offset) > (self.worst, -self.worst_offset):
-            self.worst, self.worst_offset = other.worst, other.worst_offset
+        self._include(other.num_elements, other.totals, other.worst, other.worst_offset)
+
+    def _include(self, num_elements: int, totals: Totals, worst: float, worst_offset: int) -> None:
+        self.num_elements += num_elements
+        self.totals = Totals(*map(operator.add, self.totals, totals))
+        if (worst, -worst_offset) > (self.worst, -self.worst_offset):
+            self.worst, self.worst_offset = worst, worst_offset
 
     @property
     def squares(self) -> tuple[float, float]:
         """Σ r² and Σ t²."""
+        count = self.totals.num_finite
         mine, theirs = (
-            float(squares + centre * (2 * deviations + self.num_finite * centre))
-            for squares, deviations, centre in zip(
-                self.deviation_squares, self.deviation_sums, self._centres, strict=True
-            )
+            squares + centre * (2 * deviations + count * centre)
+            for squares, deviations, centre in self._sides()
         )
         return mine, theirs
 
     @property
     def products(self) -> float:
         """Σ r·t."""
-        mine, theirs = self._centres
-        my_sum, their_sum = self.deviation_sums
-        shifts = mine * their_sum + theirs * my_sum + self.num_finite * mine * theirs
-        return float(self.deviation_products + shifts)
+        totals, mine, theirs = self.totals, self._centres.reference, self._centres.target
+        shifts = mine * totals.target_deviations + theirs * totals.reference_deviations
+        return totals.products + shifts + totals.num_finite * mine * theirs
 
     @property
     def spreads(self) -> tuple[float, float]:
         """Σ(r − mean)² and Σ(t − mean)²; exactly 0 where it is no more than rounding of the mean."""
-        count = max(self.num_finite, 1)
+        count = max(self.totals.num_finite, 1)
         mine, theirs = (
-            float(squares - deviations**2 / count)
+            squares - deviations**2 / count
             if squares - deviations**2 / count > count * (4 * np.finfo(np.float64).eps * centre) ** 2
             else 0.0
-            for squares, deviations, centre in zip(
-                self.deviation_squares, self.deviation_sums, self._centres, strict=True
-            )
+            for squares, deviations, centre in self._sides()
         )
-        return mine, theirs
+        return float(mine), float(theirs)
 
     @property
     def covariation(self) -> float:
         """Σ(r − mean)·(t − mean)."""
-        drift = self.deviation_sums[0] * self.deviation_sums[1] / max(self.num_finite, 1)
-        return float(self.deviation_products - drift)
+        totals = self.totals
+        drift = totals.reference_deviations * totals.target_deviations / max(totals.num_finite, 1)
+        return totals.products - drift
 
-    def _without_nonfinite(
-        self, offset: int, mine: Values, theirs: Values, distance: Values
-    ) -> tuple[Values, Values, Values]:
-        is_mine, is_theirs = np.isfinite(mine), np.isfinite(theirs)
-        self.nonfinite_reference += int(np.count_nonzero(~is_mine))
-        self.nonfinite_target += int(np.count_nonzero(~is_theirs))
-        finite = is_mine & is_theirs
-        self._note_worst(offset, np.where(finite, distance, -1.0))
-        return mine[finite], theirs[finite], distance[finite]
-
-    def _note_worst(self, offset: int, distance: Values) -> None:
-        index = int(distance.argmax())
-        if distance[index] > self.worst:
-            self.worst, self.worst_offset = float(distance[index]), offset + index
-
-    def _count_close(self, mine: Values, distance: Values, bound: Values) -> None:
-        np.abs(mine, out=bound)
-        bound *= self._tolerance.rtol
-        bound += self._tolerance.atol
-        self.num_close += int(
-            np.count_nonzero(np.less_equal(distance, bound, out=self._mask[: distance.size]))
+    def _sides(self) -> tuple[tuple[float, float, float], ...]:
+        """Squares, deviations and centre of each side."""
+        return (
+            (self.totals.reference_squares, self.totals.reference_deviations, self._centres.reference),
+            (self.totals.target_squares, self.totals.target_deviations, self._centres.target),
         )
-
-    def _add_deviations(self, mine: Values, theirs: Values) -> None:
-        for side, (values, centre) in enumerate(zip((mine, theirs), self._centres, strict=True)):
-            if centre != 0.0:
-                values -= centre
-            self.deviation_sums[side] += float(torch.from_numpy(values).sum())
-            self.deviation_squares[side] += _dot(values, values)
-        self.deviation_products += _dot(mine, theirs)
 
 
 def _centre(sample: torch.Tensor) -> float:
@@ -177,6 +148,57 @@ def _centre(sample: torch.Tensor) -> float:
     return mean if abs(mean) > float(finite.std(correction=0)) else 0.0
 
 
-def _dot(left: Values, right: Values) -> float:
-    """numpy's own would start threads of its own beside torch's."""
-    return float(torch.from_numpy(left).dot(torch.from_numpy(right)))
+# Written so that the loop runs on several lanes at once: over a range, without a branch; what does not count is 0.
+@compiled("(float64[::1], float64[::1], float64, float64, float64, float64, float64)")
+def _add_up(
+    reference: Values,
+    target: Values,
+    reference_centre: float,
+    target_centre: float,
+    rtol: float,
+    atol: float,
+    known_worst: float,
+) -> tuple[Totals, float, int]:
+    """`Totals` of a block; its largest distance, -1 if it has none; and where that is, if more than `known_worst`."""
+    nonfinite_reference = nonfinite_target = num_finite = num_close = 0
+    distances = distance_squares = products = 0.0
+    reference_deviations = reference_squares = target_deviations = target_squares = 0.0
+    # Of numbers that are not negative the bits are ordered as the numbers are, and no NaN is in the way.
+    worst_bits = np.int64(-1)
+    for i in range(reference.size):
+        r, t = reference[i], target[i]
+        is_finite = np.isfinite(r) & np.isfinite(t)
+        nonfinite_reference += not np.isfinite(r)
+        nonfinite_target += not np.isfinite(t)
+        num_finite += is_finite
+        num_close += is_finite & (abs(t - r) <= atol + rtol * abs(r))
+        distance = np.float64(abs(t - r) if is_finite else 0.0)
+        distances += distance
+        distance_squares += distance * distance
+        worst_bits = max(worst_bits, distance.view(np.int64) if is_finite else np.int64(-1))
+        deviation = r - reference_centre if is_finite else 0.0
+        other_deviation = t - target_centre if is_finite else 0.0
+        reference_deviations += deviation
+        reference_squares += deviation * deviation
+        target_deviations += other_deviation
+        target_squares += other_deviation * other_deviation
+        products += deviation * other_deviation
+    worst = np.int64(worst_bits).view(np.float64) if worst_bits >= 0 else -1.0
+    index = 0
+    if worst > known_worst:
+        while abs(target[index] - reference[index]) != worst:
+            index += 1
+    totals = Totals(
+        nonfinite_reference,
+        nonfinite_target,
+        num_finite,
+        num_close,
+        distances,
+        distance_squares,
+        reference_deviations,
+        reference_squares,
+        target_deviations,
+        target_squares,
+        products,
+    )
+    return totals, worst, index

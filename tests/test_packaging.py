@@ -271,6 +271,7 @@ def test_core_asks_for_torch_and_light_libraries_only(metadata: email.message.Me
         "click",
         "huggingface_hub",
         "jinja2",
+        "numba",
         "numpy",
         "packaging",
         "psutil",

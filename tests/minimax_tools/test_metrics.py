@@ -68,6 +68,14 @@ class TestCompareTensors:
         metrics = compare_tensors(reference, target, rtol=0.0, atol=0.0)
         assert (metrics.worst_index, metrics.max_abs_diff) == (place, 3.0)
 
+    @pytest.mark.parametrize("others", [[(0, 0, 4)], [(0, 150, 0)], [(1, 210, 1008)]])
+    def test_first_of_several_worst_ones_is_named(self, others: list[tuple[int, ...]]) -> None:
+        reference, target = torch.zeros(SEVERAL_BLOCKS), torch.full(SEVERAL_BLOCKS, 0.25)
+        target[0, 0, 2] = math.nan
+        for place in [(0, 0, 3), *others]:
+            target[place] = 3.0
+        assert compare_tensors(reference, target, rtol=0.0, atol=0.0).worst_index == (0, 0, 3)
+
     def test_equal_tensors_are_alike_by_every_figure(self) -> None:
         reference, _ = random_pair((7, 11), dtype=torch.bfloat16)
         metrics = compare_tensors(reference, reference.clone(), rtol=0.0, atol=0.0)
