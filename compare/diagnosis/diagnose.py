@@ -13,7 +13,7 @@ from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis
 from compare.diagnosis.layer_case import LayerCase
-from compare.diagnosis.mistake import Mistake
+from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.search import search_layer
 from compare.feed import read_feed
 from compare.judge import Criteria
@@ -99,7 +99,7 @@ def _diagnose_layers(
 ) -> Iterator[LayerDiagnosis]:
     """One layer after the other; what explained one is tried first on the next."""
     spec = ModelSpec.from_folder(model)
-    expected: set[str] = set()
+    expected: dict[str, Hypothesis] = {}
     with CheckpointReader(model, layers=range(min(suspects), max(suspects) + 1)) as reader:
         for layer, sites in suspects.items():
             num_bytes_before = reader.num_bytes_read
@@ -107,9 +107,11 @@ def _diagnose_layers(
             case = LayerCase(golden, target, reader=reader, spec=spec, layer=layer, suspects=sites)
             with torch.no_grad():
                 outcome = search_layer(
-                    case.open_trial(), mistakes, suspects=sites, expected=frozenset(expected)
+                    case.open_trial(), mistakes, suspects=sites, expected=tuple(expected.values())
                 )
-            expected |= {score.hypothesis.name for score in outcome.named}
+            found = [score.hypothesis for score in outcome.named]
+            # The last layer's parameters are the likeliest ones of the next.
+            expected |= {one.name: one for one in found}
             progress.advance(layer, num_bytes=reader.num_bytes_read - num_bytes_before)
             yield LayerDiagnosis.of(layer, outcome, sites=case.sites, notes=case.notes)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
-from compare.diagnosis.finding import Diagnosis, Finding, LayerDiagnosis
-from compare.diagnosis.mistake import word_mistake
+from compare.diagnosis.finding import Diagnosis, Finding
+from compare.diagnosis.layer_group import LayerGroup, group_layers
+from compare.diagnosis.mistake import Value, word_mistake
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_figure
+from reports.wording import word_figure, word_layers
 
 _MOST_LISTED = 3
 
@@ -44,10 +46,10 @@ def render_diagnosis(
     canvas = Canvas(width=width, is_terminal=is_terminal)
     if not diagnosis.layers:
         canvas.line("nothing differs: there is nothing to diagnose", style="bold green")
-    for number, layer in enumerate(diagnosis.layers):
+    for number, group in enumerate(group_layers(diagnosis.layers)):
         if number:
             canvas.gap()
-        _draw_layer(canvas, layer)
+        _draw_group(canvas, group)
     canvas.facts([("reference", diagnosis.reference), ("target", diagnosis.target)])
     for note in diagnosis.notes:
         canvas.item(note)
@@ -77,38 +79,91 @@ def catalogue_record() -> dict[str, Any]:
     }
 
 
-def _draw_layer(canvas: Canvas, layer: LayerDiagnosis) -> None:
-    before = f"ρ {word_figure(layer.unexplained)}"
-    if layer.named:
-        first, *others = layer.named
-        canvas.line(
-            f"Layer {layer.layer} matches {_word(first)}: leaves ρ {word_figure(first.leaves)} "
-            f"of {word_figure(layer.unexplained)}",
-            style="bold",
-        )
-        canvas.paragraph(first.what)
-        canvas.paragraph(f"Look at {first.look_at}.")
-        canvas.paragraph(
-            f"Explains {100 * first.explains:.4g} % of the error; amplitude {first.amplitude:.3f}, "
-            f"{word_figure(first.z)} times its uncertainty."
-        )
-        if first.sources:
-            canvas.paragraph(f"Seen in {', '.join(first.sources)}.")
-        for other in others[:_MOST_LISTED]:
-            canvas.paragraph(
-                f"{_word(other)} resembles it: leaves ρ {word_figure(other.leaves)}. Nothing in these captures "
-                "tells the two apart."
-            )
+def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
+    where, is_one = _word_layers(group.numbers), len(group.numbers) == 1
+    before = _word_range(layer.unexplained for layer in group.layers)
+    if group.named:
+        leaves = _word_range(finding.leaves for finding in group.named)
+        matches = "matches" if is_one else "match"
+        canvas.line(f"{where} {matches} {_word(group.named)}: leaves ρ {leaves} of {before}", style="bold")
+        _draw_mistake(canvas, group.named)
+        _draw_look_alikes(canvas, group)
     else:
-        canvas.line(f"Layer {layer.layer}: no known mistake explains it ({before})", style="bold")
-        for other in layer.nearest[:_MOST_LISTED]:
-            canvas.paragraph(f"nearest: {_word(other)} leaves ρ {word_figure(other.leaves)}")
+        it = "it" if is_one else "them"
+        canvas.line(f"{where}: no known mistake explains {it} (ρ {before})", style="bold")
+        for other in group.others[:_MOST_LISTED]:
+            leaves = _word_range(finding.leaves for finding in other)
+            canvas.paragraph(f"nearest: {_word(other)} leaves ρ {leaves}{_word_where(other, group)}")
+    _draw_how(canvas, group)
+
+
+def _draw_mistake(canvas: Canvas, named: Sequence[Finding]) -> None:
+    first = named[0]
+    canvas.paragraph(first.what)
+    canvas.paragraph(f"Look at {first.look_at}.")
+    explains = _word_range((100 * finding.explains for finding in named), word=lambda value: f"{value:.4g}")
+    amplitudes = _word_range((finding.amplitude for finding in named), word=lambda value: f"{value:.3f}")
+    certainty = _word_range(finding.z for finding in named)
     canvas.paragraph(
-        f"{layer.num_hypotheses} hypotheses tried, judged by {', '.join(str(site) for site in layer.sites)}"
+        f"Explains {explains} % of the error; amplitude {amplitudes}, {certainty} times its uncertainty."
     )
-    for note in layer.notes:
-        canvas.item(note)
+    if first.sources:
+        canvas.paragraph(f"Seen in {', '.join(first.sources)}.")
 
 
-def _word(finding: Finding) -> str:
-    return word_mistake(finding.mistake, finding.parameters)
+def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
+    """What these captures cannot tell from the mistake that is named, of whichever of the layers."""
+    if not group.others:
+        return
+    words = [
+        f"{_word(other)}, which leaves ρ {_word_range(finding.leaves for finding in other)}"
+        f"{_word_where(other, group)}"
+        for other in group.others[:_MOST_LISTED]
+    ]
+    hidden = len(group.others) - len(words)
+    words += [f"{hidden} more"] if hidden else []
+    canvas.paragraph(f"Cannot be told from: {'; '.join(words)}.")
+
+
+def _draw_how(canvas: Canvas, group: LayerGroup) -> None:
+    """What was tried, and what to know beside."""
+    sites = dict.fromkeys(str(site) for layer in group.layers for site in layer.sites)
+    tried = _word_range((layer.num_hypotheses for layer in group.layers), word=lambda value: f"{value:g}")
+    each = "" if len(group.layers) == 1 else " on each"
+    canvas.paragraph(f"{tried} hypotheses tried{each}, judged by {', '.join(sites)}")
+    for note in dict.fromkeys(note for layer in group.layers for note in layer.notes):
+        noted = [layer.layer for layer in group.layers if note in layer.notes]
+        canvas.item(note if len(noted) == len(group.layers) else f"{word_layers(noted)}: {note}")
+
+
+def _word(findings: Sequence[Finding]) -> str:
+    """A mistake with its parameters; those that were fitted as the range that they lie in."""
+    parameters = {
+        name: _word_parameter([finding.parameters[name] for finding in findings])
+        for name in findings[0].parameters
+    }
+    return word_mistake(findings[0].mistake, parameters)
+
+
+def _word_where(findings: Sequence[Finding], group: LayerGroup) -> str:
+    """In which of the layers; nothing where it is in all of them."""
+    layers = sorted({finding.layer for finding in findings})
+    return "" if len(layers) == len(group.layers) else f" in {word_layers(layers)}"
+
+
+def _word_layers(layers: Sequence[int]) -> str:
+    words = word_layers(layers)
+    return words[0].upper() + words[1:]
+
+
+def _word_parameter(values: Sequence[Value]) -> str:
+    """Layers of a group differ in what was fitted alone."""
+    fitted = [value for value in values if isinstance(value, float)]
+    return _word_range(fitted, word=lambda value: f"{value:.4g}") if fitted else str(values[0])
+
+
+def _word_range(values: Iterable[float], *, word: Callable[[float], str] = word_figure) -> str:
+    """The least and the largest of them, such as `0.98 … 1.02`; one where they read alike."""
+    ordered = sorted(values)
+    least, largest = word(ordered[0]), word(ordered[-1])
+    return least if least == largest else f"{least} … {largest}"

@@ -43,7 +43,7 @@ class Outcome:
 
 
 def search_layer(
-    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: frozenset[str]
+    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
 ) -> Outcome:
     """Find the mistakes that explain a layer.
 
@@ -54,7 +54,7 @@ def search_layer(
         trial: What judges, on all tokens.
         mistakes: The catalogue's entries to try.
         suspects: The sites that are to blame; empty where none is known.
-        expected: Names of the mistakes that other layers of this run were explained by.
+        expected: What other layers of this run were explained by, with the parameters that were fitted there.
     """
     first, screen = (_screen(trial, most) for most in (_FIRST_TOKENS, _SCREENING_TOKENS))
     num_tried = 0
@@ -99,12 +99,14 @@ def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis])
 
 
 def _turns(
-    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: frozenset[str]
+    trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
 ) -> Iterator[tuple[bool, list[Hypothesis]]]:
     """The hypotheses in turns, and whether a turn is of what other layers were explained by."""
-    left = [one for mistake in mistakes for one in mistake.hypotheses(trial.base.scene)]
+    names = {one.name for one in expected}
+    # The catalogue's candidates first: a value that was fitted elsewhere must explain more than they do.
+    left = [one for mistake in mistakes for one in mistake.hypotheses(trial.base.scene)] + list(expected)
     choices: list[Callable[[Hypothesis], bool]] = [
-        lambda one: one.name in expected,
+        lambda one: one.name in names,
         lambda one: bool(one.sites & suspects),
         lambda _: True,
     ]
@@ -161,7 +163,9 @@ def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
         [
             score
             for score in scores
-            if not score.is_decode_only and score.hypothesis.is_of_attention is of_attention
+            if not score.is_decode_only
+            and len(score.hypothesis.mistakes) == 1
+            and score.hypothesis.is_of_attention is of_attention
         ]
         for of_attention in (True, False)
     )

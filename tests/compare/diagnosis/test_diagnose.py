@@ -88,6 +88,23 @@ def test_two_mistakes_at_once_are_named_together(diagnose: Diagnose) -> None:
     assert record["diagnosis"][0]["parameters"] == {"qk_norm_per_rank.tp_degree": 2}
 
 
+@pytest.mark.slow
+def test_pair_that_explained_a_layer_is_tried_first_on_the_next(
+    toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    target = f"{PORTS / 'diagnosed.py'}:BlackBoxPair"
+    arguments = ("sweep", "--layers", "1:3", "--model", toy, "--golden", golden, "--target", target)
+    command(mm2_test, *arguments, "--backend", "cpu", "--output-dir", tmp_path / "run", "--quiet")
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    record = json.loads(command(mm2_diagnose, *paths, "--json", "--quiet").stdout)
+    assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [
+        (1, "qk_norm_per_rank + gate_up_swapped"),
+        (2, "qk_norm_per_rank + gate_up_swapped"),
+    ]
+    first, second = (layer["num_hypotheses"] for layer in record["layers"])
+    assert (first > 250, second) == (True, 1)
+
+
 def test_mistake_of_decoded_rows_alone_says_so(diagnose: Diagnose) -> None:
     _, record = diagnose("SwappedWhereDecoded", ports="diagnosed.py", decode=12)
     first = record["diagnosis"][0]

@@ -1,0 +1,98 @@
+"""LayerGroup: layers that one mistake explains, or that nothing does, so that a report tells them once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from compare.diagnosis.finding import Finding, LayerDiagnosis
+
+# Fitted parameters of one mistake differ a little from layer to layer.
+_SAME_VALUE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that share a finding.
+
+    Args:
+        layers: What was found of each, ascending.
+        named: The mistake that explains them, as each of them has it; empty where nothing explains them.
+        others: Mistakes that resemble it in some of them, or come nearest where nothing explains them; each as the
+            layers have it, the commonest first.
+    """
+
+    layers: tuple[LayerDiagnosis, ...]
+    named: tuple[Finding, ...]
+    others: tuple[tuple[Finding, ...], ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The layers' numbers."""
+        return tuple(layer.layer for layer in self.layers)
+
+
+def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
+    """Layers by what explains them, in the order of the first of each.
+
+    A mistake that resembles the best one of a layer explains it as well, so a layer belongs to the first group whose
+    mistake is among its own; those that nothing explains belong together where the same mistake comes nearest.
+    """
+    groups: list[list[tuple[LayerDiagnosis, Finding | None]]] = []
+    for layer in layers:
+        for members in groups:
+            first, shared = members[0]
+            if bool(first.named) is bool(layer.named):
+                own = _find_alike(shared, layer.named or layer.nearest[:1])
+                if own is not None or (shared is None and not layer.nearest):
+                    members.append((layer, own))
+                    break
+        else:
+            groups.append([(layer, next(iter(layer.named or layer.nearest), None))])
+    return tuple(_group(members) for members in groups)
+
+
+def gather(findings: Iterable[Finding]) -> tuple[tuple[Finding, ...], ...]:
+    """Findings by mistake and parameters, the commonest first."""
+    gathered: list[list[Finding]] = []
+    for finding in findings:
+        for members in gathered:
+            if _are_alike(members[0], finding):
+                members.append(finding)
+                break
+        else:
+            gathered.append([finding])
+    return tuple(tuple(members) for members in sorted(gathered, key=len, reverse=True))
+
+
+def _group(members: Sequence[tuple[LayerDiagnosis, Finding | None]]) -> LayerGroup:
+    is_named = bool(members[0][0].named)
+    return LayerGroup(
+        layers=tuple(layer for layer, _ in members),
+        named=tuple(own for _, own in members if is_named and own is not None),
+        others=gather(
+            other
+            for layer, own in members
+            for other in layer.named or layer.nearest
+            if not is_named or other is not own
+        ),
+    )
+
+
+def _find_alike(shared: Finding | None, findings: Iterable[Finding]) -> Finding | None:
+    if shared is None:
+        return None
+    return next((finding for finding in findings if _are_alike(shared, finding)), None)
+
+
+def _are_alike(first: Finding, second: Finding) -> bool:
+    """Whether two findings are one mistake with about the same parameters."""
+    if first.mistake != second.mistake or first.parameters.keys() != second.parameters.keys():
+        return False
+    return all(
+        math.isclose(value, other, rel_tol=_SAME_VALUE)
+        if isinstance(value, float) and isinstance(other, float)
+        else value == other
+        for value, other in ((value, second.parameters[name]) for name, value in first.parameters.items())
+    )

@@ -1,0 +1,141 @@
+"""Layers that share a finding are told once, with what cannot be told from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+
+from compare.diagnosis.finding import Diagnosis, Finding, LayerDiagnosis
+from compare.diagnosis.layer_group import group_layers
+from compare.diagnosis.report import diagnosis_record, render_diagnosis
+from minimax_tools.sites import Site
+
+SWAPPED = "gate_up_swapped"
+
+
+def finding(layer: int, mistake: str = SWAPPED, *, leaves: float = 1.0, **parameters: float | str) -> Finding:
+    return Finding(
+        layer=layer,
+        mistake=mistake,
+        parameters=MappingProxyType(dict(parameters)),
+        explains=0.99,
+        leaves=leaves,
+        amplitude=1.0,
+        z=300.0,
+        what="Gate and up are swapped.",
+        look_at="the order of w1 and w3",
+    )
+
+
+def layer(
+    number: int,
+    *named: Finding,
+    nearest: tuple[Finding, ...] = (),
+    unexplained: float = 100.0,
+    notes: tuple[str, ...] = (),
+) -> LayerDiagnosis:
+    return LayerDiagnosis(
+        layer=number,
+        sites=(Site.MOE_DELTA,),
+        unexplained=unexplained,
+        named=named,
+        nearest=nearest,
+        num_hypotheses=12,
+        notes=notes,
+    )
+
+
+def text(*layers: LayerDiagnosis) -> str:
+    return render_diagnosis(diagnosis(*layers), width=200, is_terminal=False)
+
+
+def diagnosis(*layers: LayerDiagnosis) -> Diagnosis:
+    return Diagnosis(reference=str(Path("golden")), target=str(Path("run")), is_failed=True, layers=layers)
+
+
+class TestGroups:
+    def test_layers_of_one_mistake_belong_together(self) -> None:
+        layers = (layer(3, finding(3)), layer(4, finding(4, "o_proj_zero")), layer(5, finding(5)))
+        assert [group.numbers for group in group_layers(layers)] == [(3, 5), (4,)]
+
+    def test_fitted_parameters_may_differ_a_little(self) -> None:
+        factors = (0.350, 0.354, 0.8)
+        layers = [
+            layer(number, finding(number, "k_norm_scaled", factor=factor))
+            for number, factor in enumerate(factors)
+        ]
+        assert [group.numbers for group in group_layers(layers)] == [(0, 1), (2,)]
+
+    def test_other_parameters_may_not_differ(self) -> None:
+        layers = [layer(n, finding(n, "fp8_scale_missing", tensor=t)) for n, t in enumerate(("w1", "w2"))]
+        assert [group.numbers for group in group_layers(layers)] == [(0,), (1,)]
+
+    def test_layer_in_which_the_mistake_comes_second_belongs_to_it_too(self) -> None:
+        first = layer(0, finding(0, "q_norm_scaled"), finding(0, "k_norm_scaled"))
+        second = layer(1, finding(1, "k_norm_scaled"), finding(1, "q_norm_scaled"))
+        [group] = group_layers((first, second))
+        assert [one.mistake for one in group.named] == ["q_norm_scaled"] * 2
+        assert [[one.mistake for one in other] for other in group.others] == [["k_norm_scaled"] * 2]
+
+    def test_layers_that_nothing_explains_are_apart_from_those_that_something_does(self) -> None:
+        nearest = (finding(1),)
+        layers = (layer(0, finding(0)), layer(1, nearest=nearest), layer(2), layer(3, nearest=(finding(3),)))
+        assert [group.numbers for group in group_layers(layers)] == [(0,), (1, 3), (2,)]
+
+    def test_no_layer_is_lost(self) -> None:
+        layers = [layer(n, finding(n, f"mistake_{n % 3}")) for n in range(9)]
+        assert sorted(number for group in group_layers(layers) for number in group.numbers) == list(range(9))
+
+
+class TestText:
+    def test_group_is_told_once_with_ranges(self) -> None:
+        layers = (
+            *(layer(n, finding(n, leaves=0.98 + n / 100), unexplained=100.0 + n) for n in range(4)),
+            layer(5, finding(5, leaves=1.2), unexplained=131.0),
+        )
+        told = text(*layers)
+        assert "Layers 0-3, 5 match gate_up_swapped: leaves ρ 0.980 … 1.20 of 100 … 131" in told
+        assert told.count("Look at") == 1
+        assert "12 hypotheses tried on each" in told
+
+    def test_parameters_that_differ_are_a_range(self) -> None:
+        layers = [
+            layer(n, finding(n, "rope_theta", theta=theta)) for n, theta in enumerate((9990.0, 10010.0))
+        ]
+        assert "Layers 0-1 match rope_theta (theta 9990 … 1.001e+04)" in text(*layers)
+
+    def test_look_alikes_are_named_at_every_group_with_their_layers(self) -> None:
+        alike = finding(2, "attention_scale", leaves=1.1, factor=0.35)
+        told = text(
+            *(layer(n, finding(n, "k_norm_scaled"), finding(n, "q_norm_scaled")) for n in range(2)),
+            layer(2, finding(2, "k_norm_scaled"), alike, finding(2, "q_norm_scaled")),
+            layer(3, finding(3), finding(3, "experts_swapped")),
+        )
+        assert (
+            "Cannot be told from: q_norm_scaled, which leaves ρ 1.00; "
+            "attention_scale (factor 0.35), which leaves ρ 1.10 in layer 2." in told
+        )
+        assert "Cannot be told from: experts_swapped, which leaves ρ 1.00." in told
+
+    def test_one_layer_reads_as_before(self) -> None:
+        told = text(layer(1, finding(1)))
+        assert "Layer 1 matches gate_up_swapped: leaves ρ 1.00 of 100" in told
+        assert "Cannot be told" not in told
+
+    def test_unexplained_layers_are_told_with_what_comes_nearest(self) -> None:
+        told = text(*(layer(n, nearest=(finding(n, leaves=30.0 + n),)) for n in range(3)))
+        assert "Layers 0-2: no known mistake explains them (ρ 100)" in told
+        assert "nearest: gate_up_swapped leaves ρ 30.0 … 32.0" in told
+
+    def test_notes_of_some_layers_say_which(self) -> None:
+        told = text(
+            layer(0, finding(0), notes=("one NaN", "no FP8")), layer(1, finding(1), notes=("no FP8",))
+        )
+        assert "- layer 0: one NaN" in told
+        assert told.count("- no FP8") == 1
+
+
+def test_record_stays_per_layer() -> None:
+    record = diagnosis_record(diagnosis(*(layer(n, finding(n)) for n in range(3))))
+    assert [one["layer"] for one in record["diagnosis"]] == [0, 1, 2]
+    assert [one["layer"] for one in record["layers"]] == [0, 1, 2]
