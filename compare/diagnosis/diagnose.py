@@ -14,8 +14,9 @@ from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis
 from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Hypothesis, Mistake
+from compare.diagnosis.naming import LIMITS
 from compare.diagnosis.search import search_layer
-from compare.feed import read_feed
+from compare.feed import Feed, read_feed
 from compare.judge import Criteria
 from compare.sides import Sides
 from minimax_tools.capture.reader import Capture
@@ -27,6 +28,7 @@ from minimax_tools.progress import NoProgress, Progress
 from minimax_tools.results import Comparison, SiteStatus
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
+from reports.wording import word_layers
 
 
 def diagnose(
@@ -42,15 +44,15 @@ def diagnose(
 
     Args:
         reference: The golden, a capture of mm2's own.
-        target: The device run; its layers were fed the golden's values, each by itself.
+        target: The device run; its layers were fed the golden's values, each by itself, or each other's outputs.
         model: The checkpoint's folder.
         layers: The layers to diagnose, to blame or not; None for those that the comparison blames.
         mistakes: Names of the mistakes to try; empty for the whole catalogue.
         progress: Told of every layer.
 
     Raises:
-        IncomparableError: The captures must not be compared, are not of this checkpoint, or no layer that is to be
-            diagnosed was fed the golden's own values.
+        IncomparableError: The captures must not be compared, are not of this checkpoint, or of no layer that is to
+            be diagnosed both sides hold what it was fed.
         CheckpointError: The checkpoint cannot be read.
         UsageError: A mistake is not in the catalogue, or the run has no such layer.
     """
@@ -61,9 +63,23 @@ def diagnose(
     comparison = compare_captures(golden, target, criteria=criteria, layer_pattern=pattern)
     chosen = layers if layers is not None else _blamed_layers(comparison)
     sides = Sides(reference=golden, target=target, batch=Batch.of(golden, target), criteria=criteria)
-    alone = tuple(layer for layer in chosen if _is_fed_golden(sides, layer))
-    if chosen and not alone:
-        raise _not_alone(chosen[0])
+    feeds = {layer: feed for layer in chosen if (feed := _find_feed(sides, layer)) is not None}
+    if chosen and not feeds:
+        raise _not_held(chosen[0])
+    found = (
+        _diagnose_layers(
+            golden,
+            target,
+            model=model,
+            suspects={layer: _suspects(comparison, layer) for layer in feeds},
+            handed_on=frozenset(layer for layer, feed in feeds.items() if feed.is_handed_on),
+            mistakes=entries,
+            progress=progress or NoProgress(),
+        )
+        if feeds
+        else ()
+    )
+    diagnosed = tuple(found)
     return Diagnosis(
         reference=str(golden.directory),
         target=str(target.directory),
@@ -71,20 +87,14 @@ def diagnose(
             site.status is SiteStatus.FAIL
             for site in comparison.sites
             if layers is None or site.layer in layers
+        )
+        # What a chain's comparison allows for, the port's own input does not excuse.
+        or any(feeds[one.layer].is_handed_on and one.unexplained > LIMITS.leaves for one in diagnosed),
+        layers=diagnosed,
+        notes=(
+            *(str(_not_held(layer)) for layer in chosen if layer not in feeds),
+            *(_chain_notes(sides, comparison) if layers is None else ()),
         ),
-        layers=tuple(
-            _diagnose_layers(
-                golden,
-                target,
-                model=model,
-                suspects={layer: _suspects(comparison, layer) for layer in alone},
-                mistakes=entries,
-                progress=progress or NoProgress(),
-            )
-            if alone
-            else ()
-        ),
-        notes=tuple(str(_not_alone(layer)) for layer in chosen if layer not in alone),
     )
 
 
@@ -94,6 +104,7 @@ def _diagnose_layers(
     *,
     model: Path,
     suspects: Mapping[int, frozenset[Site]],
+    handed_on: frozenset[int],
     mistakes: Sequence[Mistake],
     progress: Progress,
 ) -> Iterator[LayerDiagnosis]:
@@ -104,7 +115,15 @@ def _diagnose_layers(
         for layer, sites in suspects.items():
             num_bytes_before = reader.num_bytes_read
             _refuse_other_model(golden, ModelFingerprint.of(reader, spec, range(layer, layer + 1)), model)
-            case = LayerCase(golden, target, reader=reader, spec=spec, layer=layer, suspects=sites)
+            case = LayerCase(
+                golden,
+                target,
+                reader=reader,
+                spec=spec,
+                layer=layer,
+                suspects=sites,
+                is_handed_on=layer in handed_on,
+            )
             with torch.no_grad():
                 outcome = search_layer(
                     case.open_trial(), mistakes, suspects=sites, expected=tuple(expected.values())
@@ -124,11 +143,28 @@ def _suspects(comparison: Comparison, layer: int) -> frozenset[Site]:
     return frozenset(Site(site) for blame in comparison.blame if blame.layer == layer for site in blame.sites)
 
 
-def _is_fed_golden(sides: Sides, layer: int) -> bool:
+def _find_feed(sides: Sides, layer: int) -> Feed | None:
+    """What a layer was fed; None where that is not known, or is not finite."""
     if layer not in sides.target.layers:
-        return False
+        return None
     feed = read_feed(sides, layer)
-    return feed.is_recorded and not feed.is_handed_on
+    is_finite = feed.incoming is None or feed.incoming.is_finite
+    return feed if feed.is_recorded and is_finite else None
+
+
+def _chain_notes(sides: Sides, comparison: Comparison) -> tuple[str, ...]:
+    """What a comparison of a chained run may have missed, and how to look closer."""
+    judged = sorted({site.layer for site in comparison.sites if site.layer is not None})
+    handed_on = [
+        layer for layer in judged if (feed := _find_feed(sides, layer)) is not None and feed.is_handed_on
+    ]
+    blamed = _blamed_layers(comparison)
+    if not set(handed_on) - set(blamed):
+        return ()
+    return (
+        f"{word_layers(handed_on)} were fed each other's outputs, and the comparison allows for the errors that they "
+        "were handed: --layer-pattern 'layer_*' judges every layer on the port's own input",
+    )
 
 
 def _own_capture(reference: CaptureSource) -> Capture:
@@ -152,9 +188,10 @@ def _refuse_other_model(golden: Capture, found: ModelFingerprint, folder: Path) 
         )
 
 
-def _not_alone(layer: int) -> IncomparableError:
+def _not_held(layer: int) -> IncomparableError:
     return IncomparableError(
-        f"layer {layer} was not run by itself on the golden's input: its own mistakes cannot be told from what it "
-        "was handed",
-        next_step=f"Run mm2-test single-layer --layer {layer} --golden DIR, and diagnose that run.",
+        f"what layer {layer} was fed is not held on both sides, or not finite: its own mistakes cannot be told from "
+        "what it was handed",
+        next_step=f"Capture the layer's input too, or run mm2-test single-layer --layer {layer} --golden DIR, and "
+        "diagnose that run.",
     )

@@ -5,7 +5,7 @@ B batch, S sequence, T real tokens, F channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -39,6 +39,7 @@ class LayerCase:
     Args:
         reference: The golden; it holds what the layer was fed.
         target: The device run, fed the golden's own values.
+        is_handed_on: Whether the layer was fed another layer's output instead, which the run holds as its input.
         reader: The checkpoint.
         spec: The model.
         layer: The layer.
@@ -57,7 +58,9 @@ class LayerCase:
         spec: ModelSpec,
         layer: int,
         suspects: frozenset[Site],
+        is_handed_on: bool = False,
     ) -> None:
+        self._is_handed_on = is_handed_on
         self._reference = reference
         self._target = target
         self._layer = layer
@@ -73,6 +76,11 @@ class LayerCase:
     def notes(self) -> tuple[str, ...]:
         """What could not be tried or judged."""
         notes = []
+        if self._is_handed_on:
+            notes.append(
+                "it was fed the outputs of other layers: every hypothesis was run on the port's own input, and "
+                "mistakes fainter than the noise were not tried"
+            )
         if not is_fp8(self.scene):
             notes.append(
                 "the checkpoint stores no FP8 weights: mistakes of FP8 codes and scales were not tried"
@@ -88,18 +96,22 @@ class LayerCase:
     def open_trial(self) -> Trial:
         """What judges the layer's hypotheses, on all real tokens."""
         tokens, reference, layer = self.scene.real_tokens, self._reference, self._layer
-        stages = with_given(STAGES, _read_fed(reference, self._target, layer))
-        base = Evaluation(self.scene, stages, tokens=tokens)
-        noise = _logit_noise(reference, base, self._batch, layer)
-        settled = settled_tokens(base, noise)
+        fed = _read_fed(reference, self._target, layer)
+        stages = with_given(STAGES, fed)
+        right = Evaluation(self.scene, stages, tokens=tokens)
+        noise = _logit_noise(reference, right, self._batch, layer)
+        settled = settled_tokens(right, noise)
+        base = right if not self._is_handed_on else self._open_own(fed)
         length = self.scene.attention_mask.shape[1]
         return Trial(
             base=base,
-            fed=Evaluation(self.scene, stages, tokens=tokens, values=self._read_all()),
+            fed=None
+            if self._is_handed_on
+            else Evaluation(self.scene, stages, tokens=tokens, values=self._read_all()),
             yardsticks={
                 site: Yardstick.of(
                     port=rows,
-                    golden=self._batch.rows(reference.read(layer, site), site).float(),
+                    golden=self._read_golden(site, right=right, base=base),
                     exact=base.rows(site),
                     settled=settled,
                     dtype=self._dtype,
@@ -110,6 +122,19 @@ class LayerCase:
             is_decoded=tokens % length >= self.scene.decode_start,
             is_usable=self._is_usable,
         )
+
+    def _open_own(self, fed: Mapping[Site, torch.Tensor]) -> Evaluation:
+        """The layer without a mistake, on what the port's layer was fed."""
+        # Padding may hold NaN, and zero times NaN is NaN.
+        is_padding = self.scene.attention_mask == 0
+        own = _widened(self._target.read(self._layer, Site.INPUT)).masked_fill(is_padding[..., None], 0.0)
+        stages = with_given(STAGES, {**fed, Site.INPUT: own})
+        return Evaluation(self.scene, stages, tokens=self.scene.real_tokens)
+
+    def _read_golden(self, site: Site, *, right: Evaluation, base: Evaluation) -> torch.Tensor:
+        """The golden's rows, float32 [T,F]; with its own noise on the port's input where the layer was handed on."""
+        golden = self._batch.rows(self._reference.read(self._layer, site), site).float()
+        return golden if base is right else golden - right.rows(site) + base.rows(site)
 
     @property
     def _batch(self) -> Batch:

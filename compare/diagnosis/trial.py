@@ -72,7 +72,8 @@ class Trial:
 
     Args:
         base: The layer without a mistake, of these tokens.
-        fed: The same, each of its stages fed the golden's own values where it holds them.
+        fed: The same, each of its stages fed the golden's own values where it holds them; None where the golden was
+            fed something else.
         yardsticks: The sites that judge.
         logit_noise: Standard deviation of what BF16 does to the router's logits.
         is_decoded: Which tokens were decoded, bool [T].
@@ -80,7 +81,7 @@ class Trial:
     """
 
     base: Evaluation
-    fed: Evaluation
+    fed: Evaluation | None
     yardsticks: Mapping[Site, Yardstick]
     logit_noise: float
     is_decoded: torch.Tensor
@@ -90,7 +91,7 @@ class Trial:
         """The trial of some of the tokens."""
         return Trial(
             base=self.base.at(places),
-            fed=self.fed.at(places),
+            fed=None if self.fed is None else self.fed.at(places),
             yardsticks={site: yardstick.at(places) for site, yardstick in self.yardsticks.items()},
             logit_noise=self.logit_noise,
             is_decoded=self.is_decoded[places],
@@ -111,12 +112,14 @@ class Trial:
         return scores
 
     def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """The scores of mistakes that may be fainter than the noise.
+        """The scores of mistakes that may be fainter than the noise; none where the golden was fed something else.
 
         What a mistake makes of the golden's own BF16 values, less what the right layer makes of them, is added to the
         float32 layer: a rounding depends on the very bits that it rounds. A router's mistake is judged by all tokens:
         it shows where experts are nearly tied.
         """
+        if self.fed is None:
+            return []
         clean: dict[frozenset[Node], dict[Site, torch.Tensor]] = {}
         right = {hypothesis.change.nodes: _right(hypothesis.change.nodes) for hypothesis in hypotheses}
         for hypothesis, evaluation in self.evaluate(list(right.values()), base=self.fed):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from compare.cli import main as mm2_compare
+from compare.diagnosis.cli import main as mm2_diagnose
 from minimax_tools.capture.reader import Capture
 from minimax_tools.sites import ModelSite, Site
 from neuron.cli import main as mm2_test
@@ -268,6 +269,33 @@ class TestPieces:
         assert "expected at least 448 along the last dim of every rank's tensor" in record["error"]
 
 
+class TestDiagnosis:
+    def test_layer_that_others_fed_is_diagnosed_on_the_ports_own_input(
+        self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
+    ) -> None:
+        dumps.write_msprobe(tmp_path / "dump", runs["swapped"])
+        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump", "--json")
+        some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
+        result = command(mm2_diagnose, *paths, *some, "--quiet")
+        record = json.loads(result.stdout)
+        assert result.exit_code == 1
+        assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [(1, "gate_up_swapped")]
+        assert record["diagnosis"][0]["leaves"] < 1.3
+        assert any("on the port's own input" in note for note in record["layers"][0]["notes"])
+        assert "layers 1-3 were fed each other's outputs" in record["notes"][0]
+
+    def test_right_layer_behind_a_wrong_one_is_not_blamed(
+        self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
+    ) -> None:
+        dumps.write_msprobe(tmp_path / "dump", runs["swapped"])
+        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump", "--json")
+        some = ("--mistake", "gate_up_swapped", "--mistake", "router_bias_missing")
+        result = command(mm2_diagnose, *paths, *some, "--layer", "layer_2", "--quiet")
+        record = json.loads(result.stdout)
+        assert (result.exit_code, record["diagnosis"]) == (0, [])
+        assert record["layers"][0]["unexplained"] < 1.5
+
+
 class TestPartOfAModel:
     def test_layer_behind_one_that_was_not_kept_is_judged(
         self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
@@ -302,7 +330,14 @@ class TestPartOfAModel:
         assert "layer 3 was fed other hidden states" in record["error"]
 
     def test_without_inputs_no_port_is_called_wrong_or_right(
-        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+        self,
+        toy: Path,
+        golden: Path,
+        dumps: Any,
+        runs: Any,
+        compare: Any,
+        command: Command,
+        tmp_path: Path,
     ) -> None:
         source, mask = runs["swapped"], runs["swapped"].read_attention_mask()
         for layer in (2, 3):
@@ -313,6 +348,11 @@ class TestPartOfAModel:
         assert any(
             "2 sites differ behind an input that the device run does not hold" in n for n in record["notes"]
         )
+        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump")
+        result = command(mm2_diagnose, *paths, "--layer", "layer_2", "--quiet")
+        assert result.exit_code == 3
+        assert "what layer 2 was fed is not held on both sides" in result.stderr
+        assert "mm2-test single-layer --layer 2" in result.stderr
         held = dumps.padded(source.read(2, Site.ATTN_DELTA), mask)
         held[0, 5, 7] = torch.nan
         dumps.save_nxdi(tmp_path / "dump", "layers.2.self_attn", "output", held)

@@ -81,16 +81,20 @@ def test_checkpoint_of_another_model_is_refused(
     assert "the golden is not of the checkpoint" in result.output
 
 
-def test_layer_that_was_handed_an_error_is_refused_with_the_command_to_run(
+def test_layer_that_was_handed_an_error_is_judged_on_its_own_input(
     toy: Path, golden: Path, command: Command, tmp_path: Path
 ) -> None:
     arguments = ["multi-layer", "--layers", "0:2", "--model", toy, "--golden", golden, "--backend", "cpu"]
     target = f"{PLANTED}:SwappedGateUp"
     command(mm2_test, *arguments, "--target", target, "--output-dir", tmp_path / "run", "--quiet")
-    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
-    result = command(mm2_diagnose, *paths, "--layer", "1", "--quiet")
-    assert result.exit_code == 3
-    assert "mm2-test single-layer --layer 1" in result.output
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run", "--json", "--quiet")
+    result = command(mm2_diagnose, *paths, "--layer", "1", "--mistake", "gate_up_swapped")
+    assert result.exit_code == 1
+    (finding,) = json.loads(result.stdout)["diagnosis"]
+    assert (finding["layer"], finding["mistake"]) == (1, "gate_up_swapped")
+    # The comparison blames nothing behind layer 0; that nothing explains the layer is a failure all the same.
+    result = command(mm2_diagnose, *paths, "--layer", "1", "--mistake", "norm_eps")
+    assert (result.exit_code, json.loads(result.stdout)["diagnosis"]) == (1, [])
 
 
 def test_checkpoint_without_fp8_says_what_was_not_tried(
