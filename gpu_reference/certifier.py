@@ -27,6 +27,7 @@ from gpu_reference.golden_checks import (
     router_faults,
 )
 from gpu_reference.own_layer import OwnLayer
+from gpu_reference.variant_check import check_variants
 from minimax_tools.capture.certificate import Certificate, Check, Outcome
 from minimax_tools.capture.manifest import Entry, digest_tensor
 from minimax_tools.capture.reader import Capture
@@ -160,6 +161,7 @@ class Certifier:
             self._reference.check("transformers' float32 layer is off mm2's own"),
             self._noise.check("what the golden stored is off its float32 layer"),
         ]
+        checks += check_variants(capture)
         return Certificate(
             checks=tuple(checks),
             content=capture.manifest.content_digest(),
