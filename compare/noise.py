@@ -97,6 +97,9 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     row, position = rows.places[worst].tolist()
     averaged = rows if rows.replayed is None else rows.select(~rows.replayed)
     structure = _structure(averaged)
+    if structure is not None and rows.widest is not None:
+        # What strays further does so in its averages too.
+        structure = structure.divided(_rho(floor.widest(rows.widest).whole, floor.whole))
     return NoiseRatio(
         whole=_rho(error.whole, widened.whole),
         ordinary=_rho(error.ordinary, widened.ordinary),
