@@ -12,21 +12,14 @@ import torch
 
 from compare.feed import Feed
 from compare.judge import find_mismatch, judge_values
+from compare.layer_floor import LayerFloor
 from compare.noise import Rows
 from compare.noise_judge import judge_routing
-from compare.norms import Squares
 from compare.replay import Replay
 from compare.routing import RouterNoise, align_by_expert, align_by_size, compare_routing
 from compare.sides import Sides
 from compare.terms import Terms
-from minimax_tools.floor import (
-    ROUTER_MARGIN,
-    ROUTER_NOISE,
-    error_name,
-    massive_channels,
-    massive_error_name,
-    ordinary_error_name,
-)
+from minimax_tools.floor import ROUTER_MARGIN, ROUTER_NOISE, error_name, massive_channels
 from minimax_tools.results import SiteResult, SiteStatus
 from minimax_tools.sites import Site
 
@@ -51,6 +44,7 @@ class LayerJudge:
         self._criteria = sides.criteria
         self._layer = layer
         self._incoming = feed.incoming
+        self._floor = LayerFloor(sides.reference, sides.batch, layer=layer)
         self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
         self._router_noise = self._read_router_noise()
         self._replay = None if self._experts is None else Replay(sides, layer=layer, experts=self._experts)
@@ -128,7 +122,8 @@ class LayerJudge:
             massive=massive_channels(mine),
             places=self._batch.places(reference, site),
             twin=exact,
-            floor=self._stored_floor(site) if exact is None else None,
+            floor=self._floor.squares(site) if exact is None else None,
+            widest=self._floor.widened_squares(site),
             incoming=self._incoming,
         )
 
@@ -150,7 +145,7 @@ class LayerJudge:
         return None if self._router_noise is None else self._router_noise.is_fragile()
 
     def _read_router_noise(self) -> RouterNoise | None:
-        margin, noise = self._statistic(ROUTER_MARGIN), self._statistic(ROUTER_NOISE)
+        margin, noise = self._floor.statistic(ROUTER_MARGIN), self._floor.largest(ROUTER_NOISE)
         if margin is None or noise is None:
             return None
         return RouterNoise(margin=margin, noise=noise, widening=self._widening())
@@ -158,21 +153,10 @@ class LayerJudge:
     def _widening(self) -> torch.Tensor | None:
         """How much an incoming error adds to the noise on the router's logits, per token."""
         site = Site.ROUTER_LOGITS
-        floor = self._statistic(error_name(site))
+        floor = self._floor.largest(error_name(site))
         if self._incoming is None or floor is None or site not in self._reference.sites(self._layer):
             return None
         logits = self._batch.rows(self._reference.read(self._layer, site), site)
         own = floor.double().square().mean()
         added = (self._incoming.widest * logits.double().norm(dim=-1)).square()
         return ((own + added) / own).sqrt() if float(own) > 0.0 else None
-
-    def _stored_floor(self, site: Site) -> Squares | None:
-        ordinary = self._statistic(ordinary_error_name(site))
-        massive = self._statistic(massive_error_name(site))
-        if ordinary is None or massive is None:
-            return None
-        return Squares.of(ordinary=ordinary, massive=massive)
-
-    def _statistic(self, name: str) -> torch.Tensor | None:
-        statistic = self._reference.read_floor(self._layer, name)
-        return None if statistic is None else self._batch.tokens(statistic)

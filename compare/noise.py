@@ -32,6 +32,7 @@ class Rows:
         places: [T,2], row and position of each token in the batch.
         twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
         floor: (reference − twin)² summed per token, where only that was kept.
+        widest: (golden or variant − twin)² summed per token, the largest of them; None of a golden without variants.
         incoming: Error of the input that a chained layer was handed; None in isolated runs.
         replayed: Tokens whose golden was given the port's experts, bool [T]; None where there are none.
         stored_dtype: What the golden holds it in, where `reference` is of another dtype.
@@ -43,6 +44,7 @@ class Rows:
     places: torch.Tensor
     twin: torch.Tensor | None = None
     floor: Squares | None = None
+    widest: Squares | None = None
     incoming: Incoming | None = None
     replayed: torch.Tensor | None = None
     stored_dtype: torch.dtype | None = None
@@ -71,6 +73,7 @@ class Rows:
             places=self.places[tokens],
             twin=None if self.twin is None else self.twin[tokens],
             floor=None if self.floor is None else self.floor.select(tokens),
+            widest=None if self.widest is None else self.widest.select(tokens),
             incoming=None if self.incoming is None else self.incoming.select(tokens),
             replayed=None if self.replayed is None else self.replayed[tokens],
         )
@@ -94,6 +97,9 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     row, position = rows.places[worst].tolist()
     averaged = rows if rows.replayed is None else rows.select(~rows.replayed)
     structure = _structure(averaged)
+    if structure is not None and rows.widest is not None:
+        # What strays further does so in its averages too.
+        structure = structure.divided(_rho(floor.widest(rows.widest).whole, floor.whole))
     return NoiseRatio(
         whole=_rho(error.whole, widened.whole),
         ordinary=_rho(error.ordinary, widened.ordinary),
@@ -159,9 +165,12 @@ def _error(rows: Rows, floor: Squares) -> Squares:
 def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
     """The floor, widened by what no port is to blame for.
 
-    A value that the golden holds in float32 may be rounded to BF16 by a port that is right, which then shows
-    in its bits; and a chained layer is handed an input with an error of its own.
+    Another right way to compute the layer may stray further than the golden does; a value that the golden holds in
+    float32 may be rounded to BF16 by a port that is right, which then shows in its bits; and a chained layer is handed
+    an input with an error of its own.
     """
+    if rows.widest is not None:
+        floor = floor.widest(rows.widest)
     if _is_rounded(rows):
         floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
     if rows.incoming is not None:

@@ -40,6 +40,13 @@ class Squares:
             massive=(self.massive + factor * other.massive).clamp(min=0.0),
         )
 
+    def widest(self, other: Squares) -> Squares:
+        """The larger of both, token by token."""
+        return Squares(
+            ordinary=torch.maximum(self.ordinary, other.ordinary),
+            massive=torch.maximum(self.massive, other.massive),
+        )
+
 
 def square_rows(rows: torch.Tensor, *, massive: torch.Tensor) -> Squares:
     """Squared norms of the rows [T,F]; the channels `massive`, bool [F], are massive."""

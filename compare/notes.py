@@ -8,6 +8,7 @@ from compare.pairing import is_finished
 from compare.sides import Sides
 from compare.terms import backend_of, computes_in_float32
 from minimax_tools.capture.foreign.capture import ForeignCapture
+from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -71,9 +72,20 @@ def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
             "the golden kept no noise floor: the port is judged by what BF16 costs at each site of synthetic models, "
             "which is coarser",
         )
-    if description.noise_floor == "stats":
-        return ("the golden kept only the floor's statistics: ρ is an estimate",)
-    return ()
+    kept = ("the golden kept only the floor's statistics: ρ is an estimate",)
+    return (*(kept if description.noise_floor == "stats" else ()), *_variant_notes(description))
+
+
+def _variant_notes(description: Description) -> tuple[str, ...]:
+    """What ρ is measured in, where it is not the golden's own error alone."""
+    variants = description.floor_variants
+    if not variants:
+        return ()
+    plural = "s" * (len(variants) != 1)
+    return (
+        f"noise floor of {len(variants)} variant{plural} ({', '.join(variants)}): errors in the layers are held "
+        "against the golden's or theirs, whichever is the largest at a token",
+    )
 
 
 def backend_notes(sides: Sides) -> tuple[str, ...]:

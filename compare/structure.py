@@ -9,7 +9,7 @@ Shapes: T judged tokens, F channels of a site.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,16 @@ class Structure:
     channel_offset: float
     channel_worst: float
     worst_channel: int
+
+    def divided(self, divisor: float) -> Structure:
+        """The same in a unit that is so many times as large."""
+        return replace(
+            self,
+            token_gain=self.token_gain / divisor,
+            channel_gain=self.channel_gain / divisor,
+            channel_offset=self.channel_offset / divisor,
+            channel_worst=self.channel_worst / divisor,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,6 +13,7 @@ from gpu_reference.broken_versions import find_broken
 from gpu_reference.checked_capture import CheckedCapture
 from gpu_reference.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier
 from gpu_reference.tallies import claim
+from gpu_reference.variant_check import check_variants
 from minimax_tools.capture.certificate import Certificate, Check, Outcome
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -52,7 +53,7 @@ class Certifier:
             progress.advance(layer, num_bytes=0)
         if inputs is not None:
             golden.read_model_sites(inputs.attention_mask.bool())
-        checks += [*golden.checks(), *layers.checks()]
+        checks += [*golden.checks(), *layers.checks(), *check_variants(capture)]
         return Certificate(
             checks=tuple(checks),
             content=capture.manifest.content_digest(),

@@ -47,6 +47,7 @@ from minimax_tools.options import (
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.prompts import build_inputs
+from minimax_tools.reference.variants import variants_beside
 from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
 from minimax_tools.slices.verification_text import render_run
 from minimax_tools.span import Span
@@ -290,7 +291,27 @@ def _make_request(
         inputs=build_inputs(read_input_request(options), folder=folder, spec=spec),
         # A float32 run has no BF16 noise to measure.
         noise_floor="off" if options["dtype"] == torch.float32 else options["noise_floor"],
+        floor_variants=_read_variants(options),
         budget=MemoryBudget(options["memory_budget"]),
+    )
+
+
+def _read_variants(options: Options) -> tuple[str, ...]:
+    if not options["floor_variants"]:
+        return ()
+    if options["noise_floor"] == "off" or options["dtype"] == torch.float32 or options["no_save"]:
+        raise UsageError(
+            "--floor-variants widens the noise floor of a capture, and none is measured",
+            found="--no-save"
+            if options["no_save"]
+            else "--noise-floor off"
+            if options["noise_floor"] == "off"
+            else "--dtype float32",
+            next_step="Leave one of them out.",
+        )
+    return variants_beside(
+        attn_implementation=options["attn_implementation"],
+        experts_implementation=options["experts_implementation"],
     )
 
 

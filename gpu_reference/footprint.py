@@ -16,6 +16,7 @@ from minimax_tools.checkpoint.names import expected_layer_shapes
 from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
 from minimax_tools.inputs import Inputs
 from minimax_tools.partition.planners import Stage
+from minimax_tools.reference.variants import VARIANTS
 from minimax_tools.spec import ModelSpec
 
 # Loading holds, beside what is loaded, the pieces being stacked: 1.8 layers were measured where one was loaded.
@@ -37,6 +38,7 @@ class Footprint:
         keeps_logits: Whether the logits of every position are captured.
         attn_implementation: transformers' attention implementation.
         experts_implementation: transformers' experts implementation.
+        floor_variants: Names of the variants that run after each layer, one by one.
     """
 
     spec: ModelSpec
@@ -46,6 +48,7 @@ class Footprint:
     keeps_logits: bool
     attn_implementation: str
     experts_implementation: str
+    floor_variants: tuple[str, ...] = ()
 
     @property
     def layer_bytes(self) -> int:
@@ -90,7 +93,7 @@ class Footprint:
         sites = self._site_values * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
         # The twin's weights: one of attention's at a time, the router, experts in blocks.
         twin = (spec.query_width + spec.num_local_experts) * spec.hidden_size * _FLOAT32_BYTES
-        return sites + self._expert_bytes + self._score_bytes + twin
+        return sites + self._expert_bytes + self._score_bytes + twin + self._variant_bytes
 
     @property
     def logits_bytes(self) -> int:
@@ -115,6 +118,16 @@ class Footprint:
         return self.inputs.input_ids.numel() * width
 
     @property
+    def _variant_bytes(self) -> int:
+        """What one variant takes: its sites, and attention's and one expert's weights, read once more."""
+        if not self.floor_variants:
+            return 0
+        spec = self.spec
+        attention = 2 * (spec.query_width + spec.key_value_width) * spec.hidden_size
+        expert = 3 * spec.intermediate_size * spec.hidden_size
+        return (self._site_values + attention + expert) * self.dtype.itemsize
+
+    @property
     def _expert_bytes(self) -> int:
         """What the experts' implementation takes for the tokens that are routed."""
         spec = self.spec
@@ -131,7 +144,8 @@ class Footprint:
         """What attention takes for every pair of tokens: the mask, and where it is eager all heads' scores."""
         batch, sequence = self.inputs.input_ids.shape
         num_pairs = batch * sequence**2
-        if self.attn_implementation != "eager":
+        variants = [VARIANTS[name].attn_implementation for name in self.floor_variants]
+        if "eager" not in (self.attn_implementation, *variants):
             return num_pairs * _FLOAT32_BYTES
         # The scores, their softmax in float32, and that rounded.
         scores = self.spec.num_attention_heads * (2 * self.dtype.itemsize + _FLOAT32_BYTES)

@@ -51,6 +51,7 @@ class GoldenRequest:
         run: Layers and sites to keep.
         inputs: The token rows.
         noise_floor: `full` keeps the float32 twins, `stats` their distances, `off` neither.
+        floor_variants: Names of what widens the floor (see `minimax_tools.reference.variants`).
         streaming: How to run a layer at a time; None to load the model whole.
         budget: What anonymous memory may be taken.
     """
@@ -60,6 +61,7 @@ class GoldenRequest:
     run: Run
     inputs: Inputs
     noise_floor: str
+    floor_variants: tuple[str, ...] = ()
     streaming: Streaming | None = None
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
 
@@ -74,6 +76,7 @@ class GoldenRequest:
             keeps_logits=ModelSite.LOGITS in self.run.model_sites,
             attn_implementation=self.model.attn_implementation,
             experts_implementation=self.model.experts_implementation,
+            floor_variants=self.floor_variants,
         )
 
 
@@ -131,6 +134,7 @@ class Golden:
             inputs_digest=request.inputs.digest(),
             input_source=request.inputs.source,
             noise_floor=request.noise_floor,
+            floor_variants=request.floor_variants,
         )
 
     def _fingerprint(self) -> ModelFingerprint:
@@ -263,6 +267,7 @@ class Golden:
             weights=self.weights,
             spec=self.request.model.spec,
             inputs=self.request.inputs,
+            variants=self.request.floor_variants,
         )
 
 

@@ -64,11 +64,17 @@ class GoldenWriter:
         twin = (
             floor.run_layer(layer, captured, sites=self._run.computed_sites, device=device) if floor else {}
         )
+        statistics = (
+            floor.measure_layer(layer, captured, twin)
+            | floor.measure_variants(layer, captured, twin, device=device)
+            if floor
+            else None
+        )
         self._writer.write_layer(
             layer,
             kept_sites(self._run, layer, captured),
             twin=twin if self._keeps_twins else None,
-            floor=floor.measure_layer(layer, captured, twin) if floor else None,
+            floor=statistics,
         )
         self._progress.advance(layer, num_bytes=self._reader.num_bytes_read - self._num_bytes_read)
         self._num_bytes_read = self._reader.num_bytes_read

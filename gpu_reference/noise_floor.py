@@ -10,10 +10,12 @@ import torch
 
 from gpu_reference.weights import GoldenWeights
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
-from minimax_tools.floor import error_norms, floor_statistics
+from minimax_tools.floor import error_norms, floor_statistics, variant_name, variant_statistics
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.head import Float32Head
 from minimax_tools.reference.twin import Float32Twin
+from minimax_tools.reference.variant_layer import VariantLayer
+from minimax_tools.reference.variants import VARIANTS
 from minimax_tools.sites import ModelSite, Site
 from minimax_tools.spec import ModelSpec
 
@@ -33,12 +35,14 @@ class NoiseFloor:
         weights: The golden's weights.
         spec: The model.
         inputs: The token rows.
+        variants: Names of the other ways to compute a layer that widen its floor (see `reference.variants`).
     """
 
     config: MiniMaxM2Config
     weights: GoldenWeights
     spec: ModelSpec
     inputs: Inputs
+    variants: tuple[str, ...] = ()
 
     def run_layer(
         self,
@@ -75,6 +79,43 @@ class NoiseFloor:
             correction_bias=self.weights.layer(layer)[CORRECTION_BIAS].cpu(),
             num_experts_per_tok=self.spec.num_experts_per_tok,
         )
+
+    def measure_variants(
+        self,
+        layer: int,
+        captured: Mapping[Site, torch.Tensor],
+        twin: Mapping[Site, torch.Tensor],
+        *,
+        device: torch.device,
+    ) -> dict[str, torch.Tensor]:
+        """The statistics of the variants of a layer by name, float32 [B,S]: one runs after the other.
+
+        Args:
+            layer: The layer's number.
+            captured: `FLOOR_SITES` of the golden, and the sites whose variants are measured.
+            twin: What `run_layer` gave.
+            device: Where to compute.
+        """
+        weights = self.weights.layer(layer)
+        statistics: dict[str, torch.Tensor] = {}
+        for name in self.variants:
+            runner = VariantLayer(VARIANTS[name], self.config, weights, layer=layer, device=device)
+            variant = runner.run(
+                captured[Site.INPUT],
+                self.inputs,
+                router_experts=captured[Site.ROUTER_EXPERTS],
+                sites=tuple(twin),
+            )
+            measured = variant_statistics(
+                variant,
+                captured,
+                twin,
+                attention_mask=self.inputs.attention_mask,
+                correction_bias=weights[CORRECTION_BIAS].cpu(),
+                num_experts_per_tok=self.spec.num_experts_per_tok,
+            )
+            statistics |= {variant_name(name, key): value for key, value in measured.items()}
+        return statistics
 
     def run_head(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
         """The float32 twin of final norm and logits, of the last layer's output [B,S,H]."""

@@ -80,6 +80,11 @@ _computation_options = (
         show_default=True,
         help="Keep each layer's float32 twin, its distances only, or nothing; a float32 run has none.",
     ),
+    click.option(
+        "--floor-variants",
+        is_flag=True,
+        help="Compute each layer in other right ways too, whose errors widen its floor: ports are held against them.",
+    ),
     click.option("--no-save", is_flag=True, help="Print statistics, write nothing."),
     click.option(
         "--certify",

@@ -3,7 +3,8 @@
 Names in a layer's floor file (float32 [B,S], zero on padding): `<site>.error` ‖bf16 − float32‖ over a token's
 channels, `<site>.error_ordinary` and `<site>.error_massive` the same over the ordinary and over the massive
 ones, `router_margin` the distance between the k-th and the (k+1)-th biased score in float32, `router_noise`
-the error of BF16 on the scores that compete there.
+the error of BF16 on the scores that compete there. `<variant>/<site>.error_ordinary` and so on are the same of another
+right way to compute the layer in BF16, past the golden's choice of experts.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def ordinary_error_name(site: Site | ModelSite) -> str:
 def massive_error_name(site: Site | ModelSite) -> str:
     """Name of a site's error norms over the massive channels alone."""
     return f"{site}.error_massive"
+
+
+def variant_name(variant: str, name: str) -> str:
+    """Name of one of the statistics of a variant."""
+    return f"{variant}/{name}"
 
 
 def token_rows(tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
@@ -73,16 +79,68 @@ def floor_statistics(
     for site, exact in twin.items():
         if site in reference and site not in _WITHOUT_ERROR:
             statistics |= error_norms(site, reference[site], exact, real=real)
+    return statistics | _router_statistics(
+        reference, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
+    )
+
+
+def variant_statistics(
+    variant: Mapping[Site, torch.Tensor],
+    reference: Mapping[Site, torch.Tensor],
+    twin: Mapping[Site, torch.Tensor],
+    *,
+    attention_mask: torch.Tensor,
+    correction_bias: torch.Tensor,
+    num_experts_per_tok: int,
+) -> dict[str, torch.Tensor]:
+    """What `floor_statistics` tells of the reference, told of a variant that replayed its expert choice.
+
+    Args:
+        variant: BF16 tensors by site.
+        reference: The golden's, whose massive channels count.
+        twin: Float32 tensors by site.
+        attention_mask: int64 [B,S].
+        correction_bias: float32 [E].
+        num_experts_per_tok: k.
+    """
+    real = attention_mask.bool()
+    statistics: dict[str, torch.Tensor] = {}
+    for site, exact in twin.items():
+        if site in variant and site in reference and site not in _WITHOUT_ERROR:
+            massive = massive_channels(token_rows(reference[site], site)[real])
+            statistics |= error_norms(site, variant[site], exact, real=real, massive=massive)
+    router = _router_statistics(
+        variant, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
+    )
+    # The margin is the twin's: it is one for all.
+    router.pop(ROUTER_MARGIN, None)
+    return statistics | router
+
+
+def _router_statistics(
+    reference: Mapping[Site, torch.Tensor],
+    twin: Mapping[Site, torch.Tensor],
+    *,
+    real: torch.Tensor,
+    correction_bias: torch.Tensor,
+    k: int,
+) -> dict[str, torch.Tensor]:
+    statistics: dict[str, torch.Tensor] = {}
     if Site.ROUTER_LOGITS in twin and Site.ROUTER_LOGITS in reference:
         scores = twin[Site.ROUTER_LOGITS].sigmoid() + correction_bias
         noisy = reference[Site.ROUTER_LOGITS].to(torch.float32).sigmoid() + correction_bias
-        margin, noise = _routing(scores, noisy, num_experts_per_tok)
+        margin, noise = _routing(scores, noisy, k)
         statistics[ROUTER_MARGIN], statistics[ROUTER_NOISE] = _on_real(margin, real), _on_real(noise, real)
     return statistics
 
 
 def error_norms(
-    site: Site | ModelSite, reference: torch.Tensor, twin: torch.Tensor, *, real: torch.Tensor
+    site: Site | ModelSite,
+    reference: torch.Tensor,
+    twin: torch.Tensor,
+    *,
+    real: torch.Tensor,
+    massive: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """The error norms of one site by name, float32 [B,S].
 
@@ -91,10 +149,12 @@ def error_norms(
         reference: Its BF16 tensor.
         twin: Its float32 tensor.
         real: bool [B,S], false on padding.
+        massive: bool [F], the channels that count as massive; None for the reference's own.
     """
     rows = token_rows(reference, site)
     error = rows.to(torch.float32) - token_rows(twin, site).to(torch.float32)
-    massive = massive_channels(rows[real])
+    if massive is None:
+        massive = massive_channels(rows[real])
     parts = {
         error_name(site): error,
         ordinary_error_name(site): error[..., ~massive],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.foreign.capture import ForeignCapture
+from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -132,7 +133,7 @@ def _facts(source: CaptureSource) -> list[tuple[str, str]]:
     device = "" if made.device == made.backend else f" ({made.device})"
     # A device run has no floor of its own.
     is_golden = description.side == GOLDEN_SIDE
-    floor = [("noise floor", description.noise_floor)] if is_golden else []
+    floor = [("noise floor", _word_floor(description))] if is_golden else []
     return [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
@@ -142,6 +143,15 @@ def _facts(source: CaptureSource) -> list[tuple[str, str]]:
         *floor,
         *([("certificate", _word_certificate(source))] if is_golden and isinstance(source, Capture) else []),
     ]
+
+
+def _word_floor(description: Description) -> str:
+    """What a golden kept of its noise floor, such as `full, of 2 variants (eager, halves)`."""
+    variants = description.floor_variants
+    if not variants:
+        return description.noise_floor
+    plural = "s" * (len(variants) != 1)
+    return f"{description.noise_floor}, of {len(variants)} variant{plural} ({', '.join(variants)})"
 
 
 def _word_certificate(capture: Capture) -> str:

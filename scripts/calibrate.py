@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from calibration_text import limits_text
-from clean_ports import GOLDENS, SHAPES, Bench, Setting, clean_ports
+from clean_ports import GOLDENS, MODES, SHAPES, Bench, Setting, clean_ports
 from figures import describe_machine
 from fit_limits import fit_floorless, fit_ratios, widen
-from measure_noise import measure
+from measure_noise import FLOORS, measure
 
 from minimax_tools.provenance import library_versions
 
@@ -85,8 +85,9 @@ def _measure_all(arguments: argparse.Namespace) -> None:
         for setting in settings:
             with tempfile.TemporaryDirectory() as scratch:
                 bench = Bench.build(setting, Path(scratch))
-                for port, mode, run in bench.run_ports(ports, Path(scratch) / "run"):
-                    for record in measure(bench, setting, port, mode, run):
+                runs = bench.run_ports(ports, Path(scratch) / "run", modes=arguments.modes)
+                for port, mode, run in runs:
+                    for record in measure(bench, setting, port, mode, run, floors=arguments.floors):
                         file.write(json.dumps(record) + "\n")
             file.flush()
             print(setting, file=sys.stderr)
@@ -115,6 +116,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
     parser.add_argument("--tp-degrees", nargs="*", type=int, default=[2, 4])
     parser.add_argument("--ports", nargs="+", default=[], help="Names of implementations; all by default.")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--floors", nargs="+", choices=FLOORS, default=list(FLOORS), help="Of the goldens.")
     parser.add_argument("--fit-only", action="store_true", help="Measure nothing more.")
     return parser.parse_args()
 

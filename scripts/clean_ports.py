@@ -21,6 +21,7 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.prompts import InputRequest
+from minimax_tools.reference.variants import variants_beside
 from minimax_tools.run import full_run, sweep_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
@@ -159,6 +160,9 @@ class Bench:
             noise_floor="full",
             attention=setting.attention,
             experts=setting.experts,
+            floor_variants=variants_beside(
+                attn_implementation=setting.attention, experts_implementation=setting.experts
+            ),
         )
         return cls(folder=folder, spec=ModelSpec.from_folder(folder), golden=golden)
 

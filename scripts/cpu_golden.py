@@ -25,6 +25,7 @@ def capture_cpu_golden(
     dtype: torch.dtype = torch.bfloat16,
     attention: str = "sdpa",
     experts: str = "grouped_mm",
+    floor_variants: tuple[str, ...] = (),
 ) -> Capture:
     """Run transformers' model over `rows` and capture it.
 
@@ -37,6 +38,7 @@ def capture_cpu_golden(
         dtype: Of weights and activations.
         attention: transformers' attention implementation.
         experts: Its experts implementation.
+        floor_variants: What widens its floor.
     """
     spec = ModelSpec.from_folder(folder)
     request = GoldenRequest(
@@ -53,6 +55,7 @@ def capture_cpu_golden(
         run=full_run(spec.num_hidden_layers, sites_level=sites_level),
         inputs=build_inputs(rows, folder=folder, spec=spec),
         noise_floor=noise_floor,
+        floor_variants=floor_variants,
     )
     with open_golden(request) as golden:
         golden.capture(directory, extra={})

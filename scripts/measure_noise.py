@@ -1,12 +1,13 @@
 """What clean ports differ by, as records: one for each judged site of each comparison.
 
 Each run is compared as different goldens would have it: with float32 twins, with the floor's statistics alone, without
-a floor; and with the port's choice of experts hidden, where tokens past a flip cannot be told.
+a floor, and with a floor that other right ways to compute a layer widen; and with the port's choice of experts hidden,
+where tokens past a flip cannot be told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,9 @@ from minimax_tools.floor import error_name, token_rows
 from minimax_tools.results import SiteResult
 from minimax_tools.sites import Site
 
-_FLOORS = ("full", "stats", "off")
+# A floor that variants widen is named apart: it is another unit.
+FLOORS = ("full", "stats", "off", "full_variants", "stats_variants")
+_WITH_VARIANTS = "_variants"
 # Sites that a hidden choice of experts changes anything for.
 _PAST_A_FLIP = ("router_weights", "moe_delta", "output")
 
@@ -30,14 +33,19 @@ _PAST_A_FLIP = ("router_weights", "moe_delta", "output")
 class Golden(Capture):
     """A golden that kept less of its floor than its files hold."""
 
-    def __init__(self, capture: Capture, noise_floor: str) -> None:
+    def __init__(self, capture: Capture, floor: str) -> None:
         super().__init__(capture.directory, capture.manifest)
-        self._noise_floor = noise_floor
+        self._floor = floor
 
     @property
     def description(self) -> Description:
-        """With the floor that it is said to have kept."""
-        return replace(self.manifest.description, noise_floor=self._noise_floor)
+        """With the floor that it is said to have kept, of `FLOORS`."""
+        whole = self.manifest.description
+        return replace(
+            whole,
+            noise_floor=self._floor.removesuffix(_WITH_VARIANTS),
+            floor_variants=whole.floor_variants if self._floor.endswith(_WITH_VARIANTS) else (),
+        )
 
 
 class HiddenExperts(Capture):
@@ -53,14 +61,19 @@ class HiddenExperts(Capture):
 
 
 def measure(
-    bench: Bench, setting: Setting, port: CleanPort, mode: str, run: Capture
+    bench: Bench,
+    setting: Setting,
+    port: CleanPort,
+    mode: str,
+    run: Capture,
+    *,
+    floors: Collection[str] = FLOORS,
 ) -> Iterator[dict[str, Any]]:
-    """The records of one run."""
+    """The records of one run, against goldens of these floors."""
     hidden = HiddenExperts(run.directory, run.manifest)
     views: list[tuple[str, Capture]] = [
-        *((floor, run) for floor in _FLOORS),
-        ("full", hidden),
-        ("off", hidden),
+        *((floor, run) for floor in FLOORS if floor in floors),
+        *((floor, hidden) for floor in ("full", "off") if floor in floors),
     ]
     for floor, target in views:
         comparison = compare_captures(

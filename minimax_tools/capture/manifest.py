@@ -74,6 +74,7 @@ class Description:
         inputs_digest: Digest of ids, mask and positions.
         input_source: Where the first layer's input comes from, in words.
         noise_floor: `full`, `stats` or `off`.
+        floor_variants: Names of the other ways to compute a layer whose errors widen the floor.
     """
 
     side: str
@@ -82,6 +83,7 @@ class Description:
     inputs_digest: str
     input_source: str
     noise_floor: str = "off"
+    floor_variants: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The description as it stands in a manifest."""
@@ -92,6 +94,8 @@ class Description:
             "inputs_digest": self.inputs_digest,
             "input_source": self.input_source,
             "noise_floor": self.noise_floor,
+            # Absent, not empty: without any a manifest is what it was before there were variants.
+            **({"floor_variants": list(self.floor_variants)} if self.floor_variants else {}),
         }
 
     @classmethod
@@ -104,6 +108,7 @@ class Description:
             inputs_digest=record["inputs_digest"],
             input_source=record["input_source"],
             noise_floor=record["noise_floor"],
+            floor_variants=tuple(record.get("floor_variants", ())),
         )
 
     def differences(self, other: Description) -> list[str]:

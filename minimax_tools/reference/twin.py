@@ -6,16 +6,14 @@ The difference between the BF16 layer and its twin is what BF16 alone costs: the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.checkpoint.names import ATTENTION_MATRICES
 from minimax_tools.inputs import Inputs
-from minimax_tools.reference.modules import LAYER_TAPS, recording_layer
+from minimax_tools.reference.lone_layer import LoneLayer
 from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.sites import Site
 
@@ -45,20 +43,12 @@ class Float32Twin:
         layer: int,
         device: torch.device,
     ) -> None:
-        from transformers.models.minimax_m2.modeling_minimax_m2 import (
-            MiniMaxM2DecoderLayer,
-            MiniMaxM2RotaryEmbedding,
-        )
-
-        self._config = _twin_config(config)
-        self._device = device
-        with torch.device("meta"):
-            self._layer = MiniMaxM2DecoderLayer(self._config, layer).eval()
-        self._rotary = MiniMaxM2RotaryEmbedding(self._config).to(device)
-        self._layer.load_state_dict(_small_weights(tensors, device), strict=False, assign=True)
+        self._layer = LoneLayer(_twin_config(config), layer=layer, device=device)
+        module = self._layer.module
+        module.load_state_dict(_small_weights(tensors, device), strict=False, assign=True)
         for name in ATTENTION_MATRICES:
-            _upcast_on_use(self._layer, name, tensors, device)
-        setattr(self._layer.mlp.experts, _TENSORS, tensors)
+            _upcast_on_use(module, name, tensors, device)
+        setattr(module.get_submodule("mlp.experts"), _TENSORS, tensors)
 
     def run(
         self,
@@ -78,54 +68,9 @@ class Float32Twin:
             sites: Sites to return. `router_experts` is the twin's own choice; `router_weights` are the
                 weights of the choice that was replayed, in its order.
         """
-        own_choice = Recorder(
-            self._layer, {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}, keep=copy_to_host
+        return self._layer.run(
+            hidden_states.to(torch.float32), inputs, router_experts=router_experts, sites=sites
         )
-        recording = recording_layer(self._layer, sites=sites, attn_implementation=_ATTN_IMPLEMENTATION)
-        # The twin's own choice is seen before the replay replaces it: hooks fire in the order they were made.
-        with torch.no_grad(), own_choice, _replaying(self._layer, router_experts), recording as tensors:
-            self._forward(hidden_states.to(self._device, torch.float32), inputs)
-        recorded = {**tensors, **own_choice.tensors}
-        return {site: shape_to_batch(site, recorded[site], inputs.batch_shape) for site in sites}
-
-    def _forward(self, hidden_states: torch.Tensor, inputs: Inputs) -> None:
-        from transformers.masking_utils import create_causal_mask
-
-        position_ids = inputs.position_ids.to(self._device)
-        mask = create_causal_mask(
-            config=self._config,
-            inputs_embeds=hidden_states,
-            attention_mask=inputs.attention_mask.to(self._device),
-            past_key_values=None,
-            position_ids=position_ids,
-        )
-        self._layer(
-            hidden_states,
-            attention_mask=mask,
-            position_ids=position_ids,
-            position_embeddings=self._rotary(hidden_states, position_ids=position_ids),
-        )
-
-
-@contextlib.contextmanager
-def _replaying(layer: torch.nn.Module, router_experts: torch.Tensor | None) -> Iterator[None]:
-    """Replace the gate's choice by another, with the weights that the gate's own scores give it."""
-
-    def replace(
-        _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...] | None:
-        if router_experts is None:
-            return None
-        logits, _weights, own = output
-        experts = router_experts.reshape(own.shape).to(own.device, own.dtype)
-        scores = logits.sigmoid().gather(1, experts)
-        return logits, scores / scores.sum(dim=-1, keepdim=True), experts
-
-    handle = layer.get_submodule("mlp.gate").register_forward_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:

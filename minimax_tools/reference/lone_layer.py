@@ -1,0 +1,107 @@
+"""LoneLayer: transformers' decoder layer by itself, fed a golden's input and, where wanted, its choice of experts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
+from minimax_tools.inputs import Inputs
+from minimax_tools.reference.modules import LAYER_TAPS, recording_layer
+from minimax_tools.sites import Site
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2Config
+
+
+class LoneLayer:
+    """A layer on the meta device, whose weights whoever made it binds to `module`; its rotary embedding is real.
+
+    Args:
+        config: transformers' config, which names the implementations of attention and experts.
+        layer: The layer's number.
+        device: Where to compute.
+    """
+
+    def __init__(self, config: MiniMaxM2Config, *, layer: int, device: torch.device) -> None:
+        from transformers.models.minimax_m2.modeling_minimax_m2 import (
+            MiniMaxM2DecoderLayer,
+            MiniMaxM2RotaryEmbedding,
+        )
+
+        self._config = config
+        self._device = device
+        with torch.device("meta"):
+            self.module: torch.nn.Module = MiniMaxM2DecoderLayer(config, layer).eval()
+        self._rotary = MiniMaxM2RotaryEmbedding(config).to(device)
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        inputs: Inputs,
+        *,
+        router_experts: torch.Tensor | None,
+        sites: tuple[Site, ...],
+    ) -> dict[Site, torch.Tensor]:
+        """Run the layer and return its sites on the CPU.
+
+        Args:
+            hidden_states: [B,S,H], in the dtype to compute in.
+            inputs: Mask and positions.
+            router_experts: int64 [B,S,k], the choice that the experts replay; None to let the layer choose.
+            sites: Sites to return. `router_experts` is the layer's own choice; `router_weights` are the weights of
+                the choice that was replayed, in its order.
+        """
+        own_choice = Recorder(
+            self.module, {Site.ROUTER_EXPERTS: LAYER_TAPS[Site.ROUTER_EXPERTS]}, keep=copy_to_host
+        )
+        recording = recording_layer(
+            self.module, sites=sites, attn_implementation=str(self._config._attn_implementation)
+        )
+        # The layer's own choice is seen before the replay replaces it: hooks fire in the order they were made.
+        with torch.no_grad(), own_choice, _replaying(self.module, router_experts), recording as tensors:
+            self._forward(hidden_states.to(self._device), inputs)
+        recorded = {**tensors, **own_choice.tensors}
+        return {site: shape_to_batch(site, recorded[site], inputs.batch_shape) for site in sites}
+
+    def _forward(self, hidden_states: torch.Tensor, inputs: Inputs) -> None:
+        from transformers.masking_utils import create_causal_mask
+
+        position_ids = inputs.position_ids.to(self._device)
+        mask = create_causal_mask(
+            config=self._config,
+            inputs_embeds=hidden_states,
+            attention_mask=inputs.attention_mask.to(self._device),
+            past_key_values=None,
+            position_ids=position_ids,
+        )
+        self.module(
+            hidden_states,
+            attention_mask=mask,
+            position_ids=position_ids,
+            position_embeddings=self._rotary(hidden_states, position_ids=position_ids),
+        )
+
+
+@contextlib.contextmanager
+def _replaying(layer: torch.nn.Module, router_experts: torch.Tensor | None) -> Iterator[None]:
+    """Replace the gate's choice by another, with the weights that the gate's own scores give it."""
+
+    def replace(
+        _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        if router_experts is None:
+            return None
+        logits, _weights, own = output
+        experts = router_experts.reshape(own.shape).to(own.device, own.dtype)
+        scores = logits.sigmoid().gather(1, experts)
+        return logits, scores / scores.sum(dim=-1, keepdim=True), experts
+
+    handle = layer.get_submodule("mlp.gate").register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,149 @@
+"""Ports judged by goldens whose floor is widened by other right ways to compute a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compare.noise import Rows, noise_ratio
+from compare.norms import Squares
+from minimax_tools.capture.manifest import Description
+from minimax_tools.errors import CaptureError
+from minimax_tools.floor import (
+    ROUTER_NOISE,
+    massive_channels,
+    variant_name,
+)
+from minimax_tools.results import Comparison, SiteResult, SiteStatus, Verdict
+from minimax_tools.sites import Site
+
+Judge = Callable[..., Comparison]
+LAYER = 1
+SITE = Site.ATTN_DELTA
+
+
+def named(*variants: str) -> Callable[[Description], Description]:
+    return lambda description: replace(description, floor_variants=variants)
+
+
+def add_variants(golden: Path, factors: Mapping[str, float], *, noise: float = 1.0) -> Path:
+    """Give a golden variants that stray so many times as far as itself, at every site of every layer."""
+    for path in golden.glob("layer_*.floor.safetensors"):
+        own = load_file(path)
+        for variant, factor in factors.items():
+            own |= {
+                variant_name(variant, name): tensor * (noise if name == ROUTER_NOISE else factor)
+                for name, tensor in own.items()
+                if "/" not in name
+            }
+        save_file(own, path)
+    return golden
+
+
+def stray(copyist: Any, times: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A right port's tensor whose error is so many times the golden's."""
+    twin = copyist.source.read_twin(LAYER, SITE)
+    return lambda tensor: (twin + times * (tensor.float() - twin)).to(tensor.dtype)
+
+
+def site_of(comparison: Comparison, site: Site = SITE) -> SiteResult:
+    (found,) = [one for one in comparison.of_layer(LAYER) if one.site == site]
+    return found
+
+
+@pytest.mark.parametrize("noise_floor", ["full", "stats"])
+def test_port_is_held_against_the_variant_that_strays_furthest(
+    copyist: Any, judge: Judge, noise_floor: str
+) -> None:
+    port = copyist.device_run({(LAYER, SITE): stray(copyist, 3.0)})
+    plain = copyist.golden(noise_floor=noise_floor, name="plain")
+    varied = copyist.golden(noise_floor=noise_floor, describe=named("eager", "halves"))
+    add_variants(varied, {"eager": 3.0, "halves": 0.5})
+    without, with_variants = judge(port, reference=plain), judge(port, reference=varied)
+    assert site_of(without).status is SiteStatus.FAIL
+    found = site_of(with_variants)
+    assert found.noise is not None
+    # Where the twin is not kept, the error is known from the port's distance to the golden alone.
+    assert found.noise.whole == pytest.approx(
+        1.0 if noise_floor == "full" else (4.0 - 1.0) ** 0.5 / 3.0, rel=0.02
+    )
+    assert found.status is SiteStatus.PASS
+
+
+def test_larger_errors_are_found_all_the_same(copyist: Any, judge: Judge) -> None:
+    port = copyist.device_run({(LAYER, SITE): stray(copyist, 6.0)})
+    varied = add_variants(copyist.golden(describe=named("eager")), {"eager": 3.0})
+    comparison = judge(port, reference=varied)
+    assert comparison.verdict is Verdict.FAIL
+    assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(LAYER, (str(SITE),))]
+
+
+def test_variants_that_stray_less_change_no_figure(copyist: Any, judge: Judge) -> None:
+    port = copyist.device_run({(LAYER, SITE): stray(copyist, 1.2)})
+    varied = add_variants(copyist.golden(describe=named("eager")), {"eager": 0.9})
+    mine, theirs = judge(port, reference=varied), judge(port)
+    assert site_of(mine).noise is not None
+    for figure in ("whole", "ordinary", "token_median", "token_worst", "token_gain"):
+        assert getattr(site_of(mine).noise, figure) == pytest.approx(
+            getattr(site_of(theirs).noise, figure), rel=1e-5
+        )
+
+
+def test_flips_are_explained_by_the_noise_of_variants_too(copyist: Any, judge: Judge) -> None:
+    experts = copyist.source.read(LAYER, Site.ROUTER_EXPERTS)
+
+    def flip(tensor: torch.Tensor) -> torch.Tensor:
+        free = next(number for number in range(32) if number not in experts[0, 3].tolist())
+        tensor[0, 3, 0] = free
+        return tensor
+
+    port = copyist.device_run({(LAYER, Site.ROUTER_EXPERTS): flip})
+    quiet = add_variants(copyist.golden(describe=named("eager"), name="quiet"), {"eager": 1.0})
+    loud = add_variants(copyist.golden(describe=named("eager"), name="loud"), {"eager": 1.0}, noise=1e6)
+    for golden, status in ((quiet, SiteStatus.FAIL), (loud, SiteStatus.PASS)):
+        assert site_of(judge(port, reference=golden), Site.ROUTER_EXPERTS).status is status
+
+
+def test_report_tells_of_the_variants(copyist: Any, judge: Judge) -> None:
+    port = copyist.device_run()
+    varied = add_variants(copyist.golden(describe=named("eager", "halves")), {"eager": 1.1, "halves": 1.0})
+    notes = " ".join(judge(port, reference=varied).notes)
+    assert "noise floor of 2 variants (eager, halves)" in notes
+    assert "variant" not in " ".join(judge(port).notes)
+
+
+def test_variant_that_the_manifest_names_and_no_file_holds_is_damage(copyist: Any, judge: Judge) -> None:
+    varied = copyist.golden(describe=named("eager"))
+    with pytest.raises(CaptureError, match="of variant eager of layer 0"):
+        judge(copyist.device_run(), reference=varied)
+
+
+def test_floor_is_the_largest_token_by_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    twin = torch.randn(4, 64, generator=generator)
+    golden = twin + 0.01
+    massive = massive_channels(golden)
+    own = Squares.of(ordinary=(golden - twin).norm(dim=-1), massive=torch.zeros(4))
+    # The variant strays twice as far at the first token, and half as far at the others.
+    factors = torch.tensor([2.0, 0.5, 0.5, 0.5])
+    widest = Squares(ordinary=own.ordinary * factors.square(), massive=own.massive)
+    rows = Rows(
+        reference=golden,
+        target=twin - 0.01,
+        massive=massive,
+        places=torch.stack((torch.zeros(4, dtype=torch.int64), torch.arange(4)), dim=-1),
+        twin=twin,
+        widest=widest,
+    )
+    noise = noise_ratio(rows)
+    assert noise.whole == pytest.approx((4.0 / 7.0) ** 0.5, rel=1e-3)
+    assert noise.token_worst == pytest.approx(1.0, rel=1e-3)
+    assert noise_ratio(rows.select(torch.tensor([True, False, False, False]))).whole == pytest.approx(
+        0.5, rel=1e-3
+    )
