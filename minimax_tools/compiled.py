@@ -16,16 +16,19 @@ R = TypeVar("R")
 
 # numba compiles for one thread at a time: others wait here instead of compiling it again.
 _LOCK = threading.Lock()
-# Sums may be taken in any order, in several lanes at once. Nothing is said of NaN and Inf: they are what they are.
-_LIBERTIES = frozenset({"reassoc"})
 
 
-def compiled(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def compiled(
+    signature: str, *, sums_in_any_order: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Have a function of arrays and numbers compiled at its first call.
 
     Args:
         signature: The types of its arguments in numba's words, such as `(float64[::1], float64)`; it takes no others.
+        sums_in_any_order: Whether sums and products may be regrouped, and so be taken in several lanes at once. Nothing
+            else may change: NaN and Inf are what they are.
     """
+    liberties = frozenset({"reassoc"} if sums_in_any_order else ())
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         made: list[Callable[P, R]] = []
@@ -35,7 +38,7 @@ def compiled(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if not made:
                 with _LOCK:
                     if not made:
-                        made.append(_compile(function, signature))
+                        made.append(_compile(function, signature, liberties))
             return made[0](*args, **kwargs)
 
         return call
@@ -43,12 +46,12 @@ def compiled(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _compile(function: Callable[P, R], signature: str) -> Callable[P, R]:
+def _compile(function: Callable[P, R], signature: str, liberties: frozenset[str]) -> Callable[P, R]:
     # Half a second, which commands that compare nothing need not wait.
     import numba
 
     compile_kept, compile_anew = (
-        numba.njit(signature, nogil=True, fastmath=set(_LIBERTIES), error_model="numpy", cache=cache)
+        numba.njit(signature, nogil=True, fastmath=set(liberties), error_model="numpy", cache=cache)
         for cache in (True, False)
     )
     try:

@@ -149,7 +149,7 @@ def _centre(sample: torch.Tensor) -> float:
 
 
 # Written so that the loop runs on several lanes at once: over a range, without a branch; what does not count is 0.
-@compiled("(float64[::1], float64[::1], float64, float64, float64, float64, float64)")
+@compiled("(float64[::1], float64[::1], float64, float64, float64, float64, float64)", sums_in_any_order=True)
 def _add_up(
     reference: Values,
     target: Values,

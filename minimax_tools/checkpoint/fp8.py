@@ -1,29 +1,21 @@
 """FP8 weights in blocks: float8_e4m3fn codes times one float32 scale per 128 × 128 block, rounded once.
 
-A code is sign, four bits of exponent (bias 7) and three of mantissa; as a bfloat16 (bias 127) the same bits,
-moved to where a bfloat16 has them, mean the number times 2⁻¹²⁰, subnormals included. So a code becomes a float
-by three integer operations, many times faster than torch's cast. Only the codes for NaN do not survive that.
 R rows, C columns of a weight; the last block of a row or column may be ragged.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from minimax_tools.compiled import compiled
 from minimax_tools.spec import ModelSpec
 
 BLOCK_SIZE = 128
 
-# What lies between the passes stays in the processor's cache, and a chunk is large enough for other threads to get
-# their turn at Python meanwhile.
-_CHUNK_CODES = 256 * 3072
-_EXPONENT_GAP = 2.0**120
-_MANTISSA_SHIFT = 4
-# Bit 15, the sign, and bits 10 to 4, all else of a code: in every 16 bits of a signed 64-bit integer.
-_BFLOAT16_MASK = 0x87F0_87F0_87F0_87F0 - (1 << 64)
-_CODES_PER_WORD = 4
-# Scales from here on would overflow float32 where they make up for the exponents' gap.
-_LARGEST_SCALE = 2.0**7
+Codes = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+Scales = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+BFloat16Bits = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
 
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -67,9 +59,9 @@ def dequantise(
         raise ValueError(
             f"out is {result.dtype} {list(result.shape)}, expected {dtype} {list(weight_fp8.shape)}"
         )
-    # The product must be float32: rounding the scale or the product early gives other BF16 bits.
-    fits = _fits_words(weight_fp8) and _fits_bfloat16(scale_inv)
-    if not fits or _multiply_as_bfloat16(weight_fp8, scale_inv, result):
+    if result.device.type == "cpu" and dtype == torch.bfloat16 and result.is_contiguous():
+        _multiply_quickly(weight_fp8, scale_inv, result)
+    else:
         _multiply(weight_fp8, scale_inv, result)
     return result
 
@@ -87,89 +79,54 @@ def _check(weight_fp8: torch.Tensor, scale_inv: torch.Tensor) -> None:
         )
 
 
-def _fits_words(weight_fp8: torch.Tensor) -> bool:
-    if weight_fp8.device.type != "cpu" or not weight_fp8.is_contiguous() or not weight_fp8.numel():
-        return False
-    num_columns = weight_fp8.shape[1]
-    return num_columns % min(BLOCK_SIZE, num_columns) == 0 and num_columns % _CODES_PER_WORD == 0
-
-
-def _fits_bfloat16(scale_inv: torch.Tensor) -> bool:
-    # Written so that a scale that is NaN does not pass; one that is no more than zero would turn zeros' signs.
-    return bool(((scale_inv > 0) & (scale_inv < _LARGEST_SCALE)).all())
-
-
-def _multiply_as_bfloat16(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> bool:
-    """Multiply where no code is NaN; whether one was, and the result is none."""
-    num_rows, num_columns = weight_fp8.shape
-    # A piece: a row's codes of one block, which share a scale.
-    width = min(BLOCK_SIZE, num_columns)
-    # Exact, being a power of two; the float32 product below is then that of the code and its own scale.
-    scale = (scale_inv * _EXPONENT_GAP).repeat_interleave(BLOCK_SIZE, dim=0)[:num_rows].flatten()
-    num_pieces = min(_CHUNK_CODES // width, len(scale))
-    codes = weight_fp8.view(torch.int8).flatten().split(num_pieces * width)
-    # NaN is 0x7f and 0xff: the largest code read as a signed byte, and the largest read as an unsigned one.
-    largest = torch.empty(len(codes), dtype=torch.int8)
-    largest_unsigned = torch.empty(len(codes), dtype=torch.uint8)
-    chunks = zip(
-        codes,
-        scale.split(num_pieces),
-        result.view(1, -1, width).split(num_pieces, dim=1),
-        largest.unbind(),
-        largest_unsigned.unbind(),
-        strict=True,
-    )
-    product: _PieceProduct | None = None
-    for chunk, factors, out, signed, unsigned in chunks:
-        if product is None or len(factors) != product.num_pieces:
-            product = _PieceProduct(len(factors), width)
-        torch.amax(chunk, 0, out=signed)
-        torch.amax(chunk.view(torch.uint8), 0, out=unsigned)
-        product(chunk, factors, out)
-    return bool((largest == 0x7F).any() or (largest_unsigned == 0xFF).any())
-
-
-class _PieceProduct:
-    """Pieces of codes, a float32 factor each, as BF16 or float32: their product in float32, rounded once.
-
-    Of torch's operations only batch normalisation takes BF16 values with float32 factors as they are: with mean 0,
-    variance 1 and a bias of −0, which leaves every sum as it is, it is that product in a single pass.
-
-    Args:
-        num_pieces: How many.
-        width: Codes in each.
-    """
-
-    def __init__(self, num_pieces: int, width: int) -> None:
-        self.num_pieces = num_pieces
-        self._integers = torch.empty(num_pieces * width, dtype=torch.int16)
-        self._words = self._integers.view(torch.int64)
-        self._values = self._integers.view(torch.bfloat16).view(1, num_pieces, width)
-        self._bias, self._mean = -torch.zeros(num_pieces), torch.zeros(num_pieces)
-        self._variance, self._unused = torch.ones(num_pieces), torch.empty(0)
-
-    def __call__(self, codes: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
-        self._integers.copy_(codes)
-        # Four codes a word: what a shift carries into a neighbour is masked away.
-        self._words.bitwise_left_shift_(_MANTISSA_SHIFT).bitwise_and_(_BFLOAT16_MASK)
-        if out.dtype != torch.bfloat16:
-            out.copy_(self._values.to(torch.float32).mul_(factors[:, None]))
-            return
-        torch.native_batch_norm(
-            self._values,
-            factors,
-            self._bias,
-            self._mean,
-            self._variance,
-            False,  # not training: mean and variance are those given
-            0.0,
-            0.0,
-            out=(out, self._unused, self._unused),
-        )
-
-
 def _multiply(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
+    # The product must be float32: rounding the scale or the product early gives other BF16 bits.
     scale = scale_inv.repeat_interleave(BLOCK_SIZE, dim=1)[:, : weight_fp8.shape[1]]
     for start in range(0, weight_fp8.shape[0], BLOCK_SIZE):
         rows = slice(start, start + BLOCK_SIZE)
-        result[rows].copy_(weight_fp8[rows].to(torch.float32).mul_(scale[start // BLOCK_SIZE]))
+        result[rows].copy_(_to_float32(weight_fp8[rows]).mul_(scale[start // BLOCK_SIZE]))
+
+
+def _to_float32(weight_fp8: torch.Tensor) -> torch.Tensor:
+    if weight_fp8.device.type != "cpu":
+        return weight_fp8.to(torch.float32)
+    # A code alone is a BF16 number; torch's own cast is many times slower.
+    values = torch.empty(weight_fp8.shape, dtype=torch.bfloat16)
+    _multiply_quickly(weight_fp8, torch.ones(scale_shape(tuple(values.shape))), values)
+    return values.to(torch.float32)
+
+
+def _multiply_quickly(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
+    """The same on the CPU, into contiguous BF16."""
+    codes, scales = weight_fp8.contiguous().view(torch.uint8), scale_inv.contiguous()
+    _multiply_codes(codes.numpy(), scales.numpy(), result.view(torch.uint16).numpy())
+
+
+@compiled("(uint8[:, ::1], float32[:, ::1], uint16[:, ::1])")
+def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
+    """The rounded product of [R,C] codes and their scales.
+
+    A code is sign, four bits of exponent (bias 7) and three of mantissa. Those of a normal number, moved to where a
+    float32 (bias 127) has them, lack 120 in the exponent; a subnormal one, below 8, counts units of 2⁻⁹.
+    """
+    for row in range(codes.shape[0]):
+        for block in range(scales.shape[1]):
+            scale = scales[row // BLOCK_SIZE, block]
+            start = block * BLOCK_SIZE
+            # Views that begin at 0, so that the loop runs on several lanes at once; the same is why every step is
+            # held to 32 bits: numba would widen it to 64.
+            block_codes = codes[row, start : start + BLOCK_SIZE]
+            block_result = result[row, start : start + BLOCK_SIZE]
+            for column in range(block_codes.size):
+                code = np.int32(block_codes[column])
+                sign, rest = np.int32(code & 0x80), np.int32(code & 0x7F)
+                normal = np.int32(np.int32(rest << 20) + np.int32(120 << 23)).view(np.float32)
+                # As a subnormal float32 it would be many times slower.
+                number = normal if rest >= 8 else np.float32(np.float32(rest) * np.float32(2.0**-9))
+                product = np.float32(number * scale)
+                product_bits = np.uint32(product.view(np.uint32) ^ np.uint32(sign << 24))
+                # To the nearest BF16, of two the even one.
+                is_odd = np.uint32(np.uint32(product_bits >> 16) & 1)
+                rounded = np.uint32(np.uint32(product_bits + np.uint32(0x7FFF)) + is_odd) >> 16
+                is_nan = (rest == 0x7F) | np.isnan(product)
+                block_result[column] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
