@@ -12,6 +12,7 @@ from gpu_reference.weights import GoldenWeights
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
 from minimax_tools.floor import error_norms, floor_statistics, variant_name, variant_statistics
 from minimax_tools.inputs import Inputs
+from minimax_tools.memory import give_back_freed_pages
 from minimax_tools.reference.head import Float32Head
 from minimax_tools.reference.twin import Float32Twin
 from minimax_tools.reference.variant_layer import VariantLayer
@@ -99,15 +100,16 @@ class NoiseFloor:
         weights = self.weights.layer(layer)
         statistics: dict[str, torch.Tensor] = {}
         for name in self.variants:
+            # What ran before left memory in pieces that nothing large fits into.
+            give_back_freed_pages()
             runner = VariantLayer(VARIANTS[name], self.config, weights, layer=layer, device=device)
-            variant = runner.run(
-                captured[Site.INPUT],
-                self.inputs,
-                router_experts=captured[Site.ROUTER_EXPERTS],
-                sites=tuple(twin),
-            )
             measured = variant_statistics(
-                variant,
+                runner.run(
+                    captured[Site.INPUT],
+                    self.inputs,
+                    router_experts=captured[Site.ROUTER_EXPERTS],
+                    sites=tuple(twin),
+                ),
                 captured,
                 twin,
                 attention_mask=self.inputs.attention_mask,

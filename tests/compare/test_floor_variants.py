@@ -84,6 +84,12 @@ def test_larger_errors_are_found_all_the_same(copyist: Any, judge: Judge) -> Non
     assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(LAYER, (str(SITE),))]
 
 
+def test_scale_that_is_off_by_less_than_the_noise_is_found_all_the_same(copyist: Any, judge: Judge) -> None:
+    port = copyist.device_run({(LAYER, SITE): lambda tensor: (tensor.float() * 1.01).to(tensor.dtype)})
+    varied = add_variants(copyist.golden(describe=named("eager")), {"eager": 1.2})
+    assert site_of(judge(port, reference=varied)).status is SiteStatus.FAIL
+
+
 def test_variants_that_stray_less_change_no_figure(copyist: Any, judge: Judge) -> None:
     port = copyist.device_run({(LAYER, SITE): stray(copyist, 1.2)})
     varied = add_variants(copyist.golden(describe=named("eager")), {"eager": 0.9})

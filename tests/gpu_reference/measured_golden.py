@@ -84,6 +84,7 @@ def read_request(folder: Path, case: dict[str, Any]) -> GoldenRequest:
         run=run,
         inputs=build_inputs(InputRequest(seq_lens=tuple(case["lens"])), folder=folder, spec=spec),
         noise_floor=case.get("noise_floor", "off"),
+        floor_variants=tuple(case.get("floor_variants", ())),
         streaming=None
         if case.get("whole")
         else Streaming(

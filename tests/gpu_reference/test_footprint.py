@@ -55,6 +55,17 @@ def test_activations_grow_with_the_tokens(ask: Any) -> None:
     assert longer.activation_bytes > 2.5 * eager.activation_bytes
 
 
+def test_variants_take_their_sites_and_the_scores_of_eager_attention(ask: Any) -> None:
+    plain = ask(inputs=InputRequest(seq_lens=(1024,))).footprint
+    eager = replace(plain, attn_implementation="eager").activation_bytes
+    halves, both = (
+        replace(plain, floor_variants=names).activation_bytes for names in (("halves",), ("eager", "halves"))
+    )
+    # One runs after the other: the second takes nothing that the first has not given back.
+    assert both - halves == eager - plain.activation_bytes
+    assert plain.activation_bytes < halves < 1.3 * plain.activation_bytes
+
+
 @pytest.mark.slow
 def test_activations_are_estimated_and_never_far_below_what_they_take(toy: Path, measure: Any) -> None:
     cases = (
@@ -62,6 +73,7 @@ def test_activations_are_estimated_and_never_far_below_what_they_take(toy: Path,
         {"lens": [1024, 1500], "noise_floor": "stats", "experts": "eager"},
         {"lens": [2048], "attn": "eager"},
         {"lens": [512], "experts": "batched_mm"},
+        {"lens": [1536], "noise_floor": "full", "floor_variants": ["eager", "halves"]},
     )
     for case, measured in zip(cases, measure(toy, *cases), strict=True):
         taken = measured["peak"] - measured["layer"]
