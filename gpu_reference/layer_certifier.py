@@ -21,7 +21,6 @@ from gpu_reference.golden_checks import (
     rotated_dims,
     router_faults,
 )
-from gpu_reference.own_layer import OwnLayer
 from gpu_reference.tallies import Tally, Worst
 from minimax_tools.capture.certificate import Check
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
@@ -29,6 +28,7 @@ from minimax_tools.checkpoint.names import CORRECTION_BIAS
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.modules import read_config
+from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.reference.twin import Float32Twin
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
