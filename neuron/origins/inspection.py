@@ -78,7 +78,8 @@ def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool, budget:
         TargetError: The port cannot be built or loaded.
     """
     port, traced = shared.port, shared.traced
-    sample = Sample.that_fits(traced, port.dtype, budget)
+    num_layers_held = 1 if port.target.fills_storage else 2
+    sample = Sample.that_fits(traced, port.dtype, budget, num_layers_held=num_layers_held)
     sources = sample.sources(traced)
     followed = "" if sample.is_whole else f", of {sample}"
     logger.info("Tracing where every element of layer %d lands%s.", port.layer, followed)
@@ -87,7 +88,7 @@ def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool, budget:
     findings = find_findings(by_rank, sources)
     logger.info("Running the port on made weights, beside the reference layer.")
     exchanges = find_exchanges(by_rank[0], Sources.of(traced), traced)
-    room = TrialRoom.that_fits(traced, port.dtype, budget)
+    room = TrialRoom.that_fits(traced, port.dtype, budget, num_layers_held=num_layers_held)
     trial = run_trial(
         shared.prepare_trial(room.dtype), traced, port.layer, exchanges, keeps_tensors=room.keeps_tensors
     )

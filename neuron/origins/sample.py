@@ -14,8 +14,6 @@ from neuron.origins.sources import Sources
 # Of an element that is followed: the place's values after two passes, its number, and, of one place at a time, what
 # putting its layout into words takes.
 _BYTES_PER_ELEMENT = 64
-# The module, and what its conversion returns.
-_LAYERS_HELD = 2
 # What threads and libraries take for themselves when they are first used.
 _SPARE_BYTES = 64 << 20
 # Of the free memory, what is planned with: the rest is for what no shape tells.
@@ -37,12 +35,15 @@ class Sample:
     num_experts: int
 
     @classmethod
-    def that_fits(cls, spec: ModelSpec, dtype: torch.dtype, budget: MemoryBudget) -> Sample:
+    def that_fits(
+        cls, spec: ModelSpec, dtype: torch.dtype, budget: MemoryBudget, *, num_layers_held: int
+    ) -> Sample:
         """As many experts as fit beside a port and its conversion, two at least.
 
         Args:
             spec: The model that is traced.
             dtype: Of its weights.
+            num_layers_held: How often they lie in memory: in the module, and in what a conversion returns.
             budget: What the process may hold; without a limit, the machine's free memory is.
 
         Raises:
@@ -52,7 +53,7 @@ class Sample:
         of_expert = sum(source.size for source in whole.all if source.expert == 0)
         others = whole.size - of_expert * spec.num_local_experts
         least = min(2, spec.num_local_experts)
-        held = _LAYERS_HELD * layer_bytes(spec, dtype) + _SPARE_BYTES
+        held = num_layers_held * layer_bytes(spec, dtype) + _SPARE_BYTES
         needed = held + (others + least * of_expert) * _BYTES_PER_ELEMENT
         budget.require(needed, "tracing a layer of the model's own size")
         fitting = ((_free_bytes(budget) - held) // _BYTES_PER_ELEMENT - others) // of_expert
@@ -91,23 +92,26 @@ class TrialRoom:
     keeps_tensors: bool
 
     @classmethod
-    def that_fits(cls, spec: ModelSpec, dtype: torch.dtype, budget: MemoryBudget) -> TrialRoom:
+    def that_fits(
+        cls, spec: ModelSpec, dtype: torch.dtype, budget: MemoryBudget, *, num_layers_held: int
+    ) -> TrialRoom:
         """In float32 where that fits, else in the run's dtype.
 
         Args:
             spec: The model that is traced.
             dtype: The run's.
+            num_layers_held: How often its weights lie in memory.
             budget: What the process may hold; without a limit, the machine's free memory is.
 
         Raises:
             MemoryBudgetError: Neither fits.
         """
         free, exact = _free_bytes(budget), layer_bytes(spec, torch.float32)
-        if (_LAYERS_HELD + 1) * exact <= free:
+        if (num_layers_held + 1) * exact <= free:
             return cls(dtype=torch.float32, keeps_tensors=True)
-        if _LAYERS_HELD * exact <= free:
+        if num_layers_held * exact <= free:
             return cls(dtype=torch.float32, keeps_tensors=False)
-        budget.require(_LAYERS_HELD * layer_bytes(spec, dtype), "running the port on made weights")
+        budget.require(num_layers_held * layer_bytes(spec, dtype), "running the port on made weights")
         return cls(dtype=dtype, keeps_tensors=False)
 
 

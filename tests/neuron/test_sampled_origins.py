@@ -54,7 +54,7 @@ Inspect = Callable[..., dict[str, Any]]
 
 
 def budget_of(num_experts: int) -> str:
-    """A budget in which about so many experts are followed, as an option's value."""
+    """A budget in which about so many experts of a port that converts are followed, as an option's value."""
     held = 2 * layer_bytes(MODEL.spec(), torch.bfloat16) + (64 << 20)
     return f"{MemoryUsage.current().anonymous_bytes + held + num_experts * _EXPERT_BYTES}B"
 
@@ -114,7 +114,7 @@ def test_a_planted_mistake_is_named(
 
 
 def test_text_says_which_experts_were_followed(command: Any, wide: Path) -> None:
-    arguments = ("--model", wide, "--target", "builtin", "--quiet", "--no-load")
+    arguments = ("--model", wide, "--target", f"{EXAMPLES}/port.py:DecoderLayer", "--quiet", "--no-load")
     limit = ("--full-size", "--memory-budget")
     result = command(mm2_test, "weights", *arguments, *limit, budget_of(7))
     assert "of 24 experts were followed (0, 1, " in result.stdout
@@ -126,13 +126,13 @@ def test_text_says_which_experts_were_followed(command: Any, wide: Path) -> None
 def test_a_layer_of_minimax_m2_is_followed_in_part_and_run_in_bf16() -> None:
     spec = SyntheticModel.m2().spec()
     now = MemoryUsage.current().anonymous_bytes
-    sample = Sample.that_fits(spec, torch.bfloat16, MemoryBudget(now + 24_000_000_000))
+    sample = Sample.that_fits(spec, torch.bfloat16, MemoryBudget(now + 24_000_000_000), num_layers_held=2)
     assert 4 <= len(sample.experts) <= 16
     assert {0, 1, 10, 255} <= set(sample.experts)
-    room = TrialRoom.that_fits(spec, torch.bfloat16, MemoryBudget(now + 20_000_000_000))
+    room = TrialRoom.that_fits(spec, torch.bfloat16, MemoryBudget(now + 20_000_000_000), num_layers_held=2)
     assert (room.dtype, room.keeps_tensors) == (torch.bfloat16, False)
     with pytest.raises(MemoryBudgetError):
-        Sample.that_fits(spec, torch.bfloat16, MemoryBudget(now + 12_000_000_000))
+        Sample.that_fits(spec, torch.bfloat16, MemoryBudget(now + 12_000_000_000), num_layers_held=2)
 
 
 def test_the_part_that_answers_is_the_least_that_holds_it() -> None:
