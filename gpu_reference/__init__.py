@@ -11,8 +11,8 @@
 - `ranks/`: these processes, and how they meet, talk, and notice that one of them died
 - `generation`: what the model says next
 - `certifier`: a finished golden checked before it is trusted (`certify_command`): `checked_capture` reads it,
-  `layer_certifier` holds its layers by `golden_checks` against mm2's float32 layer (`own_layer`), `tallies` keep what
-  they find; `broken_versions`: libraries that make wrong ones
+  `layer_certifier` holds its layers by `golden_checks` against mm2's float32 layer, `tallies` keep what they find;
+  `broken_versions`: libraries that make wrong ones
 - `options`: those that no other command has
 """
 

@@ -16,8 +16,14 @@ from minimax_tools.spec import ModelSpec
 REFERENCE_LIMIT = 1e-5
 # Angles are float32: each is exact to 6e-8 of the position, whichever way it is computed.
 ANGLE_STEP = 6e-8
-# What BF16 alone costs a site of one layer, fed the same input: up to about 1 % was measured.
-BF16_LIMIT = 0.04
+# What BF16 alone costs a site of one layer, fed the same input. Up to the rotated queries and keys 0.4 % were measured,
+# at hidden 256 to 3072 alike; attention's context costs up to 1.9 % (512 positions, scores rounded too) and more the
+# longer a prompt is, and what comes after it may be nothing else.
+_BF16_LIMIT_BEFORE_ATTENTION = 0.015
+_BF16_LIMIT = 0.04
+# Noise has no direction: how much larger or smaller all of a site is stays below 0.05 %. One channel may outweigh all
+# others, and its few roundings cost 0.4 % at most.
+SCALE_LIMIT = 0.008
 # One statistic over the whole width scales all heads alike, but for the rounding to BF16, of which medians are taken.
 NORM_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 # A choice may differ where scores differ less than their float32 rounding.
@@ -29,6 +35,20 @@ _SMALL = 1e-2
 def reference_limit(site: Site, largest_position: int) -> float:
     """Up to where transformers' float32 layer and mm2's own agree at a site."""
     return REFERENCE_LIMIT + (ANGLE_STEP * largest_position if site.order >= Site.Q_ROPE.order else 0.0)
+
+
+def bf16_limit(site: Site) -> float:
+    """How far what BF16 gives at a site may be from its float32 layer."""
+    return _BF16_LIMIT_BEFORE_ATTENTION if site.order < Site.ATTN_CONTEXT.order else _BF16_LIMIT
+
+
+def scale_error(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:
+    """By how much of itself `found` is larger or smaller than `expected` over the real rows; infinite if not finite."""
+    exact, shown = (_rows(site, tensor)[real].double().flatten() for tensor in (expected, found))
+    if not torch.isfinite(shown).all():
+        return float("inf")
+    square = float(exact @ exact)
+    return abs(float(shown @ exact) / square - 1) if square else 0.0
 
 
 def relative_distance(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:

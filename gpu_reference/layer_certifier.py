@@ -12,16 +12,17 @@ import torch
 
 from gpu_reference.checked_capture import CheckedCapture
 from gpu_reference.golden_checks import (
-    BF16_LIMIT,
     NORM_LIMIT,
+    SCALE_LIMIT,
+    bf16_limit,
     is_rotated_width,
     norm_spread,
     reference_limit,
     relative_distance,
     rotated_dims,
     router_faults,
+    scale_error,
 )
-from gpu_reference.own_layer import OwnLayer
 from gpu_reference.tallies import Tally, Worst
 from minimax_tools.capture.certificate import Check
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
@@ -29,6 +30,7 @@ from minimax_tools.checkpoint.names import CORRECTION_BIAS
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.modules import read_config
+from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.reference.twin import Float32Twin
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
@@ -75,6 +77,7 @@ class LayerCertifier:
         no_model = NO_MODEL if model is None else _NO_SITES
         self._reference = Worst(name="reference_layer", missing=no_model)
         self._noise = Worst(name="bf16_noise", missing=_NO_SITES)
+        self._scale = Worst(name="bf16_scale", missing=_NO_SITES)
         self._norms = Worst(name="qk_norm_width", missing=_NO_SITES)
         self._router = Tally(name="router_choice", missing=no_model)
         self._rotary = Tally(name="rotary_width", missing=no_model)
@@ -105,6 +108,7 @@ class LayerCertifier:
             self._router.check("layers choose experts by their logits and the float32 bias"),
             self._reference.check("transformers' float32 layer is off mm2's own"),
             self._noise.check("what the golden stored is off its float32 layer"),
+            self._scale.check("what the golden stored is larger or smaller than its float32 layer"),
         ]
 
     @property
@@ -160,7 +164,9 @@ class LayerCertifier:
         for site, tensor in stored.items():
             if site in exact and tensor.is_floating_point():
                 distance = relative_distance(site, tensor, exact[site], self._real)
-                self._noise.take(distance, BF16_LIMIT, f"{site} of layer {layer}")
+                self._noise.take(distance, bf16_limit(site), f"{site} of layer {layer}")
+                scale = scale_error(site, tensor, exact[site], self._real)
+                self._scale.take(scale, SCALE_LIMIT, f"{site} of layer {layer}")
 
     def _take_rope(
         self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]

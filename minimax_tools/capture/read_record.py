@@ -2,7 +2,7 @@
 
 A run writes one file per rank, `read_records/{node}.json` in its capture directory, anew before each layer it writes:
 
-    {"node": "a", "tensors": ["lm_head.weight", …], "bytes_read": 1024, "bytes_asked": 1024, "files": {"…": 1024}}
+    {"node": "a", "tensors": ["lm_head.weight", …], "bytes_read": 1024, "bytes_asked": 1024}
 
 | key | what it holds |
 |---|---|
@@ -10,7 +10,6 @@ A run writes one file per rank, `read_records/{node}.json` in its capture direct
 | `tensors` | names of the tensors that were opened, each once |
 | `bytes_read` | bytes of tensors that came from the files, headers aside; what was read twice counts twice |
 | `bytes_asked` | sizes of those tensors, each counted once |
-| `files` | bytes read by file name; may be left out |
 | `bytes_read_again` | bytes that a resumed run read of tensors which an attempt before it had read |
 | `plan` | digest of the plan that the run went by; empty where none is known |
 
@@ -25,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimax_tools.errors import CannotRunError
@@ -43,7 +42,6 @@ class ReadRecord:
         tensors: The tensors it opened, sorted.
         bytes_read: Bytes that came from the files.
         bytes_asked: Sizes of these tensors.
-        files: Bytes read by file name; empty where nobody counted.
         bytes_read_again: Bytes that a resumed run read of what an attempt before it had read.
         plan: Digest of the plan.
     """
@@ -52,21 +50,17 @@ class ReadRecord:
     tensors: tuple[str, ...]
     bytes_read: int
     bytes_asked: int
-    files: Mapping[str, int] = field(default_factory=dict)
     bytes_read_again: int = 0
     plan: str = ""
 
     @classmethod
-    def of(
-        cls, node: str, sizes: Mapping[str, int], *, bytes_read: int, files: Mapping[str, int] | None = None
-    ) -> ReadRecord:
+    def of(cls, node: str, sizes: Mapping[str, int], *, bytes_read: int) -> ReadRecord:
         """The record of a run that opened tensors of these sizes, in bytes by name."""
         return cls(
             node=node,
             tensors=tuple(sorted(sizes)),
             bytes_read=bytes_read,
             bytes_asked=sum(sizes.values()),
-            files=dict(files or {}),
         )
 
     @classmethod
@@ -104,7 +98,6 @@ class ReadRecord:
             "tensors": list(self.tensors),
             "bytes_read": self.bytes_read,
             "bytes_asked": self.bytes_asked,
-            "files": dict(self.files),
             "bytes_read_again": self.bytes_read_again,
             "plan": self.plan,
         }
@@ -134,7 +127,6 @@ class ReadRecord:
                 tensors=tuple(map(str, values["tensors"])),
                 bytes_read=int(values["bytes_read"]),
                 bytes_asked=int(values["bytes_asked"]),
-                files={str(name): int(count) for name, count in values.get("files", {}).items()},
                 bytes_read_again=int(values.get("bytes_read_again", 0)),
                 plan=str(values.get("plan", "")),
             )

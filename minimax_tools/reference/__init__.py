@@ -1,6 +1,6 @@
 """The reference: what a MiniMax-M2 computes, to be trusted and read.
 
-- `layer`: mm2's own decoder layer in plain PyTorch, every site exposed
+- `layer`: mm2's own decoder layer in plain PyTorch, every site exposed; `own_layer`: the same, one expert in memory
 - `modules`: transformers' own modules, and where the sites show in them
 - `module_tree`: how any model that transformers knows names its parts
 - `causal_model`: any causal language model of transformers, whole; `causal_part`: some layers of one, with

@@ -219,8 +219,6 @@ def _runtime(
     yield f"💾 Bytes read: {record.bytes_read}{again}"
     if slice_bytes:
         yield f"🎯 Bytes read over slice: {read_over_slice(record, slice_bytes):.2f}"
-    for name, num_bytes in record.files.items():
-        yield f"   📄 {name}: {num_bytes} bytes"
 
 
 def _folder(holding: Holding) -> Iterator[str]:

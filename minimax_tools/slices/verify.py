@@ -282,6 +282,5 @@ def _node_values(node: NodeVerification, plan: PartitionPlan) -> dict[str, Any]:
             "bytes_read": record.bytes_read,
             "bytes_read_again": record.bytes_read_again,
             "bytes_read_over_slice": read_over_slice(record, node.slice_bytes) if node.slice_bytes else None,
-            "files": dict(record.files),
         },
     }

@@ -12,8 +12,9 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.errors import UsageError
+from minimax_tools.memory import MemoryBudget
 from minimax_tools.native_output import output_set_aside
-from minimax_tools.options import dtype_option, model_option, output_options
+from minimax_tools.options import dtype_option, memory_budget_option, model_option, output_options
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
 from neuron.devices.backend import Backend
@@ -53,6 +54,7 @@ from neuron.rank_options import rank_options
     default=True,
     help="Load the checkpoint's own layer too, and hold its numbers against the checkpoint's.",
 )
+@memory_budget_option
 @dtype_option
 @output_options
 def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
@@ -62,6 +64,9 @@ def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
     duplicated, swapped, transposed, out of order, scaled, computed or rounded shows. Which layout a port wants is known
     to its forward alone: it is run once on made weights, in float32 on the CPU, beside the reference layer, and where
     the outputs differ the exchange that repairs it is the mistake. Large models are traced at a smaller size.
+
+    With --full-size as many experts are followed as fit in --memory-budget, or in what the machine has free, and the
+    report says which; every number of the others is still held against the checkpoint's once the layer is loaded.
 
     Exits with 1 where weights are wrong.
     """
@@ -93,7 +98,8 @@ def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
         )
         traced = spec if options["full_size"] else smaller(spec, num_ranks=ranks.degree)
         shared = SharedPort(port, runtime, traced)
-        inspection = inspect_weights(shared, spec, loads=options["loads"])
+        budget = MemoryBudget(options["memory_budget"])
+        inspection = inspect_weights(shared, spec, loads=options["loads"], budget=budget)
         shared.dismiss()
     _print(inspection, as_json=as_json)
     raise SystemExit(inspection.verdict.exit_code)

@@ -4,7 +4,9 @@
 |---|---|
 | `sources` | the tensors of a layer, their elements numbered |
 | `made_tensors` | a layer's tensors that are made, not read: what a conversion is fed |
-| `places` | every tensor that a module holds |
+| `places`, `place_part` | every tensor that a module holds; of a large one the part that is followed |
+| `sample` | which experts are followed, as memory has room |
+| `on_access` | tensors made whenever they are asked for |
 | `origin` | for each element of a place the number of the element that landed there |
 | `made_values`, `reading`, `origin_reader` | how that is found: a pass, a place, all of them |
 | `sequences`, `piece`, `matrix`, `layout` | that in words |

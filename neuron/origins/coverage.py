@@ -9,6 +9,7 @@ import torch
 from neuron.origins.finding import Finding, Mistake, Weight
 from neuron.origins.layout import Layout
 from neuron.origins.origin import Origin
+from neuron.origins.place_part import AT_ONCE
 from neuron.origins.sources import Source, Sources, kinds_of, word_sources
 
 
@@ -28,9 +29,12 @@ def find_by_count(by_rank: Values[Values[Layout]], sources: Sources) -> list[Fin
 
 
 def _count(layouts: Values[Layout], sources: Sources) -> torch.Tensor:
-    counts = torch.zeros(sources.size, dtype=torch.int64)
+    """How often each element lands, int16: a count, and no index, is what is kept of each."""
+    counts = torch.zeros(sources.size, dtype=torch.int16)
     for layout in layouts:
-        counts += torch.bincount(layout.origin.landed.flatten(), minlength=sources.size)
+        for part in layout.origin.numbers.reshape(-1).split(AT_ONCE):
+            landed = part[part >= 0]
+            counts.index_add_(0, landed, torch.ones(len(landed), dtype=torch.int16))
     return counts
 
 

@@ -16,6 +16,7 @@ from minimax_tools.checkpoint.names import expert_weight
 from minimax_tools.spec import ModelSpec
 from neuron.origins.finding import Mistake
 from neuron.origins.layout import Layout
+from neuron.origins.on_access import OnAccess
 from neuron.origins.sequences import Order
 from neuron.origins.sources import Sources, role
 
@@ -30,7 +31,7 @@ class Exchange:
         mistake: What is wrong with the conversion where it helps.
         tensors: The kinds that are concerned.
         text: That mistake in words.
-        change: Gives the tensors that differ, from the layer's own.
+        change: Gives the tensors that differ, from the layer's own; each is made when it is asked for.
     """
 
     mistake: Mistake
@@ -72,7 +73,9 @@ def _swaps(sources: Sources) -> list[Exchange]:
 def _swap(sources: Sources, one: str, other: str) -> Callable[[Tensors], Tensors]:
     names = _names(sources, one), _names(sources, other)
     pairs = dict(zip(names[0] + names[1], names[1] + names[0], strict=True))
-    return lambda tensors: {name: tensors[partner] for name, partner in pairs.items()}
+    return lambda tensors: OnAccess(
+        {name: partial(tensors.__getitem__, partner) for name, partner in pairs.items()}
+    )
 
 
 def _transposes(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
@@ -128,11 +131,13 @@ def _expert_orders(layouts: Sequence[Layout], spec: ModelSpec) -> list[Exchange]
 
 
 def _reorder_experts(experts: tuple[int, ...], matrices: Sequence[str]) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {
-        expert_weight(found, matrix): tensors[expert_weight(wanted, matrix)]
-        for wanted, found in enumerate(experts)
-        for matrix in matrices
-    }
+    return lambda tensors: OnAccess(
+        {
+            expert_weight(found, matrix): partial(tensors.__getitem__, expert_weight(wanted, matrix))
+            for wanted, found in enumerate(experts)
+            for matrix in matrices
+        }
+    )
 
 
 def _row_orders(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
@@ -217,11 +222,19 @@ def _each(
     sources: Sources, kind: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[Tensors], Tensors]:
     names = _names(sources, kind)
-    return lambda tensors: {name: change(tensors[name]) for name in names}
+    return lambda tensors: OnAccess({name: partial(_changed, tensors, name, change) for name in names})
+
+
+def _changed(tensors: Tensors, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return change(tensors[name])
 
 
 def _all(changes: Sequence[Callable[[Tensors], Tensors]]) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {name: tensor for change in changes for name, tensor in change(tensors).items()}
+    def changed(tensors: Tensors) -> Tensors:
+        parts = [change(tensors) for change in changes]
+        return OnAccess({name: partial(part.__getitem__, name) for part in parts for name in part})
+
+    return changed
 
 
 def _names(sources: Sources, kind: str) -> list[str]:

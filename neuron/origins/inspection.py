@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from minimax_tools.errors import TargetError
+from minimax_tools.memory import MemoryBudget
 from minimax_tools.results import Verdict
 from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import find_exchanges
@@ -14,6 +15,7 @@ from neuron.origins.findings import find_findings
 from neuron.origins.layout import Layout, find_layout
 from neuron.origins.loaded import find_in_loaded
 from neuron.origins.origin import Origin
+from neuron.origins.sample import Sample, TrialRoom
 from neuron.origins.shared_port import SharedPort
 from neuron.origins.sources import Sources
 from neuron.origins.trial import TrialOutcome, run_trial
@@ -30,6 +32,7 @@ class Inspection:
         layer: The layer.
         traced: The model whose layer was traced.
         is_smaller: Whether it is smaller than the checkpoint's.
+        sample: The experts that were followed.
         num_ranks: How many ranks share it.
         layouts: What each place of the first rank holds.
         findings: What is wrong, may be, or was meant.
@@ -42,6 +45,7 @@ class Inspection:
     layer: int
     traced: ModelSpec
     is_smaller: bool
+    sample: Sample
     num_ranks: int
     layouts: tuple[Layout, ...]
     findings: tuple[Finding, ...]
@@ -59,26 +63,35 @@ class Inspection:
         return Verdict.PASS
 
 
-def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool) -> Inspection:
+def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool, budget: MemoryBudget) -> Inspection:
     """Trace a port's conversion, run the port on made weights, and load the checkpoint's own layer.
 
     Args:
         shared: The port.
         spec: The checkpoint's model.
         loads: Whether the checkpoint's own layer is loaded.
+        budget: What the process may hold: it says how many experts are followed, and in which dtype the port is run.
 
     Raises:
         CheckpointError: The layer cannot be read.
+        MemoryBudgetError: A port of that size does not fit.
         TargetError: The port cannot be built or loaded.
     """
     port, traced = shared.port, shared.traced
-    sources = Sources.of(traced)
-    logger.info("Tracing where every element of layer %d lands.", port.layer)
-    by_rank = [[find_layout(origin, sources) for origin in origins] for origins in _trace(shared, spec)]
+    num_layers_held = 1 if port.target.fills_storage else 2
+    sample = Sample.that_fits(traced, port.dtype, budget, num_layers_held=num_layers_held)
+    sources = sample.sources(traced)
+    followed = "" if sample.is_whole else f", of {sample}"
+    logger.info("Tracing where every element of layer %d lands%s.", port.layer, followed)
+    traces = _trace(shared, spec, sample)
+    by_rank = [[find_layout(origin, sources) for origin in origins] for origins in traces]
     findings = find_findings(by_rank, sources)
     logger.info("Running the port on made weights, beside the reference layer.")
-    exchanges = find_exchanges(by_rank[0], sources, traced)
-    trial = run_trial(shared.prepare_trial(), traced, port.layer, exchanges)
+    exchanges = find_exchanges(by_rank[0], Sources.of(traced), traced)
+    room = TrialRoom.that_fits(traced, port.dtype, budget, num_layers_held=num_layers_held)
+    trial = run_trial(
+        shared.prepare_trial(room.dtype), traced, port.layer, exchanges, keeps_tensors=room.keeps_tensors
+    )
     findings = _judge(findings, trial)
     compared: tuple[str, ...] = ()
     if loads:
@@ -93,6 +106,7 @@ def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool) -> Insp
         layer=port.layer,
         traced=traced,
         is_smaller=traced != spec,
+        sample=sample,
         num_ranks=len(by_rank),
         layouts=tuple(by_rank[0]),
         findings=tuple(findings),
@@ -102,9 +116,9 @@ def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool) -> Insp
     )
 
 
-def _trace(shared: SharedPort, spec: ModelSpec) -> list[list[Origin]]:
+def _trace(shared: SharedPort, spec: ModelSpec, sample: Sample) -> list[list[Origin]]:
     try:
-        return shared.trace()
+        return shared.trace(sample)
     except TargetError as error:
         if shared.traced == spec:
             raise

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from neuron.origins.origin import COMPUTED, CONSTANT
+from neuron.origins.origin import ASIDE, COMPUTED, CONSTANT
 from neuron.origins.piece import IN_NO_ORDER, RESHAPED, Piece
 from neuron.origins.sequences import Sequence
 from neuron.origins.sources import Sources, role
@@ -98,7 +98,11 @@ def _piece(grid: _Grid, lines: range, sources: Sources) -> Piece:
     chosen = slice(lines.start, lines.stop, lines.step)
     index = int(grid.source[lines.start, 0])
     if index < 0:
-        what = {CONSTANT: "nothing of the checkpoint", COMPUTED: "computed values"}[index]
+        what = {
+            CONSTANT: "nothing of the checkpoint",
+            COMPUTED: "computed values",
+            ASIDE: "what was not followed",
+        }[index]
         return Piece(lines=lines, what=what)
     columns = grid.column[chosen]
     if not bool((columns == columns[:1]).all()):

@@ -8,8 +8,8 @@ import torch
 
 from minimax_tools.capture.manifest import dtype_name
 
-# What stands where no single element landed: nothing of the checkpoint did, or several did.
-CONSTANT, COMPUTED = -1, -2
+# What stands where no single element landed: nothing of the checkpoint did, several did, or one that is not followed.
+CONSTANT, COMPUTED, ASIDE = -1, -2, -3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,8 +20,9 @@ class Origin:
         name: The place's.
         shape: Its shape.
         dtype: Its dtype.
-        numbers: Of its shape, int64: the number of the element that landed there, `CONSTANT` where nothing of the
-            checkpoint does, `COMPUTED` where no single element tells the value.
+        numbers: Of its shape, or of the part of it that what is followed lands in, int64: the number of the element
+            that landed there, `CONSTANT` where nothing of the checkpoint does, `COMPUTED` where no single element tells
+            the value, `ASIDE` where it is one that is not followed.
         gain: What single elements are multiplied by, where that is one number; None where it differs.
         offset: What is added to them likewise.
         rounding: The largest relative error of the elements that landed, their scale apart; 0 where they came as given.

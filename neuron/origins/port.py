@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import expected_layer_shapes
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.spec import ModelSpec
@@ -18,7 +19,7 @@ from neuron.origins.made_tensors import MadeTensors, Make
 from neuron.origins.origin import Origin
 from neuron.origins.origin_reader import OriginReader
 from neuron.origins.places import find_places
-from neuron.origins.sources import Sources
+from neuron.origins.sample import Sample
 from neuron.origins.trial import TrialInput, TrialPort
 from neuron.ports.own_code import own_code
 from neuron.ports.returned import find_output
@@ -63,8 +64,12 @@ class TracedPort:
     ranks: Ranks
     pool: ReadingPool
 
-    def trace(self, spec: ModelSpec) -> list[Origin]:
+    def trace(self, spec: ModelSpec, sample: Sample) -> list[Origin]:
         """Where the elements of every place come from, in a model of `spec`.
+
+        Args:
+            spec: The model.
+            sample: The experts that are followed.
 
         Raises:
             TargetError: The port cannot be built or loaded in such a model.
@@ -75,23 +80,25 @@ class TracedPort:
             self._load(module, self._made(spec, make, self.dtype), spec)
             return find_places(module)
 
-        return OriginReader(Sources.of(spec), load).read()
+        return OriginReader(sample.sources(spec), expected_layer_shapes(spec), load).read()
 
-    def prepare_trial(self, spec: ModelSpec) -> TrialPort:
-        """The port built in float32, to be run on made weights.
+    def prepare_trial(self, spec: ModelSpec, dtype: torch.dtype) -> TrialPort:
+        """The port built in that dtype, to be run on made weights.
 
         Raises:
             TargetError: It cannot be built.
         """
-        module = self._build(spec, torch.float32)
+        module = self._build(spec, dtype)
 
         def run(tensors: Tensors, given: TrialInput) -> torch.Tensor:
             what = f"target {self.target.name}, layer {self.layer}"
-            self._load(module, self._made(spec, tensors.__getitem__, torch.float32), spec)
+            self._load(module, self._made(spec, tensors.__getitem__, dtype), spec)
             failed, step = f"{what} failed while it ran", "See --debug for the traceback."
             with torch.no_grad(), own_code(failed, next_step=step):
                 result = module(
-                    given.hidden_states.clone(), given.attention_mask.clone(), given.position_ids.clone()
+                    given.hidden_states.to(dtype, copy=True),
+                    given.attention_mask.clone(),
+                    given.position_ids.clone(),
                 )
             return find_output(result, tuple(given.hidden_states.shape), what=what)
 

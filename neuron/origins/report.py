@@ -25,6 +25,7 @@ def render_inspection(inspection: Inspection) -> str:
         "",
         f"What {_word_holder(inspection)} holds, traced on {_word_model(inspection)}:",
         *(f"  {line}" for line in _word_layouts(inspection.layouts)),
+        *_word_sample(inspection),
         "",
         word_trial(inspection.trial),
     ]
@@ -43,6 +44,7 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
         "layer": inspection.layer,
         "num_ranks": inspection.num_ranks,
         "traced": {**inspection.traced.quantities(), "is_smaller": inspection.is_smaller},
+        "followed_experts": list(inspection.sample.experts),
         "findings": [finding_record(finding) for finding in inspection.findings],
         "places": [
             {
@@ -122,6 +124,17 @@ def _word_model(inspection: Inspection) -> str:
         f"{spec.num_key_value_heads}, {spec.num_local_experts} experts of {spec.intermediate_size}; --full-size takes "
         "the real one)"
     )
+
+
+def _word_sample(inspection: Inspection) -> list[str]:
+    """Which experts were followed, where not all were."""
+    sample = inspection.sample
+    if sample.is_whole:
+        return []
+    return [
+        f"Of the experts' tensors those of {sample} were followed ({', '.join(map(str, sample.experts))}): more do not "
+        "fit in memory, see --memory-budget. All other tensors were."
+    ]
 
 
 def _word_layouts(layouts: tuple[Layout, ...]) -> list[str]:

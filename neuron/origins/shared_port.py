@@ -16,6 +16,7 @@ from neuron.devices.runtime import Runtime
 from neuron.origins.exchanges import Tensors
 from neuron.origins.origin import Origin
 from neuron.origins.port import LoadedPort, TracedPort
+from neuron.origins.sample import Sample
 from neuron.origins.trial import TrialInput, TrialPort
 from neuron.ports.targets import find_target
 
@@ -43,12 +44,16 @@ class TraceAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOrder:
-    """Trace, and give what was found."""
+    """Trace, following some experts, and give what was found."""
+
+    sample: Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOrder:
-    """Build the port to be run."""
+    """Build the port in that dtype, to be run."""
+
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,25 +86,28 @@ class SharedPort:
         )
         self._crew.tell(assignment)
 
-    def trace(self) -> list[list[Origin]]:
-        """Where the elements of every place of every rank come from.
+    def trace(self, sample: Sample) -> list[list[Origin]]:
+        """Where the elements of every place of every rank come from, as far as their experts are followed.
 
         Raises:
             TargetError: As for `TracedPort.trace`.
         """
-        self._crew.tell(TraceOrder())
-        return self._crew.gather(self.port.trace(self.traced))
+        self._crew.tell(TraceOrder(sample=sample))
+        return self._crew.gather(self.port.trace(self.traced, sample))
 
-    def prepare_trial(self) -> TrialPort:
-        """The port on all ranks, to be run on made weights.
+    def prepare_trial(self, dtype: torch.dtype) -> TrialPort:
+        """The port on all ranks, built in that dtype to be run on made weights.
 
         Raises:
             TargetError: It cannot be built.
         """
-        self._crew.tell(BuildOrder())
-        own = self.port.prepare_trial(self.traced)
+        self._crew.tell(BuildOrder(dtype=dtype))
+        own = self.port.prepare_trial(self.traced, dtype)
 
         def run(tensors: Tensors, given: TrialInput) -> torch.Tensor:
+            if self.port.ranks.degree > 1:
+                # What is made at access cannot travel.
+                tensors = dict(tensors)
             self._crew.tell(TrialOrder(tensors=tensors, given=given))
             return own.run(tensors, given)
 
@@ -141,9 +149,9 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
         trial: TrialPort | None = None
         while (order := runtime.crew.hear()) is not None:
             if isinstance(order, TraceOrder):
-                runtime.crew.gather(port.trace(traced))
+                runtime.crew.gather(port.trace(traced, order.sample))
             elif isinstance(order, BuildOrder):
-                trial = port.prepare_trial(traced)
+                trial = port.prepare_trial(traced, order.dtype)
             else:
                 assert trial is not None, "a port is built before it runs"
                 trial.run(order.tensors, order.given)

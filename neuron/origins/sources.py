@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """All tensors of a layer, one after the other in one numbering from 0."""
+    """Tensors of a layer, all or some, one after the other in one numbering from 0."""
 
     all: tuple[Source, ...]
     starts: torch.Tensor = field(repr=False, compare=False)
@@ -80,12 +80,19 @@ class Sources:
         """How many elements there are."""
         return self.all[-1].start + self.all[-1].size
 
-    def __getitem__(self, name: str) -> Source:
-        """The source of a name; KeyError where there is none."""
+    def get(self, name: str) -> Source | None:
+        """The source of a name; None where there is none."""
+        return next((source for source in self.all if source.name == name), None)
+
+    def only(self, names: Iterable[str]) -> Sources:
+        """Some of them, numbered from 0 without gaps."""
+        wanted = set(names)
+        found: list[Source] = []
         for source in self.all:
-            if source.name == name:
-                return source
-        raise KeyError(name)
+            if source.name in wanted:
+                start = found[-1].start + found[-1].size if found else 0
+                found.append(replace(source, start=start))
+        return Sources(all=tuple(found), starts=torch.tensor([source.start for source in found]))
 
     def find(self, numbers: torch.Tensor) -> torch.Tensor:
         """For numbers of elements the indices of their sources in `all`."""

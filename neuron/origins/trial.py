@@ -1,23 +1,26 @@
 """Trial: the port run once on made weights, beside the reference layer; what clears a suspect, or proves it.
 
-Everything runs in float32 where the port lets it, so that an error is a mistake and no noise. Where the outputs differ,
-the exchanges are tried, the best first and others on top of it, until the port's output is right.
+Everything runs in float32 where the port and the memory let it, so that an error is a mistake and no noise. Where the
+outputs differ, the exchanges are tried, the best first and others on top of it, until the port's output is right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
 
 from minimax_tools.checkpoint.names import EMBEDDING, expected_layer_shapes, layer_prefix
 from minimax_tools.checkpoint.synthetic_weights import SyntheticWeights
 from minimax_tools.errors import TargetError
-from minimax_tools.reference.layer import ReferenceLayer
+from minimax_tools.inputs import Inputs
+from minimax_tools.reference.own_layer import OwnLayer
+from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import Exchange, Tensors
+from neuron.origins.on_access import OnAccess
 
 _BATCH_SIZE, _NUM_ROWS = 2, 16
 _SEED = 0
@@ -77,7 +80,9 @@ class TrialOutcome:
         return self.error is not None and self.error <= self.limit
 
 
-def run_trial(port: TrialPort, spec: ModelSpec, layer: int, exchanges: Sequence[Exchange]) -> TrialOutcome:
+def run_trial(
+    port: TrialPort, spec: ModelSpec, layer: int, exchanges: Sequence[Exchange], *, keeps_tensors: bool
+) -> TrialOutcome:
     """Run the port on made weights, and where it is wrong look for the exchanges that make it right.
 
     Args:
@@ -85,16 +90,18 @@ def run_trial(port: TrialPort, spec: ModelSpec, layer: int, exchanges: Sequence[
         spec: The model.
         layer: The layer.
         exchanges: What to try.
+        keeps_tensors: Whether the made weights are kept, float32; else each is made anew whenever it is asked for.
     """
     tensors, given = _make_tensors(spec, layer), _make_input(spec)
-    with torch.no_grad():
-        expected = _reference_output(spec, layer, tensors, given)
+    if keeps_tensors:
+        tensors = dict(tensors)
+    expected = _reference_output(spec, tensors, given)
     delta = expected - given.hidden_states
 
     def error_of(chosen: Sequence[Exchange]) -> float:
-        changed = dict(tensors)
+        changed = tensors
         for exchange in chosen:
-            changed |= exchange.change(changed)
+            changed = _with(changed, exchange.change(changed))
         error = (port.run(changed, given).float() - expected).norm() / delta.norm()
         return float(error) if torch.isfinite(error) else float("inf")
 
@@ -123,14 +130,21 @@ def run_trial(port: TrialPort, spec: ModelSpec, layer: int, exchanges: Sequence[
     return TrialOutcome(error=error, limit=limit)
 
 
-def _make_tensors(spec: ModelSpec, layer: int) -> dict[str, torch.Tensor]:
+def _make_tensors(spec: ModelSpec, layer: int) -> Tensors:
     """A layer that behaves as if it were trained, its weights BF16 numbers in float32."""
     weights = SyntheticWeights(spec, seed=_SEED)
-    made = {}
-    for name, shape in expected_layer_shapes(spec).items():
-        parts = weights.make(layer_prefix(layer) + name, shape=shape, dtype=torch.float32)
-        made[name] = torch.cat(list(parts))
-    return made
+
+    def make(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.cat(list(weights.make(layer_prefix(layer) + name, shape=shape, dtype=torch.float32)))
+
+    return OnAccess({name: partial(make, name, shape) for name, shape in expected_layer_shapes(spec).items()})
+
+
+def _with(tensors: Tensors, changed: Tensors) -> Tensors:
+    """Tensors, some of them changed."""
+    return OnAccess(
+        {name: partial((changed if name in changed else tensors).__getitem__, name) for name in tensors}
+    )
 
 
 def _make_input(spec: ModelSpec) -> TrialInput:
@@ -147,9 +161,12 @@ def _make_input(spec: ModelSpec) -> TrialInput:
     )
 
 
-def _reference_output(spec: ModelSpec, layer: int, tensors: Tensors, given: TrialInput) -> torch.Tensor:
-    with torch.device("meta"):
-        module: nn.Module = ReferenceLayer(spec, layer)
-    module.load_state_dict(dict(tensors), strict=True, assign=True)
-    output: torch.Tensor = module(given.hidden_states, given.attention_mask, given.position_ids)
-    return output
+def _reference_output(spec: ModelSpec, tensors: Tensors, given: TrialInput) -> torch.Tensor:
+    inputs = Inputs(
+        input_ids=torch.zeros_like(given.attention_mask),
+        attention_mask=given.attention_mask,
+        position_ids=given.position_ids,
+        source="made hidden states",
+    )
+    sites = OwnLayer(spec, tensors).run(given.hidden_states, inputs, router_experts=None)
+    return sites[Site.OUTPUT]

@@ -126,6 +126,14 @@ class Target:
         """Whether its weights come from the checkpoint rather than with it."""
         return not isinstance(self.factory, TracedFiles)
 
+    @property
+    def fills_storage(self) -> bool:
+        """Whether, as far as it tells unbuilt, weights go straight into their places: no second layer lies beside."""
+        convert = getattr(self.factory, _CONVERT, None)
+        return isinstance(self.factory, NxdiPort) or (
+            isinstance(self.factory, type) and (convert is None or convert in _FILL_STORAGE)
+        )
+
     def converts(self, module: nn.Module) -> bool:
         """Whether code of the port's turns the checkpoint's tensors into the module's, beside them in memory."""
         convert = _conversion(module, self.factory)

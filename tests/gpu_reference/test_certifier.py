@@ -152,6 +152,18 @@ def test_a_small_error_of_a_twin_is_found(certify: Certify, tampered: Path) -> N
     assert "moe_delta of layer 3" in checks["reference_layer"]["found"]
 
 
+@pytest.mark.parametrize(
+    ("site", "factor", "found_by"),
+    [(Site.MOE_DELTA, 1.01, {"bf16_scale"}), (Site.Q_PROJ, 1.02, {"bf16_scale", "bf16_noise"})],
+)
+def test_a_site_that_is_one_part_in_a_hundred_larger_is_found(
+    certify: Certify, tampered: Path, site: Site, factor: float, found_by: set[str]
+) -> None:
+    change(tampered, "layer_1.safetensors", site, lambda tensor: tensor * factor)
+    code, checks = certify(tampered, model=None)
+    assert (code, failed(checks)) == (1, found_by)
+
+
 def test_experts_that_the_bias_does_not_choose_are_found(certify: Certify, tampered: Path) -> None:
     change(tampered, "layer_1.safetensors", Site.ROUTER_EXPERTS, lambda experts: (experts + 1) % 32)
     code, checks = certify(tampered)
@@ -215,7 +227,7 @@ def test_a_golden_without_twins_is_computed_once_more(
 def test_a_golden_certifies_itself_where_it_is_asked_to(command: Any, toy: Path, tmp_path: Path) -> None:
     arguments = ("--model", toy, "--layer", 1, "--seq-len", "12", "--output-dir", tmp_path / "one", "--quiet")
     result = command(mm2_gpu, "single-layer", *arguments, "--certify")
-    assert "certificate  11 of 11 checks passed" in result.stdout
+    assert "certificate  12 of 12 checks passed" in result.stdout
     assert command(mm2_gpu, "single-layer", *arguments, "--certify", "--no-save").exit_code == 2
 
 
@@ -249,6 +261,6 @@ def test_a_device_run_is_no_golden(command: Any, tampered: Path) -> None:
 
 def test_text_has_a_line_for_each_check(command: Any, tampered: Path) -> None:
     result = command(mm2_gpu, "certify", "--golden", tampered, "--quiet")
-    assert ": certified, 7 of 11 checks passed; not checked: " in result.stdout
+    assert ": certified, 8 of 12 checks passed; not checked: " in result.stdout
     assert "  [not checked] reference_layer: no model was given" in result.stdout
-    assert "certificate  7 of 11" in command(mm2_gpu, "show", tampered).stdout
+    assert "certificate  8 of 12" in command(mm2_gpu, "show", tampered).stdout

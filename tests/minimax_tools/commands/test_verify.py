@@ -63,7 +63,7 @@ def records(plan: PartitionPlan, tmp_path: Path) -> Path:
 
 def record_of(plan: PartitionPlan, node: str) -> ReadRecord:
     sizes = {tensor.name: tensor.size_bytes for tensor in plan.slice_of(node).tensors}
-    return ReadRecord.of(node, sizes, bytes_read=sum(sizes.values()), files={"model.safetensors": 5})
+    return ReadRecord.of(node, sizes, bytes_read=sum(sizes.values()))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """OwnLayer: mm2's own reference layer in float32, site by site, with as little of its weights as its rows need.
 
-What transformers computed is held against it: neither shares a line with the other. One row of the batch runs at a
-time, and of the experts one, from those that the rows are routed to.
+What a golden or a port computed is held against it, and shares no line with it. One row of the batch runs at a time,
+and of the experts one, from those that the rows are routed to.
 B batch, S sequence, T real tokens, H hidden.
 """
 
@@ -55,7 +55,7 @@ class OwnLayer:
         """Every site but the input, float32 on the CPU; of padded rows no expert's output.
 
         Args:
-            hidden_states: [B,S,H], what the golden was fed.
+            hidden_states: [B,S,H], what the layer is fed.
             inputs: Mask and positions.
             router_experts: int64 [B,S,k], the choice to replay; None for the layer's own. The site tells the own.
         """
