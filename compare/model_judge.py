@@ -99,11 +99,12 @@ class ModelJudge:
             return result
         logits = compare_logits(rows, usual_error=self._usual_error)
         result = replace(result, logits=logits)
-        status, reason = judge_logits(logits, TokenLimits())
-        if self._sides.criteria.name == "classic" or SiteStatus.FAIL not in (status, result.status):
+        criteria = self._sides.criteria
+        status, reason = judge_logits(logits, TokenLimits(), noise=criteria.noise, terms=self._sides.terms())
+        if criteria.name == "classic" or status is SiteStatus.PASS:
             return result
-        reasons = [one for one in (result.reason, reason) if one]
-        return replace(result, status=SiteStatus.FAIL, reason="; ".join(reasons))
+        worst = SiteStatus.FAIL if SiteStatus.FAIL in (status, result.status) else SiteStatus.WARN
+        return replace(result, status=worst, reason="; ".join(one for one in (result.reason, reason) if one))
 
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         batch = self._sides.batch

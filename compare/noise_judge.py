@@ -73,10 +73,23 @@ def judge_noise(
     told = found[0] if found[0].figure == "whole" and found[0].excess > 1.0 else nearest
     scale = f", norm ×{metrics.norm_ratio:.3g}" if abs(metrics.norm_ratio - 1.0) > _TELLING_SCALE else ""
     reason = f"{_describe(told, noise)}, limit {told.limit:.3g}{scale}"
-    if limits.is_measured_on(terms.backend) or any(_is_broken_anywhere(one, limits) for one in found):
-        return (SiteStatus.FAIL, reason), nearest
+    is_anywhere = any(_is_broken_anywhere(one, limits) for one in found)
+    return judge_broken(reason, limits, terms=terms, is_anywhere=is_anywhere), nearest
+
+
+def judge_broken(reason: str, limits: NoiseLimits, *, terms: Terms, is_anywhere: bool) -> Judgement:
+    """Judge a broken limit: a warning where it was not measured on the port's backend, and is not broken by far.
+
+    Args:
+        reason: Which limit, and by how much.
+        limits: Where they were measured.
+        terms: Where the port ran.
+        is_anywhere: Whether it is broken so far that it hangs on no backend.
+    """
+    if limits.is_measured_on(terms.backend) or is_anywhere:
+        return SiteStatus.FAIL, reason
     where = "nobody knows where it ran" if terms.backend is None else f"not measured on {terms.backend}"
-    return (SiteStatus.WARN, f"{reason} ({where})"), nearest
+    return SiteStatus.WARN, f"{reason} ({where})"
 
 
 def judge_without_floor(
@@ -87,7 +100,8 @@ def judge_without_floor(
     nearest = NearestLimit(figure="relative_l2", value=relative.value, limit=limit)
     if not relative.value <= limit:
         reason = f"relative L2 {relative.value:.3g}, limit {limit:.3g} (no noise floor)"
-        return (SiteStatus.FAIL, reason), nearest
+        is_anywhere = not nearest.excess <= limits.slack
+        return judge_broken(reason, limits, terms=terms, is_anywhere=is_anywhere), nearest
     return (SiteStatus.PASS, ""), nearest
 
 

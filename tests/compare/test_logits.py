@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from compare.criteria import Judgement
+from compare.limits_file import calibrated_limits
 from compare.logits import compare_logits
 from compare.noise import Rows
+from compare.terms import Terms
 from compare.token_limits import TokenLimits, judge_logits
 from minimax_tools.results import Comparison, LogitsResult, SiteResult, SiteStatus
 from minimax_tools.run import full_run
@@ -44,6 +47,11 @@ def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None, floor: b
     )
 
 
+def judged(result: LogitsResult, *, backend: str | None = "cpu") -> Judgement:
+    terms = Terms(backend=backend, is_float32=False, share=1e-3)
+    return judge_logits(result, TokenLimits(), noise=calibrated_limits(), terms=terms)
+
+
 def test_golden_itself_diverges_by_nothing() -> None:
     result = compare(exact_logits() + noise(1))
     assert (result.kl_mean, result.kl_p95, result.num_disagreeing) == (0.0, 0.0, 0)
@@ -66,13 +74,30 @@ def test_noise_like_the_goldens_comes_to_what_is_foreseen_and_passes() -> None:
     assert result.kl_mean_foreseen == pytest.approx(SIGMA**2, rel=0.05)
     assert 0.7 * SIGMA**2 < result.kl_mean < 1.1 * SIGMA**2
     assert 0 < result.num_disagreeing == result.num_explained
-    assert judge_logits(result, TokenLimits()) == (SiteStatus.PASS, "")
+    assert judged(result) == (SiteStatus.PASS, "")
 
 
 def test_larger_noise_diverges_beyond_its_limit() -> None:
-    status, reason = judge_logits(compare(exact_logits() + noise(2, 4 * SIGMA)), TokenLimits())
+    status, reason = judged(compare(exact_logits() + noise(2, 4 * SIGMA)))
     assert status is SiteStatus.FAIL
     assert "mean of the divergence is " in reason
+
+
+@pytest.mark.parametrize("backend", ["neuron-xla", None])
+def test_divergence_a_little_beyond_its_limit_warns_on_a_backend_that_was_not_measured(
+    backend: str | None,
+) -> None:
+    found = compare(exact_logits() + noise(2, 3 * SIGMA))
+    assert 4.0 < found.kl_mean / found.kl_mean_foreseen < 9.0
+    assert judged(found)[0] is SiteStatus.FAIL
+    status, reason = judged(found, backend=backend)
+    assert status is SiteStatus.WARN
+    assert ("not measured on neuron-xla" if backend else "nobody knows where it ran") in reason
+
+
+def test_divergence_far_beyond_its_limit_fails_everywhere() -> None:
+    found = compare(exact_logits() + noise(2, 6 * SIGMA))
+    assert judged(found, backend="neuron-xla")[0] is SiteStatus.FAIL
 
 
 def test_one_token_chosen_otherwise_beyond_noise_is_named() -> None:
@@ -81,7 +106,8 @@ def test_one_token_chosen_otherwise_beyond_noise_is_named() -> None:
     target = exact + noise(2)
     target[7, 1] = 20.5
     result = compare(target, exact=exact)
-    status, reason = judge_logits(result, TokenLimits())
+    assert judged(result, backend="neuron-xla")[0] is SiteStatus.FAIL
+    status, reason = judged(result)
     assert status is SiteStatus.FAIL
     assert reason.startswith(
         f"1 of {TOKENS} likeliest tokens are others beyond noise, the worst at row 0, position 7"
@@ -103,11 +129,8 @@ def test_near_tie_is_explained_and_a_wide_margin_is_not() -> None:
 def test_without_a_floor_the_usual_error_stands_in_for_it() -> None:
     result = compare(exact_logits() + noise(2), floor=False)
     assert result.kl_mean_foreseen == pytest.approx((USUAL_ERROR * 2.0) ** 2, rel=0.05)
-    assert judge_logits(result, TokenLimits())[0] is SiteStatus.PASS
-    assert (
-        judge_logits(compare(exact_logits() + noise(2, 1.0), floor=False), TokenLimits())[0]
-        is SiteStatus.FAIL
-    )
+    assert judged(result)[0] is SiteStatus.PASS
+    assert judged(compare(exact_logits() + noise(2, 1.0), floor=False))[0] is SiteStatus.FAIL
 
 
 def logits_of(comparison: Comparison) -> SiteResult:

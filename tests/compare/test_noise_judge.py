@@ -171,6 +171,20 @@ class TestWithoutFloor:
             assert nearest.limit == limit
         assert self.limit("output") < limit
 
+    def test_a_little_beyond_the_limit_warns_where_it_was_not_measured(self) -> None:
+        limit = self.limit("moe_delta")
+        statuses = [
+            judge_without_floor(
+                RelativeError(value=times * limit, incoming=0.0),
+                LIMITS,
+                site="moe_delta",
+                num_tokens=200,
+                terms=ELSEWHERE,
+            )[0][0]
+            for times in (0.99, 1.01, 1.01 * LIMITS.slack, float("nan"))
+        ]
+        assert statuses == [SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL, SiteStatus.FAIL]
+
     def test_float32_has_next_to_no_noise(self) -> None:
         assert self.limit("moe_delta", terms=replace(TERMS, is_float32=True)) == LIMITS.float32
 
