@@ -5,7 +5,6 @@ Anonymous memory is what cannot be dropped, unlike cached pages of files; reside
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import threading
@@ -16,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 SAMPLE_INTERVAL_S = 0.005
-# Gauges cost more than a look at the memory.
-_SAMPLES_PER_GAUGE = 20
+# Gauges cost more than a look at the memory. In seconds, not samples: those come late on a busy machine.
+_GAUGE_INTERVAL_S = 0.1
 # What /proc/PID/status calls it.
 ANONYMOUS, RESIDENT = "RssAnon", "VmRSS"
 _STATE = "State"
@@ -108,14 +107,16 @@ def tree_bytes(folder: Path, *, without: tuple[Path, ...] = ()) -> int:
 
 def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, int]) -> None:
     path = Path(f"/proc/{pid}/status")
-    for number in itertools.count():
+    gauge_due_s = time.monotonic()
+    while True:
         try:
             status = path.read_text(encoding="utf-8")
         except OSError:
             status = ""
         has_ended = _fields(status).get(_STATE, "Z").startswith("Z")
         peaks[ANONYMOUS] = max(peaks[ANONYMOUS], memory_bytes(status))
-        if has_ended or number % _SAMPLES_PER_GAUGE == 0:
+        if has_ended or time.monotonic() >= gauge_due_s:
+            gauge_due_s = time.monotonic() + _GAUGE_INTERVAL_S
             for name, gauge in gauges.items():
                 peaks[name] = max(peaks[name], gauge())
         if has_ended:

@@ -31,6 +31,16 @@ _PACKAGES = ("minimax_tools", "gpu_reference", "compare", "neuron", "reports")
 _CHECKPOINT = "MM2_TEST_CHECKPOINT"
 
 
+def pytest_configure() -> None:
+    """Divide the cores among the processes that share the tests: threads beyond them wait busily."""
+    num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        num_threads = max(1, (os.cpu_count() or 1) // num_processes)
+        torch.set_num_threads(num_threads)
+        # For the processes that tests start.
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+
+
 def pytest_collection_finish() -> None:
     keep_for_good()
 

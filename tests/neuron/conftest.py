@@ -38,7 +38,7 @@ from minimax_tools.reference.layer import ReferenceAttention, ReferenceLayer, Re
 """
 
 # The device layer with its experts in other chunks than its own choice.
-CHUNKED_PORT = """
+_CHUNKED_PORT = """
 from neuron.builtin.layer import DeviceLayer
 
 class Port(DeviceLayer):
@@ -47,7 +47,7 @@ class Port(DeviceLayer):
         assert len(self.block_sparse_moe.experts) == {num_chunks}
 """
 # An expert of the toy is 3 · 256 · 128 weights of BF16.
-TOY_EXPERT_BYTES = 3 * 256 * 128 * 2
+_TOY_EXPERT_BYTES = 3 * 256 * 128 * 2
 
 # Runs several commands in one process: torch_xla takes seconds to import, and counts graphs per process.
 _SERVE = """
@@ -96,14 +96,14 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Process:
     return run_code
 
 
-@pytest.fixture
-def write_chunked_port(tmp_path: Path) -> Callable[..., str]:
+@pytest.fixture(scope="session")
+def write_chunked_port(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Writes the device layer with so many of the toy's experts in a chunk, and gives its `--target`."""
 
     def write(experts_in_chunk: int, *, num_chunks: int) -> str:
-        size_bytes = experts_in_chunk * TOY_EXPERT_BYTES
-        path = tmp_path / "chunked.py"
-        path.write_text(CHUNKED_PORT.format(size_bytes=size_bytes, num_chunks=num_chunks))
+        size_bytes = experts_in_chunk * _TOY_EXPERT_BYTES
+        path = tmp_path_factory.mktemp("chunked") / "chunked.py"
+        path.write_text(_CHUNKED_PORT.format(size_bytes=size_bytes, num_chunks=num_chunks))
         return f"{path}:Port"
 
     return write
@@ -166,44 +166,6 @@ def serve(
         return results
 
     return serve_all
-
-
-@pytest.fixture(scope="session")
-def on_xla(
-    needs_xla: None,
-    serve: Callable[..., list[dict[str, Any]]],
-    toy: Path,
-    golden: Path,
-    float32_golden: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, dict[str, Any]]:
-    """The JSON of runs on XLA, one after the other in one process: presets of builtin, and the two below."""
-    folder = tmp_path_factory.mktemp("on_xla")
-    (folder / "chunked.py").write_text(CHUNKED_PORT.format(size_bytes=8 * TOY_EXPERT_BYTES, num_chunks=4))
-    chunked = (
-        "--golden",
-        golden,
-        "--target",
-        f"{folder}/chunked.py:Port",
-        "--output-dir",
-        folder / "chunked",
-    )
-    float32 = ("--golden", float32_golden, "--dtype", "float32", "--output-dir", folder / "float32")
-    runs = {
-        "sweep": ("sweep", "--golden", golden),
-        "full": ("full", "--golden", golden),
-        "multi-layer": ("multi-layer", "--layers", "1:4", "--golden", golden),
-        "single-layer": ("single-layer", "--layer", 2, "--golden", golden),
-        "component": ("component", "--layer", 1, "--component", "experts", "--golden", golden),
-        "chunked": ("sweep", *chunked),
-        "float32": ("full", *float32),
-    }
-    common = ("--model", toy, "--backend", "xla-cpu", "--captures", folder, "--json")
-    results = serve([(*arguments, *common) for arguments in runs.values()])
-    return {
-        name: {"exit_code": result["exit_code"], **json.loads(result["stdout"])}
-        for name, result in zip(runs, results, strict=True)
-    }
 
 
 @pytest.fixture(scope="session")

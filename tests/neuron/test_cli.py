@@ -1,4 +1,4 @@
-"""Every preset from the command line: on the CPU, on XLA, right and wrong."""
+"""Every preset from the command line: on the CPU, right and wrong."""
 
 from __future__ import annotations
 
@@ -51,20 +51,6 @@ def test_clean_target_passes_every_preset(
     assert (result.exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
     assert record["compared"] == record["of"] > 0
     assert record["directory"] == str(tmp_path / "captures" / "neuron" / name)
-
-
-@pytest.mark.parametrize("name", ["sweep", "full", "multi-layer", "single-layer", "component"])
-def test_builtin_passes_on_xla(on_xla: dict[str, dict[str, Any]], name: str) -> None:
-    record = on_xla[name]
-    assert (record["exit_code"], record["verdict"]) == (0, "pass")
-    assert record["compared"] == record["of"] > 0
-    assert record["description"]["provenance"]["backend"] == "xla-cpu"
-
-
-def test_xla_on_the_cpu_is_never_called_neuron(on_xla: dict[str, dict[str, Any]]) -> None:
-    for record in on_xla.values():
-        provenance = record["description"]["provenance"]
-        assert "neuron" not in f"{provenance['backend']} {provenance['device']}".lower()
 
 
 @pytest.mark.parametrize(
