@@ -6,7 +6,8 @@ B batch, S sequence, F channels.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,10 @@ def padded(values: torch.Tensor, mask: torch.Tensor, *, side: str = "right") -> 
     return whole
 
 
-def packed(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B,S,F] as the real tokens one after another, and padding behind them."""
-    tokens = values[mask.bool()]
-    filler = float("nan") if values.is_floating_point() else -1
-    return torch.cat((tokens, values.new_full((2 * BUCKET - len(tokens), values.shape[2]), filler)))
+def filled(tokens: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[T,F] with padding behind it."""
+    filler = float("nan") if tokens.is_floating_point() else -1
+    return torch.cat((tokens, tokens.new_full((num_rows - len(tokens), tokens.shape[1]), filler)))
 
 
 def pieces_of(shown: Shown, values: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
@@ -98,9 +98,15 @@ def write_nxdi(directory: Path, source: Capture, *, num_ranks: int = 1, has_meta
         values = padded(shown.values, mask)
         if shown.site is Site.ROUTER_LOGITS:
             values = values.flatten(0, 1)
+        if shown.site is ModelSite.LOGITS:
+            # The head is given the token to sample from alone.
+            values = shown.values[torch.arange(len(mask)), mask.sum(dim=1) - 1][:, None]
         for rank, piece in enumerate(pieces_of(shown, values, num_ranks)):
             folder = directory if num_ranks == 1 else directory / f"rank{rank}"
             save_nxdi(folder, module, shown.point, piece, has_metadata=has_metadata)
+            if has_metadata and shown.site is Site.OUTPUT:
+                # Of attention's outputs the first by name: a table of the rotary embedding.
+                save_nxdi(folder, f"{module}.self_attn", "output", torch.ones(len(mask), BUCKET, 64))
 
 
 def save_nxdi(
@@ -128,21 +134,48 @@ def save_nxdi(
     path.write_text(json.dumps(record))
 
 
-def write_vllm_neuron(directory: Path, source: Capture, *, num_ranks: int = 1) -> None:
-    """The first output of every module, the tokens of all prompts one after another."""
-    mask = source.read_attention_mask()
-    name = f"prefill_s{2 * BUCKET}_0"
-    folder = directory / "dp0" / name
-    for shown in shown_by_modules(source, moe="block_sparse_moe"):
-        if shown.point == "output" and shown.element in ("", "0"):
-            module = shown.module if shown.module == "lm_head" else f"model.{shown.module}"
-            (folder / module).mkdir(parents=True)
-            for rank, piece in enumerate(pieces_of(shown, packed(shown.values, mask), num_ranks)):
-                torch.save(piece, folder / module / f"rank{rank}.pt")
-    positions = [place for row in mask for place in range(int(row.sum()))]
-    positions += [0] * (2 * BUCKET - len(positions))
-    meta = {"req_ids": ["0", "1"], "positions": positions, "dp_rank": 0}
-    (folder / f"{name}_meta.json").write_text(json.dumps(meta))
+# Row of the batch, and first and last+1 position of what a pass computes of it.
+Chunk = tuple[int, int, int]
+
+
+def take_chunks(values: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+    """The tokens of one pass, one after another."""
+    return torch.cat([values[row, start:stop] for row, start, stop in chunks])
+
+
+def one_pass(mask: torch.Tensor) -> list[list[Chunk]]:
+    """All prompts in one pass."""
+    return [[(row, 0, int(real.sum())) for row, real in enumerate(mask)]]
+
+
+def write_vllm_neuron(
+    directory: Path,
+    source: Capture,
+    *,
+    num_ranks: int = 1,
+    passes: Sequence[Sequence[Chunk]] = (),
+    names: Sequence[str] = ("0", "1"),
+) -> None:
+    """The first output of every module, the tokens of all prompts one after another; one row of each is decoded."""
+    counts: Counter[str] = Counter()
+    for chunks in passes or one_pass(source.read_attention_mask()):
+        num_tokens = sum(stop - start for _, start, stop in chunks)
+        bucket = 2 * BUCKET if num_tokens > BUCKET else BUCKET
+        kind = f"decode_b{bucket}" if num_tokens == len(chunks) else f"prefill_s{bucket}"
+        name = f"{kind}_{counts[kind]}"
+        counts[kind] += 1
+        folder = directory / "dp0" / name
+        for shown in shown_by_modules(source, moe="block_sparse_moe"):
+            if shown.point == "output" and shown.element in ("", "0"):
+                module = shown.module if shown.module == "lm_head" else f"model.{shown.module}"
+                (folder / module).mkdir(parents=True)
+                tokens = filled(take_chunks(shown.values, chunks), bucket)
+                for rank, piece in enumerate(pieces_of(shown, tokens, num_ranks)):
+                    torch.save(piece, folder / module / f"rank{rank}.pt")
+        positions = [place for _, start, stop in chunks for place in range(start, stop)]
+        positions += [0] * (bucket - len(positions))
+        meta = {"req_ids": [names[row] for row, _, _ in chunks], "positions": positions, "dp_rank": 0}
+        (folder / f"{name}_meta.json").write_text(json.dumps(meta))
 
 
 def write_msprobe(directory: Path, source: Capture, *, num_ranks: int = 1) -> None:
@@ -168,19 +201,26 @@ def write_msprobe(directory: Path, source: Capture, *, num_ranks: int = 1) -> No
         (folder / "construct.json").write_text(json.dumps(dict.fromkeys(data)))
 
 
-def write_sglang(directory: Path, source: Capture, *, num_ranks: int = 1) -> None:
+def write_sglang(
+    directory: Path,
+    source: Capture,
+    *,
+    num_ranks: int = 1,
+    passes: Sequence[Sequence[Chunk]] = (),
+    has_request_ids: bool = True,
+) -> None:
     """What hooks on all modules dump, residuals beside what is to be added to them."""
-    mask = source.read_attention_mask()
     inputs = source.read_inputs()
     directory.mkdir(parents=True)
     index = 0
 
-    def save(name: str, values: torch.Tensor, site: Site | ModelSite | None, **tags: Any) -> None:
+    def save(step: int, name: str, value: Any, site: Site | ModelSite | None, **tags: Any) -> None:
         nonlocal index
         index += 1
-        shown = Shown(module="", point="", element="", site=site or Site.INPUT, values=values)
-        for rank, piece in enumerate(pieces_of(shown, values, num_ranks)):
-            full = {"step": 0, "rank": rank, "dump_index": index, "name": name}
+        shown = Shown(module="", point="", element="", site=site or Site.INPUT, values=value)
+        pieces = pieces_of(shown, value, num_ranks) if torch.is_tensor(value) else [value] * num_ranks
+        for rank, piece in enumerate(pieces):
+            full = {"step": step, "rank": rank, "dump_index": index, "name": name}
             full |= {"recompute_status": "disabled", **tags}
             meta = {
                 **full,
@@ -191,31 +231,41 @@ def write_sglang(directory: Path, source: Capture, *, num_ranks: int = 1) -> Non
             file = "___".join(f"{key}={value}" for key, value in full.items()) + ".pt"
             torch.save({"value": piece, "meta": meta}, directory / file)
 
-    save("input_ids", inputs.input_ids[mask.bool()], None)
-    for shown in shown_by_modules(source, moe="block_sparse_moe"):
-        module = shown.module if shown.module == "lm_head" else f"model.{shown.module}"
-        values = packed(shown.values, mask)
-        tags = {"layer_id": int(module.split(".")[2])} if ".layers." in module else {}
-        layer = tags.get("layer_id", 0)
-        if shown.site in (Site.INPUT, Site.ATTN_RESIDUAL, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS):
-            continue
-        if shown.site is Site.OUTPUT:
-            save(
-                f"non_intrusive__{module}.output.0",
-                packed(source.read(layer, Site.MOE_DELTA), mask),
-                None,
-                **tags,
-            )
-            residual = packed(source.read(layer, Site.ATTN_RESIDUAL), mask)
-            save(f"non_intrusive__{module}.output.1", residual, None, **tags)
-        elif shown.site is Site.POST_NORM:
-            save(f"non_intrusive__{module}.output.0", values, shown.site, **tags)
-            residual = packed(source.read(layer, Site.ATTN_RESIDUAL), mask)
-            save(f"non_intrusive__{module}.output.1", residual, None, **tags)
-        elif shown.point == "input":
-            save(f"non_intrusive__{module}.inputs.{shown.element}", values, shown.site, **tags)
-        else:
-            save(f"non_intrusive__{module}.output", values, shown.site, **tags)
+    for step, chunks in enumerate(passes or one_pass(source.read_attention_mask())):
+        positions = torch.cat([torch.arange(start, stop) for _, start, stop in chunks])
+        save(step, "input_ids", take_chunks(inputs.input_ids[..., None], chunks)[:, 0], None)
+        save(step, "seq_lens", torch.tensor([stop for _, _, stop in chunks]), None)
+        save(step, "positions", positions, None)
+        save(step, "req_pool_indices", torch.tensor([row + 3 for row, _, _ in chunks]), None)
+        if has_request_ids:
+            save(step, "rids", [f"{'ba'[row]}-request" for row, _, _ in chunks], None)
+        for shown in shown_by_modules(source, moe="block_sparse_moe"):
+            module = shown.module if shown.module == "lm_head" else f"model.{shown.module}"
+            tags = {"layer_id": int(module.split(".")[2])} if ".layers." in module else {}
+            layer = tags.get("layer_id", 0)
+            hooked = f"non_intrusive__{module}"
+            if shown.site in (Site.INPUT, Site.ATTN_RESIDUAL, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS):
+                continue
+            if shown.site is ModelSite.LOGITS:
+                last = shown.values[[row for row, _, _ in chunks], [stop - 1 for _, _, stop in chunks]]
+                save(step, "non_intrusive__output.next_token_logits", last, None)
+                continue
+            tokens = take_chunks(shown.values, chunks)
+            residual = take_chunks(source.read(layer, Site.ATTN_RESIDUAL), chunks)
+            if shown.site is Site.Q_PROJ:
+                # Attention is called with what a batch holds.
+                save(step, "positions", positions, None, **tags)
+            if shown.site is Site.OUTPUT:
+                added = take_chunks(source.read(layer, Site.MOE_DELTA), chunks)
+                save(step, f"{hooked}.output.0", added, None, **tags)
+                save(step, f"{hooked}.output.1", residual, None, **tags)
+            elif shown.site is Site.POST_NORM:
+                save(step, f"{hooked}.output.0", tokens, shown.site, **tags)
+                save(step, f"{hooked}.output.1", residual, None, **tags)
+            elif shown.point == "input":
+                save(step, f"{hooked}.inputs.{shown.element}", tokens, shown.site, **tags)
+            else:
+                save(step, f"{hooked}.output", tokens, shown.site, **tags)
 
 
 def write_transformers(directory: Path, source: Capture, *, num_ranks: int = 1) -> None:

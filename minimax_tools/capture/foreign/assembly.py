@@ -5,6 +5,7 @@ T real tokens of all prompts, F channels, N heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,7 +13,7 @@ import torch
 
 from minimax_tools.capture.foreign.findings import Findings, Found, Term
 from minimax_tools.capture.foreign.piece import Dump
-from minimax_tools.capture.foreign.rows import TokenRows, join_passes
+from minimax_tools.capture.foreign.rows import TokenRows, join_passes, take_stretch
 from minimax_tools.capture.foreign.tensor_file import read_tensor
 from minimax_tools.errors import CaptureError, TargetError
 from minimax_tools.layouts import Replicated
@@ -65,6 +66,8 @@ class Assembly:
         Raises:
             CaptureError: As for `whole`, or nothing tells which rows are real.
         """
+        if rows.stretches:
+            return self._joined(found, rows, shape=shape, what=what)
         groups = self.findings.passes
         if len(groups) not in (1, len(rows.lengths)):
             raise CaptureError(
@@ -73,6 +76,22 @@ class Assembly:
                 found=f"{len(groups)}",
                 next_step="Name them as steps in a map: an inner list for passes that follow each other.",
             )
+        try:
+            return self._one_by_one(found, rows, groups, shape=shape, what=what)
+        except CaptureError as error:
+            if not self.findings.not_joined:
+                raise
+            raise CaptureError(
+                error.what,
+                expected=error.expected,
+                found=error.found,
+                next_step=f"The passes could not be joined: {self.findings.not_joined}",
+            ) from error
+
+    def _one_by_one(
+        self, found: Found, rows: TokenRows, groups: tuple[tuple[str, ...], ...], *, shape: Shape, what: str
+    ) -> torch.Tensor:
+        """The real tokens of passes that a map or the first pass's shape tells."""
         parts = []
         for number, group in enumerate(groups):
             of_group = rows if len(groups) == 1 else rows.of_prompt(number)
@@ -83,6 +102,22 @@ class Assembly:
             ]
             parts.append(join_passes(taken, [of_pass.lengths for of_pass in of_passes]))
         return torch.cat(parts)
+
+    def _joined(self, found: Found, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
+        """The real tokens of passes that tell whose rows they have; a pass's tensor is in memory once."""
+        wanted = [
+            (prompt, stretch) for prompt, stretches in enumerate(rows.stretches) for stretch in stretches
+        ]
+        num_rows = self.findings.schedule.num_rows if self.findings.schedule is not None else {}
+        parts = {}
+        for step in dict.fromkeys(stretch.step for _, stretch in wanted):
+            where = f"{what} in pass {step}"
+            tensor, unflatten = _flattened(self.whole(found, step, what=where), shape, where)
+            for prompt, stretch in wanted:
+                if stretch.step == step:
+                    taken = take_stretch(tensor, stretch, num_rows=num_rows.get(step), what=where)
+                    parts[prompt, stretch.start] = unflatten(taken).clone()
+        return torch.cat([parts[place] for place in sorted(parts)])
 
     def _term(self, term: Term, step: str, *, what: str) -> torch.Tensor:
         pieces = {
@@ -115,10 +150,18 @@ class Assembly:
 
 
 def _take(tensor: torch.Tensor, rows: TokenRows, shape: Shape, what: str) -> torch.Tensor:
+    flat, unflatten = _flattened(tensor, shape, what)
+    return unflatten(rows.take(flat, what=what))
+
+
+def _flattened(
+    tensor: torch.Tensor, shape: Shape, what: str
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """A tensor with what it holds of a token in one last dim, and how taken tokens [T,F] get their shape back."""
     if shape is Shape.CHANNELS:
-        return rows.take(tensor, what=what)
+        return tensor, lambda taken: taken
     if shape is Shape.NUMBER:
-        return rows.take(tensor[..., None], what=what)[:, 0]
+        return tensor[..., None], lambda taken: taken[:, 0]
     if tensor.ndim == 4:  # [B,N,S,D]
         tensor = tensor.transpose(1, 2)
     elif tensor.ndim != 3:  # packed [T',N,D]
@@ -129,8 +172,7 @@ def _take(tensor: torch.Tensor, rows: TokenRows, shape: Shape, what: str) -> tor
             next_step="Bring its dims into that order with transpose in a map, or leave the site out.",
         )
     heads = tensor.shape[-2:]
-    tokens: torch.Tensor = rows.take(tensor.flatten(-2), what=what).unflatten(-1, heads)
-    return tokens
+    return tensor.flatten(-2), lambda taken: taken.unflatten(-1, heads)
 
 
 def _transposed(tensor: torch.Tensor, order: tuple[int, ...], *, what: str) -> torch.Tensor:

@@ -5,6 +5,7 @@ B prompts, S their padded length, T real tokens, F channels.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from minimax_tools.capture.foreign.formats import FORMATS, Format, find_format, 
 from minimax_tools.capture.foreign.name_map import NameMap
 from minimax_tools.capture.foreign.piece import Dump
 from minimax_tools.capture.foreign.rows import TokenRows, batch_mask, lay_out
+from minimax_tools.capture.foreign.schedule import Schedule
 from minimax_tools.capture.foreign.tensor_file import list_tensors, read_tensor
 from minimax_tools.capture.foreign.usual_names import ATTENTION_MASK, INPUT_IDS
 from minimax_tools.capture.manifest import Description
@@ -22,6 +24,7 @@ from minimax_tools.capture.source import WithoutFloor
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.sites import ModelSite, Site
 
+_BEHIND_LAYERS = (ModelSite.FINAL_NORM, ModelSite.LOGITS)
 _FORMAT_NAMES = ", ".join(FORMATS)
 
 
@@ -33,16 +36,25 @@ class ForeignCapture(WithoutFloor):
         names: What is known of it beside its files.
         mask: bool [B,S]: the batch that its tensors are laid out as; None to lay them out as the dump's own lengths
             say, and where there are none, to leave them as they are.
+        input_ids: int64 [B,S]: the batch's tokens, by which a prompt's request is known; None where they are not.
     """
 
-    def __init__(self, dump: Dump, names: NameMap, *, mask: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        dump: Dump,
+        names: NameMap,
+        *,
+        mask: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
+    ) -> None:
         self.dump = dump
         self.names = names
         self.findings: Findings = find_sites(dump, names)
         self._assembly = Assembly(dump=dump, findings=self.findings)
-        self._rows = self._find_rows(mask)
+        self._rows = self._find_rows(mask, input_ids)
         own = batch_mask(self._rows.lengths) if self._rows is not None else None
         self._mask = own if mask is None else mask
+        self._partial = tuple(site for site in _BEHIND_LAYERS if self._is_partial(site))
         # Whether the dump's own token ids were found to be those of the other side.
         self.has_checked_tokens = False
 
@@ -78,7 +90,7 @@ class ForeignCapture(WithoutFloor):
             IncomparableError: The prompts are of other lengths or tokens.
             CaptureError: A file is damaged.
         """
-        aligned = ForeignCapture(self.dump, self.names, mask=mask.bool())
+        aligned = ForeignCapture(self.dump, self.names, mask=mask.bool(), input_ids=input_ids)
         aligned._refuse_other_tokens(input_ids)
         return aligned
 
@@ -95,7 +107,10 @@ class ForeignCapture(WithoutFloor):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of a comparison must know of how the dump was read."""
-        return self.findings.notes
+        if not self._partial:
+            return self.findings.notes
+        named = ", ".join(self._partial)
+        return (*self.findings.notes, f"{named}: held of each prompt's last token alone, and not judged")
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -108,7 +123,8 @@ class ForeignCapture(WithoutFloor):
 
     def model_sites(self) -> tuple[ModelSite, ...]:
         """Sites found outside the layers."""
-        return tuple(site for site in ModelSite if (None, site) in self.findings.sites)
+        held = (site for site in ModelSite if (None, site) in self.findings.sites)
+        return tuple(site for site in held if site not in self._partial)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         """Sites that the dump does not hold."""
@@ -176,8 +192,10 @@ class ForeignCapture(WithoutFloor):
         batch: torch.Tensor = lay_out(tokens.flatten(1), self._mask).unflatten(-1, heads)
         return batch.transpose(1, 2)
 
-    def _find_rows(self, mask: torch.Tensor | None) -> TokenRows | None:
+    def _find_rows(self, mask: torch.Tensor | None, input_ids: torch.Tensor | None) -> TokenRows | None:
         """Which rows are real: as the map says, else as the dump does, else as the other side's batch has it."""
+        if self.findings.schedule is not None:
+            return self._find_scheduled(self.findings.schedule, mask, input_ids)
         own_mask = self._read_mask()
         if own_mask is not None:
             # Every pass behind the first decodes one row of each prompt.
@@ -189,6 +207,56 @@ class ForeignCapture(WithoutFloor):
             lengths = tuple(int(length) for length in mask.sum(dim=1))
         else:
             return None
+        self._refuse_other_lengths(lengths, mask)
+        is_packed = self._is_packed(len(lengths))
+        return TokenRows(lengths=lengths, padding=self.names.padding, is_packed=is_packed, mask=own_mask)
+
+    def _find_scheduled(
+        self, schedule: Schedule, mask: torch.Tensor | None, input_ids: torch.Tensor | None
+    ) -> TokenRows:
+        """Where the tokens of the prompts' requests lie in the passes."""
+        named = self.names.requests
+        if mask is not None and input_ids is not None and not named:
+            named = self._find_requests(
+                schedule, [row[real] for row, real in zip(input_ids, mask, strict=True)]
+            )
+        lengths = self.names.lengths
+        if not lengths and mask is not None:
+            lengths = tuple(int(length) for length in mask.sum(dim=1))
+        elif not lengths:
+            lengths = tuple(schedule.length(request) for request in named or schedule.requests)
+        self._refuse_other_lengths(lengths, mask)
+        requests = schedule.choose(lengths, named=named, directory=self.directory)
+        return self._scheduled_rows(schedule, requests, lengths)
+
+    def _scheduled_rows(
+        self, schedule: Schedule, requests: tuple[str, ...], lengths: tuple[int, ...]
+    ) -> TokenRows:
+        stretches = tuple(
+            tuple(stretch.up_to(length) for stretch in schedule.stretches[request] if stretch.start < length)
+            for request, length in zip(requests, lengths, strict=True)
+        )
+        return TokenRows(lengths=lengths, padding=self.names.padding, is_packed=True, stretches=stretches)
+
+    def _find_requests(self, schedule: Schedule, prompts: list[torch.Tensor]) -> tuple[str, ...]:
+        """The request that has each prompt's tokens, in the prompts' order; none where the dump's do not tell."""
+        found = self.findings.sites.get((None, INPUT_IDS))
+        if found is None or not set(self.findings.passes[0]) <= found.terms[0].steps:
+            return ()
+        left = {}
+        for request in schedule.requests:
+            rows = self._scheduled_rows(schedule, (request,), (schedule.length(request),))
+            left[request] = self._assembly.tokens(found, rows, shape=Shape.NUMBER, what=INPUT_IDS)
+        chosen = []
+        for prompt in prompts:
+            own = next((name for name, ids in left.items() if _begins_with(ids, prompt)), None)
+            if own is None:
+                return ()
+            del left[own]
+            chosen.append(own)
+        return tuple(chosen)
+
+    def _refuse_other_lengths(self, lengths: tuple[int, ...], mask: torch.Tensor | None) -> None:
         if mask is not None and lengths != tuple(int(length) for length in mask.sum(dim=1)):
             raise IncomparableError(
                 f"{self.directory} is of other prompts than the capture on the other side",
@@ -196,8 +264,18 @@ class ForeignCapture(WithoutFloor):
                 found=_listed(lengths),
                 next_step="Correct lengths in the map, or run both sides on the same prompts.",
             )
-        is_packed = self._is_packed(len(lengths))
-        return TokenRows(lengths=lengths, padding=self.names.padding, is_packed=is_packed, mask=own_mask)
+
+    def _is_partial(self, site: ModelSite) -> bool:
+        """Whether it was computed for the tokens to sample from alone."""
+        found = self.findings.sites.get((None, site))
+        if found is None or self._rows is None:
+            return False
+        used = {step for group in self.findings.passes for step in group}
+        if self._rows.stretches:
+            used = {stretch.step for stretches in self._rows.stretches for stretch in stretches}
+        pieces = [found.terms[0].of_pass(step) for step in used]
+        num_rows = sum(math.prod(next(iter(of_pass.values())).shape[:-1]) for of_pass in pieces if of_pass)
+        return num_rows < self._rows.num_tokens
 
     def _is_packed(self, num_prompts: int) -> bool | None:
         """Whether the prompts' tokens lie one after another, as the map, the tool or another tensor's shape says."""
@@ -252,6 +330,10 @@ class ForeignCapture(WithoutFloor):
 def _tells_real_rows(mask: torch.Tensor) -> bool:
     is_binary = mask.ndim == 2 and bool(((mask == 0) | (mask == 1)).all())
     return is_binary and bool(mask.any(dim=1).all())
+
+
+def _begins_with(tokens: torch.Tensor, prompt: torch.Tensor) -> bool:
+    return len(tokens) >= len(prompt) and torch.equal(tokens[: len(prompt)].to(prompt.dtype), prompt)
 
 
 def _listed(lengths: object) -> str:

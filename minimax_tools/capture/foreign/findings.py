@@ -14,6 +14,7 @@ from minimax_tools.capture.foreign.name_map import NameMap
 from minimax_tools.capture.foreign.notes import dump_notes, word_modules
 from minimax_tools.capture.foreign.piece import Dump, Piece
 from minimax_tools.capture.foreign.place import Place
+from minimax_tools.capture.foreign.schedule import Schedule
 from minimax_tools.capture.foreign.tensor_file import read_tensor
 from minimax_tools.capture.foreign.usual_names import HEAD_INPUT, Source, usual_layout, usual_sources
 from minimax_tools.errors import CaptureError
@@ -74,6 +75,8 @@ class Findings:
         num_ranks: Ranks that the port was divided among.
         passes: Passes that are read, those of an inner tuple for the same prompts.
         notes: What a reader of a comparison must know.
+        schedule: How the passes are joined along the prompts; None where they are read as `passes` says.
+        not_joined: Why they are not joined though the tool tells of them; empty otherwise.
         unmapped: Modules that map to no site.
     """
 
@@ -81,6 +84,8 @@ class Findings:
     num_ranks: int
     passes: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
+    schedule: Schedule | None = None
+    not_joined: str = ""
     unmapped: tuple[str, ...] = field(default=())
 
 
@@ -90,7 +95,8 @@ def find_sites(dump: Dump, names: NameMap) -> Findings:
     Raises:
         CaptureError: The map names a place or a pass that the dump does not hold, or means two modules by one.
     """
-    passes = _choose_passes(dump, names)
+    schedule, not_joined = _find_schedule(dump, names)
+    passes = (dump.steps,) if schedule is not None else _choose_passes(dump, names)
     wanted = frozenset(step for group in passes for step in group)
     num_ranks = names.num_ranks or dump.num_ranks
     by_module: dict[str, list[Piece]] = defaultdict(list)
@@ -110,7 +116,13 @@ def find_sites(dump: Dump, names: NameMap) -> Findings:
     unmapped = tuple(sorted(by_module.keys() - used - {""}))
     notes = dump_notes(dump, names, passes=passes, unmapped=unmapped, marks=marks)
     return Findings(
-        sites=sites, num_ranks=num_ranks, passes=passes, notes=(*notes, *lacking), unmapped=unmapped
+        sites=sites,
+        num_ranks=num_ranks,
+        passes=passes,
+        notes=(*notes, *lacking),
+        schedule=schedule,
+        not_joined=not_joined,
+        unmapped=unmapped,
     )
 
 
@@ -215,6 +227,16 @@ def read_dims(dims: str) -> Layout:
         if re.search(r"\[([^\]]*,\s*)?tp\b", name):
             return Sharded(dim=dim)
     return Replicated()
+
+
+def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
+    """How the passes are joined, or why they are not; neither where the tool or the map says which rows are whose."""
+    if names.steps or names.is_packed is False or names.attention_mask or not dump.records:
+        return None, ""
+    try:
+        return Schedule.of(dump.records), ""
+    except CaptureError as error:
+        return None, str(error)
 
 
 def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:

@@ -3,6 +3,7 @@
 format: msprobe                 # else found from the files
 ranks: 2                        # else as many as wrote into the dump
 steps: ["0"]                    # passes to read, by label; [["0", "0.1"]] reads a prefill and a decoded row behind it
+requests: ["0", "1"]            # the prompts' requests, in their order, where the dump names requests
 lengths: [48, 33]               # real tokens of each prompt; else those of the capture on the other side
 padding: right                  # where padded rows are padded
 rows: padded                    # or packed: the tokens of all prompts one after another
@@ -32,7 +33,18 @@ from minimax_tools.sites import ModelSite, Site
 from minimax_tools.yaml_file import read_yaml
 
 _KEYS = (
-    *("format", "ranks", "steps", "lengths", "padding", "rows", "attention_mask", "usual_names", "sites"),
+    *(
+        "format",
+        "ranks",
+        "steps",
+        "requests",
+        "lengths",
+        "padding",
+        "rows",
+        "attention_mask",
+        "usual_names",
+        "sites",
+    ),
 )
 _SIDES = ("right", "left")
 _ROWS = ("padded", "packed")
@@ -61,6 +73,7 @@ class NameMap:
         format: The layout's name; None where the files tell.
         num_ranks: Ranks that the port was divided among; None where the dump tells.
         steps: Passes to read, one after another; those of an inner tuple follow each other for the same prompts.
+        requests: The prompts' requests, in the prompts' order; empty where their tokens or lengths tell.
         lengths: Real tokens of each prompt, in all passes together.
         padding: `right` or `left`.
         is_packed: Whether the prompts' tokens lie one after another; None where the format tells.
@@ -73,6 +86,7 @@ class NameMap:
     format: str | None = None
     num_ranks: int | None = None
     steps: tuple[tuple[str, ...], ...] = ()
+    requests: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     padding: str = "right"
     is_packed: bool | None = None
@@ -103,6 +117,7 @@ class NameMap:
             format=reader.choice("format", tuple(FORMATS)),
             num_ranks=reader.count("ranks"),
             steps=reader.steps(),
+            requests=reader.labels("requests"),
             lengths=reader.lengths(),
             padding=reader.choice("padding", _SIDES) or _SIDES[0],
             is_packed=None if not reader.has("rows") else reader.choice("rows", _ROWS) == "packed",
@@ -159,6 +174,14 @@ class _Reader:
                 expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
             )
         return tuple(tuple(str(label) for label in group) for group in groups)
+
+    def labels(self, key: str) -> tuple[str, ...]:
+        value = self._record.get(key) or []
+        if not isinstance(value, list) or any(
+            isinstance(label, bool) or not isinstance(label, (str, int)) for label in value
+        ):
+            raise self._wrong(key, expected='a list of names, such as ["0", "1"]')
+        return tuple(str(label) for label in value)
 
     def file(self, key: str) -> Path | None:
         value = self._record.get(key)

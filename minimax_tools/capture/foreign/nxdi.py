@@ -2,7 +2,8 @@
 
 `captured_tensors_{cte|tkg}_step_{N}_module_{name}_{output|input}.pt`, with `capture_metadata.json` beside them; its
 counterpart for models in eager mode writes `…_output_0`, `…_inputs_0` and `…_inputs_kwargs_{name}`, and no metadata.
-Step 1 is the prefill, padded to its bucket. Written against NxDI 0.10.
+Step 1 is the prefill, padded to its bucket. Of a module's outputs on the device the first is kept: of attention's, a
+record, the first by name, which may be a table of the rotary embedding. Written against NxDI 0.10.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _FILE = re.compile(
     r"captured_tensors_(?P<phase>cte|ctx|tkg)_step_(?P<step>\d+)_"
     r"(module_(?P<module>.+)|manual_tensor_(?P<manual>\d+))\.pt"
 )
+# Which of a record's tensors that is, its file does not tell: it is taken for no site unless a map says so.
+_ATTENTION, _FIRST_BY_NAME = re.compile(r"(.+\.)?self_attn"), "first"
 _METADATA = "capture_metadata.json"
 # The likeliest first: a module's own name may hold such words too.
 _ENDINGS = tuple(
@@ -93,7 +96,8 @@ def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, st
         return f"manual_tensor_{match['manual']}", "output", ""
     module, kind = named.get("module_name"), named.get("tensor_type")
     if isinstance(module, str) and kind in ("input", "output"):
-        return module, kind, ""
+        is_of_record = kind == "output" and _ATTENTION.fullmatch(module) is not None
+        return module, kind, _FIRST_BY_NAME if is_of_record else ""
     for ending in _ENDINGS:
         found = ending.fullmatch(match["module"])
         if found is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from minimax_tools.capture.foreign.schedule import PassRecord
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -54,6 +56,7 @@ class Dump:
         is_one_rank: Whether the tool keeps rank 0's tensors alone, however many ranks there were.
         is_whole_model: Whether the tool writes what every module of the model is fed: its last layer is the model's.
         without_tensor: Files that hold no tensor.
+        records: What the tool tells of the tokens of its passes; empty where it tells nothing.
     """
 
     directory: Path
@@ -65,3 +68,4 @@ class Dump:
     is_one_rank: bool = False
     is_whole_model: bool = False
     without_tensor: tuple[str, ...] = ()
+    records: tuple[PassRecord, ...] = ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from minimax_tools.capture.foreign.schedule import Stretch
 from minimax_tools.errors import CaptureError
 
 _HOW = "Name the rows in a map: lengths, padding (left or right), rows (padded or packed)."
@@ -24,12 +25,14 @@ class TokenRows:
         padding: Where a padded row is padded: `right` or `left`.
         is_packed: Whether the prompts' tokens lie one after another; None where the shape must tell.
         mask: bool [B,S'] of real tokens, where that was given instead of lengths and side.
+        stretches: Where each prompt's tokens lie in the passes, where the dump tells; else empty.
     """
 
     lengths: tuple[int, ...]
     padding: str
     is_packed: bool | None
     mask: torch.Tensor | None = None
+    stretches: tuple[tuple[Stretch, ...], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +100,32 @@ class TokenRows:
         lengths = torch.tensor(self.lengths)[:, None]
         is_real = positions >= length - lengths if self.padding == "left" else positions < lengths
         return tensor[is_real]
+
+
+def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None, what: str) -> torch.Tensor:
+    """Some tokens [n,F] of one pass's packed [T',F], [1,T',F] or [T',1,F].
+
+    Args:
+        tensor: The pass's tensor.
+        stretch: The tokens.
+        num_rows: T', where the pass tells it.
+        what: Names the tensor in messages.
+
+    Raises:
+        CaptureError: The tensor has other rows than the pass.
+    """
+    if tensor.ndim == 3 and 1 in tensor.shape[:2]:
+        tensor = tensor.flatten(0, 1)
+    stop = stretch.row + stretch.length
+    is_other = num_rows is not None and tensor.shape[0] != num_rows
+    if tensor.ndim != 2 or tensor.shape[0] < stop or is_other:
+        raise CaptureError(
+            f"{what} does not hold the rows that the pass is said to have",
+            expected=f"{f'{stop} or more' if num_rows is None else num_rows} rows",
+            found=str(list(tensor.shape)),
+            next_step=_HOW,
+        )
+    return tensor[stretch.row : stop]
 
 
 def join_passes(passes: Sequence[torch.Tensor], lengths: Sequence[tuple[int, ...]]) -> torch.Tensor:

@@ -8,13 +8,15 @@ the next pass of it. Tokens of all requests lie one after another, unless the di
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minimax_tools.capture.foreign.piece import Dump, Piece
-from minimax_tools.capture.foreign.tensor_file import describe_structure, find_tensors
+from minimax_tools.capture.foreign.schedule import PassRecord
+from minimax_tools.capture.foreign.tensor_file import describe_structure, find_tensors, read_tensor
 from minimax_tools.errors import CaptureError
 
 NAME = "sglang"
@@ -24,6 +26,20 @@ _FILE = re.compile(r"step=\d+___rank=\d+___dump_index=\d+___name=.+\.pt")
 _HOOK_PREFIX = "non_intrusive__"
 _HOOK_NAME = re.compile(r"((?P<module>.+)\.)?(?P<point>inputs|output)(\.(?P<element>.+))?")
 _PARALLEL = ("sglang_parallel_info", "megatron_parallel_info")
+# What the hooks name as such, whichever module is called with it.
+_POSITIONS, _SEQ_LENS, _RIDS, _POOL_INDICES = "positions", "seq_lens", "rids", "req_pool_indices"
+_OF_A_BATCH = frozenset(
+    {
+        "input_ids",
+        _POSITIONS,
+        _SEQ_LENS,
+        _RIDS,
+        _POOL_INDICES,
+        "position_ids",
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+    }
+)
 # Axes that a tensor may be divided along beside that of tensor parallelism: these pieces are not put together here.
 _OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
 
@@ -37,6 +53,13 @@ class _File:
     world_rank: int
     num_ranks: int
     pieces: tuple[Piece, ...]
+    name: str
+    rids: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """The step and rank, whose files follow each other."""
+        return self.step, self.world_rank
 
 
 def recognises(directory: Path) -> bool:
@@ -52,17 +75,25 @@ def read_dump(directory: Path) -> Dump:
     """
     paths = [path for path in sorted(directory.glob("step=*.pt")) if _FILE.fullmatch(path.name)]
     files = sorted((_read(path) for path in paths), key=lambda file: (file.step, file.index))
-    pieces = tuple(_labelled(files))
+    labels = _find_labels(files)
+    pieces = tuple(
+        replace(piece, step=label)
+        for file, label in zip(files, labels, strict=True)
+        if label is not None
+        for piece in file.pieces
+    )
+    is_packed = not any(_has_batch(piece.dims) for piece in pieces)
     return Dump(
         directory=directory,
         format=NAME,
         pieces=pieces,
         steps=tuple(sorted({piece.step for piece in pieces}, key=_order)),
         num_ranks=max((file.num_ranks for file in files), default=1),
-        is_packed=not any(_has_batch(piece.dims) for piece in pieces),
+        is_packed=is_packed,
         without_tensor=tuple(
             sorted({path.name for path in paths} - {piece.file for file in files for piece in file.pieces})
         ),
+        records=tuple(_read_records(directory, files, labels)) if is_packed else (),
     )
 
 
@@ -96,7 +127,11 @@ def _read(path: Path) -> _File:
         for held in find_tensors(value)
         if held.keys[:1] == ("value",)
     )
+    name = meta["name"]
+    listed = value.get("value") if name == _RIDS else None
     return _File(
+        name=name if name in _OF_A_BATCH else str(pieces[0]) if pieces else name,
+        rids=tuple(map(str, listed)) if isinstance(listed, (list, tuple)) else (),
         index=_number(meta, "dump_index", path),
         step=_number(meta, "step", path),
         world_rank=world_rank,
@@ -105,15 +140,73 @@ def _read(path: Path) -> _File:
     )
 
 
-def _labelled(files: list[_File]) -> Iterator[Piece]:
-    """Every piece with its pass: the step, and how often its name came before in it."""
-    seen: dict[tuple[int, int, str], int] = {}
+def _find_labels(files: list[_File]) -> list[str | None]:
+    """Each file's pass: the step, and how often its name came before in it; None for what a batch holds, again.
+
+    What a batch holds is of the pass of the module that writes next.
+    """
+    seen: Counter[tuple[tuple[int, int], str]] = Counter()
+    numbers: list[int | None] = []
     for file in files:
-        for piece in file.pieces:
-            key = (file.step, file.world_rank, str(piece))
-            number = seen.get(key, 0)
-            seen[key] = number + 1
-            yield replace(piece, step=f"{file.step}.{number}" if number else str(file.step))
+        key = (file.group, file.name)
+        numbers.append(None if file.name in _OF_A_BATCH else seen[key])
+        seen[key] += 1
+    following: dict[tuple[int, int], int] = {}
+    for place in reversed(range(len(files))):
+        number = numbers[place]
+        if number is None:
+            numbers[place] = following.get(files[place].group)
+        else:
+            following[files[place].group] = number
+    labels: list[str | None] = []
+    held: set[tuple[tuple[int, int], str, int]] = set()
+    for file, number in zip(files, numbers, strict=True):
+        # Behind the last module: what belongs to no pass but the last.
+        number = following.get(file.group, 0) if number is None else number
+        entry = (file.group, file.name, number)
+        is_again = file.name in _OF_A_BATCH and entry in held
+        held.add(entry)
+        label = f"{file.step}.{number}" if number else str(file.step)
+        labels.append(None if is_again else label)
+    return labels
+
+
+def _read_records(directory: Path, files: list[_File], labels: list[str | None]) -> Iterator[PassRecord]:
+    """What each pass tells of its requests; none where it tells no positions and lengths."""
+    of_passes: dict[str, dict[str, _File]] = defaultdict(dict)
+    for file, label in zip(files, labels, strict=True):
+        if label is not None and file.world_rank == files[0].world_rank and file.name in _OF_A_BATCH:
+            of_passes[label][file.name] = file
+    times_begun: Counter[str] = Counter()
+    for label in sorted(of_passes, key=_order):
+        held = of_passes[label]
+        if not {_POSITIONS, _SEQ_LENS} <= held.keys() or not held.keys() & {_RIDS, _POOL_INDICES}:
+            return
+        positions, ends = (_read_numbers(directory, held[name]) for name in (_POSITIONS, _SEQ_LENS))
+        slots = held[_RIDS].rids if _RIDS in held else _read_numbers(directory, held[_POOL_INDICES])
+        record = PassRecord(
+            step=label, requests=tuple(str(slot) for slot in slots), positions=positions, ends=ends
+        )
+        if len(ends) != len(slots):
+            return
+        if _RIDS not in held:
+            # A slot of the pool is used again: by another request where its positions begin anew.
+            times_begun.update(slot for slot, stretch in record.stretches() if stretch.start == 0)
+            record = replace(
+                record,
+                requests=tuple(
+                    slot if times_begun[slot] < 2 else f"{slot}.{times_begun[slot]}"
+                    for slot in record.requests
+                ),
+            )
+        yield record
+
+
+def _read_numbers(directory: Path, file: _File) -> tuple[int, ...]:
+    piece = file.pieces[0] if file.pieces else None
+    if piece is None or len(piece.shape) != 1:
+        return ()
+    return tuple(int(number) for number in read_tensor(directory / piece.file, piece.keys))
 
 
 def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -124,7 +217,7 @@ def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
         if match is not None:
             point = "output" if match["point"] == "output" else "input"
             return match["module"] or "", point, match["element"] or ""
-    layer = meta.get("layer_id")
+    layer = meta.get("layer_id") if name not in _OF_A_BATCH else None
     has_layer = isinstance(layer, int) and not re.search(r"(^|\.)layers\.\d+(\.|$)", name)
     return f"layers.{layer}.{name}" if has_layer else name, "output", ""
 

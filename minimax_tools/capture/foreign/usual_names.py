@@ -71,7 +71,11 @@ _FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = MappingProxyType(
         Site.INPUT_NORM: ((f"{_LAYER}.input_layernorm:output[0]",),),
         Site.ATTN_RESIDUAL: ((f"{_LAYER}.post_attention_layernorm:output[1]",),),
         Site.POST_NORM: ((f"{_LAYER}.post_attention_layernorm:output[0]",),),
-        Site.OUTPUT: ((f"{_LAYER}:output[0]", f"{_LAYER}:output[1]"),),
+        # SGLang 0.5.23 hands the residual on beside the modules: the norm behind the layer shows their sum.
+        Site.OUTPUT: (
+            (f"{_LAYER}:output[0]", f"{_LAYER}:output[1]"),
+            ("layers.{next}.input_layernorm:output[1]",),
+        ),
     }
 )
 _NXDI_QUERIES = f"{_LAYER}.self_attn.qkv_proj:output[0]"

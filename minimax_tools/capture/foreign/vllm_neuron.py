@@ -2,16 +2,20 @@
 
 Only modules' outputs are kept, of several outputs the first. The tokens of all requests of a pass lie one after
 another, padded to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`.
+Its `{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from minimax_tools.capture.foreign.piece import Dump, Piece
+from minimax_tools.capture.foreign.schedule import PassRecord
 from minimax_tools.capture.foreign.tensor_file import list_tensors
+from minimax_tools.errors import CaptureError
 
 NAME = "vllm-neuron"
 LAYOUT = "dp0/prefill_s<S>_<n>/<module>/rank0.pt"
@@ -49,6 +53,7 @@ def read_dump(directory: Path) -> Dump:
         num_ranks=1 + max((piece.rank for piece in pieces), default=0),
         is_packed=True,
         without_tensor=tuple(empty),
+        records=_read_records(passes),
     )
 
 
@@ -68,6 +73,32 @@ def _pieces(directory: Path, path: Path, step: str) -> Iterator[Piece]:
             shape=held.shape,
             dtype=held.dtype,
         )
+
+
+def _read_records(passes: list[tuple[str, Path]]) -> tuple[PassRecord, ...]:
+    """What the metadata beside each pass tells; nothing where a pass has none."""
+    paths = [(step, folder / f"{folder.name}_meta.json") for step, folder in passes]
+    if not all(path.exists() for _, path in paths):
+        return ()
+    return tuple(_read_record(step, path) for step, path in paths)
+
+
+def _read_record(step: str, path: Path) -> PassRecord:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        return PassRecord(
+            step=step,
+            requests=tuple(str(request) for request in meta["req_ids"]),
+            positions=tuple(int(position) for position in meta["positions"]),
+            is_decode=path.parent.name.startswith("decode_b"),
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CaptureError(
+            f"{path} is damaged",
+            expected="a JSON object with req_ids and positions",
+            found=f"{type(error).__name__}: {error}",
+            next_step="Copy it again from the host that wrote it, or run the capture again.",
+        ) from error
 
 
 def _passes(directory: Path) -> list[tuple[str, Path]]:
