@@ -139,7 +139,7 @@ def compare_captures(
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *undecided_notes(num_undecided),
             *nonfinite_notes(sites, blame),
-            *side_notes(reference),
+            *side_notes(reference, target),
             *certificate_notes(reference),
             *floor_notes(reference),
             *backend_notes(sides),
