@@ -13,6 +13,7 @@ from compare.groups import group_blame
 from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
 from compare.limits import NOISE_FIGURES
+from compare.locate import locate_blamed
 from compare.model_judge import ModelJudge
 from compare.notes import (
     backend_notes,
@@ -138,7 +139,7 @@ def compare_captures(
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *undecided_notes(num_undecided),
             *nonfinite_notes(sites, blame),
-            *side_notes(reference),
+            *side_notes(reference, target),
             *certificate_notes(reference),
             *floor_notes(reference),
             *backend_notes(sides),
@@ -155,13 +156,16 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
     if layer not in sides.target.layers:
         return _absent(sides.target, layer, tuple(str(site) for site in sites))
     feed = read_feed(sides, layer)
-    judged = LayerJudge(sides, layer=layer, feed=feed).judge_all(sites)
+    judge = LayerJudge(sides, layer=layer, feed=feed)
+    judged = judge.judge_all(sites)
     results = judged if feed.is_recorded else leave_undecided(judged, sides.target)
     logger.info("Layer %d compared.", layer)
+    blame = blame_layer(results, layer=layer, fed=feed.known, is_chained=feed.is_handed_on)
+    located = results if feed.is_handed_on else locate_blamed(results, blame, judge=judge, sides=sides)
     return _Part(
         layer=layer,
-        results=tuple(results.values()),
-        blame=blame_layer(results, layer=layer, fed=feed.known, is_chained=feed.is_handed_on),
+        results=tuple(located.values()),
+        blame=blame,
         is_handed_on=feed.is_handed_on,
         is_fed_unknown=not feed.is_recorded,
         num_undecided=sum(results[site] is not judged[site] for site in results),

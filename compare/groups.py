@@ -14,6 +14,8 @@ def group_blame(blame: Iterable[Blame], results: Iterable[SiteResult]) -> tuple[
         blame: Earliest layer first.
         results: Of every site, which tell where it is worst.
     """
+    results = tuple(results)
+    where = {(result.layer, result.site): result.where for result in results}
     excess = {
         (result.layer, result.site): result.nearest.excess for result in results if result.nearest is not None
     }
@@ -30,6 +32,7 @@ def group_blame(blame: Iterable[Blame], results: Iterable[SiteResult]) -> tuple[
             sites=sites,
             worst_layer=(worst := max(members, key=badness)).layer,
             reason=worst.reason,
+            where=tuple(sentence for site in sites for sentence in where.get((worst.layer, site), ())),
         )
         for sites, members in groups.items()
     )

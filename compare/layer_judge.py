@@ -83,6 +83,23 @@ class LayerJudge:
             replayed=None if self._replay is None else self._replay.rows(site, rows),
         )
 
+    def judged_rows(self, site: Site) -> Rows | None:
+        """The tokens of a site that ρ is taken of, the golden's with the port's own experts where they are replayed.
+
+        None where the values of both sides cannot be held against each other.
+        """
+        if site is Site.ROUTER_EXPERTS or self._sides.read_rows(self._layer, site) is None:
+            return None
+        rows = self._rows(site, self._reference.read(self._layer, site), self._target.read(self._layer, site))
+        if site not in _PAST_A_FLIP:
+            return rows
+        if self._replay is None:
+            set_aside = self._find_set_aside(None)
+        else:
+            set_aside = self._find_set_aside(self._replay.tokens(site))
+            rows = self._replay.rows(site, rows)
+        return rows if set_aside is None else rows.select(~set_aside)
+
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
         noise = self._router_noise

@@ -121,6 +121,17 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     )
 
 
+def token_ratios(rows: Rows) -> torch.Tensor:
+    """ρ of each token, float64 [T].
+
+    Raises:
+        ValueError: The rows have no floor.
+    """
+    floor = _floor(rows)
+    widened = _widen(floor, square_rows(rows.reference, massive=rows.massive), rows)
+    return _per_token(_error(rows, floor).whole, widened.whole)
+
+
 def _structure(rows: Rows) -> Structure | None:
     """Only where a twin shows both sides' errors, and nothing else than rounding may be in the port's.
 

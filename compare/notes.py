@@ -54,12 +54,17 @@ def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> 
     return ()
 
 
-def side_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """Whether what stands in for the golden is a device run: it proves no port right."""
-    description = reference.known_description
-    if description is None or description.side == GOLDEN_SIDE:
+def side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+    """Whether the sides are what their places say: only a golden proves a port right, and only of another run."""
+    if reference.directory.resolve() == target.directory.resolve():
+        return ("both sides are the same capture: nothing is proved by comparing it with itself",)
+    mine, theirs = reference.known_description, target.known_description
+    if mine is None or mine.side == GOLDEN_SIDE:
         return ()
-    return (f"the reference is a run of {description.provenance.target} on a device, not a golden",)
+    note = f"the reference is a run of {mine.provenance.target} on a device, not a golden"
+    if theirs is not None and theirs.side == GOLDEN_SIDE:
+        note += ", and the target is a golden: exchange --gpu-path and --neuron-path"
+    return (note,)
 
 
 def floor_notes(reference: CaptureSource) -> tuple[str, ...]:

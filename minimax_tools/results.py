@@ -268,6 +268,7 @@ class SiteResult:
         num_set_aside: Tokens left out of ρ because their experts are, or may be, others than the golden's.
         num_replayed: Tokens whose experts are others, judged against the golden with the port's own experts.
         classic_failures: The seeds' limits that it breaks, such as `cosine_similarity 0.93 < 0.99`.
+        where: What its wrong tokens and channels have in common, in sentences; of sites to blame alone.
     """
 
     layer: int | None
@@ -284,6 +285,7 @@ class SiteResult:
     num_set_aside: int = 0
     num_replayed: int = 0
     classic_failures: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,12 +306,14 @@ class BlameGroup:
         sites: The sites.
         worst_layer: Where they are furthest beyond their limits.
         reason: What is said of that layer.
+        where: What is said there of the tokens and channels that are wrong.
     """
 
     layers: tuple[int | None, ...]
     sites: tuple[str, ...]
     worst_layer: int | None
     reason: str
+    where: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,8 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
         for site in comparison.of_layer(group.worst_layer):
             if site.site in group.sites and site.noise and math.isfinite(site.noise.token_worst):
                 canvas.paragraph(_worst_token(site.site, site.noise), indent=4)
+        for sentence in group.where:
+            canvas.paragraph(sentence, indent=4)
     for group in groups[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(group.sites)}")
     # In a chained run a layer's own mistake cannot be told from what it was handed.

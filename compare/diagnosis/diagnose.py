@@ -72,6 +72,7 @@ def diagnose(
             target,
             model=model,
             suspects={layer: _suspects(comparison, layer) for layer in feeds},
+            where={layer: _where(comparison, layer) for layer in feeds},
             handed_on=frozenset(layer for layer, feed in feeds.items() if feed.is_handed_on),
             mistakes=entries,
             progress=progress or NoProgress(),
@@ -104,6 +105,7 @@ def _diagnose_layers(
     *,
     model: Path,
     suspects: Mapping[int, frozenset[Site]],
+    where: Mapping[int, tuple[str, ...]],
     handed_on: frozenset[int],
     mistakes: Sequence[Mistake],
     progress: Progress,
@@ -132,7 +134,9 @@ def _diagnose_layers(
             # The last layer's parameters are the likeliest ones of the next.
             expected |= {one.name: one for one in found}
             progress.advance(layer, num_bytes=reader.num_bytes_read - num_bytes_before)
-            yield LayerDiagnosis.of(layer, outcome, sites=case.sites, notes=case.notes)
+            # A mistake that has a name says where it is; of another its place is all that is known.
+            notes = case.notes if outcome.named else (*case.notes, *where[layer])
+            yield LayerDiagnosis.of(layer, outcome, sites=case.sites, notes=notes)
 
 
 def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
@@ -141,6 +145,11 @@ def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
 
 def _suspects(comparison: Comparison, layer: int) -> frozenset[Site]:
     return frozenset(Site(site) for blame in comparison.blame if blame.layer == layer for site in blame.sites)
+
+
+def _where(comparison: Comparison, layer: int) -> tuple[str, ...]:
+    """What the wrong tokens and channels of a layer's sites to blame have in common."""
+    return tuple(f"{site.site}: {sentence}" for site in comparison.of_layer(layer) for sentence in site.where)
 
 
 def _find_feed(sides: Sides, layer: int) -> Feed | None:

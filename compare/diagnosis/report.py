@@ -14,6 +14,8 @@ from reports.json_values import to_json
 from reports.wording import word_figure, word_layers
 
 _MOST_LISTED = 3
+# A mistake that leaves more of the error than this is no hint.
+_NEARLY_ALL = 0.9
 
 
 def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -91,10 +93,17 @@ def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
     else:
         it = "it" if is_one else "them"
         canvas.line(f"{where}: no known mistake explains {it} (ρ {before})", style="bold")
-        for other in group.others[:_MOST_LISTED]:
+        near = [other for other in group.others if _explains_some(other, group)]
+        no_hint = "" if near else ": nearly all of it, so no hint"
+        for other in near[:_MOST_LISTED] or group.others[:1]:
             leaves = _word_range(finding.leaves for finding in other)
-            canvas.paragraph(f"nearest: {_word(other)} leaves ρ {leaves}{_word_where(other, group)}")
+            canvas.paragraph(f"nearest: {_word(other)} leaves ρ {leaves}{_word_where(other, group)}{no_hint}")
     _draw_how(canvas, group)
+
+
+def _explains_some(findings: Sequence[Finding], group: LayerGroup) -> bool:
+    before = {layer.layer: layer.unexplained for layer in group.layers}
+    return any(finding.leaves <= _NEARLY_ALL * before[finding.layer] for finding in findings)
 
 
 def _draw_mistake(canvas: Canvas, named: Sequence[Finding]) -> None:

@@ -16,6 +16,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError, UsageError
 
 _MAX_NAMED = 5
+_TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,12 @@ def _next_step(directory: Path) -> str:
     below = sorted(path.name for path in directory.iterdir() if path.is_dir() and _is_capture(path))
     if below:
         return f"Name one of the captures in it: {_listed(below)}."
+    if any(path.suffix in _TENSOR_SUFFIXES for path in directory.iterdir()):
+        return (
+            "Tensors of hooks of your own are read under nxdi's names, such as "
+            "captured_tensors_cte_step_1_module_layers.0.mlp_output.pt; mm2-test show tells then which sites "
+            "they map to."
+        )
     return "Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (device run)."
 
 

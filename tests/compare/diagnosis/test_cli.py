@@ -107,3 +107,16 @@ def test_checkpoint_without_fp8_says_what_was_not_tried(
     assert record["layers"][0]["notes"] == [
         "the checkpoint stores no FP8 weights: mistakes of FP8 codes and scales were not tried"
     ]
+
+
+def test_a_mistake_without_a_name_is_given_its_place(
+    toy: Path, golden: Path, command: Command, tmp_path: Path
+) -> None:
+    run = ["sweep", "--layers", "1:2", "--model", toy, "--golden", golden, "--backend", "cpu", "--quiet"]
+    target = f"{PLANTED}:LaterRowsDiffer"
+    assert command(mm2_test, *run, "--target", target, "--output-dir", tmp_path / "run").exit_code == 1
+    paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
+    result = command(mm2_diagnose, *paths, "--mistake", "gelu_activation", "--quiet")
+    assert "moe_delta: wrong tokens: all 33 in row 1; the 48 others are right" in " ".join(
+        result.stdout.split()
+    )

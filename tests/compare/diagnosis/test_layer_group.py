@@ -127,6 +127,12 @@ class TestText:
         assert "Layers 0-2: no known mistake explains them (ρ 100)" in told
         assert "nearest: gate_up_swapped leaves ρ 30.0 … 32.0" in told
 
+    def test_what_leaves_nearly_all_is_told_once_and_as_no_hint(self) -> None:
+        others = (finding(0, leaves=95.0), finding(0, "norm_eps", leaves=99.0))
+        told = text(layer(0, nearest=others))
+        assert "nearest: gate_up_swapped leaves ρ 95.0: nearly all of it, so no hint" in told
+        assert "norm_eps" not in told
+
     def test_notes_of_some_layers_say_which(self) -> None:
         told = text(
             layer(0, finding(0), notes=("one NaN", "no FP8")), layer(1, finding(1), notes=("no FP8",))

@@ -102,3 +102,9 @@ def test_directory_of_captures_names_them(tmp_path: Path) -> None:
         CaptureError, match=r"Name one of the captures in it: single_layer_0, single_layer_1\."
     ):
         open_source(tmp_path)
+
+
+def test_tensors_of_hooks_of_ones_own_are_told_a_name_to_be_read_under(tmp_path: Path) -> None:
+    torch.save(torch.zeros(1), tmp_path / "step0_layer0_hidden.pt")
+    with pytest.raises(CaptureError, match=r"captured_tensors_cte_step_1_module_layers\.0\.mlp_output\.pt"):
+        open_source(tmp_path)
