@@ -74,6 +74,8 @@ class NoiseLimits:
         isolated: On ρ and its like, of layers that were fed the golden's input.
         chained: Of layers that were handed an error of others, by which the floor was widened.
         isolated_estimated, chained_estimated: The same where the floor's statistics alone were kept.
+        isolated_variants, isolated_variants_estimated: Those of isolated layers where variants widened the floor, which
+            right ports stray from less; None to judge them as others.
         without_floor: On the error itself, where the golden kept no floor.
         float32: On the relative L2 error of float32 runs, which have no BF16 noise.
         backends: Where the limits were measured; None for limits that are meant for every backend.
@@ -89,11 +91,16 @@ class NoiseLimits:
     float32: float
     backends: frozenset[str] | None
     slack: float
+    isolated_variants: SiteLimits | None = None
+    isolated_variants_estimated: SiteLimits | None = None
 
-    def of_ratios(self, *, is_chained: bool, is_estimated: bool) -> SiteLimits:
-        """The limits on ρ and its like."""
+    def of_ratios(self, *, is_chained: bool, is_estimated: bool, is_widened: bool = False) -> SiteLimits:
+        """The limits on ρ and its like; those of chains hold whether variants widened the floor or not."""
         if is_chained:
             return self.chained_estimated if is_estimated else self.chained
+        of_variants = self.isolated_variants_estimated if is_estimated else self.isolated_variants
+        if is_widened and of_variants is not None:
+            return of_variants
         return self.isolated_estimated if is_estimated else self.isolated
 
     def floorless(self, site: str, figure: str) -> Limit:
@@ -121,4 +128,10 @@ class NoiseLimits:
 
     def of_noise_alone(self) -> NoiseLimits:
         """These without the averages that show less than noise, whatever backend they are held against."""
-        return replace(self, isolated=self.isolated.without(STRUCTURE_FIGURES), backends=None)
+        widened = self.isolated_variants
+        return replace(
+            self,
+            isolated=self.isolated.without(STRUCTURE_FIGURES),
+            isolated_variants=None if widened is None else widened.without(STRUCTURE_FIGURES),
+            backends=None,
+        )

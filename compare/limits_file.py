@@ -1,10 +1,11 @@
 """Limits files: YAML that names limits by site or for all; calibration.yaml, which holds mm2's own, is one.
 
-    isolated:                 # or chained, isolated_estimated, chained_estimated, without_floor
+    isolated:                 # or chained, isolated_estimated, chained_estimated, without_floor, isolated_variants, …
       all: {whole: 1.5}       # a number, or {usual: …, spread: …, token_spread: …}
       moe_delta: {token_worst: 4}
 
-What a file does not name stays as mm2 has it.
+What a file does not name stays as mm2 has it; what it names for isolated layers holds for goldens with variants too,
+unless it names limits for them.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ _TABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "isolated": NOISE_FIGURES,
         "isolated_estimated": RATIO_FIGURES,
+        "isolated_variants": NOISE_FIGURES,
+        "isolated_variants_estimated": RATIO_FIGURES,
         "chained": RATIO_FIGURES,
         "chained_estimated": RATIO_FIGURES,
         "without_floor": FLOORLESS_FIGURES,
     }
+)
+# Limits of goldens with variants, and those that hold for such a golden where a file names only these.
+_WIDENED: Mapping[str, str] = MappingProxyType(
+    {"isolated_variants": "isolated", "isolated_variants_estimated": "isolated_estimated"}
 )
 # What `mm2-compare --criteria-template` shows and nothing reads.
 _REMARK = "measured"
@@ -69,11 +76,18 @@ def read_limits(path: Path) -> NoiseLimits:
         UsageError: The file cannot be read, or names something that there is not; the message says in which line.
     """
     values, limits = _File(path).read(), calibrated_limits()
-    tables = {
-        name: getattr(limits, name).overlaid(values.pop(name)) for name in tuple(values) if name in _TABLES
-    }
+    named = {name: values.pop(name) for name in tuple(values) if name in _TABLES}
+    tables: dict[str, Any] = {name: _own_table(limits, name).overlaid(table) for name, table in named.items()}
+    for widened, plain in _WIDENED.items():
+        if plain in named and widened not in named:
+            tables[widened] = _own_table(limits, widened).overlaid(named[plain])
     backends = values.pop("backends", None if tables else limits.backends)
     return replace(limits, **tables, **values, backends=backends)
+
+
+def _own_table(limits: NoiseLimits, name: str) -> SiteLimits:
+    table: SiteLimits | None = getattr(limits, name)
+    return getattr(limits, _WIDENED[name]) if table is None else table
 
 
 class _File:

@@ -109,6 +109,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
         token_worst=float(per_token[worst]),
         worst_token=(row, position),
         is_estimated=rows.twin is None,
+        is_widened=rows.widest is not None,
         incoming=rows.incoming.overall if rows.incoming else 0.0,
         floor=_relative(widened.whole, norms.whole),
         interval=rho_interval(error.whole, widened.whole, rows.places),

@@ -179,7 +179,9 @@ def _held_limits(
     terms: Terms,
 ) -> Iterator[NearestLimit]:
     """Every figure that has a limit, in their order."""
-    table = limits.of_ratios(is_chained=noise.incoming > 0.0, is_estimated=noise.is_estimated)
+    table = limits.of_ratios(
+        is_chained=noise.incoming > 0.0, is_estimated=noise.is_estimated, is_widened=noise.is_widened
+    )
     # The worst of many is further off than one of them.
     among = {"token_worst": num_tokens, "channel_worst": num_channels}
     num_averaged = num_tokens if noise.num_averaged is None else noise.num_averaged

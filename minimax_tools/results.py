@@ -70,6 +70,7 @@ class NoiseRatio:
         worst_channel: Which it is.
         num_averaged: How many tokens these averages are of: the judged ones but for those whose golden was given the
             port's experts, as it keeps the rounding error of its own. None for all of them.
+        is_widened: Whether the golden's variants widen the floor.
     """
 
     whole: float
@@ -89,6 +90,7 @@ class NoiseRatio:
     channel_worst: float | None = None
     worst_channel: int | None = None
     num_averaged: int | None = None
+    is_widened: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

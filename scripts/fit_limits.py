@@ -54,6 +54,8 @@ _PLACES = (*(str(site) for site in Site), *(str(site) for site in ModelSite))
 def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
     """Limits on ρ and its like, of one mode (`isolated`, `chained`) and one kind of floor (`full`, `stats`).
 
+    With `_variants` behind it the kind is that of goldens whose floor is widened.
+
     What lies below 1 is better than the golden, and says nothing of how far a right port goes the other way.
     """
     chosen = [
@@ -64,7 +66,7 @@ def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
         # The first layer of a chain is handed nothing: it is judged as an isolated one.
         and (record["incoming"] > 0.0) == (mode == "chained")
     ]
-    figures = NOISE_FIGURES if (mode, floor) == ("isolated", "full") else RATIO_FIGURES
+    figures = NOISE_FIGURES if mode == "isolated" and floor.startswith("full") else RATIO_FIGURES
     table: Table = defaultdict(dict)
     for figure in figures:
         by_site = {

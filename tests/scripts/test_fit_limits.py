@@ -104,3 +104,27 @@ def test_growth_is_told_by_errors_that_outweigh_rounding_and_by_those_that_grow(
     assert amplification(0.5, incoming=0.05) == usual
     wider = amplification(8.0, incoming=0.05)
     assert wider.at(num_tokens=164, share=1e-6) > usual.at(num_tokens=164, share=1e-6)
+
+
+def test_goldens_with_variants_have_limits_of_their_own(tmp_path: Path) -> None:
+    plain = records(usual=1.3)
+    # In a wider unit the port that is furthest off is no further off than the others.
+    widened = [
+        {**record, "floor": f"{record['floor']}_variants", "whole": min(record["whole"], 1.0)}
+        for record in plain
+        if record["floor"] != "off" and record.get("whole") is not None
+    ]
+    # What was measured without variants counts only where the port rounds as the golden does.
+    named = [
+        {**record, "port": record["port"].replace("other", "transformers Eager")}
+        for record in plain + widened
+    ]
+    path = tmp_path / "limits.yaml"
+    path.write_text(calibrate(named), encoding="utf-8")
+    limits = read_limits(path)
+    assert limits.isolated_variants is not None
+    others, own = limits.isolated.find("all", "whole"), limits.isolated_variants.find("all", "whole")
+    assert others is not None
+    assert own is not None
+    assert others.usual == pytest.approx(1.3, rel=0.03)
+    assert own.usual == pytest.approx(1.0, rel=0.03)
