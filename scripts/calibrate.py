@@ -94,7 +94,8 @@ def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
 
 def _is_variant(record: dict[str, Any]) -> bool:
     """Whether a port rounds as the variants do, and the golden does not."""
-    return record["port"].startswith("transformers Eager") and record["golden"] != "eager, eager"
+    port, golden = str(record["port"]), str(record["golden"])
+    return port.startswith("transformers Eager") and golden != "eager, eager"
 
 
 def _measure_all(arguments: argparse.Namespace) -> None:
