@@ -5,6 +5,7 @@
 - `module_tree`: how any model that transformers knows names its parts
 - `causal_model`: any causal language model of transformers, whole; `causal_part`: some layers of one, with
   `stand_ins` for the rest, told apart by its `anatomy`
-- `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor
+- `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor; `variants`: other right ways to
+  compute it in BF16, each a `variant_layer`; both are a `lone_layer`, fed by hand
 - `head`: final norm and lm_head in float32, a slab at a time
 """
