@@ -12,7 +12,8 @@
 - `generation`: what the model says next
 - `certifier`: a finished golden checked before it is trusted (`certify_command`): `checked_capture` reads it,
   `layer_certifier` holds its layers by `golden_checks` against mm2's float32 layer, `tallies` keep what they find;
-  `variant_check`: how far other right ways to compute its layers stray; `broken_versions`: libraries that make wrong ones
+  `variant_check`: how far other right ways to compute its layers stray; `broken_versions`: libraries that make wrong
+  ones
 - `options`: those that no other command has
 """
 
