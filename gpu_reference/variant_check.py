@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_reference.golden_checks import BF16_LIMIT
+from gpu_reference.golden_checks import bf16_limit
 from minimax_tools.capture.certificate import Check, Outcome
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
@@ -25,11 +25,13 @@ class _Stray:
     Args:
         where: The place.
         distance: Its error, relative to the golden's values.
+        limit: How large that may be.
         widening: The same in units of the golden's own error; 1 where both compute the same.
     """
 
     where: str
     distance: float
+    limit: float
     widening: float
 
 
@@ -45,17 +47,19 @@ def check_variants(capture: Capture) -> tuple[Check, ...]:
         found = "the golden kept no site that a variant may stray at"
         return (Check(name=_NAME, outcome=Outcome.NOT_CHECKED, found=found),)
     # NaN is further than anything.
-    worst = max(strays, key=lambda stray: math.inf if math.isnan(stray.distance) else stray.distance)
+    worst = max(
+        strays, key=lambda stray: math.inf if math.isnan(stray.distance) else stray.distance / stray.limit
+    )
     widest = max(strays, key=lambda stray: stray.widening)
-    is_right = worst.distance <= BF16_LIMIT
+    is_right = worst.distance <= worst.limit
     return (
         Check(
             name=_NAME,
             outcome=Outcome.PASSED if is_right else Outcome.FAILED,
             found=f"variants are off the float32 layer by at most {worst.distance:.2g}, at {worst.where}; allowed "
-            f"{BF16_LIMIT:.2g}; they widen the floor up to {widest.widening:.3g} times, at {widest.where}",
+            f"{worst.limit:.2g}; they widen the floor up to {widest.widening:.3g} times, at {widest.where}",
             figure=worst.distance if math.isfinite(worst.distance) else None,
-            limit=BF16_LIMIT,
+            limit=worst.limit,
         ),
     )
 
@@ -73,6 +77,7 @@ def _measure_layer(capture: Capture, layer: int) -> Iterator[_Stray]:
             yield _Stray(
                 where=f"{site} of layer {layer} ({variant})",
                 distance=stray / size if size else stray,
+                limit=bf16_limit(site),
                 widening=stray / usual if usual else 1.0,
             )
 
