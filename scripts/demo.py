@@ -69,10 +69,10 @@ def main() -> int:
     _say("1. A toy checkpoint in the hub's layout: 8 layers, 32 experts, FP8 blocks")
     _run("mm2-split", "synthesize", "--output", demo.model, "--num-hidden-layers", 8, "--seed", 0)
 
-    _say("2. Its golden: transformers' own model, every layer, with what BF16 alone costs (the noise floor)")
+    _say("2. Its golden: transformers' own model, every layer, with what BF16 alone costs (the noise floor), checked")
     _run(
         *("mm2-gpu", "extract-all", "--model", demo.model, "--seq-len", "96,61"),
-        *("--captures", demo.captures, "--quiet"),
+        *("--captures", demo.captures, "--certify", "--quiet"),
     )
 
     _say(f"3. mm2's own device layer on {demo.backend}, every layer on the golden's inputs: it should pass")
@@ -114,7 +114,7 @@ def _diagnose(demo: Demo) -> bool:
     words += ["--neuron-path", str(demo.device_run("swapped")), "--quiet"]
     print("$ " + " ".join(words), flush=True)
     result = subprocess.run([_command(words[0]), *words[1:]], stdout=subprocess.PIPE, text=True, check=False)
-    print(result.stdout)
+    print(result.stdout, end="")
     return f"Layer {FAULTY_LAYER} matches {FAULTY_NAME}" in result.stdout
 
 
