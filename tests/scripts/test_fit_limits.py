@@ -104,3 +104,20 @@ def test_growth_is_told_by_errors_that_outweigh_rounding_and_by_those_that_grow(
     assert amplification(0.5, incoming=0.05) == usual
     wider = amplification(8.0, incoming=0.05)
     assert wider.at(num_tokens=164, share=1e-6) > usual.at(num_tokens=164, share=1e-6)
+
+
+def test_numbers_of_tokens_that_came_once_are_taken_together() -> None:
+    measured = records()
+    one = next(
+        record
+        for record in measured
+        if record["floor"] == "off" and record.get("incoming") and record["tokens"] == 41
+    )
+    strays = [{**one, "site": "moe_delta", "tokens": tokens, "relative_l2": 0.03} for tokens in range(33, 41)]
+    ratios = fit_ratios(measured, mode="isolated", floor="full")
+    without = fit_floorless(measured, ratios)["moe_delta"]["amplification"]
+    with_them = fit_floorless([*measured, *strays], ratios)["moe_delta"]["amplification"]
+    assert without.token_spread < with_them.token_spread < 0.5
+    for stray in strays:
+        growth = stray["relative_l2"] / stray["incoming"]
+        assert growth < with_them.at(num_tokens=stray["tokens"], share=1e-4)
