@@ -20,7 +20,7 @@ def is_handed_on(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
         inputs: Those of the sites that it is computed from, which pass.
     """
     broken = result.nearest
-    if broken is None:
+    if broken is None or not broken.excess > 1.0:
         return False
     carried = max((_carried(one, broken) for one in inputs), default=0.0)
     return broken.value**2 <= broken.limit**2 + carried

@@ -190,7 +190,9 @@ def _fit_growth(records: Sequence[Record]) -> Limit | None:
     """Of what became of an error that was handed on.
 
     Experts that pass it on to nobody, and tokens past a flip that are left out, make it less than usual, by far and
-    among few tokens above all: that says nothing of how much more than usual it may be.
+    among few tokens above all: that says nothing of how much more than usual it may be. Flips leave any number of
+    tokens, hardly a number twice: of one or two layers chance cannot be told, so numbers up to twice as large are
+    taken together.
     """
     medians = [
         float(np.median([r["growth"] for r in group]))
@@ -198,7 +200,17 @@ def _fit_growth(records: Sequence[Record]) -> Limit | None:
     ]
     if not medians:
         return None
-    return _fit([{**r, "growth": max(r["growth"], max(medians))} for r in records], "growth")
+    as_many = _taken_together({r["tokens"] for r in records})
+    alike = [{**r, "growth": max(r["growth"], max(medians)), "tokens": as_many[r["tokens"]]} for r in records]
+    return _fit(alike, "growth")
+
+
+def _taken_together(numbers: Iterable[int]) -> Mapping[int, int]:
+    """Of each number of tokens the largest that counts as about as many; many stay as many as they are."""
+    largest: dict[int, int] = {}
+    for number in sorted(number for number in numbers if number < _MANY_TOKENS):
+        largest[number.bit_length()] = number
+    return {number: number if number >= _MANY_TOKENS else largest[number.bit_length()] for number in numbers}
 
 
 def _fit_relative(records: Sequence[Record], ratios: Table) -> Limit | None:

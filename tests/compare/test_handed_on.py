@@ -75,6 +75,7 @@ class TestAccount:
     def test_what_fails_without_a_figure_was_not_handed_on(self) -> None:
         broken = SiteResult(layer=LAYER, site="post_norm", status=SiteStatus.FAIL, reason="3 NaN")
         assert not is_handed_on(broken, [off(1.4, limit=1.5)])
+        assert not is_handed_on(off(1.1, status=SiteStatus.FAIL), [off(1.4, limit=1.5)])
 
     def test_inputs_without_figures_hand_nothing_on(self) -> None:
         chosen = SiteResult(layer=LAYER, site="router_experts", status=SiteStatus.PASS)

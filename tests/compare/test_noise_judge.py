@@ -191,6 +191,13 @@ class TestWithoutFloor:
     def test_what_was_handed_on_widens_the_limit(self) -> None:
         assert self.limit("moe_delta", incoming=0.01) > self.limit("moe_delta")
 
+    def test_what_was_handed_on_to_few_tokens_excuses_no_fault(self) -> None:
+        # Gate and up exchanged change moe_delta by more than half, another activation by a tenth.
+        limits = [self.limit("moe_delta", incoming=4e-3, num_tokens=number) for number in (1, 4, 16)]
+        assert limits[0] < 0.5
+        assert limits[1] < 0.1
+        assert limits[2] < 0.05
+
     def test_more_flip_among_fewer_tokens_and_behind_an_error(self) -> None:
         def share(num_tokens: int, incoming: float = 0.0) -> float:
             return count_unflipped(num_tokens, LIMITS, incoming=incoming, terms=TERMS) / num_tokens
