@@ -230,7 +230,8 @@ class TestUnknownNames:
         filled = filled.replace('# q_proj: ""', 'q_proj: "decoder.blocks.{layer}.attn.wq"')
         filled = filled.replace('# output: ""', 'output: "decoder.blocks.{layer}"')
         exit_code, record = compare(strange, filled)
-        assert (exit_code, record["compared"]) == (0, 8)
+        assert exit_code == 0
+        assert [one["status"] for one in record["sites"] if one["site"] == "q_proj"] == 4 * ["pass"]
 
     def test_template_of_mm2s_own_capture_is_refused(self, runs: Any, command: Command) -> None:
         result = command(mm2_test, "show", runs["right"].directory, "--map-template")
