@@ -7,6 +7,7 @@ import fnmatch
 import torch
 
 from minimax_tools.capture.foreign.capture import ForeignCapture
+from minimax_tools.capture.foreign.module_name import word_modules
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -15,6 +16,7 @@ from minimax_tools.inputs import Inputs
 
 _AGAIN = "Run the port on this golden: mm2-test … --golden DIR."
 _MAX_NAMED = 4
+_MAX_MODULES = 12
 
 
 def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
@@ -47,6 +49,9 @@ def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str)
         UsageError: No layer matches.
         IncomparableError: The golden lacks one of them.
     """
+    for side in (reference, target):
+        if isinstance(side, ForeignCapture) and not side.layers:
+            raise _nothing_found(side)
     declared = declared_layers(target)
     selected = tuple(layer for layer in declared if fnmatch.fnmatchcase(f"layer_{layer}", pattern))
     if not selected:
@@ -142,6 +147,17 @@ def _first_place(reference: torch.Tensor, target: torch.Tensor, mask: torch.Tens
     row, position = ((reference != target) & mask.bool()).nonzero()[0].tolist()
     mine, theirs = int(reference[row, position]), int(target[row, position])
     return f", first at row {row}, position {position}: {mine} in the golden, {theirs} in the device run"
+
+
+def _nothing_found(source: ForeignCapture) -> IncomparableError:
+    shown = word_modules(source.findings.unmapped)
+    named = ", ".join(shown[:_MAX_MODULES]) + (" …" if len(shown) > _MAX_MODULES else "")
+    return IncomparableError(
+        f"no site of a layer was found in {source.directory}",
+        expected="modules under the usual names, such as layers.{layer}.self_attn.q_proj, or a map of others",
+        found=named or "no module",
+        next_step=f"mm2-test show {source.directory} --map-template > map.yaml gives a map to fill in, for --map.",
+    )
 
 
 def _names(layers: tuple[int, ...]) -> str:

@@ -65,6 +65,7 @@ from neuron.runs.runner import DeviceRun
 from reports.captures import capture_record, render_capture
 from reports.data import comparison_record
 from reports.json_values import to_json
+from reports.map_template import map_template_of
 from reports.terminal import render_comparison
 
 Options = dict[str, Any]
@@ -204,10 +205,14 @@ def check(
 @main.command("show", epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")
 @click.argument("directory", type=click.Path(path_type=Path))
 @reading_options()
+@click.option("--map-template", is_flag=True, help="Print a map of another tool's dump to fill in, and end.")
 @output_options
-def show(directory: Path, as_json: bool, **reading: Any) -> None:
+def show(directory: Path, map_template: bool, as_json: bool, **reading: Any) -> None:
     """Print what a saved run holds: layers, sites, shapes and statistics."""
     source = open_source(directory, read_reading(reading["format"], reading["map"]))
+    if map_template:
+        click.echo(map_template_of(source), nl=False)
+        return
     print_json(capture_record(source)) if as_json else click.echo(render_capture(source))
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from minimax_tools.capture.foreign.capture import ForeignCapture
+from minimax_tools.capture.foreign.module_name import find_layer, word_module
 from minimax_tools.capture.foreign.piece import Piece
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_layers, word_shape
 
-_LAYER = re.compile(r"(^|\.)layers\.(\d+)(?=\.|$)")
 _COLUMNS = (
     Column(title="tensor", is_text=True),
     Column(title="layers", is_text=True),
@@ -27,7 +26,7 @@ _MOST_SHAPES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
+class Line:
     """The pieces of one name, in all layers, passes and ranks.
 
     Args:
@@ -42,23 +41,28 @@ class _Line:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        numbers = {int(match[2]) for piece in self.pieces if (match := _LAYER.search(piece.module))}
-        return tuple(sorted(numbers))
+        """The layers that hold it, ascending."""
+        numbers = {find_layer(piece.module) for piece in self.pieces}
+        return tuple(sorted(number for number in numbers if number is not None))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Its shapes, each once."""
         return tuple(dict.fromkeys(piece.shape for piece in self.pieces))
 
     @property
     def dtypes(self) -> tuple[str, ...]:
+        """Its dtypes, each once."""
         return tuple(dict.fromkeys(piece.dtype for piece in self.pieces))
 
     @property
     def steps(self) -> tuple[str, ...]:
+        """The passes that hold it."""
         return tuple(dict.fromkeys(piece.step for piece in self.pieces))
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The ranks that wrote it."""
         return tuple(sorted({piece.rank for piece in self.pieces}))
 
 
@@ -81,7 +85,7 @@ def dump_record(source: ForeignCapture) -> dict[str, Any]:
                 "ranks": list(line.ranks),
                 "sites": list(line.sites),
             }
-            for line in _lines(source)
+            for line in list_lines(source)
         ],
         "sites": [
             {"layer": layer, "sites": [str(site) for site in source.sites(layer)]} for layer in source.layers
@@ -112,7 +116,7 @@ def render_dump(source: ForeignCapture, *, width: int | None = None, is_terminal
     canvas.gap()
     rows = [
         Row(cells=_cells(line), style="" if line.sites else "yellow")
-        for line in sorted(_lines(source), key=lambda line: not line.sites)
+        for line in sorted(list_lines(source), key=lambda line: not line.sites)
     ]
     canvas.table(_COLUMNS, rows)
     if source.notes:
@@ -122,12 +126,14 @@ def render_dump(source: ForeignCapture, *, width: int | None = None, is_terminal
     canvas.gap()
     canvas.paragraph(
         "A map (--map FILE.yaml) says where the others lie: under sites, a site's name and one of the names above, "
-        "such as q_proj: 'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)'."
+        "such as q_proj: 'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)'. "
+        "--map-template prints one to fill in."
     )
     return canvas.text
 
 
-def _lines(source: ForeignCapture) -> list[_Line]:
+def list_lines(source: ForeignCapture) -> list[Line]:
+    """A line for each name, those that differ in their layer alone as one."""
     sites: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
     for (_, site), found in source.findings.sites.items():
         for term in found.terms:
@@ -137,13 +143,13 @@ def _lines(source: ForeignCapture) -> list[_Line]:
     for piece in source.dump.pieces:
         pieces[_key(piece)].append(piece)
     return [
-        _Line(name=_name(key), pieces=tuple(of_key), sites=tuple(sites.get(key, ())))
+        Line(name=_name(key), pieces=tuple(of_key), sites=tuple(sites.get(key, ())))
         for key, of_key in pieces.items()
     ]
 
 
 def _key(piece: Piece) -> tuple[str, str, str]:
-    return _LAYER.sub(r"\1layers.{layer}", piece.module), piece.point, piece.element
+    return word_module(piece.module), piece.point, piece.element
 
 
 def _name(key: tuple[str, str, str]) -> str:
@@ -151,7 +157,7 @@ def _name(key: tuple[str, str, str]) -> str:
     return f"{module}:{point}[{element}]" if element else f"{module}:{point}"
 
 
-def _cells(line: _Line) -> tuple[str, ...]:
+def _cells(line: Line) -> tuple[str, ...]:
     layers = word_layers(line.layers).removeprefix("layers ").removeprefix("layer ") if line.layers else "-"
     return (
         line.name,

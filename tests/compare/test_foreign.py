@@ -196,6 +196,49 @@ class TestWrongMap:
         assert "which side --format or --map is meant for cannot be told" in result.stderr
 
 
+class TestUnknownNames:
+    @pytest.fixture
+    def strange(self, dumps: Any, runs: Any, tmp_path: Path) -> Path:
+        """Modules that mm2 has never heard of."""
+        source, mask = runs["right"], runs["right"].read_attention_mask()
+        for layer in source.layers:
+            for site, module, point in (
+                (Site.INPUT, "", "input"),
+                (Site.Q_PROJ, ".attn.wq", "output"),
+                (Site.OUTPUT, "", "output"),
+            ):
+                values = dumps.padded(source.read(layer, site), mask)
+                dumps.save_nxdi(tmp_path / "dump", f"decoder.blocks.{layer}{module}", point, values)
+        return tmp_path / "dump"
+
+    def test_what_was_found_is_named_and_how_to_go_on(self, strange: Path, compare: Any) -> None:
+        exit_code, record = compare(strange)
+        assert exit_code == 3
+        assert "no site of a layer was found" in record["error"]
+        assert "found decoder.blocks.{layer}, decoder.blocks.{layer}.attn.wq" in record["error"]
+        assert "--map-template > map.yaml" in record["error"]
+
+    def test_template_is_a_map_with_a_line_for_every_site(
+        self, strange: Path, compare: Any, command: Command
+    ) -> None:
+        template = command(mm2_test, "show", strange, "--map-template").stdout
+        assert all(f"  # {site}: " in template for site in (*Site, *ModelSite))
+        assert '#   "decoder.blocks.{layer}.attn.wq:output"  2x64x512 bfloat16' in template
+        exit_code, record = compare(strange, template)
+        assert (exit_code, "no site of a layer was found" in record["error"]) == (3, True)
+        filled = template.replace('# input: ""', 'input: "decoder.blocks.{layer}:input"')
+        filled = filled.replace('# q_proj: ""', 'q_proj: "decoder.blocks.{layer}.attn.wq"')
+        filled = filled.replace('# output: ""', 'output: "decoder.blocks.{layer}"')
+        exit_code, record = compare(strange, filled)
+        assert exit_code == 0
+        assert [one["status"] for one in record["sites"] if one["site"] == "q_proj"] == 4 * ["pass"]
+
+    def test_template_of_mm2s_own_capture_is_refused(self, runs: Any, command: Command) -> None:
+        result = command(mm2_test, "show", runs["right"].directory, "--map-template")
+        assert result.exit_code == 2
+        assert "was not written by another tool" in result.stderr
+
+
 class TestPieces:
     def test_missing_piece_is_refused(self, dumps: Any, runs: Any, compare: Any, tmp_path: Path) -> None:
         dumps.write_msprobe(tmp_path / "dump", runs["right"], num_ranks=2)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minimax_tools.capture.foreign.module_name import word_modules
 from minimax_tools.capture.foreign.name_map import NameMap
-from minimax_tools.capture.foreign.notes import dump_notes, word_modules
+from minimax_tools.capture.foreign.notes import dump_notes
 from minimax_tools.capture.foreign.piece import Dump, Piece
 from minimax_tools.capture.foreign.place import Place
 from minimax_tools.capture.foreign.schedule import Schedule

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from minimax_tools.capture.foreign.module_name import word_modules
 from minimax_tools.capture.foreign.name_map import NameMap
 from minimax_tools.capture.foreign.piece import Dump, Piece
 
-_LAYER_NUMBER = re.compile(r"(^|\.)layers\.\d+(?=\.|$)")
 _NUM_NAMED = 6
 
 
@@ -35,11 +34,6 @@ def dump_notes(
         *_mark_notes(marks),
         *_one_rank_notes(dump, names),
     )
-
-
-def word_modules(modules: Iterable[str]) -> list[str]:
-    """Modules, those that differ in their layer's number alone as one with `{layer}`."""
-    return list(dict.fromkeys(_LAYER_NUMBER.sub(r"\1layers.{layer}", module) for module in modules))
 
 
 def _pass_notes(dump: Dump, passes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
