@@ -55,7 +55,7 @@ def _locate(site: Site, layer: int | None, judge: LayerJudge, sides: Sides) -> t
     if layer is None or rows is None or rows.num_tokens == 0 or not rows.has_floor:
         return ()
     bounds = _bounds(site, rows, sides)
-    if bounds is None or not bool(rows.target.isfinite().all()):
+    if bounds is None:
         return ()
     return describe_whereabouts(
         rows,

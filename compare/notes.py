@@ -8,6 +8,7 @@ from compare.pairing import is_finished
 from compare.sides import Sides
 from compare.terms import backend_of, computes_in_float32
 from minimax_tools.capture.foreign.capture import ForeignCapture
+from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -90,6 +91,20 @@ def _variant_notes(description: Description) -> tuple[str, ...]:
     return (
         f"noise floor of {len(variants)} variant{plural} ({', '.join(variants)}): errors in the layers are held "
         "against the golden's or theirs, whichever is the largest at a token",
+    )
+
+
+def generation_notes(sides: Sides) -> tuple[str, ...]:
+    """Whether the port generated tokens that the golden has nothing to hold against."""
+    made = [
+        isinstance(side, Capture) and Generation.read(side.directory) is not None
+        for side in (sides.reference, sides.target)
+    ]
+    if made != [False, True]:
+        return ()
+    return (
+        "the golden generated no tokens, so those of the port were not compared: mm2-gpu full --max-new-tokens N "
+        "makes a golden that has them",
     )
 
 

@@ -65,10 +65,13 @@ def describe_whereabouts(
         head_dim: D, where the channels are heads side by side.
         channel_word: What one channel is.
     """
+    broken = ~rows.target.isfinite().all(dim=1)
+    if bool(broken.any()):
+        return tuple(_describe_tokens("NaN or Inf", broken, rows.places, decoded=decoded, experts=experts))
     wrong = token_ratios(rows) > bounds.token
     sentences: list[str] = []
     if bool(wrong.any()):
-        sentences += _describe_tokens(wrong, rows.places, decoded=decoded, experts=experts)
+        sentences += _describe_tokens("wrong tokens", wrong, rows.places, decoded=decoded, experts=experts)
     # Where noise hides each token, all of them together still tell which channels are off.
     part = rows.select(wrong) if bool(wrong.any()) else rows
     channels = _wrong_channels(part, bounds)
@@ -81,6 +84,7 @@ def describe_whereabouts(
 
 
 def _describe_tokens(
+    subject: str,
     wrong: torch.Tensor,
     places: torch.Tensor,
     *,
@@ -105,7 +109,7 @@ def _describe_tokens(
     ]
     found = _tightest(wrong, (*single, *pairs))
     if found is not None:
-        yield _word("wrong tokens", wrong, found.words, found.items)
+        yield _word(subject, wrong, found.words, found.items)
 
 
 def _word(subject: str, wrong: torch.Tensor, words: str, items: torch.Tensor) -> str:

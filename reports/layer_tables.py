@@ -105,6 +105,9 @@ def _layer_row(layer: int | None, sites: Sequence[SiteResult], *, has_noise: boo
 
 def _site_row(site: SiteResult) -> Row:
     noise, metrics = site.noise, site.metrics
+    if metrics is not None and metrics.num_nonfinite_target == metrics.num_elements:
+        # Of no element at all the figures would read as if nothing differed.
+        metrics = None
     cells = (
         _status_word(site.status),
         site.site,

@@ -11,7 +11,14 @@ from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
 from reports.next_tokens import draw_next_tokens
-from reports.wording import word_figure, word_layer, word_layers, word_place, word_sites_by_layer
+from reports.wording import (
+    word_figure,
+    word_layer,
+    word_layers,
+    word_place,
+    word_sites,
+    word_sites_by_layer,
+)
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -100,7 +107,7 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
         for sentence in group.where:
             canvas.paragraph(sentence, indent=4)
     for group in groups[_MOST_BLAMED:]:
-        canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(group.sites)}")
+        canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(word_sites(group.sites))}")
     # In a chained run a layer's own mistake cannot be told from what it was handed.
     if comparison.curve is None and any(blame.layer is not None for blame in comparison.blame):
         sides = f"--gpu-path {comparison.reference} --neuron-path {comparison.target}"
@@ -117,7 +124,7 @@ def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
 
 def _word_group(group: BlameGroup) -> str:
     """A place to look at, such as `layers 3-59, moe_delta`."""
-    return ", ".join([word_layers(group.layers), *group.sites])
+    return ", ".join([word_layers(group.layers), *word_sites(group.sites)])
 
 
 def _worst_token(site: str, noise: NoiseRatio) -> str:

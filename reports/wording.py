@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
+from minimax_tools.sites import Site
+
+# More in a row than these are told by the first and the last.
+_MOST_NAMED_SITES = 4
 # Above this a figure's decimals say nothing.
 _WHOLE_FROM = 1e3
 _EXPONENT_FROM, _EXPONENT_BELOW = 1e6, 1e-3
@@ -57,6 +62,15 @@ def word_layers(layers: Iterable[int | None]) -> str:
 def word_place(layer: int | None, sites: Iterable[str]) -> str:
     """A place to look at, such as `layer 5, moe_delta`."""
     return ", ".join([word_layer(layer), *sites])
+
+
+def word_sites(sites: Sequence[str]) -> tuple[str, ...]:
+    """Sites by name; a long run of them, one after the other, as `input_norm to attn_delta`."""
+    order = {str(site): site.order for site in Site}
+    is_run = all(
+        site in order and order[site] == order.get(before, -1) + 1 for before, site in pairwise(sites)
+    )
+    return (f"{sites[0]} to {sites[-1]}",) if is_run and len(sites) > _MOST_NAMED_SITES else tuple(sites)
 
 
 def word_sites_by_layer(places: Iterable[tuple[int | None, str]]) -> tuple[str, ...]:

@@ -56,6 +56,11 @@ class Finding:
     text: str
     is_named: bool = False
 
+    def on_ranks(self, ranks: tuple[int, ...]) -> Finding:
+        """The same, of some of the ranks alone."""
+        names = ", ".join(str(rank) for rank in dict.fromkeys(ranks))
+        return replace(self, text=f"{self.text} (on rank {names})")
+
     def cleared(self, reason: str) -> Finding:
         """The same, as what the port means."""
         return replace(self, weight=Weight.NOTE, text=f"{self.text}; {reason}")

@@ -37,14 +37,21 @@ def find_findings(by_rank: Values[Values[Layout]], sources: Sources) -> list[Fin
         by_rank: The layouts of each rank; of several each may hold a copy.
         sources: The layer's tensors.
     """
-    found = find_by_count(by_rank, sources)
-    for of_rank in by_rank:
-        found += _find_expert_order(of_rank)
-    for of_rank in by_rank:
-        for layout in of_rank:
-            found += _find_in_place(layout)
-    # Ranks that are wrong alike say it once.
-    return list({finding.text: finding for finding in found}.values())
+    found: dict[str, Finding] = {}
+    ranks: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(by_rank):
+        in_places = [finding for layout in of_rank for finding in _find_in_place(layout)]
+        for finding in (*_find_expert_order(of_rank), *in_places):
+            found.setdefault(finding.text, finding)
+            ranks.setdefault(finding.text, []).append(rank)
+    # Ranks that are wrong alike say it once; where only some are, they are named.
+    return [
+        *find_by_count(by_rank, sources),
+        *(
+            finding if len(set(ranks[text])) == len(by_rank) else finding.on_ranks(tuple(ranks[text]))
+            for text, finding in found.items()
+        ),
+    ]
 
 
 def _find_expert_order(layouts: Values[Layout]) -> list[Finding]:

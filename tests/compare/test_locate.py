@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minimax_tools.capture.generation import GENERATION_NAME
 from minimax_tools.results import Comparison
 from minimax_tools.sites import Site
 from reports.data import comparison_record
@@ -59,3 +61,20 @@ def test_exchanged_sides_are_noted(golden: Path, copyist: Any, judge: Any) -> No
     comparison = judge(golden, reference=copyist.device_run())
 
     assert any("exchange --gpu-path and --neuron-path" in note for note in comparison.notes)
+
+
+def test_figures_of_a_site_that_is_nan_throughout_are_not_drawn(copyist: Any, judge: Any) -> None:
+    comparison = judge(copyist.device_run({(1, Site.MOE_DELTA): lambda tensor: tensor * torch.nan}))
+
+    text = render_comparison(comparison, width=120, is_terminal=False)
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:2] == ["FAIL", "moe_delta"])
+    assert set(row[2:]) == {"-"}
+
+
+def test_tokens_that_the_golden_did_not_generate_are_noted(copyist: Any, judge: Any) -> None:
+    run = copyist.device_run()
+    assert not any("generated no tokens" in note for note in judge(run).notes)
+    row = {"prompt_ids": [1, 2], "generated_ids": [3], "text": None, "likeliest": []}
+    record = {"rows": [row], "sampling": {"do_sample": False}}
+    (run / GENERATION_NAME).write_text(json.dumps(record), encoding="utf-8")
+    assert any("the golden generated no tokens" in note for note in judge(run).notes)

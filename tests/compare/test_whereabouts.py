@@ -151,3 +151,12 @@ def test_heads_that_changed_places_are_named() -> None:
         "wrong channels: all 32 of heads 1-2; the 32 others are right",
         "the port holds in head 1 the golden's head 2, in head 2 the golden's head 1",
     )
+
+
+def test_tokens_of_nan_are_named() -> None:
+    rows = right_rows()
+    target = rows.target.clone()
+    target[rows.places[:, 1] >= 30, 3] = torch.nan
+    assert describe(replace(rows, target=target), head_dim=HEAD_DIM) == (
+        "NaN or Inf: all 30 at positions from 30 on; the 90 others are right",
+    )

@@ -345,6 +345,24 @@ class Port(tensor_parallel_port.DecoderLayer):
 """
 
 
+# Two heads of one rank change places.
+_RANK_1 = """
+import sys
+sys.path.insert(0, {examples!r})
+import tensor_parallel_port
+import torch
+import torch.distributed as dist
+
+class Port(tensor_parallel_port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        if dist.get_rank() == 1:
+            first, second, *others = state["self_attn.q_norm.weight"].split(config.head_dim)
+            state["self_attn.q_norm.weight"] = torch.cat((second, first, *others))
+        return state
+"""
+
+
 @pytest.mark.slow
 def test_ranks_are_traced_together(process: Any, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "rank_0.py").write_text(_RANK_0.format(examples=str(EXAMPLES)))
@@ -357,6 +375,10 @@ def test_ranks_are_traced_together(process: Any, tiny: Path, tmp_path: Path) -> 
     assert wrong.returncode == 1, wrong.stderr
     text = json.loads(wrong.stdout)["findings"][0]["text"]
     assert text == "missing: 128 of 256 elements of q_norm land nowhere"
+    (tmp_path / "rank_1.py").write_text(_RANK_1.format(examples=str(EXAMPLES)))
+    swapped = process(*arguments, f"{tmp_path}/rank_1.py:Port")
+    assert swapped.returncode == 1, swapped.stderr
+    assert json.loads(swapped.stdout)["findings"][0]["text"].endswith("(on rank 1)")
 
 
 def test_minimax_m2_is_traced_at_a_fraction_of_its_size() -> None:
