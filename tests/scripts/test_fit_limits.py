@@ -106,7 +106,6 @@ def test_growth_is_told_by_errors_that_outweigh_rounding_and_by_those_that_grow(
     assert wider.at(num_tokens=164, share=1e-6) > usual.at(num_tokens=164, share=1e-6)
 
 
-<<<<<<< HEAD
 def test_goldens_with_variants_have_limits_of_their_own(tmp_path: Path) -> None:
     plain = records(usual=1.3)
     # In a wider unit the port that is furthest off is no further off than the others.
@@ -129,7 +128,8 @@ def test_goldens_with_variants_have_limits_of_their_own(tmp_path: Path) -> None:
     assert own is not None
     assert others.usual == pytest.approx(1.3, rel=0.03)
     assert own.usual == pytest.approx(1.0, rel=0.03)
-=======
+
+
 def test_numbers_of_tokens_that_came_once_are_taken_together() -> None:
     measured = records()
     one = next(
@@ -145,4 +145,3 @@ def test_numbers_of_tokens_that_came_once_are_taken_together() -> None:
     for stray in strays:
         growth = stray["relative_l2"] / stray["incoming"]
         assert growth < with_them.at(num_tokens=stray["tokens"], share=1e-4)
->>>>>>> blame
