@@ -243,6 +243,8 @@ class Ranks:
         watch = self._watch
         if watch is not None:
             Errand(lambda: watch.tell(FAILED)).is_over(_FAREWELL_S)
+            # A thread that is within the store when Python ends takes the process down with SIGABRT.
+            watch.stop()
         return told
 
     def _explain_own(self, error: BaseException) -> Mm2Error:

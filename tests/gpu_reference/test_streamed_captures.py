@@ -169,6 +169,7 @@ def interrupt(request: GoldenRequest, directory: Path, *, after: int) -> None:
         golden.capture(directory, extra={}, progress=StopAfter(after))
 
 
+@pytest.mark.slow
 def test_stream_killed_in_mid_run_resumes_to_the_same_bytes(toy: Path, tmp_path: Path, command: Any) -> None:
     arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--stream", "on", "--quiet"]
     command(main, *arguments, "--output-dir", tmp_path / "whole")

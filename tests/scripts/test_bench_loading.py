@@ -56,6 +56,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(scratch=tmp_path, scale=SCALES["toy"], seq_lens=(5, 3))
 
 
+@pytest.mark.slow
 def test_figures_asked_for_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
     wanted = "fp8_dequantise_gb_per_s,memory_bandwidth_gb_per_s"
     result = run("--only", wanted, "--scratch", tmp_path, "--json")

@@ -148,9 +148,11 @@ def test_loss_interrupts_what_the_main_thread_does() -> None:
     for rank in range(2):
         store.set(status_key(rank), ALIVE)
     with Stopper() as stopper:
-        Watch(store, 0, [Process.current(), GONE], on_loss=stopper.interrupt).start()
+        watch = Watch(store, 0, [Process.current(), GONE], on_loss=stopper.interrupt)
+        watch.start()
         with pytest.raises(StoppedError):
             time.sleep(30)
+    watch.stop()
 
 
 def test_more_slices_than_ranks_are_refused_with_the_line_to_type() -> None:
