@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -10,8 +11,11 @@ from types import MappingProxyType
 from compare.diagnosis.mistake import Hypothesis, Parameters
 from compare.diagnosis.trial import Score, Trial
 
-_ROUNDS = 4
+_ROUNDS, _MOST_ROUNDS = 4, 7
+# So far from 1 an amplitude tells that the value is not found yet.
+_AMPLITUDE_OFF = 0.1
 _POINTS = 5
+_SAME_VALUE = 1e-9
 # Beyond the first and the last candidate, how far the search may go.
 _REACH = 4.0
 # A candidate of the catalogue is a value that code has: it wins where it explains as much.
@@ -35,9 +39,11 @@ class _Bracket:
 
     def around(self, value: float, points: Sequence[float]) -> _Bracket:
         """The narrower bracket between the neighbours of a value."""
+        # The middle of a bracket is the value itself again, but for its last bits.
+        others = [point for point in points if not math.isclose(point, value, rel_tol=_SAME_VALUE)]
         return _Bracket(
-            low=max((point for point in (self.low, *points) if point < value), default=self.low),
-            high=min((point for point in (self.high, *points) if point > value), default=self.high),
+            low=max((point for point in (self.low, *others) if point < value), default=self.low),
+            high=min((point for point in (self.high, *others) if point > value), default=self.high),
         )
 
 
@@ -62,7 +68,15 @@ def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
         for index, score in enumerate(scores)
         if part < len(score.hypothesis.mistakes) and score.hypothesis.mistakes[part].fitted
     }
-    for _ in range(_ROUNDS if brackets else 0):
+    for number in range(_MOST_ROUNDS):
+        if number >= _ROUNDS:
+            brackets = {
+                index: bracket
+                for index, bracket in brackets.items()
+                if abs(best[index].amplitude - 1.0) > _AMPLITUDE_OFF
+            }
+        if not brackets:
+            break
         points = {
             index: bracket.points(is_whole=best[index].hypothesis.mistakes[part].is_whole)
             for index, bracket in brackets.items()

@@ -17,12 +17,15 @@ class NamingLimits:
         leaves_of_large: The same as a share of the port's ρ, which counts where that is large.
         most_leaves: Most that it may leave, however large that is.
         proof: Most that it may leave where nothing else is tried, since other layers were explained by it.
+        proof_of: Least ρ of the port that it must explain for that: of less, mistakes that are close leave as little.
         clear: ρ of the port from which its error is above the noise.
         excess: Share of the error above the noise that it must take away there.
         faint_below: ρ of the port up to which its error may be of a mistake that the noise covers.
         faint_z: Least z of a mistake below that; some 300 hypotheses are tried on a layer.
         faint_amplitude: By how much its amplitude may differ from 1.
         faint_share: Least share of the whole error's energy that it must take away there.
+        alike: Least share of the largest likeness of any hypothesis that a mistake must have: with less it is close to
+            what happened at most.
         same: What a later candidate of a mistake must leave, in squares, to be better than an earlier one.
         resembling: How much more a mistake may leave, in squares, than one that it resembles.
     """
@@ -31,12 +34,14 @@ class NamingLimits:
     leaves_of_large: float = 0.01
     most_leaves: float = 10.0
     proof: float = 1.3
+    proof_of: float = 10.0
     clear: float = 1.5
     excess: float = 0.8
     faint_below: float = 6.0
     faint_z: float = 8.0
     faint_amplitude: float = 0.3
     faint_share: float = 0.02
+    alike: float = 0.8
     same: float = 0.98
     resembling: float = 1.1
 
@@ -61,7 +66,7 @@ def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
 
 def is_proof(score: Score, limits: NamingLimits = LIMITS) -> bool:
     """Whether it explains the port so well that no other mistake needs to be tried."""
-    return score.unexplained >= limits.clear and score.leaves <= limits.proof
+    return score.unexplained >= limits.proof_of and score.leaves <= limits.proof
 
 
 def best_first(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> list[Score]:
@@ -77,7 +82,10 @@ def best_first(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> list[S
 
 def name_mistakes(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> tuple[Score, ...]:
     """The scores that explain the port: the best, and those that resemble it; none where nothing does."""
-    explaining = [score for score in best_first(scores) if is_explanation(score, limits)]
+    alike = limits.alike * max((score.likeness for score in scores), default=0.0)
+    explaining = [
+        score for score in best_first(scores) if is_explanation(score, limits) and score.likeness >= alike
+    ]
     if not explaining:
         return ()
     most = limits.resembling * explaining[0].misfit

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
 _SURVIVORS = 30
 _MOST_FITTED = 6
+_MOST_ALIKE = 3
 _MOST_FINALISTS = 10
 _MOST_FAINT = 5
 _MOST_NEAREST = 3
@@ -71,7 +72,7 @@ def search_layer(
         named = name_mistakes(finals)
         if named and (not is_expected or is_proof(named[0])):
             return Outcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
-    faint = _search_faint(trial, screen, [score.hypothesis for score in tried])
+    faint = _search_faint(trial, screen, [score.hypothesis for score in (*tried, *finals)])
     named = name_mistakes(faint)
     if named:
         return Outcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
@@ -92,10 +93,17 @@ def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis])
     null = trial.null()
     if null.leaves > LIMITS.faint_below:
         return []
-    logger.info("Trying %d hypotheses as filters.", len(hypotheses))
-    screened = best_first(screen.judge_faint(hypotheses))
+    unique = list(dict.fromkeys(hypotheses))
+    logger.info("Trying %d hypotheses as filters.", len(unique))
+    screened = best_first(screen.judge_faint(unique))
     best = sorted(screened, key=lambda score: -score.z)[:_MOST_FINALISTS]
-    return best if screen is trial else trial.judge_faint([score.hypothesis for score in best])
+    chosen = list(dict.fromkeys([*best, *_most_alike(screened)]))
+    return chosen if screen is trial else trial.judge_faint([score.hypothesis for score in chosen])
+
+
+def _most_alike(scores: Sequence[Score]) -> list[Score]:
+    """The few whose predicted error points where the port's does, however large it is."""
+    return sorted(scores, key=lambda score: -score.likeness)[:_MOST_ALIKE]
 
 
 def _turns(
@@ -128,6 +136,7 @@ def _sift(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
         for place, score in enumerate(ranked)
         if place < _SURVIVORS or score.misfit <= null
     }
+    names |= {score.hypothesis.name for score in _most_alike(_fitted(ranked))}
     survivors = {id(score.hypothesis): score.hypothesis for score in ranked if score.hypothesis.name in names}
     logger.info("Trying the best %d on %d tokens.", len(survivors), len(screen.base.tokens))
     return screen.judge(list(survivors.values()))
@@ -144,17 +153,24 @@ def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]
     """The best of the screened, their parameters fitted, judged on all tokens."""
     best = best_first(scores)
     faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
-    candidates = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
-    finalists = candidates
-    if candidates and not is_proof(candidates[0]):
-        logger.info("Fitting the parameters of the best %d.", len(candidates[:_MOST_FITTED]))
-        finalists = [*fit_parameters(screen, candidates[:_MOST_FITTED]), *candidates[_MOST_FITTED:]]
+    finalists = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
+    if best and not is_proof(best[0]):
+        # A parameter that is far off spoils the misfit, not the direction.
+        fitted = list(dict.fromkeys([*_fitted(best[:_MOST_FITTED]), *_most_alike(_fitted(best))]))
+        logger.info("Fitting the parameters of the best %d.", len(fitted))
+        others = [score for score in finalists if score not in fitted]
+        finalists = [*fit_parameters(screen, fitted), *others]
     if screen is trial:
         return finalists
     logger.info("Judging the best %d on %d tokens.", len(finalists), len(trial.base.tokens))
     judged = trial.judge([score.hypothesis for score in finalists])
     wanted = {(id(score.hypothesis), score.is_decode_only) for score in finalists}
     return [score for score in judged if (id(score.hypothesis), score.is_decode_only) in wanted]
+
+
+def _fitted(scores: Sequence[Score]) -> list[Score]:
+    """Those of mistakes with a parameter that is searched."""
+    return [score for score in scores if any(one.fitted for one in score.hypothesis.mistakes)]
 
 
 def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:

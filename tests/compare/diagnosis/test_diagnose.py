@@ -127,6 +127,21 @@ def test_mistake_below_the_noise_is_named_where_its_layer_is_asked_for(
     assert record["diagnosis"][0]["z"] > 8
 
 
+def test_parameter_far_from_all_candidates_is_found_before_what_only_resembles_it(diagnose: Diagnose) -> None:
+    mistakes = ("norm_eps", "post_norm_slice_twice", "gelu_activation", "moe_delta_scaled")
+    options = [part for mistake in mistakes for part in ("--mistake", mistake)]
+    _, record = diagnose("BlackBoxOfSmallExperts", "--layer", LAYER, *options, ports="diagnosed.py")
+    assert [finding["mistake"] for finding in record["diagnosis"]] == ["moe_delta_scaled"]
+    assert record["diagnosis"][0]["parameters"] == {"factor": pytest.approx(0.97, abs=0.003)}
+
+
+def test_what_only_resembles_a_mistake_is_not_named(diagnose: Diagnose) -> None:
+    mistakes = ("norm_eps", "post_norm_slice_twice")
+    options = [part for mistake in mistakes for part in ("--mistake", mistake)]
+    _, record = diagnose("BlackBoxOfSmallExperts", "--layer", LAYER, *options, ports="diagnosed.py")
+    assert record["diagnosis"] == []
+
+
 @pytest.mark.slow
 def test_mistake_that_nobody_knows_is_not_named(diagnose: Diagnose) -> None:
     exit_code, record = diagnose("BlackBoxOfRandomRows", ports="diagnosed.py")
