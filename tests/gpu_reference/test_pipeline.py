@@ -170,11 +170,11 @@ def one_slice(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("mode", ["on", "auto"])
+@pytest.mark.parametrize("options", [("on",), ("auto", "--floor-variants")], ids=["streamed", "held"])
 def test_plan_of_one_slice_runs_without_torchrun(
-    toy: Path, one_slice: Path, tmp_path: Path, command: Any, mode: str
+    toy: Path, one_slice: Path, tmp_path: Path, command: Any, options: tuple[str, ...]
 ) -> None:
-    common = ("extract-all", "--model", toy, *ROWS, "--quiet", "--stream", mode)
+    common = ("extract-all", "--model", toy, *ROWS, "--quiet", "--stream", *options)
     result = command(main, *common, "--plan", one_slice, "--output-dir", tmp_path / "plan")
     assert result.exit_code == 0, result.output
     command(main, *common, "--output-dir", tmp_path / "plain")

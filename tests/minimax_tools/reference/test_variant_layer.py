@@ -39,7 +39,7 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-def test_golden_of_eager_implementations_is_the_eager_variant_bit_for_bit(
+def test_golden_of_eager_implementations_is_the_eager_variant(
     toy: Path, weights: Mapping[str, torch.Tensor], tmp_path: Path, command: Any
 ) -> None:
     ways = ("--attn-implementation", "eager", "--experts-implementation", "eager", "--noise-floor", "off")
@@ -53,7 +53,11 @@ def test_golden_of_eager_implementations_is_the_eager_variant_bit_for_bit(
         mine, theirs = variant[site], eager.read(LAYER, site)
         if site.has_heads_dim:
             mine, theirs = mine.transpose(1, 2), theirs.transpose(1, 2)
-        assert torch.equal(mine[real], theirs[real]), site
+        if site in (Site.MOE_DELTA, Site.OUTPUT):
+            # Gate and up are two products where transformers has one: kernels may add in another order.
+            assert distance(mine[real], theirs[real]) < 5e-4, site
+        else:
+            assert torch.equal(mine[real], theirs[real]), site
     other = run(VARIANTS["halves"], toy, weights, eager)
     assert not torch.equal(other[Site.ATTN_CONTEXT], eager.read(LAYER, Site.ATTN_CONTEXT))
 
