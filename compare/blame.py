@@ -142,7 +142,7 @@ def _blame(
         reason += f"; {_join(right)} {'is' if len(right) == 1 else 'are'} right"
     if traces:
         reason += (
-            f"; {_join(traces)} {'carries' if len(traces) == 1 else 'carry'} too little of an earlier error"
+            f"; {_join(traces)} {'fails' if len(traces) == 1 else 'fail'} by too little to account for it"
         )
     if Site.INPUT in ancestry.hidden:
         reason += "; nothing tells what the layer was fed"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from compare.blame import blame_layer
 from compare.handed_on import is_handed_on
 from minimax_tools.capture.reader import Capture
 from minimax_tools.results import NearestLimit, NoiseRatio, RelativeError, SiteResult, SiteStatus
@@ -80,6 +82,19 @@ class TestAccount:
     def test_inputs_without_figures_hand_nothing_on(self) -> None:
         chosen = SiteResult(layer=LAYER, site="router_experts", status=SiteStatus.PASS)
         assert not is_handed_on(off(1.3), [chosen])
+
+
+def test_reason_says_that_a_trace_does_not_account_for_the_culprit_behind_it() -> None:
+    results = {
+        Site.Q_ROPE: off(20.0, status=SiteStatus.FAIL),
+        Site.ATTN_CONTEXT: off(1.4, limit=1.5),
+        Site.ATTN_DELTA: off(1.4, limit=1.5),
+        Site.ATTN_RESIDUAL: replace(off(1.3, status=SiteStatus.FAIL), reason="error 1.3×"),
+        Site.POST_NORM: replace(off(7.4, status=SiteStatus.FAIL), reason="error 7.4×"),
+    }
+    first, second = blame_layer(results, layer=LAYER, fed=(Site.Q_NORM,), is_chained=False)
+    assert (first.sites, second.sites) == (("q_rope",), ("post_norm",))
+    assert second.reason == "error 7.4×; attn_residual fails by too little to account for it"
 
 
 class TestCulprits:
