@@ -477,6 +477,8 @@ class TestPasses:
         exit_code, record = compare(tmp_path / "dump", MAPS.get(name))
         assert (exit_code, record["compared"]) == (1, COMPARED[name])
         assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(1, BLAMED[name])]
+        # Neither what attention is called with, nor a pass behind the first, counts as one that is left.
+        assert not any("passes" in note for note in record["notes"])
 
     def test_prompt_of_which_a_token_is_missing_is_refused(
         self, dumps: Any, runs: Any, compare: Any, tmp_path: Path

@@ -4,6 +4,7 @@
   a directory's tensors as a `piece` from names and headers, which `tensor_file` reads
 - `place` says where a site lies in such a dump, `usual_names` are the places of MiniMax-M2's sites, and `name_map` is a
   user's YAML; `findings` matches them with a dump's pieces, and `notes` say what of it was left
+- `schedule` joins passes along the prompts where a tool tells of their tokens; `module_name` words a port's own names
 - `assembly` puts ranks' pieces and passes together, `rows` tells real tokens from padding
 - `capture` is all that as a source of a comparison
 """

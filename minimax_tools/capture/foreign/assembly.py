@@ -5,6 +5,7 @@ T real tokens of all prompts, F channels, N heads, D head_dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +18,8 @@ from minimax_tools.capture.foreign.rows import TokenRows, join_passes, take_stre
 from minimax_tools.capture.foreign.tensor_file import read_tensor
 from minimax_tools.errors import CaptureError, TargetError
 from minimax_tools.layouts import Replicated
+
+_NUM_NAMED = 4
 
 
 class Shape(str, Enum):
@@ -79,14 +82,25 @@ class Assembly:
         try:
             return self._one_by_one(found, rows, groups, shape=shape, what=what)
         except CaptureError as error:
-            if not self.findings.not_joined:
+            hint = self._how_to_join()
+            if not hint:
                 raise
             raise CaptureError(
-                error.what,
-                expected=error.expected,
-                found=error.found,
-                next_step=f"The passes could not be joined: {self.findings.not_joined}",
+                error.what, expected=error.expected, found=error.found, next_step=hint
             ) from error
+
+    def _how_to_join(self) -> str:
+        """What to do about a dump of which passes are left; empty where all are read."""
+        if self.findings.not_joined:
+            return f"The passes could not be joined: {self.findings.not_joined}"
+        if not self.findings.left:
+            return ""
+        read = ", ".join(step for group in self.findings.passes for step in group)
+        joined = [*self.findings.passes[0], *self.findings.left][:_NUM_NAMED]
+        return (
+            f"Of several passes {read} is read: steps in a map choose others, and joins those of a list, such as "
+            f"steps: {[joined]}. Or run both sides on the same prompts."
+        )
 
     def _one_by_one(
         self, found: Found, rows: TokenRows, groups: tuple[tuple[str, ...], ...], *, shape: Shape, what: str
@@ -95,10 +109,15 @@ class Assembly:
         parts = []
         for number, group in enumerate(groups):
             of_group = rows if len(groups) == 1 else rows.of_prompt(number)
-            of_passes = [of_group.of_pass(index, len(group)) for index in range(len(group))]
+            where = [f"{what} in pass {step}" for step in group]
+            flat = [
+                _flattened(self.whole(found, step, what=place), shape, place)
+                for step, place in zip(group, where, strict=True)
+            ]
+            of_passes = of_group.in_passes([math.prod(tensor.shape[:-1]) for tensor, _ in flat])
             taken = [
-                _take(self.whole(found, step, what=f"{what} in pass {step}"), of_pass, shape, what)
-                for step, of_pass in zip(group, of_passes, strict=True)
+                unflatten(of_pass.take(tensor, what=what))
+                for (tensor, unflatten), of_pass in zip(flat, of_passes, strict=True)
             ]
             parts.append(join_passes(taken, [of_pass.lengths for of_pass in of_passes]))
         return torch.cat(parts)
@@ -147,11 +166,6 @@ class Assembly:
                 next_step=f"It was taken to be {layout}: a map says otherwise, "
                 "with @replicate, @shard(dim) or @partial behind the place.",
             ) from error
-
-
-def _take(tensor: torch.Tensor, rows: TokenRows, shape: Shape, what: str) -> torch.Tensor:
-    flat, unflatten = _flattened(tensor, shape, what)
-    return unflatten(rows.take(flat, what=what))
 
 
 def _flattened(

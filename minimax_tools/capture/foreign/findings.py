@@ -75,6 +75,7 @@ class Findings:
         sites: Where each site lies.
         num_ranks: Ranks that the port was divided among.
         passes: Passes that are read, those of an inner tuple for the same prompts.
+        left: Passes that are not, though they hold the same modules.
         notes: What a reader of a comparison must know.
         schedule: How the passes are joined along the prompts; None where they are read as `passes` says.
         not_joined: Why they are not joined though the tool tells of them; empty otherwise.
@@ -85,6 +86,7 @@ class Findings:
     num_ranks: int
     passes: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
+    left: tuple[str, ...] = ()
     schedule: Schedule | None = None
     not_joined: str = ""
     unmapped: tuple[str, ...] = field(default=())
@@ -115,12 +117,16 @@ def find_sites(dump: Dump, names: NameMap) -> Findings:
         piece.module for found in sites.values() for term in found.terms for piece in term.pieces.values()
     }
     unmapped = tuple(sorted(by_module.keys() - used - {""}))
-    notes = dump_notes(dump, names, passes=passes, unmapped=unmapped, marks=marks)
+    # A module that one pass calls several times, such as an expert's, makes no further passes.
+    called = {piece.step for module in used for piece in by_module[module]}
+    left = tuple(step for step in dump.steps if step in called - wanted)
+    notes = dump_notes(dump, names, passes=passes, left=left, unmapped=unmapped, marks=marks)
     return Findings(
         sites=sites,
         num_ranks=num_ranks,
         passes=passes,
         notes=(*notes, *lacking),
+        left=left,
         schedule=schedule,
         not_joined=not_joined,
         unmapped=unmapped,

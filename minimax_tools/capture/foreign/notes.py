@@ -16,6 +16,7 @@ def dump_notes(
     names: NameMap,
     *,
     passes: tuple[tuple[str, ...], ...],
+    left: tuple[str, ...],
     unmapped: tuple[str, ...],
     marks: Sequence[Piece],
 ) -> tuple[str, ...]:
@@ -25,25 +26,25 @@ def dump_notes(
         dump: The dump.
         names: What is known of it beside its files.
         passes: Those that are read.
+        left: Those that are not, though they hold the same modules.
         unmapped: Modules that map to no site.
         marks: Pieces that stand for what the tool did not find.
     """
     return (
-        *_pass_notes(dump, passes),
+        *_pass_notes(passes, left),
         *_unmapped_notes(unmapped),
         *_mark_notes(marks),
         *_one_rank_notes(dump, names),
     )
 
 
-def _pass_notes(dump: Dump, passes: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+def _pass_notes(passes: tuple[tuple[str, ...], ...], left: tuple[str, ...]) -> tuple[str, ...]:
     read = [step for group in passes for step in group]
-    left = [step for step in dump.steps if step not in read]
     if not left:
         return ()
     shown = ", ".join(left[:_NUM_NAMED]) + (" …" if len(left) > _NUM_NAMED else "")
     return (
-        f"of {len(dump.steps)} passes {', '.join(read)} is read, not {shown}: a map's steps choose others",
+        f"of {len(read) + len(left)} passes {', '.join(read)} is read, not {shown}: a map's steps choose others",
     )
 
 

@@ -57,13 +57,19 @@ class TokenRows:
             raise _unreadable(tensor, self.lengths, what=what)
         return self._take_padded(tensor.reshape(len(self.lengths), -1, tensor.shape[-1]), what=what)
 
-    def of_pass(self, number: int, num_passes: int) -> TokenRows:
-        """Those of one of several passes that follow each other: all but the first have a row for each prompt."""
-        if num_passes == 1:
-            return self
-        behind = num_passes - 1
-        lengths = tuple(length - behind if number == 0 else 1 for length in self.lengths)
-        return replace(self, lengths=lengths, mask=self.mask if number == 0 else None)
+    def in_passes(self, counts: Sequence[int]) -> tuple[TokenRows, ...]:
+        """Those of passes that follow each other, whose tensors have so many rows.
+
+        Passes whose rows together are those of a single prompt are its chunks; else all but the first have one row of
+        each prompt.
+        """
+        if len(counts) == 1:
+            return (self,)
+        if self.lengths == (sum(counts),):
+            return tuple(replace(self, lengths=(count,), mask=None) for count in counts)
+        behind = len(counts) - 1
+        first = replace(self, lengths=tuple(length - behind for length in self.lengths))
+        return (first, *(replace(self, lengths=(1,) * len(self.lengths), mask=None) for _ in range(behind)))
 
     def of_prompt(self, prompt: int) -> TokenRows:
         """Those of one prompt alone."""

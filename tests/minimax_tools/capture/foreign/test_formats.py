@@ -71,6 +71,14 @@ class TestNxdi:
         (tmp_path / "capture_metadata.json").write_text(json.dumps({"tensors": {name: entry}}))
         assert only_piece(tmp_path, "nxdi").module == "a_output"
 
+    def test_first_of_a_record_is_not_taken_for_attentions_result(self, tmp_path: Path) -> None:
+        name = "captured_tensors_cte_step_1_module_layers.0.self_attn_output.pt"
+        save(TENSOR, tmp_path / name)
+        entry = {"module_name": "layers.0.self_attn", "tensor_type": "output"}
+        (tmp_path / "capture_metadata.json").write_text(json.dumps({"tensors": {name: entry}}))
+        assert str(only_piece(tmp_path, "nxdi")) == "layers.0.self_attn:output[first]"
+        assert open_source(tmp_path).layers == ()
+
     def test_damaged_metadata_is_named(self, tmp_path: Path) -> None:
         save(TENSOR, tmp_path / "captured_tensors_cte_step_1_module_a_output.pt")
         (tmp_path / "capture_metadata.json").write_text("[]")

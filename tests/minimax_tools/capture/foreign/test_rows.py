@@ -61,8 +61,7 @@ def test_other_batch_than_the_masks_is_refused() -> None:
 
 def test_decoded_rows_come_behind_their_prompt() -> None:
     all_rows = rows()
-    assert all_rows.of_pass(0, 3).lengths == (1, 0)
-    assert all_rows.of_pass(1, 2).lengths == (1, 1)
+    assert [rows.lengths for rows in all_rows.in_passes((9, 2, 2))] == [(1, 0), (1, 1), (1, 1)]
     prefill, decoded = torch.tensor([1, 2, 4])[:, None], torch.tensor([3, 5])[:, None]
     assert join_passes([prefill, decoded], [(2, 1), (1, 1)]).flatten().tolist() == [1, 2, 3, 4, 5]
 
@@ -70,3 +69,10 @@ def test_decoded_rows_come_behind_their_prompt() -> None:
 def test_tokens_are_laid_out_with_zeros_on_padding() -> None:
     batch = lay_out(torch.arange(1, 6)[:, None], batch_mask(LENGTHS))
     assert batch[..., 0].tolist() == [[1, 2, 3], [4, 5, 0]]
+
+
+def test_passes_that_make_up_a_prompt_are_its_chunks() -> None:
+    rows = TokenRows(lengths=(7,), padding="right", is_packed=None)
+    assert [one.lengths for one in rows.in_passes((4, 2, 1))] == [(4,), (2,), (1,)]
+    # Padded to a bucket, they are a prefill and two decoded rows.
+    assert [one.lengths for one in rows.in_passes((8, 1, 1))] == [(5,), (1,), (1,)]
