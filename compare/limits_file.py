@@ -49,6 +49,8 @@ _WIDENED: Mapping[str, str] = MappingProxyType(
 _REMARK = "measured"
 _KEYS = (*_TABLES, "level", "float32", "backends", "slack", _REMARK)
 _SPREADS = ("usual", "spread", "token_spread")
+# libyaml's reads several times as fast, where PyYAML was built with it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @cache
@@ -99,7 +101,7 @@ class _File:
     def read(self) -> dict[str, Any]:
         """The fields of `NoiseLimits` that the file names."""
         try:
-            root = yaml.compose(self._path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+            root = yaml.compose(self._path.read_text(encoding="utf-8"), Loader=_LOADER)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{self._path} cannot be read", found=str(error)) from error
         except yaml.YAMLError as error:
