@@ -69,9 +69,7 @@ def main() -> int:
     _say("1. A toy checkpoint in the hub's layout: 8 layers, 32 experts, FP8 blocks")
     _run("mm2-split", "synthesize", "--output", demo.model, "--num-hidden-layers", 8, "--seed", 0)
 
-    _say(
-        "2. Its golden: transformers' own model, every layer, with what BF16 alone costs (the noise floor), checked"
-    )
+    _say("2. Its golden: transformers' own model, every layer, with what BF16 alone costs, and certified")
     _run(
         *("mm2-gpu", "extract-all", "--model", demo.model, "--seq-len", "96,61"),
         *("--captures", demo.captures, "--certify", "--quiet"),
