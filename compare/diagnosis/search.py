@@ -57,6 +57,8 @@ def search_layer(
         suspects: The sites that are to blame; empty where none is known.
         expected: What other layers of this run were explained by, with the parameters that were fitted there.
     """
+    if not bool(trial.is_usable.any()):
+        return Outcome(null=trial.null(), named=(), nearest=(), num_tried=0)
     first, screen = (_screen(trial, most) for most in (_FIRST_TOKENS, _SCREENING_TOKENS))
     num_tried = 0
     seen: list[Score] = []

@@ -103,6 +103,15 @@ class BlackBoxOfSmallExperts(planted.BlackBox):
                 return super().forward(states) * 0.97
 
 
+class BlackBoxOfNan(planted.BlackBox):
+    """EP5 throughout: nothing of the output is a number."""
+
+    class mistake(planted.Planted):  # noqa: N801
+        class moe_class(port.Moe):  # noqa: N801
+            def forward(self, states):
+                return torch.full_like(states, float("nan"))
+
+
 class SwappedWhereDecoded(cached_port.DecoderLayer):
     """X1, where rows are decoded alone."""
 

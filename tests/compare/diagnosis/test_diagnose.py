@@ -187,6 +187,13 @@ def test_nan_is_left_out_and_noted(diagnose: Diagnose) -> None:
     assert "NaN or Inf" in record["layers"][0]["notes"][0]
 
 
+def test_nothing_is_tried_where_no_token_is_a_number(diagnose: Diagnose) -> None:
+    exit_code, record = diagnose("BlackBoxOfNan", ports="diagnosed.py")
+    [layer] = record["layers"]
+    assert (exit_code, record["diagnosis"], layer["num_hypotheses"]) == (1, [], 0)
+    assert "NaN or Inf" in layer["notes"][0]
+
+
 def test_mistake_that_makes_the_noise_itself_grow_is_named_alone(diagnose: Diagnose) -> None:
     _, record = diagnose("BlackBoxWithoutResidual", ports="diagnosed.py")
     assert record["diagnosis"][0]["mistake"] == "attention_residual_missing"
