@@ -27,8 +27,8 @@ from peaks import watch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.metrics import compare_tensors, sum_pair
-from minimax_tools.pair_sums import Centres, PairSums, Tolerance
+from minimax_tools.metrics import compare_tensors, sample_centres, sum_pair
+from minimax_tools.pair_sums import PairSums, Tolerance
 from minimax_tools.prompts import InputRequest
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -132,8 +132,7 @@ def read_pairs(reference: Capture, target: Capture) -> Iterator[Pair]:
 def sums_without_median(reference: torch.Tensor, target: torch.Tensor) -> object:
     """All that mm2's figures of a pair follow from, but the median."""
     mine, theirs = reference.reshape(-1), target.reshape(-1)
-    centres = Centres.of(mine[::367].double(), theirs[::367].double())
-    tolerance = Tolerance(rtol=RTOL, atol=ATOL)
+    centres, tolerance = sample_centres(mine, theirs), Tolerance(rtol=RTOL, atol=ATOL)
     return sum_pair(mine, theirs, begin=lambda: PairSums(tolerance, centres))
 
 
