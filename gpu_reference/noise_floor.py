@@ -10,7 +10,7 @@ import torch
 
 from gpu_reference.weights import GoldenWeights
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
-from minimax_tools.floor import error_norms, floor_statistics, variant_name, variant_statistics
+from minimax_tools.floor import ROUTER_MARGIN, error_norms, floor_statistics, variant_name
 from minimax_tools.inputs import Inputs
 from minimax_tools.memory import give_back_freed_pages
 from minimax_tools.reference.head import Float32Head
@@ -103,19 +103,22 @@ class NoiseFloor:
             # What ran before left memory in pieces that nothing large fits into.
             give_back_freed_pages()
             runner = VariantLayer(VARIANTS[name], self.config, weights, layer=layer, device=device)
-            measured = variant_statistics(
-                runner.run(
-                    captured[Site.INPUT],
-                    self.inputs,
-                    router_experts=captured[Site.ROUTER_EXPERTS],
-                    sites=tuple(twin),
-                ),
-                captured,
+            computed = runner.run(
+                captured[Site.INPUT],
+                self.inputs,
+                router_experts=captured[Site.ROUTER_EXPERTS],
+                sites=tuple(site for site in twin if site in captured),
+            )
+            measured = floor_statistics(
+                computed,
                 twin,
                 attention_mask=self.inputs.attention_mask,
                 correction_bias=weights[CORRECTION_BIAS].cpu(),
                 num_experts_per_tok=self.spec.num_experts_per_tok,
+                golden=captured,
             )
+            # The margin is the twin's: it is one for all.
+            measured.pop(ROUTER_MARGIN, None)
             statistics |= {variant_name(name, key): value for key, value in measured.items()}
         return statistics
 

@@ -58,63 +58,33 @@ def massive_channels(rows: torch.Tensor) -> torch.Tensor:
 
 
 def floor_statistics(
-    reference: Mapping[Site, torch.Tensor],
+    computed: Mapping[Site, torch.Tensor],
     twin: Mapping[Site, torch.Tensor],
     *,
     attention_mask: torch.Tensor,
     correction_bias: torch.Tensor,
     num_experts_per_tok: int,
+    golden: Mapping[Site, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The floor statistics of one layer.
 
     Args:
-        reference: BF16 tensors by site.
-        twin: Float32 tensors by site, computed from the same input with the reference's expert choice.
+        computed: BF16 tensors by site.
+        twin: Float32 tensors by site, computed from the same input with the same choice of experts.
         attention_mask: int64 [B,S].
         correction_bias: float32 [E].
         num_experts_per_tok: k.
+        golden: BF16 tensors by site whose massive channels count, where they are not the computed ones.
     """
     real = attention_mask.bool()
     statistics: dict[str, torch.Tensor] = {}
     for site, exact in twin.items():
-        if site in reference and site not in _WITHOUT_ERROR:
-            statistics |= error_norms(site, reference[site], exact, real=real)
+        if site in computed and site not in _WITHOUT_ERROR:
+            massive = None if golden is None else massive_channels(token_rows(golden[site], site)[real])
+            statistics |= error_norms(site, computed[site], exact, real=real, massive=massive)
     return statistics | _router_statistics(
-        reference, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
+        computed, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
     )
-
-
-def variant_statistics(
-    variant: Mapping[Site, torch.Tensor],
-    reference: Mapping[Site, torch.Tensor],
-    twin: Mapping[Site, torch.Tensor],
-    *,
-    attention_mask: torch.Tensor,
-    correction_bias: torch.Tensor,
-    num_experts_per_tok: int,
-) -> dict[str, torch.Tensor]:
-    """What `floor_statistics` tells of the reference, told of a variant that replayed its expert choice.
-
-    Args:
-        variant: BF16 tensors by site.
-        reference: The golden's, whose massive channels count.
-        twin: Float32 tensors by site.
-        attention_mask: int64 [B,S].
-        correction_bias: float32 [E].
-        num_experts_per_tok: k.
-    """
-    real = attention_mask.bool()
-    statistics: dict[str, torch.Tensor] = {}
-    for site, exact in twin.items():
-        if site in variant and site in reference and site not in _WITHOUT_ERROR:
-            massive = massive_channels(token_rows(reference[site], site)[real])
-            statistics |= error_norms(site, variant[site], exact, real=real, massive=massive)
-    router = _router_statistics(
-        variant, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
-    )
-    # The margin is the twin's: it is one for all.
-    router.pop(ROUTER_MARGIN, None)
-    return statistics | router
 
 
 def _router_statistics(
