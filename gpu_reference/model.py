@@ -190,4 +190,6 @@ def _set_exact_arithmetic() -> None:
     """No TF32, and no sums in BF16: the golden rounds where a tensor is stored, and nowhere else."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # missing in torch's stubs
+    # cuDNN's newer flags are one for each kind of operator; torch.export, which asks for all of them at once, fails on
+    # torch 2.13 once one was set.
+    torch.backends.cudnn.allow_tf32 = False

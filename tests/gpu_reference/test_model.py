@@ -56,6 +56,14 @@ def test_float32_matmuls_are_not_tf32(ask: Any) -> None:
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
 
 
+def test_convolutions_are_not_tf32_and_the_process_can_still_export(ask: Any) -> None:
+    with open_golden(ask()):
+        pass
+    assert torch.backends.cudnn.allow_tf32 is False
+    exported = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),))
+    assert exported.module()(torch.ones(2, 2)).shape == (2, 2)
+
+
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
 def test_experts_implementation_is_pinned_and_recorded(ask: Any, implementation: str) -> None:
     with open_golden(ask(experts_implementation=implementation)) as golden:
