@@ -1,6 +1,6 @@
 """Measured in a process of their own: goldens by `mm2-gpu`, and the streamed forward pass alone.
 
-Every function returns numbers and digests by name; see `loading/probe.py`. What transformers, rich and mm2 import
+Every function returns numbers and digests by name; see `loading/probe.py`. What transformers, rich, numba and mm2 import
 only when they need it is imported here, before the baseline is taken.
 """
 
@@ -15,6 +15,7 @@ import gpu_reference
 
 # isort: split
 import accelerate.hooks
+import numba.np.ufunc
 import numpy.ctypeslib
 import rich.live
 import rich.progress
