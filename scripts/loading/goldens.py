@@ -1,7 +1,7 @@
 """Measured in a process of their own: goldens by `mm2-gpu`, and the streamed forward pass alone.
 
-Every function returns numbers and digests by name; see `loading/probe.py`. What transformers, rich, numba and mm2 import
-only when they need it is imported here, before the baseline is taken.
+Every function returns numbers and digests by name; see `loading/probe.py`. What transformers, rich, numba and mm2
+import only when they need it is imported here, before the baseline is taken.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _IMPORTED_EARLY = (
     gpu_reference,
     MiniMaxM2ForCausalLM,
     accelerate.hooks,
+    numba.np.ufunc,
     numpy.ctypeslib,
     rich.live,
     rich.progress,
