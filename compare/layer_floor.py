@@ -5,6 +5,8 @@ T real tokens of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from compare.batch import Batch
@@ -51,12 +53,7 @@ class LayerFloor:
 
     def squares(self, site: Site) -> Squares | None:
         """(golden − twin)² summed per token; None where the golden kept nothing of that site."""
-        ordinary, massive = (
-            self.statistic(name) for name in (ordinary_error_name(site), massive_error_name(site))
-        )
-        if ordinary is None or massive is None:
-            return None
-        return Squares.of(ordinary=ordinary, massive=massive)
+        return _squares(site, self.statistic)
 
     def widened_squares(self, site: Site) -> Squares | None:
         """(golden or variant − twin)², the largest per token; None of a golden without variants.
@@ -64,14 +61,7 @@ class LayerFloor:
         Raises:
             CaptureError: The golden says that it measured a variant, and has none of it.
         """
-        if not self._variants:
-            return None
-        ordinary, massive = (
-            self.largest(name) for name in (ordinary_error_name(site), massive_error_name(site))
-        )
-        if ordinary is None or massive is None:
-            return None
-        return Squares.of(ordinary=ordinary, massive=massive)
+        return _squares(site, self.largest) if self._variants else None
 
     def _of_variant(self, variant: str, name: str) -> torch.Tensor:
         found = self.statistic(variant_name(variant, name))
@@ -82,3 +72,9 @@ class LayerFloor:
                 next_step="Run the capture again.",
             )
         return found
+
+
+def _squares(site: Site, read: Callable[[str], torch.Tensor | None]) -> Squares | None:
+    """The squares of a site's error norms, read by their names; None where one is missing."""
+    ordinary, massive = (read(name) for name in (ordinary_error_name(site), massive_error_name(site)))
+    return None if ordinary is None or massive is None else Squares.of(ordinary=ordinary, massive=massive)

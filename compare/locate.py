@@ -70,7 +70,9 @@ def _locate(site: Site, layer: int | None, judge: LayerJudge, sides: Sides) -> t
 def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
     """The limits on one token and one channel; None where the criteria limit no token."""
     terms = sides.terms()
-    limits = sides.criteria.noise.of_ratios(is_chained=False, is_estimated=rows.twin is None)
+    limits = sides.criteria.noise.of_ratios(
+        is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widest is not None
+    )
     token, channel = limits.find(site, "token_worst"), limits.find(site, "channel_worst")
     if token is None:
         return None

@@ -15,6 +15,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.results import Blame, RouterDtype, SiteResult
 from minimax_tools.sites import Site
+from reports.wording import word_variants
 
 
 def unfinished_notes(sides: Sides) -> tuple[str, ...]:
@@ -87,10 +88,9 @@ def _variant_notes(description: Description) -> tuple[str, ...]:
     variants = description.floor_variants
     if not variants:
         return ()
-    plural = "s" * (len(variants) != 1)
     return (
-        f"noise floor of {len(variants)} variant{plural} ({', '.join(variants)}): errors in the layers are held "
-        "against the golden's or theirs, whichever is the largest at a token",
+        f"noise floor of {word_variants(variants)}: errors in the layers are held against the golden's or theirs, "
+        "whichever is the largest at a token",
     )
 
 

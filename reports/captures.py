@@ -17,7 +17,14 @@ from reports.canvas import Canvas, Column, Row
 from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
 from reports.dumps import dump_record, render_dump
 from reports.json_values import to_json
-from reports.wording import word_figure, word_layer, word_layers, word_shape, word_sites_by_layer
+from reports.wording import (
+    word_figure,
+    word_layer,
+    word_layers,
+    word_shape,
+    word_sites_by_layer,
+    word_variants,
+)
 
 # With more layers than these, one line for each says enough.
 _MOST_DETAILED_LAYERS = 4
@@ -150,8 +157,7 @@ def _word_floor(description: Description) -> str:
     variants = description.floor_variants
     if not variants:
         return description.noise_floor
-    plural = "s" * (len(variants) != 1)
-    return f"{description.noise_floor}, of {len(variants)} variant{plural} ({', '.join(variants)})"
+    return f"{description.noise_floor}, of {word_variants(variants)}"
 
 
 def _word_certificate(capture: Capture) -> str:

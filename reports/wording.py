@@ -73,6 +73,11 @@ def word_sites(sites: Sequence[str]) -> tuple[str, ...]:
     return (f"{sites[0]} to {sites[-1]}",) if is_run and len(sites) > _MOST_NAMED_SITES else tuple(sites)
 
 
+def word_variants(variants: Sequence[str]) -> str:
+    """`2 variants (eager, halves)`."""
+    return f"{len(variants)} variant{'s' * (len(variants) != 1)} ({', '.join(variants)})"
+
+
 def word_sites_by_layer(places: Iterable[tuple[int | None, str]]) -> tuple[str, ...]:
     """Lines such as `layers 0-7: q_rope, k_rope`; layers with the same sites share a line."""
     sites_of: dict[int | None, list[str]] = {}

@@ -103,9 +103,9 @@ def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis])
     return chosen if screen is trial else trial.judge_faint([score.hypothesis for score in chosen])
 
 
-def _most_alike(scores: Sequence[Score]) -> list[Score]:
+def _most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
     """The few whose predicted error points where the port's does, however large it is."""
-    return sorted(scores, key=lambda score: -score.likeness)[:_MOST_ALIKE]
+    return sorted(scores, key=lambda score: -score.likeness)[:most]
 
 
 def _turns(
@@ -202,4 +202,4 @@ def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
 def _partners(scores: Sequence[Score]) -> list[Score]:
     """The best few by what they leave, and by how much they resemble the error."""
     best = best_first(scores)
-    return [*best[:_PARTNERS], *sorted(best, key=lambda score: -score.likeness)[:_PARTNERS]]
+    return [*best[:_PARTNERS], *_most_alike(best, _PARTNERS)]

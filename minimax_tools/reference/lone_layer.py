@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoneLayer:
-    """A layer on the meta device, whose weights whoever made it binds to `module`; its rotary embedding is real.
+    """A layer on the meta device, whose weights whoever made it binds; its rotary embedding is real.
 
     Args:
         config: transformers' config, which names the implementations of attention and experts.
@@ -37,6 +37,14 @@ class LoneLayer:
         with torch.device("meta"):
             self.module: torch.nn.Module = MiniMaxM2DecoderLayer(config, layer).eval()
         self._rotary = MiniMaxM2RotaryEmbedding(config).to(device)
+
+    def bind(self, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
+        """Give the layer weights by the hub's relative names, in a dtype or their own; others stay as they are."""
+        weights = {
+            name.replace("block_sparse_moe.", "mlp."): tensor.to(self._device, dtype)
+            for name, tensor in tensors.items()
+        }
+        self.module.load_state_dict(weights, strict=False, assign=True)
 
     def run(
         self,

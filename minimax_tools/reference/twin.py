@@ -45,7 +45,13 @@ class Float32Twin:
     ) -> None:
         self._layer = LoneLayer(_twin_config(config), layer=layer, device=device)
         module = self._layer.module
-        module.load_state_dict(_small_weights(tensors, device), strict=False, assign=True)
+        # Norms and router.
+        small = {
+            name: tensors[name]
+            for name in tensors
+            if ".experts." not in name and name not in ATTENTION_MATRICES
+        }
+        self._layer.bind(small, dtype=torch.float32)
         for name in ATTENTION_MATRICES:
             _upcast_on_use(module, name, tensors, device)
         setattr(module.get_submodule("mlp.experts"), _TENSORS, tensors)
@@ -81,15 +87,6 @@ def _twin_config(config: MiniMaxM2Config) -> MiniMaxM2Config:
     twin._attn_implementation = _ATTN_IMPLEMENTATION
     twin._experts_implementation = _EXPERTS_IMPLEMENTATION
     return twin
-
-
-def _small_weights(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Norms and router, float32, under transformers' names."""
-    return {
-        name.replace("block_sparse_moe.", "mlp."): tensors[name].to(device, torch.float32)
-        for name in tensors
-        if ".experts." not in name and name not in ATTENTION_MATRICES
-    }
 
 
 def _upcast_on_use(

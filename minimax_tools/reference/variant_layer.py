@@ -49,7 +49,7 @@ class VariantLayer:
     ) -> None:
         self._layer = LoneLayer(_variant_config(variant, config), layer=layer, device=device)
         module = self._layer.module
-        module.load_state_dict(_weights(tensors, device), strict=False, assign=True)
+        self._layer.bind({name: tensors[name] for name in tensors if ".experts." not in name})
         if variant.num_parts > 1:
             module.get_submodule("self_attn.o_proj").register_forward_hook(_in_parts(variant.num_parts))
         experts = module.get_submodule("mlp.experts")
@@ -115,15 +115,6 @@ def _variant_config(variant: Variant, config: MiniMaxM2Config) -> MiniMaxM2Confi
     other._attn_implementation = variant.attn_implementation
     other._experts_implementation = _EXPERTS_IMPLEMENTATION
     return other
-
-
-def _weights(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """All but the experts, as they are, under transformers' names."""
-    return {
-        name.replace("block_sparse_moe.", "mlp."): tensors[name].to(device)
-        for name in tensors
-        if ".experts." not in name
-    }
 
 
 def _in_parts(num_parts: int) -> Any:
