@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -325,25 +326,21 @@ def test_interrupted_bisection_goes_on_where_it_stopped(
 
 
 def test_killed_bisection_goes_on_where_it_stopped(
-    bisect: Any,
-    process: Any,
-    write_port: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    deep: Path,
-    deep_golden: Path,
-    tmp_path: Path,
+    process: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
 ) -> None:
-    target, ran = write_port(STUMBLING), tmp_path / "ran"
-    monkeypatch.setenv("RAN", str(ran))
-    # As in the process that is killed: sums depend on the number of threads in their last digits.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", target)
-    killed = process("bisect", *common, "--captures", tmp_path / "captures", DIE_AT="8", RAN=str(ran))
-    assert killed.returncode == -9
+    ran = tmp_path / "ran"
+    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", write_port(STUMBLING))
+
+    # Both are processes: what this one was left with (a variable that changes numbers) must not tell them apart.
+    def search(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        place = ("--captures", tmp_path / "captures")
+        return process("bisect", *common, *place, *arguments, RAN=str(ran), **environment)
+
+    assert search(DIE_AT="8").returncode == -9
     ran.unlink()
-    resumed = bisect(target, "--json")
+    resumed = search("--json")
     record = json.loads(resumed.stdout)
-    assert (resumed.exit_code, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
+    assert (resumed.returncode, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
     assert ran.read_text().split() == ["6", "7", "8", "9", "10"]
 
 
