@@ -2,13 +2,15 @@
 
 Where a site further upstream fails, what passes may still carry its error: a site behind it is to blame only for more
 than that accounts for (see `handed_on`).
+A failing site that fails too when the golden's layer is fed what the port fed it (see `refeed`) is to blame as well,
+whatever fails before it.
 Sites that were not compared are looked through: the nearest ones that were stand for them, and the blame then
 names the whole set that may hold the fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -28,6 +30,7 @@ _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     }
 )
 
+_NONE_REFED: Mapping[Site, SiteResult] = MappingProxyType({})
 # Judged given what the port itself chose there: a wrong choice is no excuse for it.
 _GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
 
@@ -46,7 +49,12 @@ class _Ancestry:
 
 
 def blame_layer(
-    results: Mapping[Site, SiteResult], *, layer: int, fed: tuple[Site, ...], is_chained: bool
+    results: Mapping[Site, SiteResult],
+    *,
+    layer: int,
+    fed: tuple[Site, ...],
+    is_chained: bool,
+    refed: Mapping[Site, SiteResult] = _NONE_REFED,
 ) -> tuple[Blame, ...]:
     """The sites of one layer to blame, in execution order.
 
@@ -55,16 +63,35 @@ def blame_layer(
         layer: The layer.
         fed: Sites whose values are known to have been given to the layer: they are right by construction.
         is_chained: Whether the layer was handed an error of other layers, so that blame is only an onset.
+        refed: Results of excused sites (see `excused_sites`), judged by what the port itself computed them from.
     """
-    return tuple(
-        _blame(layer, site, results, ancestry, is_chained=is_chained)
-        for site, ancestry in _first_failures(results, fed)
-    )
+    first, excused = _sort_failures(results, fed)
+    blame = {
+        site: _blame(layer, site, results, ancestry, is_chained=is_chained)
+        for site, ancestry in first.items()
+    }
+    for site in excused:
+        if _fails(refed, site):
+            blame[site] = _blame_refed(layer, refed[site])
+    return tuple(blame[site] for site in _in_order(set(blame)))
 
 
-def _first_failures(
+def excused_sites(results: Mapping[Site, SiteResult], *, fed: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Failing sites behind one to blame: their error may be that one's.
+
+    Args:
+        results: Results of the declared sites.
+        fed: Sites whose values are known to have been given to the layer.
+    """
+    return _sort_failures(results, fed)[1]
+
+
+def _sort_failures(
     results: Mapping[Site, SiteResult], fed: tuple[Site, ...]
-) -> Iterator[tuple[Site, _Ancestry]]:
+) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
+    """The first failures, with what they are computed from, and those that a failure before them excuses."""
+    first: dict[Site, _Ancestry] = {}
+    excused: list[Site] = []
     # Failing sites that show no more than what they were handed.
     traces: set[Site] = set()
     for site, result in results.items():
@@ -72,11 +99,12 @@ def _first_failures(
             continue
         ancestry = _ancestry(site, results, fed)
         if any(_fails(results, upstream) and upstream not in traces for upstream in ancestry.known):
-            continue
-        if _is_trace(site, results, ancestry):
+            excused.append(site)
+        elif _is_trace(site, results, ancestry):
             traces.add(site)
         else:
-            yield site, ancestry
+            first[site] = ancestry
+    return first, tuple(excused)
 
 
 def _is_trace(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
@@ -152,6 +180,11 @@ def _blame(
         command = f"mm2-test single-layer --layer {layer}"
         reason += f"; a chained run shows only where errors begin: run {command} on the golden"
     return Blame(layer=layer, sites=tuple(str(suspect) for suspect in suspects), reason=reason)
+
+
+def _blame_refed(layer: int, result: SiteResult) -> Blame:
+    inputs = _join(_in_order(set(SITE_INPUTS[Site(result.site)])))
+    return Blame(layer=layer, sites=(result.site,), reason=f"{result.reason}, given the port's own {inputs}")
 
 
 def _join(sites: list[Site]) -> str:

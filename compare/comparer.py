@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from compare.batch import Batch
-from compare.blame import blame_layer
+from compare.blame import blame_layer, excused_sites
 from compare.curve import trace_curve
-from compare.feed import read_feed
+from compare.feed import Feed, read_feed
 from compare.groups import group_blame
 from compare.judge import Criteria
 from compare.layer_judge import LayerJudge
@@ -29,6 +30,7 @@ from compare.notes import (
     unfinished_notes,
 )
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
+from compare.refed_judge import Refed, judge_refed
 from compare.router_dtypes import find_router_dtypes
 from compare.sides import Sides
 from compare.undecided import leave_undecided, undecided_notes
@@ -162,8 +164,17 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
     judged = judge.judge_all(sites)
     results = judged if feed.is_recorded else leave_undecided(judged, sides.target)
     logger.info("Layer %d compared.", layer)
-    blame = blame_layer(results, layer=layer, fed=feed.known, is_chained=feed.is_handed_on)
-    located = results if feed.is_handed_on else locate_blamed(results, blame, judge=judge, sides=sides)
+    refed = _judge_excused(results, layer, feed=feed, judge=judge, sides=sides)
+    blame = blame_layer(
+        results,
+        layer=layer,
+        fed=feed.known,
+        is_chained=feed.is_handed_on,
+        refed={site: one.result for site, one in refed.items()},
+    )
+    located = results
+    if not feed.is_handed_on:
+        located = locate_blamed(results, blame, judge=judge, refed=refed, sides=sides)
     return _Part(
         layer=layer,
         results=tuple(located.values()),
@@ -172,6 +183,15 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
         is_fed_unknown=not feed.is_recorded,
         num_undecided=sum(results[site] is not judged[site] for site in results),
     )
+
+
+def _judge_excused(
+    results: Mapping[Site, SiteResult], layer: int, *, feed: Feed, judge: LayerJudge, sides: Sides
+) -> Mapping[Site, Refed]:
+    """What a failure before them excuses, once more; nothing of a layer that was not fed the golden's own input."""
+    if feed.is_handed_on or not feed.is_recorded:
+        return {}
+    return judge_refed(excused_sites(results, fed=feed.known), layer=layer, judge=judge, sides=sides)
 
 
 def _compare_model(sides: Sides, sites: tuple[ModelSite, ...]) -> _Part:

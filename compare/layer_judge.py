@@ -46,7 +46,7 @@ class LayerJudge:
         self._incoming = feed.incoming
         self._floor = LayerFloor(sides.reference, sides.batch, layer=layer)
         self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
-        self._router_noise = self._read_router_noise()
+        self.router_noise = self._read_router_noise()
         self._replay = None if self._experts is None else Replay(sides, layer=layer, experts=self._experts)
 
     def judge_all(self, sites: tuple[Site, ...]) -> Mapping[Site, SiteResult]:
@@ -69,8 +69,8 @@ class LayerJudge:
             return replace(result, reason=mismatch)
         if site is Site.ROUTER_EXPERTS:
             return self._judge_experts(result)
-        rows = self._rows(site, reference, target)
-        terms = self._terms(site)
+        rows = self.stored_rows(site)
+        terms = self.terms(site)
         if site not in _PAST_A_FLIP or self._criteria.name == "classic":
             return judge_values(result, rows, criteria=self._criteria, terms=terms)
         replayed = None if self._replay is None else self._replay.tokens(site)
@@ -90,7 +90,7 @@ class LayerJudge:
         """
         if site is Site.ROUTER_EXPERTS or self._sides.read_rows(self._layer, site) is None:
             return None
-        rows = self._rows(site, self._reference.read(self._layer, site), self._target.read(self._layer, site))
+        rows = self.stored_rows(site)
         if site not in _PAST_A_FLIP:
             return rows
         if self._replay is None:
@@ -102,13 +102,26 @@ class LayerJudge:
 
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
-        noise = self._router_noise
+        noise = self.router_noise
         if noise is not None and self._replay is not None and self._criteria.name != "classic":
             noise = replace(noise, scores=self._replay.scores)
+        return self.judge_choice(result, self._experts[0], noise)
+
+    def judge_choice(
+        self, result: SiteResult, experts: torch.Tensor, noise: RouterNoise | None
+    ) -> SiteResult:
+        """Judge the port's experts, which both sides hold in one shape.
+
+        Args:
+            result: Which layer and site.
+            experts: The right ones, [T,k].
+            noise: How close that choice is; None where the golden kept no floor.
+        """
+        assert self._experts is not None, "both sides hold experts of one shape here"
         places = self._batch.places(
             self._reference.read(self._layer, Site.ROUTER_EXPERTS), Site.ROUTER_EXPERTS
         )
-        routing = compare_routing(*self._experts, noise, places=places)
+        routing = compare_routing(experts, self._experts[1], noise, places=places)
         if self._criteria.name == "classic":
             status, reason = SiteStatus.PASS, "the classic limits ignore routing"
         else:
@@ -119,15 +132,17 @@ class LayerJudge:
                 self._criteria.noise,
                 has_floor=has_floor,
                 incoming=incoming,
-                terms=self._terms(Site.ROUTER_EXPERTS),
+                terms=self.terms(Site.ROUTER_EXPERTS),
             )
         return replace(result, status=status, reason=reason, routing=routing)
 
-    def _terms(self, site: Site) -> Terms:
+    def terms(self, site: Site) -> Terms:
+        """What the limits of a site hang on beside its figures."""
         return self._sides.terms(hides_flips=site in _PAST_A_FLIP and self._experts is None)
 
-    def _rows(self, site: Site, reference: torch.Tensor, target: torch.Tensor) -> Rows:
-        """The real rows of both sides, with the floor that the golden kept."""
+    def stored_rows(self, site: Site) -> Rows:
+        """The real rows of a site that both sides hold in one shape, with the floor that the golden kept."""
+        reference, target = self._reference.read(self._layer, site), self._target.read(self._layer, site)
         twin = self._reference.read_twin(self._layer, site)
         mine, theirs = self._batch.rows(reference, site), self._batch.rows(target, site)
         exact = None if twin is None else self._batch.rows(twin, site)
@@ -159,7 +174,7 @@ class LayerJudge:
         """Tokens past a flip that are not replayed; tokens that may flip where the port does not show its experts."""
         if self._replay is not None and replayed is not None:
             return self._replay.flipped & ~replayed
-        return None if self._router_noise is None else self._router_noise.is_fragile()
+        return None if self.router_noise is None else self.router_noise.is_fragile()
 
     def _read_router_noise(self) -> RouterNoise | None:
         margin, noise = self._floor.statistic(ROUTER_MARGIN), self._floor.largest(ROUTER_NOISE)

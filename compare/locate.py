@@ -9,6 +9,7 @@ import torch
 
 from compare.layer_judge import LayerJudge
 from compare.noise import Rows
+from compare.refed_judge import Refed
 from compare.sides import Sides
 from compare.whereabouts import Bounds, describe_whereabouts
 from minimax_tools.capture.source import CaptureSource
@@ -30,7 +31,12 @@ _OF_HEADS = (
 
 
 def locate_blamed(
-    results: Mapping[Site, SiteResult], blame: tuple[Blame, ...], *, judge: LayerJudge, sides: Sides
+    results: Mapping[Site, SiteResult],
+    blame: tuple[Blame, ...],
+    *,
+    judge: LayerJudge,
+    refed: Mapping[Site, Refed],
+    sides: Sides,
 ) -> Mapping[Site, SiteResult]:
     """Results of one layer, those to blame with what their wrong tokens and channels have in common.
 
@@ -38,20 +44,23 @@ def locate_blamed(
         results: Of a layer that was fed the golden's own input.
         blame: Whom they blame.
         judge: Its judge.
+        refed: Sites that were judged by what the port itself computed them from.
         sides: The captures.
     """
     if sides.criteria.name == "classic":
         return results
     # Of the sites that one blame names the last is the one that was seen.
     blamed = {Site(one.sites[-1]) for one in blame}
-    return {
-        site: replace(result, where=_locate(site, result.layer, judge, sides)) if site in blamed else result
-        for site, result in results.items()
-    }
+    located = dict(results)
+    for site in blamed:
+        rows = refed[site].rows if site in refed else judge.judged_rows(site)
+        located[site] = replace(
+            results[site], where=_locate(site, rows, layer=results[site].layer, sides=sides)
+        )
+    return located
 
 
-def _locate(site: Site, layer: int | None, judge: LayerJudge, sides: Sides) -> tuple[str, ...]:
-    rows = judge.judged_rows(site)
+def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -> tuple[str, ...]:
     if layer is None or rows is None or rows.num_tokens == 0 or not rows.has_floor:
         return ()
     bounds = _bounds(site, rows, sides)

@@ -40,6 +40,10 @@ class Squares:
             massive=(self.massive + factor * other.massive).clamp(min=0.0),
         )
 
+    def times(self, factor: torch.Tensor) -> Squares:
+        """`factor` (of each token, [T]) times these."""
+        return Squares(ordinary=factor * self.ordinary, massive=factor * self.massive)
+
     def widest(self, other: Squares) -> Squares:
         """The larger of both, token by token."""
         return Squares(

@@ -128,7 +128,8 @@ class Replay:
         if self._opened is None:
             with source.open_layer(self._layer, self._sides.reference) as weights:
                 self._opened = _Opened(
-                    bias=weights[CORRECTION_BIAS].float(), shift=self._compute_shift(weights)
+                    bias=weights.tensors[CORRECTION_BIAS].float(),
+                    shift=self._compute_shift(weights.tensors),
                 )
         return self._opened
 

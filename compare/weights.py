@@ -19,15 +19,25 @@ from minimax_tools.options import DTYPES
 from minimax_tools.spec import ModelSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GoldenWeights:
+    """A layer's weights.
+
+    Args:
+        spec: The model.
+        tensors: By the hub's relative names, in the dtype that the golden computed in. Each is read when it is asked
+            for, and may be asked for by several threads.
+    """
+
+    spec: ModelSpec
+    tensors: Mapping[str, torch.Tensor]
+
+
 class WeightSource(Protocol):
     """Gives the weights that a golden computed with, layer by layer."""
 
-    def open_layer(
-        self, layer: int, reference: CaptureSource
-    ) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """A layer's weights by the hub's relative names, in the dtype that the golden computed in.
-
-        Each is read when it is asked for, and may be asked for by several threads.
+    def open_layer(self, layer: int, reference: CaptureSource) -> AbstractContextManager[GoldenWeights]:
+        """A layer's weights.
 
         Raises:
             IncomparableError: They are not those of the golden `reference`.
@@ -46,7 +56,7 @@ class CheckpointWeights:
     model: str
 
     @contextmanager
-    def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[Mapping[str, torch.Tensor]]:
+    def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
         """A layer's weights (see `WeightSource`)."""
         layers = range(layer, layer + 1)
         folder = resolve_model(self.model, layers=layers)
@@ -55,15 +65,26 @@ class CheckpointWeights:
         dtype = DTYPES[description.provenance.dtypes["weights"] if description else "bfloat16"]
         with CheckpointReader(folder, layers=layers) as reader:
             tensors = LayerTensors.open(reader, spec, layer, dtype)
-            if description is not None:
-                found = ModelFingerprint.of(reader, spec, layers)
-                self._refuse_other(reference, description.provenance.model.differences(found))
-            yield tensors
+            refuse_other_model(reference, ModelFingerprint.of(reader, spec, layers), self.model)
+            yield GoldenWeights(spec=spec, tensors=tensors)
 
-    def _refuse_other(self, reference: CaptureSource, differences: list[str]) -> None:
-        if differences:
-            raise IncomparableError(
-                f"the checkpoint {self.model} is not the model of {reference.directory}",
-                found="; ".join(differences),
-                next_step="Give --model the checkpoint that the golden was made of (FP8 and BF16 copies agree).",
-            )
+
+def refuse_other_model(golden: CaptureSource, found: ModelFingerprint, model: str) -> None:
+    """Refuse a checkpoint that the golden was not made of; one that does not say what it was made of may be of any.
+
+    Args:
+        golden: The golden.
+        found: Of the checkpoint, or of some of its layers.
+        model: The checkpoint, as it was given.
+
+    Raises:
+        IncomparableError: They differ.
+    """
+    description = golden.known_description
+    differences = [] if description is None else description.provenance.model.differences(found)
+    if differences:
+        raise IncomparableError(
+            f"the golden {golden.directory} is not of the checkpoint {model}",
+            found="; ".join(differences),
+            next_step="Give --model the checkpoint that the golden was made of (FP8 and BF16 copies agree).",
+        )

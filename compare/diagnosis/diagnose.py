@@ -19,6 +19,7 @@ from compare.diagnosis.search import search_layer
 from compare.feed import Feed, read_feed
 from compare.judge import Criteria
 from compare.sides import Sides
+from compare.weights import CheckpointWeights, refuse_other_model
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
@@ -60,7 +61,8 @@ def diagnose(
     golden = _own_capture(reference)
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     pattern = f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*"
-    comparison = compare_captures(golden, target, criteria=criteria, layer_pattern=pattern)
+    weights = CheckpointWeights(model=str(model))
+    comparison = compare_captures(golden, target, criteria=criteria, layer_pattern=pattern, weights=weights)
     chosen = layers if layers is not None else _blamed_layers(comparison)
     sides = Sides(reference=golden, target=target, batch=Batch.of(golden, target), criteria=criteria)
     feeds = {layer: feed for layer in chosen if (feed := _find_feed(sides, layer)) is not None}
@@ -116,7 +118,7 @@ def _diagnose_layers(
     with CheckpointReader(model, layers=range(min(suspects), max(suspects) + 1)) as reader:
         for layer, sites in suspects.items():
             num_bytes_before = reader.num_bytes_read
-            _refuse_other_model(golden, ModelFingerprint.of(reader, spec, range(layer, layer + 1)), model)
+            refuse_other_model(golden, ModelFingerprint.of(reader, spec, range(layer, layer + 1)), str(model))
             case = LayerCase(
                 golden,
                 target,
@@ -184,17 +186,6 @@ def _own_capture(reference: CaptureSource) -> Capture:
             next_step="Capture one: mm2-gpu extract-all --model DIR.",
         )
     return reference
-
-
-def _refuse_other_model(golden: Capture, found: ModelFingerprint, folder: Path) -> None:
-    provenance = golden.description.provenance
-    differences = provenance.model.differences(found)
-    if differences:
-        raise IncomparableError(
-            f"the golden is not of the checkpoint at {folder}",
-            found="; ".join(differences),
-            next_step=f"Give --model the checkpoint that it was made of: {provenance.model_source}.",
-        )
 
 
 def _not_held(layer: int) -> IncomparableError:

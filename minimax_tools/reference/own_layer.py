@@ -1,13 +1,13 @@
 """OwnLayer: mm2's own reference layer in float32, site by site, with as little of its weights as its rows need.
 
-What a golden or a port computed is held against it, and shares no line with it. One row of the batch runs at a time,
-and of the experts one, from those that the rows are routed to.
+What a golden or a port computed is held against it, and shares no line with it. Attention runs one row of the batch at
+a time, and of the experts, from those that the rows are routed to, one.
 B batch, S sequence, T real tokens, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 
 _ATTENTION = "self_attn."
+_Values = Mapping[Site, torch.Tensor]
+_Stage = Callable[[_Values, Inputs], torch.Tensor]
 
 
 class OwnLayer:
@@ -48,6 +50,7 @@ class OwnLayer:
         self._fill(self._input_norm, INPUT_NORM.removesuffix("weight"))
         self._fill(self._post_norm, POST_NORM.removesuffix("weight"))
         self._router = ReferenceRouter(spec)
+        self._stages = self._make_stages()
 
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
@@ -59,70 +62,84 @@ class OwnLayer:
             inputs: Mask and positions.
             router_experts: int64 [B,S,k], the choice to replay; None for the layer's own. The site tells the own.
         """
+        given = {} if router_experts is None else {Site.ROUTER_EXPERTS: router_experts.long()}
+        sites = {Site.INPUT: hidden_states.float()}
+        for site in self._stages:
+            sites[site] = self.compute(site, {**sites, **given}, inputs)
+        del sites[Site.INPUT]
+        return sites
+
+    def compute(self, site: Site, values: Mapping[Site, torch.Tensor], inputs: Inputs) -> torch.Tensor:
+        """One site, float32 on the CPU (experts int64), from the sites that it is computed from.
+
+        Args:
+            site: Any but the input.
+            values: At least `SITE_INPUTS` of it, float32 (experts int64), in the shapes that `Site` gives.
+            inputs: Mask and positions.
+        """
         with torch.no_grad():
-            rows = [
-                self._run_attention(
-                    hidden_states[row : row + 1].float(),
-                    inputs.attention_mask[row : row + 1],
-                    inputs.position_ids[row : row + 1],
-                )
-                for row in range(len(hidden_states))
-            ]
-            sites = {site: torch.cat([row[site] for row in rows]) for site in rows[0]}
-            sites |= self._run_moe(sites[Site.POST_NORM], inputs.attention_mask.bool(), router_experts)
-        sites[Site.OUTPUT] = sites[Site.ATTN_RESIDUAL] + sites[Site.MOE_DELTA]
-        return sites
+            return self._stages[site](values, inputs)
 
-    def _run_attention(
-        self, states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
-    ) -> dict[Site, torch.Tensor]:
+    def _make_stages(self) -> dict[Site, _Stage]:
         attention = self._attention
-        sites = {Site.INPUT_NORM: self._input_norm(states)}
-        for site, projection in (
-            (Site.Q_PROJ, attention.q_proj),
-            (Site.K_PROJ, attention.k_proj),
-            (Site.V_PROJ, attention.v_proj),
-        ):
-            sites[site] = projection(sites[Site.INPUT_NORM])
-        sites[Site.Q_NORM] = attention.q_norm(sites[Site.Q_PROJ])
-        sites[Site.K_NORM] = attention.k_norm(sites[Site.K_PROJ])
-        for site, normed in ((Site.Q_ROPE, Site.Q_NORM), (Site.K_ROPE, Site.K_NORM)):
-            sites[site] = attention.rotate(attention.heads(sites[normed]), position_ids)
-        sites[Site.ATTN_CONTEXT] = attention.attend(
-            sites[Site.Q_ROPE],
-            attention.repeat(sites[Site.K_ROPE]),
-            attention.repeat(attention.heads(sites[Site.V_PROJ])),
-            attention_mask,
-        )
-        sites[Site.ATTN_DELTA] = attention.o_proj(sites[Site.ATTN_CONTEXT])
-        sites[Site.ATTN_RESIDUAL] = states + sites[Site.ATTN_DELTA]
-        sites[Site.POST_NORM] = self._post_norm(sites[Site.ATTN_RESIDUAL])
-        return sites
+        return {
+            Site.INPUT_NORM: lambda at, _: self._input_norm(at[Site.INPUT]),
+            Site.Q_PROJ: lambda at, _: attention.q_proj(at[Site.INPUT_NORM]),
+            Site.K_PROJ: lambda at, _: attention.k_proj(at[Site.INPUT_NORM]),
+            Site.V_PROJ: lambda at, _: attention.v_proj(at[Site.INPUT_NORM]),
+            Site.Q_NORM: lambda at, _: attention.q_norm(at[Site.Q_PROJ]),
+            Site.K_NORM: lambda at, _: attention.k_norm(at[Site.K_PROJ]),
+            Site.Q_ROPE: lambda at, inputs: self._rotate(at[Site.Q_NORM], inputs),
+            Site.K_ROPE: lambda at, inputs: self._rotate(at[Site.K_NORM], inputs),
+            Site.ATTN_CONTEXT: self._attend,
+            Site.ATTN_DELTA: lambda at, _: attention.o_proj(at[Site.ATTN_CONTEXT]),
+            Site.ATTN_RESIDUAL: lambda at, _: at[Site.INPUT] + at[Site.ATTN_DELTA],
+            Site.POST_NORM: lambda at, _: self._post_norm(at[Site.ATTN_RESIDUAL]),
+            Site.ROUTER_LOGITS: lambda at, _: at[Site.POST_NORM] @ self._tensors[GATE].float().T,
+            Site.ROUTER_EXPERTS: self._choose_experts,
+            Site.ROUTER_WEIGHTS: self._weigh_experts,
+            Site.MOE_DELTA: self._run_experts,
+            Site.OUTPUT: lambda at, _: at[Site.ATTN_RESIDUAL] + at[Site.MOE_DELTA],
+        }
 
-    def _run_moe(
-        self, states: torch.Tensor, real: torch.Tensor, router_experts: torch.Tensor | None
-    ) -> dict[Site, torch.Tensor]:
-        logits = states @ self._tensors[GATE].float().T
-        own, weights = self._router(logits, self._tensors[CORRECTION_BIAS].float())
-        chosen = own
-        if router_experts is not None:
-            chosen = router_experts.long()
-            scores = logits.sigmoid().gather(-1, chosen)
-            weights = scores / scores.sum(-1, keepdim=True)
-        delta = torch.zeros_like(states)
-        tokens, experts, shares = states[real], chosen[real], weights[real]
+    def _rotate(self, flat: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        return self._attention.rotate(self._attention.heads(flat), inputs.position_ids)
+
+    def _attend(self, at: _Values, inputs: Inputs) -> torch.Tensor:
+        attention = self._attention
+        rows = [
+            attention.attend(
+                at[Site.Q_ROPE][row : row + 1],
+                attention.repeat(at[Site.K_ROPE][row : row + 1]),
+                attention.repeat(attention.heads(at[Site.V_PROJ][row : row + 1])),
+                inputs.attention_mask[row : row + 1],
+            )
+            for row in range(inputs.batch_size)
+        ]
+        return torch.cat(rows)
+
+    def _choose_experts(self, at: _Values, _: Inputs) -> torch.Tensor:
+        experts: torch.Tensor = self._router(at[Site.ROUTER_LOGITS], self._tensors[CORRECTION_BIAS].float())[
+            0
+        ]
+        return experts
+
+    def _weigh_experts(self, at: _Values, _: Inputs) -> torch.Tensor:
+        scores = at[Site.ROUTER_LOGITS].sigmoid().gather(-1, at[Site.ROUTER_EXPERTS])
+        return scores / scores.sum(-1, keepdim=True)
+
+    def _run_experts(self, at: _Values, inputs: Inputs) -> torch.Tensor:
+        real = inputs.attention_mask.bool()
+        tokens = at[Site.POST_NORM][real]
+        experts, shares = at[Site.ROUTER_EXPERTS][real], at[Site.ROUTER_WEIGHTS][real]
         total = torch.zeros_like(tokens)
         for number in experts.unique().tolist():
             of_token, place = torch.where(experts == number)
             output = self._run_expert(number, tokens[of_token])
             total.index_add_(0, of_token, output * shares[of_token, place, None])
+        delta = torch.zeros_like(at[Site.POST_NORM])
         delta[real] = total
-        return {
-            Site.ROUTER_LOGITS: logits,
-            Site.ROUTER_EXPERTS: own,
-            Site.ROUTER_WEIGHTS: weights,
-            Site.MOE_DELTA: delta,
-        }
+        return delta
 
     def _run_expert(self, number: int, states: torch.Tensor) -> torch.Tensor:
         weights = {

@@ -37,11 +37,9 @@ def test_table_has_a_row_for_each_layer_and_one_for_all(profiled: tuple[Any, Pat
     result, directory = profiled
     assert result.exit_code == 0
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert [line[0] for line in lines if line[:1] in (["0"], ["1"], ["all"]) and "MB" in line] == [
-        "0",
-        "1",
-        "all",
-    ]
+    # Peaks are of the process that runs the tests: megabytes, or more.
+    rows = [line[0] for line in lines if line[:1] in (["0"], ["1"], ["all"]) and {"MB", "GB"} & set(line)]
+    assert rows == ["0", "1", "all"]
     assert f"trace: {directory / 'profile.json'}" in result.stdout
 
 

@@ -1,0 +1,86 @@
+"""Judging what stands behind a failing site by what the port itself computed it from: is it wrong too?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from compare.judge import find_mismatch, judge_values
+from compare.layer_judge import LayerJudge
+from compare.noise import Rows
+from compare.refeed import Refeed
+from compare.sides import Sides
+from minimax_tools.capture.reader import Capture
+from minimax_tools.results import SiteResult, SiteStatus
+from minimax_tools.sites import SITE_INPUTS, Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Refed:
+    """A site judged by what the port itself computed it from.
+
+    Args:
+        result: What became of it.
+        rows: What it was judged by; None where that are no values: of another shape, or a choice of experts.
+    """
+
+    result: SiteResult
+    rows: Rows | None = None
+
+
+def judge_refed(
+    sites: tuple[Site, ...], *, layer: int, judge: LayerJudge, sides: Sides
+) -> Mapping[Site, Refed]:
+    """Judge failing sites of one layer by what the port itself computed them from.
+
+    Left out are those that cannot be judged so: the golden is not mm2's own or kept no floor, a side lacks what the
+    site is computed from or holds NaN or Inf there, or nobody knows the weights.
+
+    Args:
+        sites: Those that other failing ones excuse.
+        layer: The layer; it was fed the golden's own input.
+        judge: Its judge.
+        sides: The captures.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    golden, source = sides.reference, sides.weights
+    if not sites or source is None or sides.criteria.name == "classic" or not isinstance(golden, Capture):
+        return {}
+    seen = set(golden.sites(layer)) & set(sides.target.sites(layer))
+    with source.open_layer(layer, golden) as weights:
+        refeed = Refeed(sides, golden, layer=layer, weights=weights)
+        judged = {
+            site: _judge(site, layer=layer, refeed=refeed, judge=judge, sides=sides)
+            for site in sites
+            if {site, *SITE_INPUTS[site]} <= seen
+        }
+    return {site: refed for site, refed in judged.items() if refed is not None}
+
+
+def _judge(site: Site, *, layer: int, refeed: Refeed, judge: LayerJudge, sides: Sides) -> Refed | None:
+    result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
+    mismatch = find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site))
+    if mismatch is not None:
+        return Refed(result=replace(result, reason=mismatch)) if refeed.can_feed(site) else None
+    if site is Site.ROUTER_EXPERTS:
+        choice = None if judge.router_noise is None else refeed.choice(judge.router_noise)
+        return None if choice is None else Refed(result=judge.judge_choice(result, *choice))
+    if site is Site.ATTN_CONTEXT and _decodes(sides):
+        # What decoded rows attend to is not what the capture shows of the rows before them.
+        return None
+    stored = judge.stored_rows(site)
+    if not stored.has_floor or not bool(stored.target.isfinite().all()):
+        return None
+    rows = refeed.rows(site, stored)
+    if rows is None:
+        return None
+    judged = judge_values(result, rows, criteria=sides.criteria, terms=judge.terms(site))
+    return Refed(result=judged, rows=rows)
+
+
+def _decodes(sides: Sides) -> bool:
+    description = sides.target.known_description
+    return description is not None and description.run.decode_rows > 0
