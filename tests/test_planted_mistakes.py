@@ -33,7 +33,8 @@ MISTAKES = {
     "ResidualFromElsewhere": ["attn_residual"],
     "NormMiscompiled": ["post_norm"],
     "QuantisedGate": ["router_logits"],
-    "SoftmaxRouter": ["router_experts"],
+    # The scores, which no site shows, choose the experts and weigh them.
+    "SoftmaxRouter": ["router_experts", "router_weights"],
     "NoCorrectionBias": ["router_experts"],
     "UnlikeliestExperts": ["router_experts"],
     "Bfloat16CorrectionBias": ["router_experts"],

@@ -27,10 +27,11 @@ class Case:
         backend: Where it ran.
         rows: `prefill`, or `decode` where some rows were decoded.
         layer: The layer.
-        kind: `catalogued`, `uncatalogued`, `equivalent`, or `right` where nothing was planted in this layer.
+        kind: `catalogued`, `uncatalogued`, `pair`, `equivalent`, or `right` where nothing was planted in this layer.
         mistake: The plant's name; empty where there is none.
         parameters: Its parameters.
         sites: Where it lives.
+        halves: Of a pair, where each of its mistakes lives.
         effects: At each site, what it changes in float32 over the noise floor.
         failed: Sites that mm2 fails.
         warned: Sites that it warns of.
@@ -52,6 +53,7 @@ class Case:
     mistake: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     sites: tuple[str, ...] = ()
+    halves: tuple[tuple[str, ...], ...] = ()
     effects: Mapping[str, float] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
     warned: tuple[str, ...] = ()
@@ -67,6 +69,11 @@ class Case:
         return self.kind in ("catalogued", "uncatalogued")
 
     @property
+    def is_right(self) -> bool:
+        """Whether nothing in it is wrong."""
+        return self.kind in ("right", "equivalent")
+
+    @property
     def effect(self) -> float:
         """The largest effect at the sites where it lives."""
         return max((self.effects.get(site, 0.0) for site in self.sites), default=0.0)
@@ -80,6 +87,19 @@ class Case:
     def is_distinguishable(self) -> bool:
         """Whether the layer's output changes by more than BF16 costs it."""
         return self.is_mistake and self.effects.get("output", 0.0) >= 1.0
+
+    @property
+    def is_pair_above_floor(self) -> bool:
+        """Whether each of two mistakes changes more than BF16 costs, where it lives."""
+        return bool(self.halves) and all(
+            max(self.effects.get(site, 0.0) for site in sites) >= 1.0 for sites in self.halves
+        )
+
+    @property
+    def is_pair_named(self) -> bool:
+        """Whether both of two mistakes are blamed where they live, and nothing else is."""
+        named = {site for sites in self.blamed for site in sites}
+        return self.is_site_named and all(named & set(sites) for sites in self.halves)
 
     @property
     def is_detected(self) -> bool:
@@ -169,6 +189,7 @@ def _case(record: dict[str, Any]) -> Case:
         **{
             **record,
             "sites": tuple(record["sites"]),
+            "halves": tuple(tuple(sites) for sites in record["halves"]),
             "failed": tuple(record["failed"]),
             "warned": tuple(record["warned"]),
             "blamed": tuple(tuple(sites) for sites in record["blamed"]),

@@ -172,5 +172,10 @@ PLANTS = (
         parameters={"factor": 2**-0.5},
     ),
     Plant(name="qk_norm_low_precision", sites=_QK_NORM, arithmetic=HeadNormLowPrecision),
-    Plant(name="qk_norm_swapped_order", sites=_QK_NORM, arithmetic=HeadNormAfterRotation),
+    # Neither is the norm that of the projection, nor the rotation that of the norm.
+    Plant(
+        name="qk_norm_swapped_order",
+        sites=(*_QK_NORM, Site.Q_ROPE, Site.K_ROPE),
+        arithmetic=HeadNormAfterRotation,
+    ),
 )

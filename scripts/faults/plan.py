@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from faults.pairs import pair_plants
 from faults.plant import Plant
 from faults.planted import choose_plants
 from faults.runs import PlannedRun, plan_clean, plan_decoding, plan_plants
@@ -17,8 +18,8 @@ _RANKS = (2, 4)
 _BACKENDS = ("cpu", "xla-cpu")
 
 # Early, middle and last layers of a model with short prompts; XLA; decoded rows; padding on the left; one long prompt;
-# and ports that are right.
-PARTS = ("short", "xla", "decode", "left", "long", "clean")
+# two mistakes in one port; and ports that are right.
+PARTS = ("short", "xla", "decode", "left", "long", "pairs", "clean")
 
 
 def plan_quickly() -> Iterator[PlannedRun]:
@@ -41,6 +42,9 @@ def plan_part(
     """
     if part == "clean":
         yield from _plan_right_ports(num_clean_seeds)
+    elif part == "pairs":
+        stage = Stage(name=part, seed=seed + 3, lengths=_SHORT, num_layers=4)
+        yield from plan_plants(stage, tuple(pair_plants(plants, seed=seed)), backend="cpu")
     elif part == "decode":
         # Prompts of nearly one length: decoding starts where the shortest one has that many rows left.
         yield from plan_decoding(Stage(name=part, seed=seed, lengths=(70, 69, 67), num_layers=4), plants)

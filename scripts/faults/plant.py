@@ -18,6 +18,7 @@ class Kind(str, Enum):
 
     CATALOGUED = "catalogued"  # a mistake with a name that the diagnosis knows
     UNCATALOGUED = "uncatalogued"  # a mistake that only its site can tell of
+    PAIR = "pair"  # two mistakes, of which the second lies behind the first
     EQUIVALENT = "equivalent"  # no mistake: what the layer gives is the same
 
     def __str__(self) -> str:
@@ -38,6 +39,7 @@ class Plant:
         prefills: Whether it shows where all rows are computed at once.
         decodes: Whether it is also planted in decode rows alone.
         needs_left_padding: Whether it shows only where rows are padded on the left.
+        halves: The two mistakes of a pair.
     """
 
     name: str
@@ -49,13 +51,14 @@ class Plant:
     prefills: bool = True
     decodes: bool = False
     needs_left_padding: bool = False
+    halves: tuple[Plant, ...] = ()
 
     def build(self, config: Any, weights: Weights) -> Arithmetic:
         """The arithmetic of a layer with this mistake."""
         return self.arithmetic(config, weights, **self.parameters)
 
     def __str__(self) -> str:
-        if not self.parameters:
+        if not self.parameters or self.halves:
             return self.name
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.parameters.items())})"
 

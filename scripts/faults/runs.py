@@ -16,6 +16,7 @@ from faults.rivals import find_differences
 from faults.running import run_port, run_ranks
 from faults.scene import Scene, Stage
 from minimax_tools.capture.reader import Capture
+from minimax_tools.sites import Site
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target
 
@@ -91,7 +92,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
     cases = []
     for layer in capture.layers:
         plant = planned.plant if layer in scene.layers else None
-        effects = measure_effects(scene, layer, plant, decode_rows=decode_rows) if plant else {}
+        effects = _measure_effects(scene, layer, plant, decode_rows) if plant else {}
         cases.append(
             Case(
                 run=str(planned),
@@ -102,8 +103,9 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 layer=layer,
                 kind=str(plant.kind) if plant else "right",
                 mistake=plant.name if plant else "",
-                parameters=dict(plant.parameters) if plant else {},
+                parameters=dict(plant.parameters) if plant and not plant.halves else {},
                 sites=tuple(str(site) for site in plant.sites) if plant else (),
+                halves=tuple(tuple(map(str, half.sites)) for half in plant.halves) if plant else (),
                 effects={str(site): effect for site, effect in effects.items()},
                 failed=shown[layer].failed,
                 warned=shown[layer].warned,
@@ -115,6 +117,17 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
             )
         )
     return tuple(cases)
+
+
+def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -> dict[Site, float]:
+    """Of a pair, what each mistake changes by itself where it lives."""
+    if not plant.halves:
+        return measure_effects(scene, layer, plant, decode_rows=decode_rows)
+    effects: dict[Site, float] = {}
+    for half in plant.halves:
+        alone = measure_effects(scene, layer, half, decode_rows=decode_rows)
+        effects |= {site: alone[site] for site in half.sites}
+    return effects
 
 
 def _capture(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> Capture:

@@ -19,6 +19,10 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
     clean = list(clean_cases(cases))
     if any(case.is_mistake for case in cases):
         yield from _detection_figures(cases, above)
+    pairs = [case for case in cases if case.is_pair_above_floor]
+    if pairs:
+        yield Figure.plain("pairs_above_floor", len(pairs))
+        yield _at_least("both_of_a_pair_named_%", sum(case.is_pair_named for case in pairs), len(pairs), 99)
     if any(case.named is not None for case in cases):
         yield from _naming_figures([case for case in cases if case.named is not None])
     if clean:
@@ -42,6 +46,8 @@ def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
             yield "missed", case
         elif case.is_above_floor and not case.is_site_named:
             yield "wrong site", case
+        elif case.is_pair_above_floor and not case.is_pair_named:
+            yield "not both", case
         elif (
             case.kind == "catalogued"
             and case.is_distinguishable
@@ -49,7 +55,7 @@ def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
             and not case.is_named
         ):
             yield f"named {', '.join(name for name, _ in case.named) or 'nothing'}", case
-        elif not case.is_mistake and (case.is_detected or case.black_box_detected):
+        elif case.is_right and (case.is_detected or case.black_box_detected):
             yield "false alarm", case
         elif case.is_mistake and not case.is_above_floor:
             yield ("below the floor, found" if case.is_detected else "below the floor"), case

@@ -70,16 +70,10 @@ class LowPrecisionSum(planted.Planted):
             return total.unflatten(0, states.shape[:2])
 
 
-class NormPerRankAndSwappedGateUp(planted.NormPerRank):
-    """QN6 and X1 together."""
-
-    moe_class = planted.SwappedGateUp.moe_class
-
-
 class BlackBoxPair(planted.BlackBox):
-    """Both, seen from outside."""
+    """QN6 and X1 together, seen from outside."""
 
-    mistake = NormPerRankAndSwappedGateUp
+    mistake = planted.NormPerRankAndSwappedGateUp
 
 
 class BlackBoxOfRandomRows(planted.BlackBox):
@@ -132,3 +126,11 @@ class BlackBoxWithoutResidual(planted.BlackBox):
         def forward(self, hidden_states, attention_mask, position_ids):
             hidden_states = self.self_attn(self.input_layernorm(hidden_states), attention_mask, position_ids)
             return hidden_states + self.moe(self.post_attention_layernorm(hidden_states))
+
+
+class ScaledKeys(cached_port.DecoderLayer):
+    """Keys are normed to half more than they should be, in a port that decodes."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        return {**state, "self_attn.k_norm.weight": state["self_attn.k_norm.weight"] * 1.5}

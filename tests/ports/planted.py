@@ -383,3 +383,55 @@ class NoCorrectionBiasAndSwappedGateUp(NoCorrectionBias):
     class moe_class(port.Moe):  # noqa: N801
         def activate(self, gate, up):
             return super().activate(up, gate)
+
+
+class NormPerRankAndSwappedGateUp(NormPerRank, SwappedGateUp):
+    """QN6 and X1: the experts are behind the attention, and wrong in themselves."""
+
+
+class NormPerRankAndNoCorrectionBias(NormPerRank, NoCorrectionBias):
+    """QN6 and RB1: the router is behind the attention, and wrong in itself."""
+
+
+class NormPerRankAndFewerExperts(NormPerRank):
+    """QN6, and half of the experts of every token."""
+
+    class router(port.Router):  # noqa: N801
+        def choose(self, scores):
+            return super().choose(scores)[:, : self.num_experts_per_tok // 2]
+
+
+class InterleavedAndTiled(InterleavedRotary, TiledKeyValueHeads):
+    """R4 and A1, one behind the other in the attention."""
+
+    class attention(InterleavedRotary.attention, TiledKeyValueHeads.attention):  # noqa: N801
+        pass
+
+
+class LoudValuesAndNoOutputProjection(OutputProjectionNeverLoaded):
+    """Values of sixty times their size, and O1 behind them."""
+
+    class attention(port.Attention):  # noqa: N801
+        def __init__(self, config):
+            super().__init__(config)
+            self.v_proj = _Louder()
+
+
+class LoudValues(Planted):
+    """Values of sixty times their size: what is behind them is rounded sixty times as coarsely."""
+
+    attention = LoudValuesAndNoOutputProjection.attention
+
+
+class _Louder(nn.Module):
+    def forward(self, states):
+        return states * 60
+
+
+class SwappedKeyValueAndOneExpertMissing(SwappedKeyValue):
+    """A2, and an expert that adds nothing."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        state["moe.down_proj"][5] = 0
+        return state

@@ -1,0 +1,77 @@
+"""Pairs: a mistake of the attention and one of the experts in one port, the second hidden behind the first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from faults.arithmetic import Arithmetic
+from faults.attention_stages import AttentionStages
+from faults.moe_stages import MoeStages
+from faults.plant import Kind, Plant
+from faults.weights import Weights
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.sites import Site
+
+_MOE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.MOE_DELTA})
+_BESIDE = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})
+
+
+class Both(Arithmetic):
+    """The attention of one wrong port, and the experts of another.
+
+    Args:
+        config: The model's quantities.
+        weights: The module that holds them.
+        attention: The one.
+        moe: The other.
+    """
+
+    def __init__(self, config: Any, weights: Weights, *, attention: Plant, moe: Plant) -> None:
+        super().__init__(config, weights)
+        self._halves = attention.build(config, weights), moe.build(config, weights)
+        for stages, half in zip((AttentionStages, MoeStages), self._halves, strict=True):
+            for name in vars(stages):
+                if not name.startswith("__"):
+                    setattr(self, name, getattr(half, name))
+
+    def edit(self, tensors: LayerTensors) -> None:
+        for half in self._halves:
+            half.edit(tensors)
+
+    def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
+        # No mistake of the attention is one of fusing.
+        return self._halves[1].fuse(tensors)
+
+
+def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:
+    """Every mistake of the attention among the plants, each with one of the experts that chance chooses.
+
+    Args:
+        plants: What is planted alone.
+        seed: Of the choice.
+    """
+    shown = [
+        plant
+        for plant in plants
+        if plant.kind is not Kind.EQUIVALENT
+        and plant.prefills
+        and not plant.needs_left_padding
+        and not plant.hides
+    ]
+    attention = [plant for plant in shown if not set(plant.sites) & (_MOE | _BESIDE)]
+    moe = [plant for plant in shown if set(plant.sites) <= _MOE]
+    chance = random.Random(seed)
+    for first in attention:
+        second = chance.choice(moe)
+        yield Plant(
+            name=f"{first} + {second}",
+            sites=(*first.sites, *second.sites),
+            arithmetic=Both,
+            kind=Kind.PAIR,
+            parameters={"attention": first, "moe": second},
+            halves=(first, second),
+        )
