@@ -11,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from faults.cases import Case, Journal
-from faults.effects import measure_effects
+from faults.effects import measure_effects, run_float32
+from faults.pairs import pair_plants
 from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.scene import Scene, Stage, open_scene
@@ -133,6 +135,41 @@ def test_blame_elsewhere_lowers_the_site() -> None:
     assert [word for word, _ in misses([elsewhere])] == ["wrong site"]
 
 
+PAIR = replace(
+    CASE,
+    kind="pair",
+    sites=("q_proj", "moe_delta"),
+    halves=(("q_proj",), ("moe_delta",)),
+    effects={"q_proj": 9.0, "moe_delta": 100.0},
+    blamed=(("q_proj",), ("moe_delta",)),
+)
+
+
+def test_pair_counts_where_both_are_blamed_and_nothing_else() -> None:
+    one, more = replace(PAIR, blamed=(("q_proj",),)), replace(PAIR, blamed=(*PAIR.blamed, ("q_norm",)))
+    figures = figures_of(PAIR, PAIR, one, more)
+    assert (figures["pairs_above_floor"], figures["both_of_a_pair_named_%"]) == (4, 50)
+    assert [word for word, _ in misses([PAIR, one, more])] == ["not both", "not both"]
+    # They are no mistakes of their own, and no right layers.
+    assert figures_of(CASE, RIGHT, one)["mistakes_above_floor"] == 1
+    assert figures_of(CASE, RIGHT, one)["clean_layer_comparisons"] == 1
+
+
+def test_pair_with_a_half_below_the_floor_is_not_counted() -> None:
+    faint = replace(PAIR, effects={"q_proj": 0.5, "moe_delta": 100.0}, blamed=(("moe_delta",),))
+    assert "pairs_above_floor" not in figures_of(CASE, faint)
+    assert list(misses([faint])) == []
+
+
+def test_pair_computes_as_each_of_its_mistakes_does(scene: Scene) -> None:
+    attention, moe = choose_plants(["o_proj_zero", "gate_up_swapped"])
+    (pair,) = pair_plants((attention, moe), seed=0)
+    both, first = (run_float32(scene, 0, plant) for plant in (pair, attention))
+    assert torch.equal(both[Site.POST_NORM], first[Site.POST_NORM])
+    assert not torch.equal(both[Site.MOE_DELTA], first[Site.MOE_DELTA])
+    assert pair.sites == (*attention.sites, *moe.sites)
+
+
 def test_blamed_right_layer_beside_a_planted_one_lowers_the_layer() -> None:
     beside = replace(RIGHT, run=CASE.run, failed=("output",))
     assert figures_of(CASE, beside)["layer_named_%"] == 0
@@ -180,11 +217,11 @@ def test_upper_bound_is_that_of_clopper_and_pearson() -> None:
 
 def test_journal_gives_back_what_finished(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    Journal(path).add(CASE.run, [CASE, replace(CASE, effects={"output": math.inf})])
+    Journal(path).add(CASE.run, [CASE, replace(PAIR, effects={"output": math.inf})])
     with path.open("a") as file:
         file.write('{"run": "cut sh')
     again = Journal(path)
-    assert again.find(CASE.run) == (CASE, replace(CASE, effects={"output": math.inf}))
+    assert again.find(CASE.run) == (CASE, replace(PAIR, effects={"output": math.inf}))
     assert again.find("another run") is None
 
 
