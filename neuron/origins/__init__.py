@@ -13,6 +13,7 @@
 | `finding` | one thing that is wrong with it, or looks so |
 | `coverage`, `findings` | what lands nowhere or several times; that, and what is wrong in a place |
 | `trial`, `exchanges` | the port run on made weights: what clears a suspect, or proves it |
+| `kept_weights` | made weights that quantising keeps, for ports that do so on purpose |
 | `loaded` | the port as it is loaded with the checkpoint's own layer |
 | `smaller` | a model of the same proportions that is traced in moments |
 | `port`, `shared_port` | the port itself, and its parts on all ranks that share it |

@@ -65,6 +65,10 @@ class Finding:
         """The same, as what the port means."""
         return replace(self, weight=Weight.NOTE, text=f"{self.text}; {reason}")
 
+    def quantised(self) -> Finding:
+        """The same, as what quantising does to it: whether the port can afford that, a run tells."""
+        return replace(self, text=f"{self.text}: quantised, and right on weights that quantising keeps")
+
     def confirmed(self) -> Finding:
         """The same, as what is wrong."""
         return replace(self, weight=Weight.WRONG)

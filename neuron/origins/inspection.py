@@ -10,7 +10,7 @@ from minimax_tools.memory import MemoryBudget
 from minimax_tools.results import Verdict
 from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import find_exchanges
-from neuron.origins.finding import Finding, Weight
+from neuron.origins.finding import Finding, Mistake, Weight
 from neuron.origins.findings import find_findings
 from neuron.origins.layout import Layout, find_layout
 from neuron.origins.loaded import find_in_loaded
@@ -158,9 +158,19 @@ def _judge(findings: list[Finding], trial: TrialOutcome) -> list[Finding]:
             for finding in findings
         ]
         return [*proved, *explained]
+    if trial.is_quantised:
+        reason = "the port means it: its output is right on weights that quantising keeps"
+        return [_judge_quantised(finding, reason) for finding in findings]
     # A port that could not run is taken at its word, unless its own names contradict it.
     has_run = trial.error is not None
     return [
         finding.confirmed() if finding.weight is Weight.SUSPECT and (has_run or finding.is_named) else finding
         for finding in findings
     ]
+
+
+def _judge_quantised(finding: Finding, reason: str) -> Finding:
+    """What a port means that is right but for quantising; what it computed may cost too much, which no trial tells."""
+    if finding.weight is not Weight.SUSPECT:
+        return finding
+    return finding.quantised() if finding.mistake is Mistake.COMPUTED else finding.cleared(reason)

@@ -1,7 +1,8 @@
 """Trial: the port run once on made weights, beside the reference layer; what clears a suspect, or proves it.
 
 Everything runs in float32 where the port and the memory let it, so that an error is a mistake and no noise. Where the
-outputs differ, the exchanges are tried, the best first and others on top of it, until the port's output is right.
+outputs differ, the exchanges are tried, the best first and others on top of it, until the port's output is right; where
+none helps, weights that quantising keeps.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import Exchange, Tensors
+from neuron.origins.kept_weights import keep_quantised
 from neuron.origins.on_access import OnAccess
 
 _BATCH_SIZE, _NUM_ROWS = 2, 16
@@ -65,6 +67,7 @@ class TrialOutcome:
         limit: Up to where the outputs agree.
         repairs: The exchanges with which they agree, where without them they do not.
         repaired_error: The error with them.
+        kept_error: The error on weights that quantising keeps, where no exchange repairs it on others; else None.
         failure: Why the port could not run.
     """
 
@@ -72,12 +75,18 @@ class TrialOutcome:
     limit: float
     repairs: tuple[Exchange, ...] = ()
     repaired_error: float | None = None
+    kept_error: float | None = None
     failure: str | None = None
 
     @property
     def is_right(self) -> bool:
         """Whether the port's output agrees as it is."""
         return self.error is not None and self.error <= self.limit
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it agrees but for what quantising costs."""
+        return self.kept_error is not None and self.kept_error <= self.limit
 
 
 def run_trial(
@@ -96,14 +105,12 @@ def run_trial(
     if keeps_tensors:
         tensors = dict(tensors)
     expected = _reference_output(spec, tensors, given)
-    delta = expected - given.hidden_states
 
     def error_of(chosen: Sequence[Exchange]) -> float:
         changed = tensors
         for exchange in chosen:
             changed = _with(changed, exchange.change(changed))
-        error = (port.run(changed, given).float() - expected).norm() / delta.norm()
-        return float(error) if torch.isfinite(error) else float("inf")
+        return _measure_error(port.run(changed, given), expected, given)
 
     limit = _BF16_LIMIT if port.computes_in_bf16 else _FLOAT32_LIMIT
     try:
@@ -127,7 +134,15 @@ def run_trial(
         left = best_error
         if left <= max(limit, _LEFT * error):
             return TrialOutcome(error=error, limit=limit, repairs=tuple(chosen), repaired_error=left)
-    return TrialOutcome(error=error, limit=limit)
+    kept = keep_quantised(tensors)
+    kept_error = _measure_error(port.run(kept, given), _reference_output(spec, kept, given), given)
+    return TrialOutcome(error=error, limit=limit, kept_error=kept_error)
+
+
+def _measure_error(found: torch.Tensor, expected: torch.Tensor, given: TrialInput) -> float:
+    """Of the port's output, over what the reference layer adds to its input."""
+    error = (found.float() - expected).norm() / (expected - given.hidden_states).norm()
+    return float(error) if torch.isfinite(error) else float("inf")
 
 
 def _make_tensors(spec: ModelSpec, layer: int) -> Tensors:

@@ -274,6 +274,46 @@ def test_a_layout_that_the_forward_undoes_is_right(inspect: Inspect, name: str) 
     assert all(finding["weight"] == "note" for finding in record["findings"])
 
 
+# FP8 codes of 128 x 128 blocks up to 240, as Trainium's FP8 goes, and what a forward makes of them.
+_REQUANTISE = """
+def requantise(weight):
+    rows, columns = weight.shape
+    blocks = [[block for block in row.split(128, 1)] for row in weight.float().split(128, 0)]
+    scales = [[block.abs().amax() / 240 for block in row] for row in blocks]
+    {mistake}
+    codes = [[(block / block.abs().amax() * 240).to(torch.float8_e4m3fn) for block in row] for row in blocks]
+    parts = [[c.float() * s for c, s in zip(*row)] for row in zip(codes, scales)]
+    return torch.cat([torch.cat(row, 1) for row in parts]).to(weight.dtype)
+state[QKV] = requantise(state[QKV])
+for name in ("moe.gate_up_proj", "moe.down_proj"):
+    state[name] = torch.stack([requantise(expert) for expert in state[name]])
+"""
+
+
+def test_a_port_that_quantises_is_unclear_and_not_wrong(inspect: Inspect) -> None:
+    code, record = inspect(_REQUANTISE.format(mistake=""))
+    assert (code, record["verdict"]) == (0, "warn")
+    unclear = [finding for finding in record["findings"] if finding["weight"] == "suspect"]
+    assert {finding["mistake"] for finding in unclear} == {"computed"}
+    assert all("right on weights that quantising keeps" in finding["text"] for finding in unclear)
+    assert record["trial"]["kept_error"] < 1e-5 < record["trial"]["error"]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        # Scales of the row above, of the largest code that other FP8 has, and of one block for all.
+        "scales = scales[-1:] + scales[:-1]",
+        "scales = [[scale * 240 / 448 for scale in row] for row in scales]",
+        "scales = [[scales[0][0] for scale in row] for row in scales]",
+    ],
+)
+def test_a_port_that_quantises_with_the_wrong_scales_is_wrong(inspect: Inspect, mistake: str) -> None:
+    code, record = inspect(_REQUANTISE.format(mistake=mistake))
+    assert (code, record["verdict"]) == (1, "fail")
+    assert any(finding["mistake"] == "computed" for finding in record["findings"])
+
+
 def test_a_wrong_forward_is_no_fault_of_the_weights(inspect: Inspect) -> None:
     code, record = inspect("self.moe.activate = lambda gate, up: torch.relu(gate) * up")
     assert (code, record["verdict"], record["findings"]) == (0, "warn", [])
