@@ -1,28 +1,20 @@
 """Whereabouts: what the wrong part of a site has in common, in a sentence or two.
 
 A mistake that nobody has catalogued still has a place: some rows of the batch, positions from one on, the tokens of
-an expert, a head, a run of channels. Each such place that holds all that is wrong is a candidate; the smallest is
-told, where so much would hardly lie in it by chance.
+an expert, a head, a run of channels (see `place`).
 T judged tokens, F channels of a site, H heads of D channels, k experts per token.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from compare.noise import Rows, token_ratios
+from compare.place import Place, channel_places, expert_places, range_places, row_places, tightest
 
-# A place is told where chance would put all that is wrong into one as small this rarely.
-_CHANCE = 1e-6
-# A place within another is told where it is this unlikely there.
-_CHANCE_WITHIN = 1e-3
-# A place that leaves less than this outside says nothing.
-_MOST_OF_ALL = 0.9
-_MOST_EXPERTS_SHARE = 4  # of all experts, at most a quarter are a place
 # The sites' part is a multiple of the golden's where the multiple leaves this share of the error.
 _LEFT_BY_SCALE = 0.2
 _SAME_HEAD = 0.98
@@ -35,15 +27,6 @@ class Bounds:
 
     token: float
     channel: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Place:
-    """Some of the items, bool [T] or [F], in words, and among how many such places it was found."""
-
-    words: str
-    items: torch.Tensor
-    num_choices: float
 
 
 def describe_whereabouts(
@@ -76,7 +59,7 @@ def describe_whereabouts(
     part = rows.select(wrong) if bool(wrong.any()) else rows
     channels = _wrong_channels(part, bounds)
     if channels is not None and bool(channels.any()):
-        found = _tightest(channels, _channel_places(channels, head_dim, channel_word))
+        found = tightest(channels, channel_places(channels, head_dim, channel_word))
         if found is not None:
             sentences.append(_word(f"wrong {channel_word}s", channels, found.words, found.items))
         sentences += _describe_content(part, channels, head_dim)
@@ -91,23 +74,23 @@ def _describe_tokens(
     decoded: torch.Tensor | None,
     experts: torch.Tensor | None,
 ) -> Iterator[str]:
-    def candidates(within: torch.Tensor) -> Iterator[_Place]:
-        yield from _row_places(wrong, places[:, 0])
-        yield from _range_places(wrong, places[:, 1], within, word="at position")
+    def candidates(within: torch.Tensor) -> Iterator[Place]:
+        yield from row_places(wrong, places[:, 0])
+        yield from range_places(wrong, places[:, 1], within, word="at position")
         if decoded is not None:
-            yield _Place(words="decoded one at a time", items=decoded, num_choices=1)
-            yield _Place(words="computed in one pass", items=~decoded, num_choices=1)
+            yield Place(words="decoded one at a time", items=decoded, num_choices=1)
+            yield Place(words="computed in one pass", items=~decoded, num_choices=1)
         if experts is not None:
-            yield from _expert_places(wrong, experts, within)
+            yield from expert_places(wrong, experts, within)
 
     single = list(candidates(torch.ones_like(wrong)))
     pairs = [
-        _both(one, other)
+        one & other
         for one in single
         for other in candidates(one.items)
-        if _adds(other, within=one, wrong=wrong) and _adds(one, within=other, wrong=wrong)
+        if other.adds_to(one, wrong) and one.adds_to(other, wrong)
     ]
-    found = _tightest(wrong, (*single, *pairs))
+    found = tightest(wrong, (*single, *pairs))
     if found is not None:
         yield _word(subject, wrong, found.words, found.items)
 
@@ -116,113 +99,6 @@ def _word(subject: str, wrong: torch.Tensor, words: str, items: torch.Tensor) ->
     num_wrong, num_there = int(wrong.sum()), int(items.sum())
     share = f"all {num_there}" if num_wrong == num_there else f"{num_wrong} of the {num_there}"
     return f"{subject}: {share} {words}; the {int((~items).sum())} others are right"
-
-
-def _both(one: _Place, other: _Place) -> _Place:
-    return _Place(
-        words=f"{one.words}, {other.words}",
-        items=one.items & other.items,
-        num_choices=one.num_choices * other.num_choices,
-    )
-
-
-def _adds(place: _Place, *, within: _Place, wrong: torch.Tensor) -> bool:
-    """Whether a place says something of what is wrong within another."""
-    items = within.items
-    return _log_chance(wrong[items], place.items[items], place.num_choices) < math.log(_CHANCE_WITHIN)
-
-
-def _tightest(wrong: torch.Tensor, candidates: Iterable[_Place]) -> _Place | None:
-    """The smallest place that holds all that is wrong, if that is hardly chance."""
-    best: _Place | None = None
-    for place in candidates:
-        size = int(place.items.sum())
-        is_small = size <= _MOST_OF_ALL * wrong.numel() and (best is None or size < int(best.items.sum()))
-        if is_small and _log_chance(wrong, place.items, place.num_choices) < math.log(_CHANCE):
-            best = place
-    return best
-
-
-def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) -> float:
-    """How likely one of so many places of that size holds by chance all that is wrong; 0 where this one does not."""
-    if bool((wrong & ~items).any()) or not bool(wrong.any()):
-        return 0.0
-    num_wrong = int(wrong.sum())
-    ways = _log_ways(int(items.sum()), num_wrong) - _log_ways(wrong.numel(), num_wrong)
-    return math.log(num_choices) + ways
-
-
-def _log_ways(total: int, num_chosen: int) -> float:
-    """Logarithm of the number of ways to choose so many of the total."""
-    return math.lgamma(total + 1) - math.lgamma(num_chosen + 1) - math.lgamma(total - num_chosen + 1)
-
-
-def _row_places(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[_Place]:
-    held = sorted(set(rows[wrong].tolist()))
-    yield _Place(
-        words="in " + _count_words("row", held),
-        items=torch.isin(rows, torch.tensor(held)),
-        num_choices=math.comb(int(rows.unique().numel()), len(held)),
-    )
-
-
-def _range_places(
-    wrong: torch.Tensor, numbers: torch.Tensor, within: torch.Tensor, *, word: str
-) -> Iterator[_Place]:
-    """From the first wrong number to the last; open where the range ends as the numbers do."""
-    low, high = int(numbers[wrong].min()), int(numbers[wrong].max())
-    least, most = int(numbers[within].min()), int(numbers[within].max())
-    if low > least:
-        yield _Place(
-            words=f"{word}s from {low} on", items=numbers >= low, num_choices=float(most - least + 1)
-        )
-    if high < most:
-        words = f"{word} {low}" if low == high else f"{word}s {low} to {high}"
-        yield _Place(
-            words=words,
-            items=(numbers >= low) & (numbers <= high),
-            num_choices=float(most - least + 1) ** 2,
-        )
-
-
-def _expert_places(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tensor) -> Iterator[_Place]:
-    """The fewest experts without which no token is wrong: of those that most wrong tokens need, one after the other."""
-    num_experts = int(experts.max()) + 1
-    takes = torch.zeros(experts.shape[0], num_experts, dtype=torch.bool)
-    takes.scatter_(1, experts, True)
-    left = wrong & within
-    chosen: list[int] = []
-    while bool(left.any()) and len(chosen) < max(1, num_experts // _MOST_EXPERTS_SHARE):
-        hits = takes[left].sum(dim=0).double()
-        # Of experts that as many wrong tokens need, the one that fewest right tokens have.
-        misses = takes[within & ~wrong].sum(dim=0).double()
-        chosen.append(int((hits - misses / (takes.shape[0] + 1)).argmax()))
-        left = left & ~takes[:, chosen[-1]]
-    if not bool(left.any()):
-        yield _Place(
-            words="of " + _count_words("expert", sorted(chosen)),
-            items=takes[:, chosen].any(dim=1),
-            num_choices=math.comb(num_experts, len(chosen)),
-        )
-
-
-def _channel_places(wrong: torch.Tensor, head_dim: int | None, word: str) -> Iterator[_Place]:
-    numbers = torch.arange(wrong.numel())
-    if head_dim is not None and wrong.numel() % head_dim == 0:
-        yield from _head_places(wrong, numbers, head_dim)
-    yield from _range_places(wrong, numbers, torch.ones_like(wrong), word=f"from {word}")
-
-
-def _head_places(wrong: torch.Tensor, numbers: torch.Tensor, head_dim: int) -> Iterator[_Place]:
-    heads, dims = numbers // head_dim, numbers % head_dim
-    held = sorted(set(heads[wrong].tolist()))
-    yield _Place(
-        words="of " + _count_words("head", held),
-        items=torch.isin(heads, torch.tensor(held)),
-        num_choices=math.comb(wrong.numel() // head_dim, len(held)),
-    )
-    for place in _range_places(wrong, dims, torch.ones_like(wrong), word="in dim"):
-        yield _Place(words=f"{place.words} of each head", items=place.items, num_choices=place.num_choices)
 
 
 def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:
@@ -271,15 +147,3 @@ def _moved_heads(rows: Rows, head_dim: int) -> list[tuple[int, int]]:
         for place, origin in enumerate(best)
         if origin != place and float(likeness[place, origin]) > _SAME_HEAD
     ]
-
-
-def _count_words(noun: str, numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return f"{noun} {numbers[0]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return f"{noun}s " + ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
