@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.foreign.assembly import Assembly, Shape
-from minimax_tools.capture.foreign.findings import Findings, Found, Key, find_sites
+from minimax_tools.capture.foreign.finder import find_sites
+from minimax_tools.capture.foreign.findings import Findings, Found, Key
 from minimax_tools.capture.foreign.formats import FORMATS, Format, find_format, read_dump
 from minimax_tools.capture.foreign.name_map import NameMap
 from minimax_tools.capture.foreign.piece import Dump

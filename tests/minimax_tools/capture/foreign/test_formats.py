@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from minimax_tools.capture.foreign.capture import ForeignCapture
-from minimax_tools.capture.foreign.findings import read_dims
+from minimax_tools.capture.foreign.finder import read_dims
 from minimax_tools.capture.foreign.formats import FORMATS, find_format, read_dump
 from minimax_tools.capture.foreign.name_map import NameMap
 from minimax_tools.capture.foreign.piece import Piece
