@@ -72,7 +72,8 @@ def blame_layer(
     }
     for site in excused:
         if _fails(refed, site):
-            blame[site] = _blame_refed(layer, refed[site])
+            one = refed[site]
+            blame[site] = Blame(layer=layer, sites=(one.site,), reason=one.reason, excess=_excess(one))
     return tuple(blame[site] for site in _in_order(set(blame)))
 
 
@@ -179,12 +180,16 @@ def _blame(
     if is_chained:
         command = f"mm2-test single-layer --layer {layer}"
         reason += f"; a chained run shows only where errors begin: run {command} on the golden"
-    return Blame(layer=layer, sites=tuple(str(suspect) for suspect in suspects), reason=reason)
+    return Blame(
+        layer=layer,
+        sites=tuple(str(suspect) for suspect in suspects),
+        reason=reason,
+        excess=_excess(results[site]),
+    )
 
 
-def _blame_refed(layer: int, result: SiteResult) -> Blame:
-    inputs = _join(_in_order(set(SITE_INPUTS[Site(result.site)])))
-    return Blame(layer=layer, sites=(result.site,), reason=f"{result.reason}, given the port's own {inputs}")
+def _excess(result: SiteResult) -> float:
+    return 0.0 if result.nearest is None else result.nearest.excess
 
 
 def _join(sites: list[Site]) -> str:

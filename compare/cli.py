@@ -39,8 +39,8 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
     "--model",
     envvar="MM2_MODEL",
     metavar="FOLDER|HUB_ID",
-    help="Checkpoint of the golden: tokens that the port sends to other experts are judged by its weights "
-    "[env: MM2_MODEL].",
+    help="Checkpoint of the golden: by its weights tokens are judged that the port sends to other experts, and sites "
+    "behind a failing one [env: MM2_MODEL].",
 )
 @captures_option
 @opening_options

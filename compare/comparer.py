@@ -85,8 +85,9 @@ def compare_captures(
         criteria: How to judge.
         layer_pattern: Which of the run's layers, as `layer_7` or `layer_*`; what lies outside the layers is
             judged where all of them are chosen.
-        weights: Those of the golden, so that it replays the experts of a port that chose others; None where they
-            are not known, and tokens that the port sends to other experts are left out behind them.
+        weights: Those of the golden, so that it replays the experts of a port that chose others, and computes what
+            stands behind a failing site from the port's own values; None where they are not known: tokens that the
+            port sends to other experts are then left out behind them, and a second culprit behind a first is not named.
 
     Raises:
         IncomparableError: The captures must not be judged against each other.
@@ -191,7 +192,9 @@ def _judge_excused(
     """What a failure before them excuses, once more; nothing of a layer that was not fed the golden's own input."""
     if feed.is_handed_on or not feed.is_recorded:
         return {}
-    return judge_refed(excused_sites(results, fed=feed.known), layer=layer, judge=judge, sides=sides)
+    failing = frozenset(site for site, result in results.items() if result.status is SiteStatus.FAIL)
+    excused = excused_sites(results, fed=feed.known)
+    return judge_refed(excused, layer=layer, failing=failing, judge=judge, sides=sides)
 
 
 def _compare_model(sides: Sides, sites: tuple[ModelSite, ...]) -> _Part:

@@ -12,25 +12,18 @@ def group_blame(blame: Iterable[Blame], results: Iterable[SiteResult]) -> tuple[
 
     Args:
         blame: Earliest layer first.
-        results: Of every site, which tell where it is worst.
+        results: Of every site, which tell where within it the error lies.
     """
-    results = tuple(results)
     where = {(result.layer, result.site): result.where for result in results}
-    excess = {
-        (result.layer, result.site): result.nearest.excess for result in results if result.nearest is not None
-    }
     groups: dict[tuple[str, ...], list[Blame]] = {}
     for one in blame:
         groups.setdefault(one.sites, []).append(one)
-
-    def badness(one: Blame) -> float:
-        return max(excess.get((one.layer, site), 0.0) for site in one.sites)
 
     return tuple(
         BlameGroup(
             layers=tuple(one.layer for one in members),
             sites=sites,
-            worst_layer=(worst := max(members, key=badness)).layer,
+            worst_layer=(worst := max(members, key=lambda one: one.excess)).layer,
             reason=worst.reason,
             where=tuple(sentence for site in sites for sentence in where.get((worst.layer, site), ())),
         )

@@ -34,6 +34,9 @@ class LayerJudge:
         sides: The captures.
         layer: The layer; both sides hold it.
         feed: What the target's layer was fed.
+
+    Attributes:
+        router_noise: How close the golden's choice of experts was; None where it kept no floor of it.
     """
 
     def __init__(self, sides: Sides, *, layer: int, feed: Feed) -> None:

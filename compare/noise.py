@@ -18,7 +18,7 @@ from minimax_tools.results import NoiseRatio
 
 _TINY = 1e-300
 # Relative L2 error of one rounding to BF16, of normally distributed values.
-_BFLOAT16_ROUNDING = 1.7e-3
+BFLOAT16_ROUNDING = 1.7e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,7 +184,7 @@ def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
     if rows.widest is not None:
         floor = floor.widest(rows.widest)
     if _is_rounded(rows):
-        floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
+        floor = floor.plus(norms, factor=BFLOAT16_ROUNDING**2)
     if rows.incoming is not None:
         floor = floor.plus(norms, factor=rows.incoming.widest.square())
     return floor

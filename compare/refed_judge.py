@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from compare.judge import find_mismatch, judge_values
@@ -21,7 +22,7 @@ class Refed:
 
     Args:
         result: What became of it.
-        rows: What it was judged by; None where that are no values: of another shape, or a choice of experts.
+        rows: What it was judged by; None of a choice of experts, and of what has another shape or dtype.
     """
 
     result: SiteResult
@@ -29,16 +30,22 @@ class Refed:
 
 
 def judge_refed(
-    sites: tuple[Site, ...], *, layer: int, judge: LayerJudge, sides: Sides
+    sites: tuple[Site, ...],
+    *,
+    layer: int,
+    failing: frozenset[Site],
+    judge: LayerJudge,
+    sides: Sides,
 ) -> Mapping[Site, Refed]:
     """Judge failing sites of one layer by what the port itself computed them from.
 
     Left out are those that cannot be judged so: the golden is not mm2's own or kept no floor, a side lacks what the
-    site is computed from or holds NaN or Inf there, or nobody knows the weights.
+    site is computed from, it is no number there, or nobody knows the weights.
 
     Args:
         sites: Those that other failing ones excuse.
         layer: The layer; it was fed the golden's own input.
+        failing: All of its sites that fail.
         judge: Its judge.
         sides: The captures.
 
@@ -50,8 +57,14 @@ def judge_refed(
     if not sites or source is None or sides.criteria.name == "classic" or not isinstance(golden, Capture):
         return {}
     seen = set(golden.sites(layer)) & set(sides.target.sites(layer))
-    with source.open_layer(layer, golden) as weights:
-        refeed = Refeed(sides, golden, layer=layer, weights=weights)
+    with ExitStack() as stack:
+        refeed = Refeed(
+            sides,
+            golden,
+            layer=layer,
+            failing=failing,
+            open_weights=lambda: stack.enter_context(source.open_layer(layer, golden)),
+        )
         judged = {
             site: _judge(site, layer=layer, refeed=refeed, judge=judge, sides=sides)
             for site in sites
@@ -67,18 +80,28 @@ def _judge(site: Site, *, layer: int, refeed: Refeed, judge: LayerJudge, sides: 
         return Refed(result=replace(result, reason=mismatch)) if refeed.can_feed(site) else None
     if site is Site.ROUTER_EXPERTS:
         choice = None if judge.router_noise is None else refeed.choice(judge.router_noise)
-        return None if choice is None else Refed(result=judge.judge_choice(result, *choice))
+        return None if choice is None else Refed(result=_told(judge.judge_choice(result, *choice)))
     if site is Site.ATTN_CONTEXT and _decodes(sides):
         # What decoded rows attend to is not what the capture shows of the rows before them.
         return None
     stored = judge.stored_rows(site)
-    if not stored.has_floor or not bool(stored.target.isfinite().all()):
+    if not stored.has_floor:
         return None
-    rows = refeed.rows(site, stored)
-    if rows is None:
-        return None
-    judged = judge_values(result, rows, criteria=sides.criteria, terms=judge.terms(site))
-    return Refed(result=judged, rows=rows)
+    first: Refed | None = None
+    for rows in refeed.rows(site, stored):
+        judged = judge_values(result, rows, criteria=sides.criteria, terms=judge.terms(site))
+        refed = Refed(result=_told(judged), rows=rows)
+        if judged.status is not SiteStatus.FAIL:
+            return refed
+        first = first or refed
+    return first
+
+
+def _told(result: SiteResult) -> SiteResult:
+    """A result that says what it rests on."""
+    inputs = sorted(SITE_INPUTS[Site(result.site)], key=lambda site: site.order)
+    fed = ", ".join(str(site) for site in inputs)
+    return replace(result, reason=f"{result.reason}, given the port's own {fed}") if result.reason else result
 
 
 def _decodes(sides: Sides) -> bool:

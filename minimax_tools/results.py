@@ -292,11 +292,19 @@ class SiteResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """A site to blame: it fails, and all it is computed from passes."""
+    """A site to blame: it fails though all it is computed from passes, or on what the port itself fed it.
+
+    Args:
+        layer: The layer; None outside them.
+        sites: The site, behind others that may hold the fault as well and that nobody could see.
+        reason: Why.
+        excess: How many times its limit the figure is that decided; 0 where no figure did.
+    """
 
     layer: int | None
     sites: tuple[str, ...]
     reason: str
+    excess: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click.testing
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compare.diagnosis.cli import main as mm2_diagnose
+from compare.weights import CheckpointWeights
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.capture.reader import Capture
+from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.results import Comparison
 from minimax_tools.run import sweep_run
 from minimax_tools.sites import Site
@@ -157,3 +164,122 @@ def test_diagnosis_names_both(run_port: RunPort, toy: Path, golden: Path, comman
     named = json.dumps(json.loads(result.stdout)["diagnosis"])
     assert "qk_norm_per_rank" in named
     assert "gate_up_swapped" in named
+
+
+# What a stage computes, changed: what the port shows, and what it computes on with where that is something else.
+Shown = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Alter = Mapping[Site, Callable[[torch.Tensor], Shown]]
+
+
+def permuted(values: torch.Tensor) -> torch.Tensor:
+    return values[..., torch.randperm(values.shape[-1], generator=torch.Generator().manual_seed(0))]
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda values: values * factor
+
+
+def at_one_token(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(values: torch.Tensor) -> torch.Tensor:
+        changed = values.clone()
+        changed[0, 5] *= value
+        return changed
+
+    return change
+
+
+@pytest.fixture
+def simulated(golden: Path, toy: Path, copyist: Any, judge: Judge) -> Callable[[Alter], Comparison]:
+    """Judges a port that is right in BF16, stage by stage, but for what is altered."""
+
+    def run(alter: Alter) -> Comparison:
+        capture = Capture.open(golden)
+        inputs = capture.read_inputs()
+        values, shown = {Site.INPUT: capture.read(LAYER, Site.INPUT).float()}, {}
+        with CheckpointWeights(model=str(toy)).open_layer(LAYER, capture) as weights:
+            own = OwnLayer(weights.spec, weights.tensors)
+            for site in list(Site)[1:]:
+                dtype = capture.read(LAYER, site).dtype
+                right = own.compute(site, values, inputs).to(dtype)
+                altered = alter[site](right) if site in alter else right
+                shown[site], used = altered if isinstance(altered, tuple) else (altered, altered)
+                values[site] = used.float() if used.is_floating_point() else used.long()
+        changes = {(LAYER, site): _given(tensor) for site, tensor in shown.items()}
+        return judge(copyist.device_run(changes), model=toy, pattern=f"layer_{LAYER}")
+
+    return run
+
+
+def _given(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda _: tensor
+
+
+@pytest.mark.parametrize(
+    ("alter", "sites"),
+    [
+        ({}, []),
+        # What is right behind them is not blamed, however large, small or odd they are.
+        ({Site.ATTN_DELTA: times(1e22)}, ["attn_delta"]),
+        ({Site.INPUT_NORM: times(1e25)}, ["input_norm"]),
+        ({Site.K_NORM: times(300)}, ["k_norm"]),
+        ({Site.V_PROJ: times(0)}, ["v_proj"]),
+        ({Site.POST_NORM: times(1e-3)}, ["post_norm"]),
+        ({Site.INPUT_NORM: permuted}, ["input_norm"]),
+        ({Site.V_PROJ: at_one_token(300)}, ["v_proj"]),
+        # A norm's result does not grow with what it is fed.
+        ({Site.Q_PROJ: times(64), Site.Q_NORM: times(1.1)}, ["q_proj", "q_norm"]),
+        # One loud token hides nothing at others.
+        ({Site.V_PROJ: at_one_token(300), Site.ATTN_CONTEXT: times(1.2)}, ["v_proj", "attn_context"]),
+        # Nor does what is small hide what is wrong behind it.
+        ({Site.POST_NORM: times(1e-2), Site.MOE_DELTA: permuted}, ["post_norm", "moe_delta"]),
+        # NaN of its own, and behind another's.
+        ({Site.V_PROJ: permuted, Site.MOE_DELTA: at_one_token(math.nan)}, ["v_proj", "moe_delta"]),
+        ({Site.V_PROJ: at_one_token(math.nan), Site.MOE_DELTA: permuted}, ["v_proj", "moe_delta"]),
+        ({Site.V_PROJ: at_one_token(math.nan)}, ["v_proj"]),
+        # What a port shows may be a copy of what it computes with.
+        ({Site.V_PROJ: permuted, Site.Q_ROPE: lambda values: (values / 8, values)}, ["v_proj", "q_rope"]),
+        (
+            {Site.V_PROJ: permuted, Site.ROUTER_WEIGHTS: lambda values: (values.flip(-1), values)},
+            ["v_proj", "router_weights"],
+        ),
+        ({Site.POST_NORM: permuted, Site.ROUTER_EXPERTS: lambda values: values.int()}, ["post_norm"]),
+        (
+            {Site.POST_NORM: permuted, Site.ROUTER_EXPERTS: lambda values: (values + 1000, values)},
+            ["post_norm", "router_experts"],
+        ),
+    ],
+)
+def test_stages_of_a_right_port_are_told_from_wrong_ones(
+    simulated: Callable[[Alter], Comparison], alter: Alter, sites: list[str]
+) -> None:
+    assert blamed(simulated(alter)) == [(site,) for site in sites]
+
+
+def test_far_more_massive_channels_than_ordinary_ones_are_judged_apart(
+    toy: Path, tmp_path: Path, command: Command, judge: Judge
+) -> None:
+    model, reference = tmp_path / "massive", tmp_path / "golden"
+    shutil.copytree(toy, model)
+    for shard in model.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in tensors:
+            if "embed_tokens" in name:
+                embedding = tensors[name].float()
+                embedding[:, embedding.square().mean(0).topk(2).indices] *= 200
+                tensors[name] = embedding.to(tensors[name].dtype)
+                save_file(tensors, shard, metadata={"format": "pt"})
+    options = ("--model", model, "--seq-len", "48,33", "--output-dir", reference, "--quiet")
+    assert command(mm2_gpu, "extract-all", *options).exit_code == 0
+    common = ("--layer", 0, "--model", model, "--golden", reference, "--backend", "cpu", "--quiet")
+    run = ("--target", f"{PORTS}/planted.py:LoudDelta", "--output-dir", tmp_path / "run")
+    assert command(mm2_test, "single-layer", *common, *run).exit_code == 1
+    found = blamed(judge(tmp_path / "run", reference=reference, model=model))
+    assert found == [("attn_delta",)]
+
+
+def test_weights_are_not_asked_for_where_nothing_can_be_judged_by_them(
+    judge: Judge, copyist: Any, tmp_path: Path
+) -> None:
+    reference, sites = copyist.golden(noise_floor="off"), (Site.ATTN_CONTEXT, Site.ATTN_DELTA)
+    directory = copyist.device_run({(LAYER, site): times(1.1) for site in sites})
+    assert blamed(judge(directory, reference=reference, model=tmp_path / "nowhere")) == [("attn_context",)]

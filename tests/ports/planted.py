@@ -435,3 +435,11 @@ class SwappedKeyValueAndOneExpertMissing(SwappedKeyValue):
         state = super().convert_state_dict(tensors, config, layer_idx)
         state["moe.down_proj"][5] = 0
         return state
+
+
+class LoudDelta(Planted):
+    """What attention adds is fifty times too large."""
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        return {**state, "self_attn.o_proj.weight": state["self_attn.o_proj.weight"] * 50}
