@@ -15,7 +15,7 @@
   the `weights`
 - `logits`: next-token distributions, judged by `token_limits`; `router_dtypes`: what the router is held in
 - `blame`: where faults lie; `handed_on`: which failures are traces of one before; `refed_judge`: what stands behind a
-  fault, judged by what the port itself computed it from (`refeed`); `groups`: layers that share a blame
+  fault, judged by what the port itself computed it from (`upstream`, `refeed`); `groups`: layers that share a blame
 - `locate`: where an error lies within a site to blame; `whereabouts`: what its wrong tokens and channels share;
   `place`: some of them, in words
 - `curve`: how the error of a chained run grows, and where by more than noise

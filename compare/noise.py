@@ -18,7 +18,7 @@ from minimax_tools.results import NoiseRatio
 
 _TINY = 1e-300
 # Relative L2 error of one rounding to BF16, of normally distributed values.
-BFLOAT16_ROUNDING = 1.7e-3
+_BFLOAT16_ROUNDING = 1.7e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,6 +160,33 @@ def foreseen_error(rows: Rows) -> Squares:
     return _widen(_floor(rows), square_rows(rows.reference, massive=rows.massive), rows)
 
 
+def foreseen_error_at(rows: Rows, values: torch.Tensor) -> Squares:
+    """What a right port may differ by from float32 `values` [T,F] that are not the golden's: the floor, to their scale.
+
+    Relative to the values it is the median token's, since a sum that cancels in one is nothing to go by in another; and
+    at least the token's own, smaller as all values are; and one rounding of what the golden holds rounded.
+
+    Raises:
+        ValueError: The rows have no floor.
+    """
+    floor = foreseen_error(rows)
+    before, after = (square_rows(side, massive=rows.massive) for side in (rows.reference, values))
+    rounding = 0.0 if rows.dtype == torch.float32 else _BFLOAT16_ROUNDING**2
+    return Squares(
+        ordinary=_to_scale(floor.ordinary, before.ordinary, after.ordinary, rounding=rounding),
+        massive=_to_scale(floor.massive, before.massive, after.massive, rounding=rounding),
+    )
+
+
+def _to_scale(
+    floor: torch.Tensor, before: torch.Tensor, after: torch.Tensor, *, rounding: float
+) -> torch.Tensor:
+    """The floor, of values of the squared norms `before`, for such of `after`: float64 [T] each."""
+    usual = (floor / before.clamp(min=_TINY)).median()
+    shrinking = (after / before.clamp(min=_TINY)).median().clamp(max=1.0)
+    return torch.maximum(torch.maximum(usual, usual.new_tensor(rounding)) * after, shrinking * floor)
+
+
 def _floor(rows: Rows) -> Squares:
     if rows.twin is not None:
         return square_difference(rows.twin, rows.reference, massive=rows.massive)
@@ -184,7 +211,7 @@ def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
     if rows.widest is not None:
         floor = floor.widest(rows.widest)
     if _is_rounded(rows):
-        floor = floor.plus(norms, factor=BFLOAT16_ROUNDING**2)
+        floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
     if rows.incoming is not None:
         floor = floor.plus(norms, factor=rows.incoming.widest.square())
     return floor

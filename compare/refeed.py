@@ -8,17 +8,16 @@ T real tokens, t those that are judged, E experts, k experts per token, F channe
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
 
-from compare.noise import BFLOAT16_ROUNDING, Rows, foreseen_error
-from compare.norms import Squares, square_difference, square_rows
+from compare.noise import Rows, foreseen_error_at
+from compare.norms import square_difference
 from compare.routing import RouterNoise
 from compare.sides import Sides
+from compare.upstream import Upstream, Values
 from compare.weights import GoldenWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
@@ -30,8 +29,6 @@ from minimax_tools.sites import SITE_INPUTS, Site
 # Experts are read for so many tokens and no more: those that are furthest off, and others evenly spread.
 _MOST_FURTHEST, _MOST_SPREAD = 64, 192
 _TINY = 1e-300
-
-_Values = Mapping[Site, torch.Tensor]
 
 
 class Refeed:
@@ -86,7 +83,7 @@ class Refeed:
             Those tokens of which all that the site is computed from is finite; of `moe_delta` some of them. Nothing
             where a side lacks what the site is computed from.
         """
-        upstream = self._read_upstream(site)
+        upstream = self._read(site)
         if upstream is None:
             return
         tokens = upstream.usable
@@ -95,9 +92,8 @@ class Refeed:
         if not bool(tokens.any()):
             return
         selected = stored.select(tokens)
-        for values in self._variants(site, upstream):
-            computed = self._compute(site, values, tokens)
-            floor = _scale_floor(selected, computed)
+        for number, (values, computed) in enumerate(self._compute_variants(site, upstream, tokens)):
+            floor = foreseen_error_at(selected, computed)
             if site is Site.ATTN_CONTEXT:
                 floor = floor.times(self._score_growth(values, upstream.mine)[tokens].square())
             if bool(computed.isfinite().all() & floor.whole.isfinite().all()):
@@ -109,10 +105,13 @@ class Refeed:
                     floor=floor,
                     stored_dtype=selected.dtype,
                 )
+            elif number == 0:
+                # What the port shows is too large to tell anything of what is computed from it.
+                return
 
     def can_feed(self, site: Site) -> bool:
         """Whether both sides hold what the site is computed from, in one shape and finite."""
-        upstream = self._read_upstream(site)
+        upstream = self._read(site)
         return upstream is not None and bool(upstream.usable.all())
 
     def choice(self, noise: RouterNoise) -> tuple[torch.Tensor, RouterNoise] | None:
@@ -121,7 +120,7 @@ class Refeed:
         Args:
             noise: Of the golden's choice.
         """
-        upstream = self._read_upstream(Site.ROUTER_EXPERTS)
+        upstream = self._read(Site.ROUTER_EXPERTS)
         if upstream is None or not bool(upstream.usable.all()):
             return None
         mine, theirs = (side[Site.ROUTER_LOGITS] for side in (upstream.mine, upstream.theirs))
@@ -136,81 +135,50 @@ class Refeed:
             return None
         return experts, RouterNoise(margin=margin, noise=noise.noise * growth, scores=scores)
 
-    def _read_upstream(self, site: Site) -> _Upstream | None:
-        mine: dict[Site, torch.Tensor] = {}
-        theirs: dict[Site, torch.Tensor] = {}
-        usable = torch.ones_like(self._prompt_of, dtype=torch.bool)
-        for upstream in SITE_INPUTS[site]:
-            rows = self._sides.read_rows(self._layer, upstream)
-            if rows is None:
-                return None
-            mine[upstream], theirs[upstream] = (_as_computed(upstream, side, site) for side in rows)
-            usable &= self._are_usable(upstream, theirs[upstream])
-        if site is Site.ATTN_CONTEXT:
-            # Tokens attend to others of their prompt.
-            broken = self._prompt_of[~usable].unique()
-            usable = ~torch.isin(self._prompt_of, broken)
-        return _Upstream(mine=mine, theirs=theirs, usable=usable)
+    def _read(self, site: Site) -> Upstream | None:
+        return Upstream.read(site, sides=self._sides, layer=self._layer, prompt_of=self._prompt_of)
 
-    def _are_usable(self, site: Site, rows: torch.Tensor) -> torch.Tensor:
-        """Which tokens can be computed with, bool [T]: numbers, and experts that there are."""
-        if site is not Site.ROUTER_EXPERTS:
-            return rows.isfinite().all(dim=-1)
-        return ((rows >= 0) & (rows < self._weights.spec.num_local_experts)).all(dim=-1)
-
-    def _variants(self, site: Site, upstream: _Upstream) -> Iterator[_Values]:
-        """What the site may have been computed from, each time at least one value of the port's."""
-        groups = [[one] for one in SITE_INPUTS[site]]
-        if site is Site.MOE_DELTA:
-            # A choice and its weights go together.
-            groups = [[Site.POST_NORM], [Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS]]
-        choices = [list(self._alternatives(group, upstream)) for group in groups]
-        for chosen in itertools.product(*choices):
-            values = {name: rows for part in chosen for name, rows in part.items()}
-            if any(values[name] is not upstream.mine[name] for name in values):
-                yield values
-
-    def _alternatives(self, group: list[Site], upstream: _Upstream) -> Iterator[_Values]:
-        yield {site: upstream.theirs[site] for site in group}
-        if self._failing & set(group):
-            if Site.ROUTER_WEIGHTS in group:
-                yield from self._weigh_again(upstream)
-            yield {site: upstream.mine[site] for site in group}
-
-    def _weigh_again(self, upstream: _Upstream) -> Iterator[_Values]:
-        """The port's experts with what its own logits give each of them, whatever order it shows their weights in."""
-        router = self._read_upstream(Site.ROUTER_WEIGHTS)
-        if router is not None and bool(router.usable.all()):
-            experts = upstream.theirs[Site.ROUTER_EXPERTS]
-            values = {**router.theirs, Site.ROUTER_EXPERTS: experts}
-            yield {
-                Site.ROUTER_EXPERTS: experts,
-                Site.ROUTER_WEIGHTS: self._compute(Site.ROUTER_WEIGHTS, values, router.usable),
+    def _compute_variants(
+        self, site: Site, upstream: Upstream, tokens: torch.Tensor
+    ) -> Iterator[tuple[Values, torch.Tensor]]:
+        """What the site may have been computed from, [T,F] each, and what comes of it at the `tokens`, [t,F]."""
+        variants = upstream.variants(self._failing, self._read(Site.ROUTER_WEIGHTS))
+        first = next(variants)
+        yield first, self._compute(site, first, tokens)
+        if site is not Site.MOE_DELTA:
+            for values in variants:
+                yield values, self._compute(site, values, tokens)
+            return
+        others = list(variants)
+        if others:
+            # Each expert is read once for all of them.
+            joined = {
+                name: torch.cat([values[name][tokens] for values in others]) for name in SITE_INPUTS[site]
             }
+            computed = self._run(site, joined, self._position_ids[tokens].repeat(len(others)))
+            yield from zip(others, computed.chunk(len(others)), strict=True)
 
-    def _compute(self, site: Site, values: _Values, tokens: torch.Tensor) -> torch.Tensor:
+    def _compute(self, site: Site, values: Values, tokens: torch.Tensor) -> torch.Tensor:
         """The site's rows, [t,F] float32 (experts int64), of the `tokens`, bool [T]."""
         if site is not Site.ATTN_CONTEXT:
-            return self._compute_prompt(site, values, tokens)
-        prompts = self._prompt_of[tokens].unique().tolist()
+            return self._run(site, _select(values, tokens), self._position_ids[tokens])
+        prompts = [self._prompt_of == prompt for prompt in self._prompt_of[tokens].unique().tolist()]
         return torch.cat(
-            [self._compute_prompt(site, values, self._prompt_of == prompt) for prompt in prompts]
+            [self._run(site, _select(values, prompt), self._position_ids[prompt]) for prompt in prompts]
         )
 
-    def _compute_prompt(self, site: Site, values: _Values, tokens: torch.Tensor) -> torch.Tensor:
-        """The same as if the tokens were one prompt without padding; what heeds no other token takes all at once."""
+    def _run(self, site: Site, values: Values, position_ids: torch.Tensor) -> torch.Tensor:
+        """The site's rows [t,F] as if all were one prompt without padding; most stages heed no other token."""
         head_dim = self._weights.spec.head_dim
         shaped = {
-            upstream: rows[tokens].unflatten(-1, (-1, head_dim)).transpose(0, 1)[None]
+            upstream: rows.unflatten(-1, (-1, head_dim)).transpose(0, 1)[None]
             if upstream.has_heads_dim
-            else rows[tokens][None]
+            else rows[None]
             for upstream, rows in values.items()
         }
-        return token_rows(self._own.compute(site, shaped, _as_one_prompt(self._position_ids[tokens])), site)[
-            0
-        ]
+        return token_rows(self._own.compute(site, shaped, _as_one_prompt(position_ids)), site)[0]
 
-    def _score_growth(self, values: _Values, mine: _Values) -> torch.Tensor:
+    def _score_growth(self, values: Values, mine: Values) -> torch.Tensor:
         """How many times as large attention's scores may be as the golden's, never below 1: float64 [T].
 
         They are rounded relative to their size, which then counts in full.
@@ -224,52 +192,8 @@ class Refeed:
         return growth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Upstream:
-    """What a site is computed from.
-
-    Args:
-        mine: The golden's rows, [T,F] each.
-        theirs: The port's.
-        usable: Which tokens can be computed from the port's, bool [T].
-    """
-
-    mine: _Values
-    theirs: _Values
-    usable: torch.Tensor
-
-
-def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor:
-    """Rows [T,F] of a site as another is computed from them."""
-    if site is not Site.ROUTER_EXPERTS:
-        return rows.float()
-    # The router's weights are judged in the order of their experts.
-    return rows.long().sort(dim=-1).values if consumer is Site.ROUTER_WEIGHTS else rows.long()
-
-
-def _scale_floor(stored: Rows, computed: torch.Tensor) -> Squares:
-    """What BF16 may cost at values as large as those computed, [t,F]: squares per token."""
-    base = foreseen_error(stored)
-    before, after = (square_rows(rows, massive=stored.massive) for rows in (stored.reference, computed))
-    is_rounded = stored.dtype != torch.float32
-    return Squares(
-        ordinary=_scale(base.ordinary, before.ordinary, after.ordinary, is_rounded=is_rounded),
-        massive=_scale(base.massive, before.massive, after.massive, is_rounded=is_rounded),
-    )
-
-
-def _scale(
-    base: torch.Tensor, before: torch.Tensor, after: torch.Tensor, *, is_rounded: bool
-) -> torch.Tensor:
-    """The golden's squared error, of values of the squared norms `before`, for such of `after`: float64 [t] each.
-
-    Relative to the values it is the median token's, since a sum that cancels in one is nothing to go by in another; and
-    at least the token's own, smaller as all values are. It is never less than one rounding of what was computed.
-    """
-    growth = after / before.clamp(min=_TINY)
-    usual = (base / before.clamp(min=_TINY)).median()
-    floor = torch.maximum(usual * after, growth.median().clamp(max=1.0) * base)
-    return torch.maximum(floor, BFLOAT16_ROUNDING**2 * after) if is_rounded else floor
+def _select(values: Values, tokens: torch.Tensor) -> Values:
+    return {site: rows[tokens] for site, rows in values.items()}
 
 
 def _sample(stored: Rows) -> torch.Tensor:

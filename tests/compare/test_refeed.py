@@ -221,6 +221,7 @@ def _given(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         # What is right behind them is not blamed, however large, small or odd they are.
         ({Site.ATTN_DELTA: times(1e22)}, ["attn_delta"]),
         ({Site.INPUT_NORM: times(1e25)}, ["input_norm"]),
+        ({Site.POST_NORM: times(1e30)}, ["post_norm"]),
         ({Site.K_NORM: times(300)}, ["k_norm"]),
         ({Site.V_PROJ: times(0)}, ["v_proj"]),
         ({Site.POST_NORM: times(1e-3)}, ["post_norm"]),
