@@ -65,7 +65,9 @@ def diagnose(
     comparison = compare_captures(golden, target, criteria=criteria, layer_pattern=pattern, weights=weights)
     chosen = layers if layers is not None else _blamed_layers(comparison)
     sides = Sides(reference=golden, target=target, batch=Batch.of(golden, target), criteria=criteria)
-    feeds = {layer: feed for layer in chosen if (feed := _find_feed(sides, layer)) is not None}
+    judged = {site.layer for site in comparison.sites if site.layer is not None}
+    all_feeds = {layer: _find_feed(sides, layer) for layer in sorted(judged.union(chosen))}
+    feeds = {layer: feed for layer in chosen if (feed := all_feeds[layer]) is not None}
     if chosen and not feeds:
         raise _not_held(chosen[0])
     found = (
@@ -96,7 +98,7 @@ def diagnose(
         layers=diagnosed,
         notes=(
             *(str(_not_held(layer)) for layer in chosen if layer not in feeds),
-            *(_chain_notes(sides, comparison) if layers is None else ()),
+            *(_chain_notes(all_feeds, chosen) if layers is None else ()),
         ),
     )
 
@@ -163,13 +165,9 @@ def _find_feed(sides: Sides, layer: int) -> Feed | None:
     return feed if feed.is_recorded and is_finite else None
 
 
-def _chain_notes(sides: Sides, comparison: Comparison) -> tuple[str, ...]:
+def _chain_notes(feeds: Mapping[int, Feed | None], blamed: tuple[int, ...]) -> tuple[str, ...]:
     """What a comparison of a chained run may have missed, and how to look closer."""
-    judged = sorted({site.layer for site in comparison.sites if site.layer is not None})
-    handed_on = [
-        layer for layer in judged if (feed := _find_feed(sides, layer)) is not None and feed.is_handed_on
-    ]
-    blamed = _blamed_layers(comparison)
+    handed_on = [layer for layer, feed in feeds.items() if feed is not None and feed.is_handed_on]
     if not set(handed_on) - set(blamed):
         return ()
     return (
