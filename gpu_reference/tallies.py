@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from minimax_tools.capture.certificate import Check, Outcome
@@ -36,8 +37,12 @@ class Worst:
     where: str = ""
 
     def take(self, figure: float, limit: float, where: str) -> None:
-        """One more figure."""
-        if self.figure is None or self.limit is None or not figure / limit <= self.figure / self.limit:
+        """One more figure; NaN is worse than any."""
+        if (
+            self.figure is None
+            or self.limit is None
+            or _excess(figure, limit) > _excess(self.figure, self.limit)
+        ):
             self.figure, self.limit, self.where = figure, limit, where
 
     def check(self, told: str) -> Check:
@@ -59,9 +64,13 @@ def claim(name: str, *, is_right: bool, found: str) -> Check:
     return Check(name=name, outcome=Outcome.PASSED if is_right else Outcome.FAILED, found=found)
 
 
+def _excess(figure: float, limit: float) -> float:
+    return math.inf if math.isnan(figure) else figure / limit
+
+
 def _finite(figure: float | None) -> float | None:
-    """JSON has no infinity."""
-    return figure if figure is not None and abs(figure) < float("inf") else None
+    """JSON has no infinity, and no NaN."""
+    return figure if figure is not None and math.isfinite(figure) else None
 
 
 def _listed(faults: list[str]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gpu_reference.golden_checks import bf16_limit
+from gpu_reference.tallies import Worst
 from minimax_tools.capture.certificate import Check, Outcome
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
@@ -34,11 +34,6 @@ class _Stray:
     limit: float
     widening: float
 
-    @property
-    def excess(self) -> float:
-        """Its error in units of the limit; infinite where it is NaN, which is further than anything."""
-        return math.inf if math.isnan(self.distance) else self.distance / self.limit
-
 
 def check_variants(capture: Capture) -> tuple[Check, ...]:
     """Whether each variant strays from the float32 twin no further than BF16 may; nothing of a golden without any."""
@@ -48,22 +43,17 @@ def check_variants(capture: Capture) -> tuple[Check, ...]:
         strays = [stray for layer in capture.layers for stray in _measure_layer(capture, layer)]
     except CaptureError as error:
         return (Check(name=_NAME, outcome=Outcome.FAILED, found=str(error)),)
+    worst = Worst(name=_NAME, missing="the golden kept no site that a variant may stray at")
+    for stray in strays:
+        worst.take(stray.distance, stray.limit, stray.where)
+    check = worst.check("variants are off the float32 layer")
     if not strays:
-        found = "the golden kept no site that a variant may stray at"
-        return (Check(name=_NAME, outcome=Outcome.NOT_CHECKED, found=found),)
-    worst = max(strays, key=lambda stray: stray.excess)
+        return (check,)
     widest = max(strays, key=lambda stray: stray.widening)
-    return (
-        Check(
-            name=_NAME,
-            outcome=Outcome.PASSED if worst.excess <= 1.0 else Outcome.FAILED,
-            found=f"variants are off the float32 layer by at most {worst.distance:.2g}, at {worst.where}; allowed "
-            f"{worst.limit:.2g}; they widen the floor up to {widest.widening:.3g} times, at {widest.where}"
-            + ("" if worst.excess <= 1.0 else "; make the golden without --floor-variants"),
-            figure=worst.distance if math.isfinite(worst.distance) else None,
-            limit=worst.limit,
-        ),
-    )
+    found = f"{check.found}; they widen the floor up to {widest.widening:.3g} times, at {widest.where}"
+    if check.outcome is Outcome.FAILED:
+        found += "; make the golden without --floor-variants"
+    return (replace(check, found=found),)
 
 
 def _measure_layer(capture: Capture, layer: int) -> Iterator[_Stray]:
