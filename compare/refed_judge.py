@@ -43,7 +43,7 @@ def judge_refed(
     site is computed from, it is no number there, or nobody knows the weights.
 
     Args:
-        sites: Those that other failing ones excuse.
+        sites: Those that other failing ones excuse, in execution order.
         layer: The layer; it was fed the golden's own input.
         failing: All of its sites that fail.
         judge: Its judge.
@@ -62,18 +62,32 @@ def judge_refed(
             sides,
             golden,
             layer=layer,
-            failing=failing,
             open_weights=lambda: stack.enter_context(source.open_layer(layer, golden)),
         )
-        judged = {
-            site: _judge(site, layer=layer, refeed=refeed, judge=judge, sides=sides)
-            for site in sites
-            if {site, *SITE_INPUTS[site]} <= seen
-        }
-    return {site: refed for site, refed in judged.items() if refed is not None}
+        judged: dict[Site, Refed] = {}
+        doubted = set(failing)
+        for site in sites:
+            if not {site, *SITE_INPUTS[site]} <= seen:
+                continue
+            refed = _judge(
+                site, layer=layer, refeed=refeed, judge=judge, sides=sides, doubted=frozenset(doubted)
+            )
+            if refed is not None:
+                judged[site] = refed
+                if refed.result.status is not SiteStatus.FAIL:
+                    doubted.remove(site)
+    return judged
 
 
-def _judge(site: Site, *, layer: int, refeed: Refeed, judge: LayerJudge, sides: Sides) -> Refed | None:
+def _judge(
+    site: Site,
+    *,
+    layer: int,
+    refeed: Refeed,
+    judge: LayerJudge,
+    sides: Sides,
+    doubted: frozenset[Site],
+) -> Refed | None:
     result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
     mismatch = find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site))
     if mismatch is not None:
@@ -88,7 +102,7 @@ def _judge(site: Site, *, layer: int, refeed: Refeed, judge: LayerJudge, sides: 
     if not stored.has_floor:
         return None
     first: Refed | None = None
-    for rows in refeed.rows(site, stored):
+    for rows in refeed.rows(site, stored, doubted=doubted):
         judged = judge_values(result, rows, criteria=sides.criteria, terms=judge.terms(site))
         refed = Refed(result=_told(judged), rows=rows)
         if judged.status is not SiteStatus.FAIL:

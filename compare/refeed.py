@@ -24,6 +24,7 @@ from minimax_tools.checkpoint.names import CORRECTION_BIAS
 from minimax_tools.floor import token_rows
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.own_layer import OwnLayer
+from minimax_tools.reference.upcast import upcast_experts
 from minimax_tools.sites import SITE_INPUTS, Site
 
 # Experts are read for so many tokens and no more: those that are furthest off, and others evenly spread.
@@ -38,7 +39,6 @@ class Refeed:
         sides: The captures; the golden is mm2's own.
         golden: The golden.
         layer: The layer.
-        failing: Its sites that fail: what a port shows there may be a copy of what it computes with.
         open_weights: Gives its weights; called once, when they are needed.
     """
 
@@ -48,12 +48,10 @@ class Refeed:
         golden: Capture,
         *,
         layer: int,
-        failing: frozenset[Site],
         open_weights: Callable[[], GoldenWeights],
     ) -> None:
         self._sides = sides
         self._layer = layer
-        self._failing = failing
         self._open_weights = open_weights
         inputs = golden.read_inputs()
         self._position_ids = sides.batch.tokens(inputs.position_ids)
@@ -69,15 +67,16 @@ class Refeed:
     def _own(self) -> OwnLayer:
         return OwnLayer(self._weights.spec, self._weights.tensors)
 
-    def rows(self, site: Site, stored: Rows) -> Iterator[Rows]:
+    def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
         """Rows of a site whose golden is computed from the port's own values.
 
         First from all that the port shows. Then, since that may be a copy of what it computes with (scaled, in another
-        order), with the golden's in place of some that fail: a stage that is right with any of these is right.
+        order), with the golden's in place of some that are doubted: a stage that is right with any of these is right.
 
         Args:
             site: Any whose values are judged.
             stored: As both sides stored them; they have a floor.
+            doubted: Sites that are wrong by themselves.
 
         Yields:
             Those tokens of which all that the site is computed from is finite; of `moe_delta` some of them. Nothing
@@ -92,7 +91,7 @@ class Refeed:
         if not bool(tokens.any()):
             return
         selected = stored.select(tokens)
-        for number, (values, computed) in enumerate(self._compute_variants(site, upstream, tokens)):
+        for number, (values, computed) in enumerate(self._compute_variants(site, upstream, tokens, doubted)):
             floor = foreseen_error_at(selected, computed)
             if site is Site.ATTN_CONTEXT:
                 floor = floor.times(self._score_growth(values, upstream.mine)[tokens].square())
@@ -139,10 +138,10 @@ class Refeed:
         return Upstream.read(site, sides=self._sides, layer=self._layer, prompt_of=self._prompt_of)
 
     def _compute_variants(
-        self, site: Site, upstream: Upstream, tokens: torch.Tensor
+        self, site: Site, upstream: Upstream, tokens: torch.Tensor, doubted: frozenset[Site]
     ) -> Iterator[tuple[Values, torch.Tensor]]:
         """What the site may have been computed from, [T,F] each, and what comes of it at the `tokens`, [t,F]."""
-        variants = upstream.variants(self._failing, self._read(Site.ROUTER_WEIGHTS))
+        variants = upstream.variants(doubted, self._read(Site.ROUTER_WEIGHTS))
         first = next(variants)
         yield first, self._compute(site, first, tokens)
         if site is not Site.MOE_DELTA:
@@ -169,6 +168,9 @@ class Refeed:
 
     def _run(self, site: Site, values: Values, position_ids: torch.Tensor) -> torch.Tensor:
         """The site's rows [t,F] as if all were one prompt without padding; most stages heed no other token."""
+        if site is Site.MOE_DELTA:
+            inputs = (values[upstream] for upstream in SITE_INPUTS[site])
+            return upcast_experts(self._weights.tensors, *inputs)
         head_dim = self._weights.spec.head_dim
         shaped = {
             upstream: rows.unflatten(-1, (-1, head_dim)).transpose(0, 1)[None]

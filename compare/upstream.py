@@ -59,31 +59,31 @@ class Upstream:
             usable = ~torch.isin(prompt_of, prompt_of[~usable])
         return cls(site=site, mine=mine, theirs=theirs, usable=usable)
 
-    def variants(self, failing: frozenset[Site], router: Upstream | None) -> Iterator[Values]:
+    def variants(self, doubted: frozenset[Site], router: Upstream | None) -> Iterator[Values]:
         """What the site may have been computed from: first all that the port shows.
 
         What it shows may be a copy of what it computes with, scaled or in another order: so then with the golden's
-        values, or experts weighed again, in place of what fails.
+        values, or experts weighed again, in place of what is doubted.
 
         Args:
-            failing: Sites that fail.
+            doubted: Sites that are wrong by themselves; what only repeats an error is what the port computes with.
             router: What the router's weights are computed from.
         """
         groups = [[one] for one in SITE_INPUTS[self.site]]
         if self.site is Site.MOE_DELTA:
             # A choice and its weights go together.
             groups = [[Site.POST_NORM], [Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS]]
-        choices = [list(self._alternatives(group, failing, router)) for group in groups]
+        choices = [list(self._alternatives(group, doubted, router)) for group in groups]
         for chosen in itertools.product(*choices):
             values = {name: rows for part in chosen for name, rows in part.items()}
             if any(values[name] is not self.mine[name] for name in values):
                 yield values
 
     def _alternatives(
-        self, group: list[Site], failing: frozenset[Site], router: Upstream | None
+        self, group: list[Site], doubted: frozenset[Site], router: Upstream | None
     ) -> Iterator[Values]:
         yield {site: self.theirs[site] for site in group}
-        if not failing & set(group):
+        if not doubted & set(group):
             return
         if Site.ROUTER_WEIGHTS in group and router is not None and bool(router.usable.all()):
             # Whatever order the port shows their weights in.
