@@ -72,8 +72,7 @@ def blame_layer(
     }
     for site in excused:
         if _fails(refed, site):
-            one = refed[site]
-            blame[site] = Blame(layer=layer, sites=(one.site,), reason=one.reason, excess=_excess(one))
+            blame[site] = Blame(layer=layer, sites=(str(site),), reason=refed[site].reason)
     return tuple(blame[site] for site in _in_order(set(blame)))
 
 
@@ -180,16 +179,7 @@ def _blame(
     if is_chained:
         command = f"mm2-test single-layer --layer {layer}"
         reason += f"; a chained run shows only where errors begin: run {command} on the golden"
-    return Blame(
-        layer=layer,
-        sites=tuple(str(suspect) for suspect in suspects),
-        reason=reason,
-        excess=_excess(results[site]),
-    )
-
-
-def _excess(result: SiteResult) -> float:
-    return 0.0 if result.nearest is None else result.nearest.excess
+    return Blame(layer=layer, sites=tuple(str(suspect) for suspect in suspects), reason=reason)
 
 
 def _join(sites: list[Site]) -> str:

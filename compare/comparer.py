@@ -53,6 +53,7 @@ class _Part:
     Args:
         results: Its sites.
         blame: Whom they blame.
+        refed: Some of the sites once more, judged by what the port itself computed them from.
         layer: The layer; None outside them.
         is_stopped: Whether the run stopped before it.
         is_handed_on: Whether other layers' errors were handed to it: it blames only where they do not.
@@ -62,6 +63,7 @@ class _Part:
 
     results: tuple[SiteResult, ...]
     blame: tuple[Blame, ...] = ()
+    refed: tuple[SiteResult, ...] = ()
     layer: int | None = None
     is_stopped: bool = False
     is_handed_on: bool = False
@@ -134,7 +136,7 @@ def compare_captures(
         ),
         sites=sites,
         blame=blame,
-        blame_groups=group_blame(blame, sites),
+        blame_groups=group_blame(blame, (*sites, *(result for part in parts for result in part.refed))),
         curve=trace_curve(sites, target=target, golden=reference),
         notes=(
             *notes,
@@ -180,6 +182,7 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
         layer=layer,
         results=tuple(located.values()),
         blame=blame,
+        refed=tuple(replace(one.result, where=located[site].where) for site, one in refed.items()),
         is_handed_on=feed.is_handed_on,
         is_fed_unknown=not feed.is_recorded,
         num_undecided=sum(results[site] is not judged[site] for site in results),

@@ -7,25 +7,31 @@ from collections.abc import Iterable
 from minimax_tools.results import Blame, BlameGroup, SiteResult
 
 
-def group_blame(blame: Iterable[Blame], results: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
+def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
     """Blame by the sites that it names, in the order of the first layer of each.
 
     Args:
         blame: Earliest layer first.
-        results: Of every site, which tell where within it the error lies.
+        grounds: What it rests on: results, which tell where it is worst; of a site that was judged twice the last.
     """
-    where = {(result.layer, result.site): result.where for result in results}
+    by_site = {(result.layer, result.site): result for result in grounds}
     groups: dict[tuple[str, ...], list[Blame]] = {}
     for one in blame:
         groups.setdefault(one.sites, []).append(one)
+
+    def rests_on(one: Blame) -> list[SiteResult]:
+        return [by_site[one.layer, site] for site in one.sites if (one.layer, site) in by_site]
+
+    def badness(one: Blame) -> float:
+        return max((result.nearest.excess for result in rests_on(one) if result.nearest), default=0.0)
 
     return tuple(
         BlameGroup(
             layers=tuple(one.layer for one in members),
             sites=sites,
-            worst_layer=(worst := max(members, key=lambda one: one.excess)).layer,
+            worst_layer=(worst := max(members, key=badness)).layer,
             reason=worst.reason,
-            where=tuple(sentence for site in sites for sentence in where.get((worst.layer, site), ())),
+            where=tuple(sentence for result in rests_on(worst) for sentence in result.where),
         )
         for sites, members in groups.items()
     )

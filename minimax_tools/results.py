@@ -298,13 +298,11 @@ class Blame:
         layer: The layer; None outside them.
         sites: The site, behind others that may hold the fault as well and that nobody could see.
         reason: Why.
-        excess: How many times its limit the figure is that decided; 0 where no figure did.
     """
 
     layer: int | None
     sites: tuple[str, ...]
     reason: str
-    excess: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
