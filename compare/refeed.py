@@ -21,7 +21,7 @@ from compare.upstream import Upstream, Values
 from compare.weights import GoldenWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
-from minimax_tools.floor import token_rows
+from minimax_tools.floor import choice_margin, token_rows
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.reference.upcast import upcast_experts
@@ -123,16 +123,15 @@ class Refeed:
         if upstream is None or not bool(upstream.usable.all()):
             return None
         mine, theirs = (side[Site.ROUTER_LOGITS] for side in (upstream.mine, upstream.theirs))
-        experts = self._compute(Site.ROUTER_EXPERTS, upstream.theirs, upstream.usable)
-        scores = theirs.sigmoid() + self._weights.tensors[CORRECTION_BIAS].float()
-        k = experts.shape[-1]
-        best = scores.topk(min(k + 1, scores.shape[-1]), dim=-1).values
-        is_whole = k == scores.shape[-1]
-        margin = torch.full_like(best[:, 0], torch.inf) if is_whole else best[:, k - 1] - best[:, k]
         growth = (_lengths(theirs) / _lengths(mine)).clamp(min=1.0)
         if not bool(growth.isfinite().all()):
             return None
-        return experts, RouterNoise(margin=margin, noise=noise.noise * growth, scores=scores)
+        k = self._weights.spec.num_experts_per_tok
+        scores = theirs.sigmoid() + self._weights.tensors[CORRECTION_BIAS].float()
+        margin = choice_margin(scores, k)
+        return scores.topk(k, dim=-1).indices, RouterNoise(
+            margin=margin, noise=noise.noise * growth, scores=scores
+        )
 
     def _read(self, site: Site) -> Upstream | None:
         return Upstream.read(site, sides=self._sides, layer=self._layer, prompt_of=self._prompt_of)
@@ -141,7 +140,8 @@ class Refeed:
         self, site: Site, upstream: Upstream, tokens: torch.Tensor, doubted: frozenset[Site]
     ) -> Iterator[tuple[Values, torch.Tensor]]:
         """What the site may have been computed from, [T,F] each, and what comes of it at the `tokens`, [t,F]."""
-        variants = upstream.variants(doubted, self._read(Site.ROUTER_WEIGHTS))
+        router = self._read(Site.ROUTER_WEIGHTS) if site is Site.MOE_DELTA else None
+        variants = upstream.variants(doubted, router)
         first = next(variants)
         yield first, self._compute(site, first, tokens)
         if site is not Site.MOE_DELTA:

@@ -67,7 +67,7 @@ class Upstream:
 
         Args:
             doubted: Sites that are wrong by themselves; what only repeats an error is what the port computes with.
-            router: What the router's weights are computed from.
+            router: What the router's weights are computed from; of `moe_delta` alone.
         """
         groups = [[one] for one in SITE_INPUTS[self.site]]
         if self.site is Site.MOE_DELTA:

@@ -81,10 +81,13 @@ def refuse_other_model(golden: CaptureSource, found: ModelFingerprint, model: st
         IncomparableError: They differ.
     """
     description = golden.known_description
-    differences = [] if description is None else description.provenance.model.differences(found)
+    if description is None:
+        return
+    differences = description.provenance.model.differences(found)
     if differences:
         raise IncomparableError(
             f"the golden {golden.directory} is not of the checkpoint {model}",
             found="; ".join(differences),
-            next_step="Give --model the checkpoint that the golden was made of (FP8 and BF16 copies agree).",
+            next_step=f"Give --model the checkpoint that it was made of, {description.provenance.model_source} "
+            "(FP8 and BF16 copies agree).",
         )

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.checkpoint.layer_storage import EXPERTS
-from minimax_tools.checkpoint.names import expected_layer_shapes
+from minimax_tools.checkpoint.names import EXPERTS, expected_layer_shapes
 from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
 from minimax_tools.inputs import Inputs
 from minimax_tools.partition.planners import Stage

@@ -22,14 +22,13 @@ from gpu_reference.once_reader import OnceReader
 from gpu_reference.weights import head_name
 from minimax_tools.checkpoint.layer_loader import LayerLoader
 from minimax_tools.checkpoint.layer_storage import (
-    EXPERTS,
     PACKED_DTYPE,
     GroupedStorage,
     LayerStorage,
     PackedStorage,
 )
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, expected_layer_shapes, layer_prefix
+from minimax_tools.checkpoint.names import EMBEDDING, EXPERTS, FINAL_NORM, expected_layer_shapes, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget, give_back_freed_pages

@@ -133,6 +133,14 @@ def error_norms(
     return {name: _on_real(part.norm(dim=-1), real) for name, part in parts.items()}
 
 
+def choice_margin(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Distance of the k-th from the (k+1)-th best of biased scores [...,E]; infinite where all are chosen: [...]."""
+    if k >= scores.shape[-1]:
+        return torch.full(scores.shape[:-1], torch.inf)
+    best = scores.topk(k + 1, dim=-1).values
+    return best[..., k - 1] - best[..., k]
+
+
 def _on_real(statistic: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """A statistic [B,S] with zeros on padding, whatever stood there: NaN too."""
     return torch.where(real, statistic, 0.0)
@@ -140,10 +148,10 @@ def _on_real(statistic: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
 
 def _routing(scores: torch.Tensor, noisy: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Margin [B,S] and noise [B,S] of biased scores [B,S,E] against their BF16 counterpart."""
-    num_experts = scores.shape[-1]
-    if k >= num_experts:
-        return torch.full(scores.shape[:2], torch.inf), torch.zeros(scores.shape[:2])
-    ordered, order = scores.sort(dim=-1, descending=True)
+    margin = choice_margin(scores, k)
+    if k >= scores.shape[-1]:
+        return margin, torch.zeros(scores.shape[:2])
+    order = scores.argsort(dim=-1, descending=True)
     near = order[..., max(k - _COMPETITORS, 0) : k + _COMPETITORS]
     error = (noisy - scores).gather(-1, near).abs()
-    return ordered[..., k - 1] - ordered[..., k], error.amax(dim=-1)
+    return margin, error.amax(dim=-1)

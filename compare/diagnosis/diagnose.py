@@ -66,8 +66,8 @@ def diagnose(
     chosen = layers if layers is not None else _blamed_layers(comparison)
     sides = Sides(reference=golden, target=target, batch=Batch.of(golden, target), criteria=criteria)
     judged = {site.layer for site in comparison.sites if site.layer is not None}
-    all_feeds = {layer: _find_feed(sides, layer) for layer in sorted(judged.union(chosen))}
-    feeds = {layer: feed for layer in chosen if (feed := all_feeds[layer]) is not None}
+    seen = {layer: _find_feed(sides, layer) for layer in (sorted(judged) if layers is None else layers)}
+    feeds = {layer: feed for layer in chosen if (feed := seen[layer]) is not None}
     if chosen and not feeds:
         raise _not_held(chosen[0])
     found = (
@@ -98,7 +98,7 @@ def diagnose(
         layers=diagnosed,
         notes=(
             *(str(_not_held(layer)) for layer in chosen if layer not in feeds),
-            *(_chain_notes(all_feeds, chosen) if layers is None else ()),
+            *(_chain_notes(seen, chosen) if layers is None else ()),
         ),
     )
 

@@ -18,6 +18,7 @@ from minimax_tools.checkpoint.names import (
     EXPERT_DOWN,
     EXPERT_GATE,
     EXPERT_UP,
+    EXPERTS,
     FLOAT32_NAMES,
     expected_layer_shapes,
     expert_weight,
@@ -26,7 +27,6 @@ from minimax_tools.checkpoint.names import (
 from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.spec import ModelSpec
 
-EXPERTS = ".experts."
 _GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _HUB_MOE, _MODULE_MOE = "block_sparse_moe.", "mlp."
 # What a place holds whose tensor is kept as the checkpoint stores it.

@@ -27,6 +27,8 @@ POST_NORM = "post_attention_layernorm.weight"  # [H]
 GATE = "block_sparse_moe.gate.weight"  # [E,H]
 CORRECTION_BIAS = "block_sparse_moe.e_score_correction_bias"  # [E]
 
+# In the names of all tensors of experts, and of no others.
+EXPERTS = ".experts."
 ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
 ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
 

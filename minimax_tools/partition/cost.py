@@ -20,6 +20,7 @@ from minimax_tools.checkpoint.fp8 import scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.names import (
     EMBEDDING,
+    EXPERTS,
     FINAL_NORM,
     FLOAT32_NAMES,
     LM_HEAD,
@@ -32,7 +33,6 @@ from minimax_tools.checkpoint.param_mapper import ParamMapper
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.spec import ModelSpec
 
-_EXPERTS = ".experts."
 # As config.json names them.
 _STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -333,7 +333,7 @@ def _weight_cost(
     flops = 0
     if isinstance(part, int) and len(tensor.shape) > 1:
         flops = 2 * num_parameters
-        if _EXPERTS in tensor.name:
+        if EXPERTS in tensor.name:
             flops = flops * shapes.num_experts_per_tok // shapes.num_experts
     return PartCost(
         stored_bytes=tensor.size_bytes,

@@ -1,7 +1,7 @@
 """OwnLayer: mm2's own reference layer in float32, site by site, with as little of its weights as its rows need.
 
-What a golden or a port computed is held against it, and shares no line with it. Attention runs one head
-of one row of the batch at a time, and of the experts, from those that the rows are routed to, one.
+What a golden or a port computed is held against it, and shares no line with it. One head of one row of the batch
+attends at a time, and of the experts runs one, from those that the rows are routed to.
 B batch, S sequence, T real tokens, H hidden.
 """
 
@@ -107,24 +107,22 @@ class OwnLayer:
 
     def _attend(self, at: _Values, inputs: Inputs) -> torch.Tensor:
         attention = self._attention
-        queries, keys, values = at[Site.Q_ROPE], at[Site.K_ROPE], attention.heads(at[Site.V_PROJ])
-        groups = queries.shape[1] // keys.shape[1]
+        queries, keys = at[Site.Q_ROPE], attention.repeat(at[Site.K_ROPE])
+        values = attention.repeat(attention.heads(at[Site.V_PROJ]))
         rows = []
         for row in range(inputs.batch_size):
             mask = inputs.attention_mask[row : row + 1]
-            heads = []
             # The scores of one head are S x S values.
-            for head in range(queries.shape[1]):
-                kv = head // groups
-                q, k, v = queries[row, head], keys[row, kv], values[row, kv]
-                heads.append(attention.attend(q[None, None], k[None, None], v[None, None], mask))
+            heads = [
+                attention.attend(q[None, None], k[None, None], v[None, None], mask)
+                for q, k, v in zip(queries[row], keys[row], values[row], strict=True)
+            ]
             rows.append(torch.cat(heads, dim=-1))
         return torch.cat(rows)
 
     def _choose_experts(self, at: _Values, _: Inputs) -> torch.Tensor:
-        experts: torch.Tensor = self._router(at[Site.ROUTER_LOGITS], self._tensors[CORRECTION_BIAS].float())[
-            0
-        ]
+        experts: torch.Tensor
+        experts, _weights = self._router(at[Site.ROUTER_LOGITS], self._tensors[CORRECTION_BIAS].float())
         return experts
 
     def _weigh_experts(self, at: _Values, _: Inputs) -> torch.Tensor:

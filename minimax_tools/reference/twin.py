@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minimax_tools.checkpoint.names import ATTENTION_MATRICES
+from minimax_tools.checkpoint.names import ATTENTION_MATRICES, EXPERTS
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.lone_layer import LoneLayer
 from minimax_tools.reference.upcast import upcast_experts
@@ -47,9 +47,7 @@ class Float32Twin:
         module = self._layer.module
         # Norms and router.
         small = {
-            name: tensors[name]
-            for name in tensors
-            if ".experts." not in name and name not in ATTENTION_MATRICES
+            name: tensors[name] for name in tensors if EXPERTS not in name and name not in ATTENTION_MATRICES
         }
         self._layer.bind(small, dtype=torch.float32)
         for name in ATTENTION_MATRICES:

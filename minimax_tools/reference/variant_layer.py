@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import linear, silu
 
-from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, EXPERTS, expert_weight
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.lone_layer import LoneLayer
 from minimax_tools.reference.variants import Variant
@@ -49,7 +49,7 @@ class VariantLayer:
     ) -> None:
         self._layer = LoneLayer(_variant_config(variant, config), layer=layer, device=device)
         module = self._layer.module
-        self._layer.bind({name: tensors[name] for name in tensors if ".experts." not in name})
+        self._layer.bind({name: tensors[name] for name in tensors if EXPERTS not in name})
         if variant.num_parts > 1:
             module.get_submodule("self_attn.o_proj").register_forward_hook(_in_parts(variant.num_parts))
         experts = module.get_submodule("mlp.experts")

@@ -159,8 +159,7 @@ def _judge(findings: list[Finding], trial: TrialOutcome) -> list[Finding]:
         ]
         return [*proved, *explained]
     if trial.is_quantised:
-        reason = "the port means it: its output is right on weights that quantising keeps"
-        return [_judge_quantised(finding, reason) for finding in findings]
+        return [_judge_quantised(finding) for finding in findings]
     # A port that could not run is taken at its word, unless its own names contradict it.
     has_run = trial.error is not None
     return [
@@ -169,8 +168,10 @@ def _judge(findings: list[Finding], trial: TrialOutcome) -> list[Finding]:
     ]
 
 
-def _judge_quantised(finding: Finding, reason: str) -> Finding:
+def _judge_quantised(finding: Finding) -> Finding:
     """What a port means that is right but for quantising; what it computed may cost too much, which no trial tells."""
     if finding.weight is not Weight.SUSPECT:
         return finding
-    return finding.quantised() if finding.mistake is Mistake.COMPUTED else finding.cleared(reason)
+    if finding.mistake is Mistake.COMPUTED:
+        return finding.quantised()
+    return finding.cleared("the port means it: its output is right on weights that quantising keeps")

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
-from minimax_tools.checkpoint.names import ATTENTION_MATRICES
+from minimax_tools.checkpoint.names import ATTENTION_MATRICES, EXPERTS
 from neuron.origins.exchanges import Tensors
 from neuron.origins.on_access import OnAccess
 
@@ -34,7 +34,7 @@ def keep_quantised(tensors: Tensors) -> Tensors:
 
 
 def _is_quantised(name: str) -> bool:
-    return name in ATTENTION_MATRICES or ".experts." in name
+    return name in ATTENTION_MATRICES or EXPERTS in name
 
 
 def _keep(tensors: Tensors, name: str) -> torch.Tensor:

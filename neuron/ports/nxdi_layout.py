@@ -28,6 +28,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import (
     CORRECTION_BIAS,
     EXPERT_DOWN,
+    EXPERTS,
     GATE,
     INPUT_NORM,
     K_NORM,
@@ -45,7 +46,6 @@ from minimax_tools.spec import ModelSpec
 from neuron.builtin.head_layout import Head, HeadLayout
 from neuron.devices.weights import Deferred, Gathered, Weight, unchanged
 
-_EXPERTS = ".experts."
 _MOE = r"(?:block_sparse_moe|mlp|moe|feed_forward)\."
 
 
@@ -93,7 +93,7 @@ class NxdiLayout:
             for rule, match in _rules_of(name)
             for text in rule.takes
         }
-        return [name for name in tensors if (_EXPERTS if _EXPERTS in name else name) not in taken]
+        return [name for name in tensors if (EXPERTS if EXPERTS in name else name) not in taken]
 
     @property
     def heads(self) -> HeadLayout:
@@ -252,8 +252,8 @@ _RULES = (
     _renamed(_MOE + r"router\.linear_router\.weight", GATE),
     _rule(_MOE + r"router\.weight_T", (GATE,), NxdiLayout._transposed_gate),
     _renamed(_MOE + r"(?:router\.)?e_score_correction_bias", CORRECTION_BIAS),
-    _rule(_MOE + r"expert_mlps\.mlp_op\.gate_up_proj(?:\.weight)?", (_EXPERTS,), NxdiLayout._gate_up),
-    _rule(_MOE + r"expert_mlps\.mlp_op\.down_proj(?:\.weight)?", (_EXPERTS,), NxdiLayout._down),
+    _rule(_MOE + r"expert_mlps\.mlp_op\.gate_up_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._gate_up),
+    _rule(_MOE + r"expert_mlps\.mlp_op\.down_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._down),
 )
 
 
