@@ -47,7 +47,7 @@ from minimax_tools.options import (
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.progress import LayerProgress, NoProgress, Progress
 from minimax_tools.prompts import build_inputs
-from minimax_tools.reference.variants import variants_beside
+from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
 from minimax_tools.slices.verification_text import render_run
 from minimax_tools.span import Span
@@ -276,6 +276,8 @@ def _read_placement(options: Options) -> Placement:
 def _make_request(
     options: Options, folder: Path, spec: ModelSpec, run: Run, placement: Placement, num_layers: int
 ) -> GoldenRequest:
+    # A float32 run has no BF16 noise to measure.
+    noise_floor = "off" if options["dtype"] == torch.float32 else options["noise_floor"]
     return GoldenRequest(
         model=GoldenModelRequest(
             folder=folder,
@@ -289,17 +291,18 @@ def _make_request(
         model_source=options["model"],
         run=run,
         inputs=build_inputs(read_input_request(options), folder=folder, spec=spec),
-        # A float32 run has no BF16 noise to measure.
-        noise_floor="off" if options["dtype"] == torch.float32 else options["noise_floor"],
-        floor_variants=_read_variants(options),
+        noise_floor=noise_floor,
+        floor_variants=_read_variants(options, noise_floor),
         budget=MemoryBudget(options["memory_budget"]),
     )
 
 
-def _read_variants(options: Options) -> tuple[str, ...]:
-    if not options["floor_variants"]:
-        return ()
-    if options["noise_floor"] == "off" or options["dtype"] == torch.float32 or options["no_save"]:
+def _read_variants(options: Options, noise_floor: str) -> tuple[str, ...]:
+    """The variants to measure: none where no noise floor is, which is refused where they were asked for by number."""
+    number = options["floor_variants"]
+    if noise_floor != "off" and not options["no_save"]:
+        return variant_names(DEFAULT_NUM_VARIANTS if number is None else number)
+    if number:
         raise UsageError(
             "--floor-variants widens the noise floor of a capture, and none is measured",
             found="--no-save"
@@ -309,10 +312,7 @@ def _read_variants(options: Options) -> tuple[str, ...]:
             else "--dtype float32",
             next_step="Leave one of them out.",
         )
-    return variants_beside(
-        attn_implementation=options["attn_implementation"],
-        experts_implementation=options["experts_implementation"],
-    )
+    return ()
 
 
 def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:

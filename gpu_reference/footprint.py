@@ -15,7 +15,6 @@ from minimax_tools.checkpoint.names import EXPERTS, expected_layer_shapes
 from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
 from minimax_tools.inputs import Inputs
 from minimax_tools.partition.planners import Stage
-from minimax_tools.reference.variants import VARIANTS
 from minimax_tools.spec import ModelSpec
 
 # Loading holds, beside what is loaded, the pieces being stacked: 1.8 layers were measured where one was loaded.
@@ -37,7 +36,7 @@ class Footprint:
         keeps_logits: Whether the logits of every position are captured.
         attn_implementation: transformers' attention implementation.
         experts_implementation: transformers' experts implementation.
-        floor_variants: Names of the variants that run after each layer, one by one.
+        floor_variants: Names of the variants that run after each layer, side by side.
     """
 
     spec: ModelSpec
@@ -118,13 +117,14 @@ class Footprint:
 
     @property
     def _variant_bytes(self) -> int:
-        """What one variant takes: its sites, and attention's and one expert's weights, read once more."""
-        if not self.floor_variants:
-            return 0
+        """What the variants take side by side: their sites, what their experts compute, and attention's scores."""
+        num_variants = len(self.floor_variants)
         spec = self.spec
-        attention = 2 * (spec.query_width + spec.key_value_width) * spec.hidden_size
-        expert = 3 * spec.intermediate_size * spec.hidden_size
-        return (self._site_values + attention + expert) * self.dtype.itemsize
+        num_routed = self.inputs.input_ids.numel() * spec.num_experts_per_tok
+        experts = num_routed * (2 * spec.hidden_size + 3 * spec.intermediate_size)
+        # A weight in float32, and the scores of a block of heads with their random steps.
+        lone = spec.query_width * spec.hidden_size + 4 * self.inputs.input_ids.shape[1] ** 2
+        return (num_variants * (self._site_values + experts) + lone * (num_variants > 0)) * _FLOAT32_BYTES
 
     @property
     def _expert_bytes(self) -> int:
@@ -143,8 +143,7 @@ class Footprint:
         """What attention takes for every pair of tokens: the mask, and where it is eager all heads' scores."""
         batch, sequence = self.inputs.input_ids.shape
         num_pairs = batch * sequence**2
-        variants = [VARIANTS[name].attn_implementation for name in self.floor_variants]
-        if "eager" not in (self.attn_implementation, *variants):
+        if self.attn_implementation != "eager":
             return num_pairs * _FLOAT32_BYTES
         # The scores, their softmax in float32, and that rounded.
         scores = self.spec.num_attention_heads * (2 * self.dtype.itemsize + _FLOAT32_BYTES)

@@ -15,8 +15,7 @@ from minimax_tools.inputs import Inputs
 from minimax_tools.memory import give_back_freed_pages
 from minimax_tools.reference.head import Float32Head
 from minimax_tools.reference.twin import Float32Twin
-from minimax_tools.reference.variant_layer import VariantLayer
-from minimax_tools.reference.variants import VARIANTS
+from minimax_tools.reference.variants import run_variants
 from minimax_tools.sites import ModelSite, Site
 from minimax_tools.spec import ModelSpec
 
@@ -36,7 +35,7 @@ class NoiseFloor:
         weights: The golden's weights.
         spec: The model.
         inputs: The token rows.
-        variants: Names of the other ways to compute a layer that widen its floor (see `reference.variants`).
+        variants: Names of the variants of a layer that widen its floor (see `reference.variants`).
     """
 
     config: MiniMaxM2Config
@@ -89,7 +88,7 @@ class NoiseFloor:
         *,
         device: torch.device,
     ) -> dict[str, torch.Tensor]:
-        """The statistics of the variants of a layer by name, float32 [B,S]: one runs after the other.
+        """The statistics of the variants of a layer by name, float32 [B,S]: all run side by side.
 
         Args:
             layer: The layer's number.
@@ -97,29 +96,34 @@ class NoiseFloor:
             twin: What `run_layer` gave.
             device: Where to compute.
         """
+        if not self.variants:
+            return {}
         weights = self.weights.layer(layer)
+        bias = weights[CORRECTION_BIAS].cpu()
+        computed = run_variants(
+            self.variants,
+            captured[Site.INPUT].to(device),
+            self.inputs,
+            spec=self.spec,
+            tensors=weights,
+            router_experts=captured[Site.ROUTER_EXPERTS],
+            layer=layer,
+        )
         statistics: dict[str, torch.Tensor] = {}
-        for name in self.variants:
-            # What ran before left memory in pieces that nothing large fits into.
-            give_back_freed_pages()
-            runner = VariantLayer(VARIANTS[name], self.config, weights, layer=layer, device=device)
-            computed = runner.run(
-                captured[Site.INPUT],
-                self.inputs,
-                router_experts=captured[Site.ROUTER_EXPERTS],
-                sites=tuple(site for site in twin if site in captured),
-            )
+        for name, sites in computed.items():
             measured = floor_statistics(
-                computed,
+                {site: sites[site].cpu() for site in twin if site in captured},
                 twin,
                 attention_mask=self.inputs.attention_mask,
-                correction_bias=weights[CORRECTION_BIAS].cpu(),
+                correction_bias=bias,
                 num_experts_per_tok=self.spec.num_experts_per_tok,
                 golden=captured,
             )
             # The margin is the twin's: it is one for all.
             measured.pop(ROUTER_MARGIN, None)
             statistics |= {variant_name(name, key): value for key, value in measured.items()}
+        # What ran before left memory in pieces that nothing large fits into.
+        give_back_freed_pages()
         return statistics
 
     def run_head(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:

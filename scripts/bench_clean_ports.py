@@ -58,7 +58,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11, 12])
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["toy", "wide"])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["toy", "wide"],
+        help=f"Of synthetic models ({', '.join(SHAPES)}), and folders of trained ones.",
+    )
     parser.add_argument("--lengths", type=parse_lengths, default=(96, 61, 7))
     parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
     parser.add_argument("--tp-degrees", nargs="*", type=int, default=[])

@@ -134,7 +134,12 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--measurements", type=Path, required=True, help="JSON lines; added to.")
     parser.add_argument("--output", type=Path, required=True, help="The limits, as YAML.")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["toy", "wide"])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["toy", "wide"],
+        help=f"Of synthetic models ({', '.join(SHAPES)}), and folders of trained ones.",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
         "--lengths",

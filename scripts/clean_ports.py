@@ -1,4 +1,4 @@
-"""Ports that are right, run on synthetic models against goldens of several implementations.
+"""Ports that are right, run on synthetic and on trained models against goldens of several implementations.
 
 What they differ by from the golden is noise: the limits of the verdict come from them (scripts/calibrate.py), and
 are held against others of them (scripts/bench_clean_ports.py).
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 from cpu_golden import capture_cpu_golden
+from text_rows import request_text_rows
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.prompts import InputRequest
-from minimax_tools.reference.variants import variants_beside
+from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.run import full_run, sweep_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
@@ -68,11 +69,11 @@ _TRANSFORMERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One synthetic model and one golden of it.
+    """One model and one golden of it.
 
     Args:
-        shape: Of `SHAPES`.
-        seed: Of its weights and of the prompts.
+        shape: Of `SHAPES`, or the folder of a model that was trained.
+        seed: Of a synthetic model's weights, and of the prompts.
         lengths: Of the prompts.
         attention, experts: The golden's implementations.
     """
@@ -135,7 +136,7 @@ def clean_ports(backends: Sequence[str], *, tp_degrees: Sequence[int] = ()) -> t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """A synthetic checkpoint and its golden, on disk."""
+    """A checkpoint and its golden, on disk."""
 
     folder: Path
     spec: ModelSpec
@@ -143,26 +144,29 @@ class Bench:
 
     @classmethod
     def build(cls, setting: Setting, scratch: Path) -> Bench:
-        """Make both below the folder `scratch`."""
-        folder = scratch / "model"
-        synthesize(
-            folder,
-            model=SHAPES[setting.shape],
-            dtype=torch.float8_e4m3fn,
-            shard_size_bytes=None,
-            seed=setting.seed,
-        )
+        """Make below the folder `scratch` what is not there yet."""
+        if setting.shape in SHAPES:
+            folder = scratch / "model"
+            synthesize(
+                folder,
+                model=SHAPES[setting.shape],
+                dtype=torch.float8_e4m3fn,
+                shard_size_bytes=None,
+                seed=setting.seed,
+            )
+            rows = InputRequest(seq_lens=setting.lengths, seed=setting.seed)
+        else:
+            folder = Path(setting.shape)
+            rows = request_text_rows(folder, setting.lengths, seed=setting.seed)
         golden = capture_cpu_golden(
             folder,
             scratch / "golden",
-            rows=InputRequest(seq_lens=setting.lengths, seed=setting.seed),
+            rows=rows,
             sites_level="all",
             noise_floor="full",
             attention=setting.attention,
             experts=setting.experts,
-            floor_variants=variants_beside(
-                attn_implementation=setting.attention, experts_implementation=setting.experts
-            ),
+            floor_variants=variant_names(DEFAULT_NUM_VARIANTS),
         )
         return cls(folder=folder, spec=ModelSpec.from_folder(folder), golden=golden)
 

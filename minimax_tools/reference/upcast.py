@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.core_pool import CorePool
+from minimax_tools.reference.rounding import Rounding
 
 # Half a megabyte in float32: it stays in a core's cache between the cast that writes it and the product that reads it.
 _BLOCK_VALUES = 2**17
@@ -20,11 +22,30 @@ _BLOCK_VALUES = 2**17
 _MANY_TOKENS = 16
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertRounding:
+    """How each token's experts round.
+
+    Args:
+        rounding: Rounds rows.
+        kinds: int64 [T], the `RoundingKind` of each token, ascending.
+    """
+
+    rounding: Rounding
+    kinds: torch.Tensor
+
+    def apply(self, values: torch.Tensor, tokens: torch.Tensor, *, draw: int) -> torch.Tensor:
+        """Round values [t,…] of some tokens [t], ascending, in place."""
+        return self.rounding.apply(values, self.kinds[tokens.cpu()], draw=draw)
+
+
 def upcast_experts(
     weights: Mapping[str, torch.Tensor],
     states: torch.Tensor,
     experts: torch.Tensor,
     shares: torch.Tensor,
+    *,
+    rounding: ExpertRounding | None = None,
 ) -> torch.Tensor:
     """Every token through its experts, in float32: [T,H].
 
@@ -36,6 +57,7 @@ def upcast_experts(
         states: float32 [T,H].
         experts: int64 [T,k], each token's experts.
         shares: float32 [T,k], what each of them counts.
+        rounding: How tokens round what their experts compute, their sums too; None where all are exact.
     """
     output = torch.zeros_like(states)
     numbers = experts.unique().tolist()
@@ -45,14 +67,29 @@ def upcast_experts(
     def run(number: int, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # Threads begin with gradients on.
         with torch.no_grad():
-            expert_output = _run_expert(weights, number, states[tokens], scratch)
-            return expert_output.mul_(shares[tokens, positions, None])
+            of_tokens = states[tokens]
+            expert_output = (
+                _run_expert(weights, number, of_tokens, scratch)
+                if rounding is None
+                else _run_rounded(weights, number, of_tokens, tokens, scratch, rounding)
+            )
+            share = shares[tokens, positions, None]
+            expert_output.mul_(share)
+            return (
+                expert_output
+                if rounding is None
+                else rounding.apply(expert_output, tokens, draw=_draw(number, 7))
+            )
 
     with _side_by_side(states.device) as map_in_order:
-        for (tokens, _), expert_output in zip(
-            routed, map_in_order(run, numbers, *zip(*routed, strict=True)), strict=True
+        for number, (tokens, _), expert_output in zip(
+            numbers, routed, map_in_order(run, numbers, *zip(*routed, strict=True)), strict=True
         ):
-            output.index_add_(0, tokens, expert_output)
+            if rounding is None:
+                output.index_add_(0, tokens, expert_output)
+            else:
+                total = expert_output.add_(output[tokens])
+                output[tokens] = rounding.apply(total, tokens, draw=_draw(number, 8))
     return output
 
 
@@ -83,6 +120,40 @@ def _run_expert(
     )
     activated = torch.nn.functional.silu(gate).mul_(up)
     return _product(weights[expert_weight(number, EXPERT_DOWN)], activated, scratch)
+
+
+# How many roundings an expert may take: each has a number of its own.
+_DRAWS_PER_EXPERT = 16
+
+
+def _draw(number: int, step: int) -> int:
+    return number * _DRAWS_PER_EXPERT + step
+
+
+def _run_rounded(
+    weights: Mapping[str, torch.Tensor],
+    number: int,
+    states: torch.Tensor,
+    tokens: torch.Tensor,
+    scratch: _Scratch,
+    rounding: ExpertRounding,
+) -> torch.Tensor:
+    """[t,H] to [t,H]; the halves of the inner width are added up apart, as two ranks do."""
+
+    def rounded(values: torch.Tensor, step: int) -> torch.Tensor:
+        return rounding.apply(values.contiguous(), tokens, draw=_draw(number, step))
+
+    gate, up = (
+        rounded(_product(weights[expert_weight(number, name)], states, scratch), step)
+        for step, name in enumerate((EXPERT_GATE, EXPERT_UP))
+    )
+    activated = rounded(rounded(torch.nn.functional.silu(gate), 2).mul_(up), 3)
+    down = weights[expert_weight(number, EXPERT_DOWN)]
+    halves = zip(activated.chunk(2, dim=-1), down.chunk(2, dim=-1), strict=True)
+    first, second = (
+        rounded(_product(columns, part, scratch), 4 + half) for half, (part, columns) in enumerate(halves)
+    )
+    return rounded(first.add_(second), 6)
 
 
 def _product(weight: torch.Tensor, states: torch.Tensor, scratch: _Scratch) -> torch.Tensor:

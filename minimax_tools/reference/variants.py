@@ -1,56 +1,59 @@
-"""Variants: other right ways to compute a decoder layer in BF16, which round in other places than the golden.
+"""Variants: samples of how far right ways to compute a decoder layer in BF16 stray from its float32 twin.
 
-A port that rounds there is as right as the golden, and its error is larger or smaller for it. Where the golden measured
-what such ways cost, a port is held, at each site and token, against the one that strays furthest from the float32 twin.
+Implementations that are right round in different places. A golden measures, on its own model and prompts, what that
+costs: beside it, one variant rounds to nearest wherever some right implementation rounds, and others are off by random
+half steps there. A port is held, at each site and token, against whichever strays furthest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+
+import torch
+
+from minimax_tools.inputs import Inputs
+from minimax_tools.reference.rounded_layer import RoundedLayer
+from minimax_tools.reference.rounding import RoundingKind
+from minimax_tools.sites import Site
+from minimax_tools.spec import ModelSpec
+
+# How many a golden measures unless it is told otherwise.
+DEFAULT_NUM_VARIANTS = 2
+MOST_VARIANTS = 8
+_NEAREST = "nearest"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A way to compute a layer; its experts are added up in BF16, one after the other, as transformers' eager ones are.
+def variant_names(number: int) -> tuple[str, ...]:
+    """The names of so many variants: `nearest`, `random_1`, `random_2` and so on."""
+    return tuple(_NEAREST if draw == 0 else f"random_{draw}" for draw in range(number))
+
+
+def run_variants(
+    names: tuple[str, ...],
+    hidden_states: torch.Tensor,
+    inputs: Inputs,
+    *,
+    spec: ModelSpec,
+    tensors: Mapping[str, torch.Tensor],
+    router_experts: torch.Tensor,
+    layer: int,
+) -> Mapping[str, Mapping[Site, torch.Tensor]]:
+    """Compute the variants of one layer side by side.
 
     Args:
-        name: What a capture calls it.
-        attn_implementation: transformers' attention implementation.
-        num_parts: Into how many parts of the width that they sum over the products with o_proj and with the experts'
-            down matrices are cut; each is rounded before they are added, as ranks of tensor parallelism do.
+        names: As `variant_names` gives them.
+        hidden_states: [B,S,H], the golden's own input, where the layer is to be computed.
+        inputs: Mask and positions.
+        spec: The model.
+        tensors: The layer's weights by the hub's relative names.
+        router_experts: int64 [B,S,k], the golden's choice: a near-tie that flips is no rounding error.
+        layer: The layer's number, which seeds what is random.
+
+    Returns:
+        By name every site but the input, float32 where it was computed.
     """
-
-    name: str
-    attn_implementation: str
-    num_parts: int = 1
-
-    def is_golden_of(self, *, attn_implementation: str, experts_implementation: str) -> bool:
-        """Whether a golden of these implementations computes just so."""
-        own = (self.attn_implementation, "eager", self.num_parts)
-        return own == (attn_implementation, experts_implementation, 1)
-
-
-VARIANTS: Mapping[str, Variant] = MappingProxyType(
-    {
-        variant.name: variant
-        for variant in (
-            # Attention's scores are rounded before the softmax, the experts' sum after every expert.
-            Variant(name="eager", attn_implementation="eager"),
-            # What two ranks of tensor parallelism give.
-            Variant(name="halves", attn_implementation="sdpa", num_parts=2),
-        )
-    }
-)
-
-
-def variants_beside(*, attn_implementation: str, experts_implementation: str) -> tuple[str, ...]:
-    """Names of the variants that a golden of these implementations has beside itself."""
-    return tuple(
-        name
-        for name, variant in VARIANTS.items()
-        if not variant.is_golden_of(
-            attn_implementation=attn_implementation, experts_implementation=experts_implementation
-        )
+    kinds = tuple(RoundingKind.NEAREST if name == _NEAREST else RoundingKind.RANDOM for name in names)
+    computed = RoundedLayer(spec, tensors, kinds=kinds, seed=layer).run(
+        hidden_states, inputs, router_experts=router_experts
     )
+    return dict(zip(names, computed, strict=True))

@@ -1,0 +1,73 @@
+"""Rounding: how the copies of a batch that run side by side round what they compute in float32.
+
+A copy is exact, or rounds as hardware does, or is off by a random half step of BF16 wherever hardware would round: a
+sample of what another order of the same operations gives (Monte Carlo arithmetic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+# The bits of a float32 that hold its exponent, and a step of BF16 relative to the power of two that they stand for.
+_EXPONENT_BITS = 0x7F800000
+_STEP = 2.0**-7
+
+
+class RoundingKind(IntEnum):
+    """How a copy rounds; the copies of a batch lie in this order."""
+
+    EXACT = 0
+    NEAREST = 1
+    RANDOM = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """Rounds rows by the copy that they belong to.
+
+    Args:
+        seed: Of the random steps; the same seed and `draw` give the same ones.
+    """
+
+    seed: int
+
+    def apply(self, values: torch.Tensor, kinds: torch.Tensor, *, draw: int) -> torch.Tensor:
+        """Round float32 values [R,…] in place, and return them.
+
+        Args:
+            values: Contiguous.
+            kinds: int64 [R], the `RoundingKind` of each row, ascending.
+            draw: The number of this rounding, so that no two share their random steps.
+        """
+        for kind, rows in _slices(kinds):
+            part = values[rows]
+            if kind is RoundingKind.NEAREST:
+                part.copy_(part.bfloat16())
+            elif kind is RoundingKind.RANDOM:
+                part.addcmul_(_steps(part), self._noise(part, draw))
+        return values
+
+    def _noise(self, values: torch.Tensor, draw: int) -> torch.Tensor:
+        """Between −½ and ½; drawn on the CPU, so that it is the same on every device."""
+        generator = torch.Generator().manual_seed((self.seed << 32) + draw)
+        return torch.rand(values.shape, generator=generator).sub_(0.5).to(values.device)
+
+
+def _steps(values: torch.Tensor) -> torch.Tensor:
+    """The distance of neighbouring BF16 numbers around float32 values; 0 around 0."""
+    powers = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return powers.mul_(_STEP)
+
+
+def _slices(kinds: torch.Tensor) -> Iterator[tuple[RoundingKind, slice]]:
+    """The rows of each kind that rounds."""
+    counts = torch.bincount(kinds, minlength=len(RoundingKind)).tolist()
+    start = 0
+    for kind, count in zip(RoundingKind, counts, strict=True):
+        if count and kind is not RoundingKind.EXACT:
+            yield kind, slice(start, start + count)
+        start += count
