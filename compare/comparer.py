@@ -29,6 +29,7 @@ from compare.notes import (
     side_notes,
     unfinished_notes,
 )
+from compare.own_input import on_own_input
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
 from compare.refed_judge import Refed, judge_refed
 from compare.router_dtypes import find_router_dtypes
@@ -163,6 +164,9 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
     if layer not in sides.target.layers:
         return _absent(sides.target, layer, tuple(str(site) for site in sites))
     feed = read_feed(sides, layer)
+    own = on_own_input(sides, layer) if feed.is_handed_on else None
+    if own is not None:
+        sides, feed = own, replace(feed, incoming=None)
     judge = LayerJudge(sides, layer=layer, feed=feed)
     judged = judge.judge_all(sites)
     results = judged if feed.is_recorded else leave_undecided(judged, sides.target)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from compare.derived_choice import derive_choice
 from compare.feed import Feed
 from compare.judge import find_mismatch, judge_values
 from compare.layer_floor import LayerFloor
@@ -50,7 +51,22 @@ class LayerJudge:
         self._floor = LayerFloor(sides.reference, sides.batch, layer=layer)
         self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
         self.router_noise = self._read_router_noise()
-        self._replay = None if self._experts is None else Replay(sides, layer=layer, experts=self._experts)
+        self._derived = derive_choice(sides, layer) if self._hides_experts else None
+        choices = self._experts
+        if self._derived is not None:
+            mine = self._reference.read(layer, Site.ROUTER_EXPERTS)
+            choices = self._batch.rows(mine, Site.ROUTER_EXPERTS), self._derived.experts
+        self._replay = None if choices is None else Replay(sides, layer=layer, experts=choices)
+
+    @property
+    def _hides_experts(self) -> bool:
+        """Whether the port does not show its choice, and shows something behind it."""
+        held, shown = self._reference.sites(self._layer), self._target.sites(self._layer)
+        return (
+            Site.ROUTER_EXPERTS in held
+            and Site.ROUTER_EXPERTS not in shown
+            and any(site in shown for site in _PAST_A_FLIP)
+        )
 
     def judge_all(self, sites: tuple[Site, ...]) -> Mapping[Site, SiteResult]:
         """Every declared site, in the order given."""
@@ -141,7 +157,7 @@ class LayerJudge:
 
     def terms(self, site: Site) -> Terms:
         """What the limits of a site hang on beside its figures."""
-        return self._sides.terms(hides_flips=site in _PAST_A_FLIP and self._experts is None)
+        return self._sides.terms(hides_flips=site in _PAST_A_FLIP and self._replay is None)
 
     def stored_rows(self, site: Site) -> Rows:
         """The real rows of a site that both sides hold in one shape, with the floor that the golden kept."""
@@ -176,7 +192,8 @@ class LayerJudge:
     def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
         """Tokens past a flip that are not replayed; tokens that may flip where the port does not show its experts."""
         if self._replay is not None and replayed is not None:
-            return self._replay.flipped & ~replayed
+            left_out = self._replay.flipped & ~replayed
+            return left_out if self._derived is None else left_out | ~self._derived.is_sure
         return None if self.router_noise is None else self.router_noise.is_fragile()
 
     def _read_router_noise(self) -> RouterNoise | None:

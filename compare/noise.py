@@ -34,7 +34,6 @@ class Rows:
         floor: (reference − twin)² summed per token, where only that was kept.
         widest: (golden or variant − twin)² summed per token, the largest of them; None of a golden without variants.
         incoming: Error of the input that a chained layer was handed; None in isolated runs.
-        replayed: Tokens whose golden was given the port's experts, bool [T]; None where there are none.
         stored_dtype: What the golden holds it in, where `reference` is of another dtype.
     """
 
@@ -46,7 +45,6 @@ class Rows:
     floor: Squares | None = None
     widest: Squares | None = None
     incoming: Incoming | None = None
-    replayed: torch.Tensor | None = None
     stored_dtype: torch.dtype | None = None
 
     @property
@@ -75,7 +73,6 @@ class Rows:
             floor=None if self.floor is None else self.floor.select(tokens),
             widest=None if self.widest is None else self.widest.select(tokens),
             incoming=None if self.incoming is None else self.incoming.select(tokens),
-            replayed=None if self.replayed is None else self.replayed[tokens],
         )
 
 
@@ -95,8 +92,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     per_token = _per_token(error.whole, widened.whole)
     worst = int(per_token.argmax())
     row, position = rows.places[worst].tolist()
-    averaged = rows if rows.replayed is None else rows.select(~rows.replayed)
-    structure = _structure(averaged)
+    structure = _structure(rows)
     if structure is not None and rows.widest is not None:
         # What strays further does so in its averages too.
         structure = structure.divided(_rho(floor.widest(rows.widest).whole, floor.whole))
@@ -118,7 +114,6 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
         channel_offset=structure.channel_offset if structure else None,
         channel_worst=structure.channel_worst if structure else None,
         worst_channel=structure.worst_channel if structure else None,
-        num_averaged=averaged.num_tokens if structure else None,
     )
 
 
@@ -134,11 +129,7 @@ def token_ratios(rows: Rows) -> torch.Tensor:
 
 
 def _structure(rows: Rows) -> Structure | None:
-    """Only where a twin shows both sides' errors, and nothing else than rounding may be in the port's.
-
-    The caller leaves out replayed tokens: their golden keeps the rounding error of the experts that it was computed
-    with. That is as large as the port's, but averages, in which little is left of either, tell them apart.
-    """
+    """Only where a twin shows both sides' errors, and nothing else than rounding may be in the port's."""
     if rows.num_tokens == 0 or rows.twin is None or rows.incoming is not None or _is_rounded(rows):
         return None
     return measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)

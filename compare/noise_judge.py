@@ -184,8 +184,7 @@ def _held_limits(
     )
     # The worst of many is further off than one of them.
     among = {"token_worst": num_tokens, "channel_worst": num_channels}
-    num_averaged = num_tokens if noise.num_averaged is None else noise.num_averaged
-    figures = NOISE_FIGURES if num_averaged >= FEWEST_FOR_STRUCTURE else RATIO_FIGURES
+    figures = NOISE_FIGURES if num_tokens >= FEWEST_FOR_STRUCTURE else RATIO_FIGURES
     for figure in figures:
         value, limit = getattr(noise, figure), table.find(site, figure)
         if value is not None and limit is not None:
@@ -193,9 +192,7 @@ def _held_limits(
             yield NearestLimit(
                 figure=figure,
                 value=math.inf if math.isnan(value) else value,
-                limit=limit.at(
-                    num_tokens=num_averaged if figure in STRUCTURE_FIGURES else num_tokens, share=share
-                ),
+                limit=limit.at(num_tokens=num_tokens, share=share),
             )
 
 

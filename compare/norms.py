@@ -33,6 +33,12 @@ class Squares:
         """Those of some tokens, bool [T]."""
         return Squares(ordinary=self.ordinary[tokens], massive=self.massive[tokens])
 
+    def put(self, tokens: torch.Tensor, other: Squares) -> Squares:
+        """These, but for the other's [t] at some tokens, bool [T]."""
+        ordinary, massive = self.ordinary.clone(), self.massive.clone()
+        ordinary[tokens], massive[tokens] = other.ordinary, other.massive
+        return Squares(ordinary=ordinary, massive=massive)
+
     def plus(self, other: Squares, *, factor: torch.Tensor | float) -> Squares:
         """This and `factor` (of each token, [T]) times the other; never below 0."""
         return Squares(

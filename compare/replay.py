@@ -1,23 +1,24 @@
 """Replay: what the golden would have computed with the port's own experts, so that tokens past a flip are judged.
 
-What another choice changes is computed in float32 and added to the golden and to its twin alike: the golden keeps
-its own rounding error, and the floor its size.
+Other experts are another computation, with a noise floor of its own. So past a flip all of it is computed anew from
+what the golden fed its experts: exactly, as a golden rounds, and with a random variant of its roundings.
 T real tokens, t those that are replayed, H hidden, E experts, k experts per token, F channels of a site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from compare.noise import Rows
+from compare.norms import Squares, square_difference, square_rows
 from compare.routing import expert_shares, flipped_tokens
 from compare.sides import Sides
-from compare.weights import WeightSource
+from compare.weights import GoldenWeights, WeightSource
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
-from minimax_tools.reference.upcast import upcast_experts
+from minimax_tools.reference.rounding import Rounding, RoundingKind
+from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 from minimax_tools.sites import Site
 
 # Of these the other experts' products must be computed; of the router's weights its logits tell all.
@@ -75,29 +76,53 @@ class Replay:
         tokens = self.tokens(site)
         if not bool(tokens.any()):
             return rows
-        stored_dtype = rows.dtype
         if site is Site.ROUTER_WEIGHTS:
-            return replace(
-                rows,
-                reference=_put(
-                    rows.reference, tokens, self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
-                ),
-                twin=None
-                if rows.twin is None
-                else _put(rows.twin, tokens, self._shares(self._logits, tokens)),
-                replayed=tokens,
-                stored_dtype=stored_dtype,
-            )
+            return self._replay_weights(rows, tokens)
         assert self._sides.weights is not None, "tokens are replayed where the weights are known"
-        shift = self._open(self._sides.weights).shift
-        assert shift is not None, "tokens are replayed where the experts' input is known"
+        experts = self._open(self._sides.weights).experts
+        assert experts is not None, "tokens are replayed where the experts' input is known"
+        exact, *rounded = self._behind(site, experts, tokens, rows)
+        errors = [square_difference(exact, one, massive=rows.massive) for one in rounded]
         return replace(
             rows,
-            reference=_add(rows.reference, tokens, shift),
-            twin=None if rows.twin is None else _add(rows.twin, tokens, shift),
-            replayed=tokens,
-            stored_dtype=stored_dtype,
+            reference=_put(rows.reference, tokens, rounded[0]),
+            twin=None if rows.twin is None else _put(rows.twin, tokens, exact),
+            floor=None if rows.floor is None else rows.floor.put(tokens, errors[0]),
+            widest=None if rows.widest is None else rows.widest.put(tokens, errors[0].widest(errors[1])),
         )
+
+    def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
+        """The router's weights, which its logits tell for any choice."""
+        mine = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
+        reference = _put(rows.reference, tokens, mine)
+        if self._logits is None:
+            return replace(rows, reference=reference)
+        exact = self._shares(self._logits, tokens)
+        error = square_difference(exact, mine, massive=rows.massive)
+        scale = _relative_growth(rows, tokens, exact)
+        return replace(
+            rows,
+            reference=reference,
+            twin=None if rows.twin is None else _put(rows.twin, tokens, exact),
+            floor=None if rows.floor is None else rows.floor.put(tokens, error),
+            widest=None if rows.widest is None else rows.widest.put(tokens, error.widest(scale)),
+        )
+
+    def _behind(
+        self, site: Site, experts: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, ...]:
+        """What a site behind the experts is with each of their outputs [t,H]: exact, and rounded in several ways."""
+        if site is Site.MOE_DELTA:
+            return experts
+        exact, mine = self._read(Site.ATTN_RESIDUAL), self._read_reference(Site.ATTN_RESIDUAL)
+        if exact is None or mine is None:
+            # The stream is what is left of the output without what the golden's own experts added.
+            deltas = self._read(Site.MOE_DELTA), self._read_reference(Site.MOE_DELTA)
+            assert deltas[0] is not None and deltas[1] is not None, "both sides are judged at the experts' output"
+            twin = rows.reference.float() if rows.twin is None else rows.twin
+            exact, mine = twin - deltas[0], rows.reference.float() - deltas[1]
+        rounded = ((mine[tokens] + one).to(rows.dtype).float() for one in experts[1:])
+        return (exact[tokens] + experts[0], *rounded)
 
     def _are_experts(self) -> torch.Tensor:
         """Tokens whose experts the port names by numbers that there are: bool [T]."""
@@ -129,21 +154,30 @@ class Replay:
             with source.open_layer(self._layer, self._sides.reference) as weights:
                 self._opened = _Opened(
                     bias=weights.tensors[CORRECTION_BIAS].float(),
-                    shift=self._compute_shift(weights.tensors),
+                    experts=self._compute_experts(weights),
                 )
         return self._opened
 
-    def _compute_shift(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def _compute_experts(self, weights: GoldenWeights) -> tuple[torch.Tensor, ...] | None:
+        """What the port's experts give, [t,H] each: exactly, rounded to nearest, and with a random variant."""
         tokens, states, logits = self._tokens, self._read(Site.POST_NORM), self._logits
-        if states is None or logits is None:
+        mine, mine_logits = (self._read_reference(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
+        if states is None or logits is None or mine is None or mine_logits is None:
             return None
-        mine, theirs = self._mine[tokens], self._theirs[tokens]
-        scores = logits[tokens].sigmoid()
-        shares = expert_shares(scores, theirs), -expert_shares(scores, mine)
-        # The port's choice less the golden's, in one go: each expert is read and upcast once.
-        return upcast_experts(
-            weights, states[tokens], torch.cat((theirs, mine), dim=-1), torch.cat(shares, dim=-1)
+        experts = self._theirs[tokens]
+        shares = [expert_shares(side[tokens].sigmoid(), experts) for side in (logits, mine_logits, mine_logits)]
+        kinds = torch.tensor([RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM])
+        # One pass: each expert is read and upcast once.
+        outputs = upcast_experts(
+            weights.tensors,
+            torch.cat((states[tokens], mine[tokens], mine[tokens])),
+            experts.repeat(len(kinds), 1),
+            torch.cat(shares),
+            rounding=ExpertRounding(
+                rounding=Rounding(seed=self._layer), kinds=kinds.repeat_interleave(len(experts))
+            ),
         )
+        return tuple(outputs.chunk(len(kinds)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,12 +186,12 @@ class _Opened:
 
     Args:
         bias: The correction bias, float32 [E].
-        shift: What the port's experts change in what they add, float32 [t,H]; None where the golden did not keep
-            what they were fed.
+        experts: What the port's experts add, float32 [t,H]: exactly, and rounded in two ways; None where the golden did
+            not keep what they were fed.
     """
 
     bias: torch.Tensor
-    shift: torch.Tensor | None
+    experts: tuple[torch.Tensor, ...] | None
 
 
 def _put(rows: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -166,10 +200,9 @@ def _put(rows: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor) -> torc
     return changed
 
 
-def _add(rows: torch.Tensor, tokens: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Float32 rows: a sum rounded to BF16 would add an error that the golden has not."""
-    changed = rows.float()
-    if changed is rows:
-        changed = rows.clone()
-    changed[tokens] += shift
-    return changed
+def _relative_growth(rows: Rows, tokens: torch.Tensor, exact: torch.Tensor) -> Squares:
+    """What the widened floor of the golden's own choice is, to the size of what replaces it."""
+    assert rows.widest is not None
+    before = square_rows(rows.reference[tokens].float(), massive=rows.massive).whole
+    after = square_rows(exact, massive=rows.massive).whole
+    return rows.widest.select(tokens).times(after / before)

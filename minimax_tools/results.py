@@ -68,8 +68,6 @@ class NoiseRatio:
             them, and in chained runs.
         channel_worst: The worst channel's, over all tokens; None as above.
         worst_channel: Which it is.
-        num_averaged: How many tokens these averages are of: the judged ones but for those whose golden was given the
-            port's experts, as it keeps the rounding error of its own. None for all of them.
         is_widened: Whether the golden's variants widen the floor.
     """
 
@@ -89,7 +87,6 @@ class NoiseRatio:
     channel_offset: float | None = None
     channel_worst: float | None = None
     worst_channel: int | None = None
-    num_averaged: int | None = None
     is_widened: bool = False
 
 

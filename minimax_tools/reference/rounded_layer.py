@@ -56,8 +56,9 @@ class RoundedLayer:
         Args:
             hidden_states: [B,S,H], what the layer is fed.
             inputs: Mask and positions.
-            router_experts: int64 [B,S,k], the choice to replay; None for each copy's own. The site tells the own, and
-                the weights are those of what was replayed, in its order.
+            router_experts: int64 [B,S,k], the choice that all copies replay; None for that of the copy that rounds to
+                nearest, or of the first where none does. The site tells each copy's own choice, and the weights are
+                those of what was replayed, in its order.
         """
         with torch.no_grad():
             sites = _Pass(self._spec, self._tensors, inputs, kinds=self._kinds, seed=self._seed).run(
@@ -107,9 +108,10 @@ class _Pass:
         scores = sites[Site.ROUTER_LOGITS].sigmoid()
         bias = self._weight(names.CORRECTION_BIAS, hidden)
         sites[Site.ROUTER_EXPERTS] = (scores + bias).topk(spec.num_experts_per_tok, dim=-1).indices
-        experts = sites[Site.ROUTER_EXPERTS]
-        if router_experts is not None:
-            experts = router_experts.long().to(hidden.device).repeat(copies, 1, 1)
+        if router_experts is None:
+            lead = self.kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in self.kinds else 0
+            router_experts = sites[Site.ROUTER_EXPERTS].chunk(copies)[lead]
+        experts = router_experts.long().to(hidden.device).repeat(copies, 1, 1)
         chosen = scores.gather(-1, experts)
         sites[Site.ROUTER_WEIGHTS] = chosen / chosen.sum(-1, keepdim=True)
         real = mask.bool().repeat(copies, 1)

@@ -1,0 +1,76 @@
+"""DerivedChoice: the experts that a port must have chosen, by what it shows of its router.
+
+A dump often keeps the router's logits, or what the router was fed, and not the choice. A right router chooses by them.
+T real tokens, E experts, k experts per token, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from compare.sides import Sides
+from compare.weights import GoldenWeights
+from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE
+from minimax_tools.floor import choice_margin
+from minimax_tools.sites import Site
+
+# Of float32 logits summed in another order, relative to the largest of a token.
+_FLOAT32_ERROR = 1e-5
+# Half a step of BF16, relative to the value.
+_BFLOAT16_ERROR = 2.0**-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DerivedChoice:
+    """A choice that was not shown.
+
+    Args:
+        experts: int64 [T,k].
+        is_sure: bool [T], false where what is shown is too coarse to tell the choice.
+    """
+
+    experts: torch.Tensor
+    is_sure: torch.Tensor
+
+
+def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
+    """The choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
+
+    Returns:
+        None where the port shows neither, or nobody knows the weights.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    if sides.weights is None or sides.criteria.name == "classic":
+        return None
+    shown = {site: sides.read_rows(layer, site) for site in (Site.ROUTER_LOGITS, Site.POST_NORM)}
+    usable = {
+        site: rows[1].float()
+        for site, rows in shown.items()
+        if rows is not None and bool(rows[1].isfinite().all())
+    }
+    if not usable:
+        return None
+    with sides.weights.open_layer(layer, sides.reference) as weights:
+        return _derive(usable, weights)
+
+
+def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedChoice:
+    logits, k = shown.get(Site.ROUTER_LOGITS), weights.spec.num_experts_per_tok
+    if logits is None:
+        logits = shown[Site.POST_NORM] @ weights.tensors[GATE].float().T
+        error = _FLOAT32_ERROR * logits.abs().amax(dim=-1, keepdim=True)
+    elif torch.equal(logits, logits.bfloat16().float()):
+        error = _BFLOAT16_ERROR * logits.abs()
+    else:
+        error = _FLOAT32_ERROR * logits.abs().amax(dim=-1, keepdim=True)
+    scores = logits.sigmoid()
+    reach = (scores * (1.0 - scores) * error).amax(dim=-1)
+    biased = scores + weights.tensors[CORRECTION_BIAS].float()
+    return DerivedChoice(
+        experts=biased.topk(k, dim=-1).indices, is_sure=choice_margin(biased, k) > 2.0 * reach
+    )
