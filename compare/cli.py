@@ -11,7 +11,7 @@ from compare.comparer import compare_captures
 from compare.limits_file import CALIBRATION
 from compare.opening import open_named_sides, opening_options
 from compare.options import criteria_options, read_criteria
-from compare.weights import CheckpointWeights
+from compare.weights import find_weights
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.errors import UsageError
@@ -39,8 +39,8 @@ def _print_template(context: click.Context, parameter: click.Parameter, value: b
     "--model",
     envvar="MM2_MODEL",
     metavar="FOLDER|HUB_ID",
-    help="Checkpoint of the golden: by its weights tokens are judged that the port sends to other experts, and sites "
-    "behind a failing one [env: MM2_MODEL].",
+    help="Checkpoint of the golden; the one that it was made from, if that is on this machine. Needed to judge chained "
+    "layers on the port's own input, rerouted tokens, and sites behind a failing one [env: MM2_MODEL].",
 )
 @captures_option
 @opening_options
@@ -74,11 +74,13 @@ def main(
         raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
     golden = gpu_path or newest_capture(captures, GOLDEN_SIDE)
     device = neuron_path or newest_capture(captures, DEVICE_SIDE)
+    reference, target = open_named_sides(golden, device, options)
     comparison = compare_captures(
-        *open_named_sides(golden, device, options),
+        reference,
+        target,
         criteria=read_criteria(options),
         layer_pattern=_as_pattern(layer) if layer is not None else layer_pattern or "layer_*",
-        weights=None if model is None else CheckpointWeights(model=model),
+        weights=find_weights(model, reference, target),
     )
     written = write_report(comparison, report_path) if report_path else ()
     if as_json:

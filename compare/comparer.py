@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from compare.batch import Batch
 from compare.blame import blame_layer, excused_sites
-from compare.curve import trace_curve
+from compare.coverage import is_proved, unproved_notes
+from compare.curve import measure_point, trace_curve
 from compare.feed import Feed, read_feed
 from compare.groups import group_blame
 from compare.judge import Criteria
@@ -37,7 +38,7 @@ from compare.sides import Sides
 from compare.undecided import leave_undecided, undecided_notes
 from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.results import Blame, Comparison, GeneratedRow, SiteResult, SiteStatus, Verdict
+from minimax_tools.results import Blame, Comparison, CurvePoint, GeneratedRow, SiteResult, SiteStatus, Verdict
 from minimax_tools.sites import ModelSite, Site
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class _Part:
         is_handed_on: Whether other layers' errors were handed to it: it blames only where they do not.
         is_fed_unknown: Whether nothing tells what it was fed.
         num_undecided: How many of its sites differ, and may do so for what it was fed.
+        point: How far its output is from the golden's; None where that was not judged.
+        is_proved: Whether what leaves it was judged.
     """
 
     results: tuple[SiteResult, ...]
@@ -70,6 +73,8 @@ class _Part:
     is_handed_on: bool = False
     is_fed_unknown: bool = False
     num_undecided: int = 0
+    point: CurvePoint | None = None
+    is_proved: bool = True
 
 
 def compare_captures(
@@ -124,6 +129,7 @@ def compare_captures(
         ]
     )
     num_undecided = sum(part.num_undecided for part in (*parts, head))
+    unproved = [part.layer for part in parts if part.layer is not None and not part.is_proved]
     router_dtypes = find_router_dtypes(reference, target, sites)
     return Comparison(
         reference=str(reference.directory),
@@ -131,20 +137,25 @@ def compare_captures(
         criteria=criteria.name,
         verdict=_conclude(
             sites,
-            is_stopped=any(part.is_stopped for part in (*parts, head)) or num_undecided > 0,
+            is_stopped=any(part.is_stopped for part in (*parts, head))
+            or num_undecided > 0
+            or (bool(unproved) and criteria.name != "classic"),
             is_suspect=bool(router_dtypes),
             is_faulty=bool(blame),
         ),
         sites=sites,
         blame=blame,
         blame_groups=group_blame(blame, (*sites, *(result for part in parts for result in part.refed))),
-        curve=trace_curve(sites, target=target, golden=reference),
+        curve=trace_curve(
+            [part.point for part in parts if part.point is not None], sites, target=target, golden=reference
+        ),
         notes=(
             *notes,
             *foreign_notes(reference, target),
             *unfinished_notes(sides),
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *undecided_notes(num_undecided),
+            *unproved_notes(unproved, sides=sides),
             *nonfinite_notes(sites, blame),
             *side_notes(reference, target),
             *certificate_notes(reference),
@@ -164,6 +175,7 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
     if layer not in sides.target.layers:
         return _absent(sides.target, layer, tuple(str(site) for site in sites))
     feed = read_feed(sides, layer)
+    given, incoming = sides, feed.incoming
     own = on_own_input(sides, layer) if feed.is_handed_on else None
     if own is not None:
         sides, feed = own, replace(feed, incoming=None)
@@ -185,11 +197,14 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
     return _Part(
         layer=layer,
         results=tuple(located.values()),
-        blame=blame,
+        blame=blame if not feed.is_handed_on else _blame_nonfinite(blame, results),
         refed=tuple(replace(one.result, where=located[site].where) for site, one in refed.items()),
         is_handed_on=feed.is_handed_on,
         is_fed_unknown=not feed.is_recorded,
         num_undecided=sum(results[site] is not judged[site] for site in results),
+        point=measure_point(given, layer, results, incoming=incoming),
+        # Floors that are widened by what a layer was handed hide its own mistakes.
+        is_proved=not feed.is_handed_on and is_proved(tuple(results.values())),
     )
 
 
@@ -202,6 +217,18 @@ def _judge_excused(
     failing = frozenset(site for site, result in results.items() if result.status is SiteStatus.FAIL)
     excused = excused_sites(results, fed=feed.known)
     return judge_refed(excused, layer=layer, failing=failing, judge=judge, sides=sides)
+
+
+def _blame_nonfinite(
+    blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]
+) -> tuple[Blame, ...]:
+    """Of a layer that was handed errors of others: only what made a NaN or Inf itself is sure to be wrong."""
+    made = {
+        str(site)
+        for site, one in results.items()
+        if one.metrics is not None and one.metrics.num_nonfinite_target
+    }
+    return tuple(one for one in blame if one.sites[-1] in made)
 
 
 def _compare_model(sides: Sides, sites: tuple[ModelSite, ...]) -> _Part:

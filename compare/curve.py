@@ -7,52 +7,70 @@ sites are judged by floors that are widened by them. What a layer itself does wr
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from compare.incoming import Incoming
+from compare.norms import square_difference, square_rows
+from compare.sides import Sides
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.floor import massive_channels
 from minimax_tools.results import Curve, CurvePoint, SiteResult, SiteStatus
 from minimax_tools.run import Mode
 from minimax_tools.sites import Site
 
+_TINY = 1e-300
+
+
+def measure_point(
+    sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, incoming: Incoming | None
+) -> CurvePoint | None:
+    """How far a layer's output is from the golden's; None where it was not judged.
+
+    Args:
+        sides: The captures; the golden's own values, not those on the port's input.
+        layer: The layer.
+        results: Of its sites.
+        incoming: The error of what it was handed.
+    """
+    result, rows = results.get(Site.OUTPUT), sides.read_rows(layer, Site.OUTPUT)
+    if result is None or rows is None or result.nearest is None:
+        return None
+    massive = massive_channels(rows[0])
+    error, size = square_difference(*rows, massive=massive).whole, square_rows(rows[0], massive=massive).whole
+    noise = result.noise
+    return CurvePoint(
+        layer=layer,
+        error=float((error.sum() / size.sum().clamp(min=_TINY)).sqrt()),
+        handed_on=0.0 if incoming is None else incoming.overall,
+        floor=None if noise is None else noise.floor,
+        ratio=result.nearest.excess if noise is None else noise.whole,
+    )
+
 
 def trace_curve(
-    results: Sequence[SiteResult], *, target: CaptureSource, golden: CaptureSource
+    points: Sequence[CurvePoint],
+    results: Sequence[SiteResult],
+    *,
+    target: CaptureSource,
+    golden: CaptureSource,
 ) -> Curve | None:
     """The curve of a comparison; None where the run is isolated, or no layer's output was judged.
 
     Args:
+        points: Of every layer, ascending.
         results: Of every site, layers ascending.
         target: The device run.
         golden: The golden.
     """
     description = target.known_description
-    if description is None or description.run.mode is not Mode.CHAINED:
-        return None
-    points = tuple(point for result in results if (point := _point(result)) is not None)
-    if not points:
+    if description is None or description.run.mode is not Mode.CHAINED or not points:
         return None
     onset = next(
         (result.layer for result in results if result.status is SiteStatus.FAIL and result.layer is not None),
         None,
     )
-    return Curve(points=points, onset=onset, command="" if onset is None else _command(onset, target, golden))
-
-
-def _point(result: SiteResult) -> CurvePoint | None:
-    if result.layer is None or result.site != Site.OUTPUT or result.metrics is None or result.nearest is None:
-        return None
-    error = result.metrics.relative_l2
-    if result.noise is not None:
-        return CurvePoint(
-            layer=result.layer,
-            error=error,
-            handed_on=result.noise.incoming,
-            floor=result.noise.floor,
-            ratio=result.noise.whole,
-        )
-    handed_on = result.relative.incoming if result.relative is not None else 0.0
-    return CurvePoint(
-        layer=result.layer, error=error, handed_on=handed_on, floor=None, ratio=result.nearest.excess
+    return Curve(
+        points=tuple(points), onset=onset, command="" if onset is None else _command(onset, target, golden)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.hub import resolve_model
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import IncomparableError
+from minimax_tools.errors import CheckpointError, IncomparableError
 from minimax_tools.options import DTYPES
 from minimax_tools.spec import ModelSpec
 
@@ -67,6 +68,35 @@ class CheckpointWeights:
             tensors = LayerTensors.open(reader, spec, layer, dtype)
             refuse_other_model(reference, ModelFingerprint.of(reader, spec, layers), self.model)
             yield GoldenWeights(spec=spec, tensors=tensors)
+
+
+def find_weights(
+    model: str | None, reference: CaptureSource, target: CaptureSource
+) -> CheckpointWeights | None:
+    """The weights of the checkpoint that was named, else of the one that either capture was made from.
+
+    Args:
+        model: As `--model` names it; None to look for the captures' own, which may not be on this machine.
+        reference: The golden.
+        target: The device run.
+
+    Returns:
+        None where no checkpoint was named, and neither capture's own is here and still the golden's.
+    """
+    if model is not None:
+        return CheckpointWeights(model=model)
+    for source in (reference, target):
+        description = source.known_description
+        if description is None or not (Path(description.provenance.model_source) / "config.json").is_file():
+            continue
+        found = CheckpointWeights(model=description.provenance.model_source)
+        try:
+            with found.open_layer(min(target.layers, default=0), reference):
+                return found
+        except (IncomparableError, CheckpointError):
+            # What lies there today is no longer what the golden was made of.
+            continue
+    return None
 
 
 def refuse_other_model(golden: CaptureSource, found: ModelFingerprint, model: str) -> None:

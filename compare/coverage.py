@@ -1,0 +1,44 @@
+"""Coverage: which compared layers a pass would stand on.
+
+A layer is proved by its end: what leaves it shows every mistake in it. A layer whose end was judged on no token may be
+wrong, whatever passes before. So may one that was handed the errors of other layers, where no checkpoint tells what a
+right layer makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compare.sides import Sides
+from minimax_tools.results import SiteResult
+from minimax_tools.sites import Site
+
+# What leaves the experts; either shows their mistakes.
+_ENDS = (Site.MOE_DELTA, Site.OUTPUT)
+
+
+def is_proved(results: Sequence[SiteResult]) -> bool:
+    """Whether the end of a layer was judged, on at least one token.
+
+    Args:
+        results: Of the sites that its run computes, in execution order; none of a layer that has not run.
+    """
+    by_site = {Site(one.site): one for one in results}
+    ends = [by_site[site] for site in _ENDS if site in by_site] or list(results[-1:])
+    return any(one.status.is_compared for one in ends)
+
+
+def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
+    """Which layers no verdict stands on, and what would settle them."""
+    if not layers:
+        return ()
+    names = ", ".join(str(layer) for layer in layers)
+    remedy = (
+        "--model DIR computes what a right layer makes of the port's own input"
+        if sides.weights is None
+        else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
+    )
+    return (
+        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that was handed errors of others, or whose end "
+        f"was judged on no token, may be wrong and pass. To settle it: {remedy}",
+    )
