@@ -4,7 +4,8 @@
 - `pairing`: whether two captures may be judged at all, and which layers that gives
 - `sides`: the two captures, with the `batch` of real tokens that they have in common
 - `opening`: both sides, as a command names them and whichever tool wrote them
-- `feed`: what a layer was fed; `incoming`: the error of what another layer handed on
+- `feed`: what a layer was fed; `incoming`: the error of what another layer handed on; `own_input`: a layer's golden on
+  the port's own input
 - `layer_judge`, `model_judge`: the sites of a layer and those outside; `judge`: one site, by noise (`noise_judge`) or
   by the five classic `criteria`
 - `noise`: ρ, in units of what BF16 costs, from the `norms` of rows and the `layer_floor` that the golden kept;
@@ -12,12 +13,13 @@
 - `limits`: what right ports stay below, by site and figure; `limit`: one of them, by what is averaged and how much is
   judged; `terms`: what else they hang on; `limits_file`: read from calibration.yaml or a file of one's own
 - `routing`: expert sets, and which flips the noise explains; `replay`: the golden with the port's own experts, from
-  the `weights`
+  the `weights`; `derived_choice`: the experts that a port must have chosen, where it does not show them
 - `logits`: next-token distributions, judged by `token_limits`; `router_dtypes`: what the router is held in
 - `blame`: where faults lie; `handed_on`: which failures are traces of one before; `refed_judge`: what stands behind a
   fault, judged by what the port itself computed it from (`upstream`, `refeed`); `groups`: layers that share a blame
 - `locate`: where an error lies within a site to blame; `whereabouts`: what its wrong tokens and channels share;
   `place`: some of them, in words
+- `coverage`: layers that a pass would not stand on
 - `curve`: how the error of a chained run grows, and where by more than noise
 - `bisection`: the search for wrong layers by running parts of them
 - `chain_judge`: the end of a chain of layers, judged by its `chain_noise` against `chain_limits`

@@ -219,9 +219,7 @@ def _judge_excused(
     return judge_refed(excused, layer=layer, failing=failing, judge=judge, sides=sides)
 
 
-def _blame_nonfinite(
-    blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]
-) -> tuple[Blame, ...]:
+def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]) -> tuple[Blame, ...]:
     """Of a layer that was handed errors of others: only what made a NaN or Inf itself is sure to be wrong."""
     made = {
         str(site)

@@ -39,6 +39,6 @@ def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
         else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
     )
     return (
-        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that was handed errors of others, or whose end "
-        f"was judged on no token, may be wrong and pass. To settle it: {remedy}",
+        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that was handed errors of others, or whose "
+        f"end was judged on no token, may be wrong and pass. To settle it: {remedy}",
     )

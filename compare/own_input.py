@@ -39,9 +39,7 @@ class OwnInputGolden(Capture):
         weights: Its weights, in the dtype that the golden computed in.
     """
 
-    def __init__(
-        self, golden: Capture, target: CaptureSource, *, layer: int, weights: GoldenWeights
-    ) -> None:
+    def __init__(self, golden: Capture, target: CaptureSource, *, layer: int, weights: GoldenWeights) -> None:
         super().__init__(golden.directory, golden.manifest)
         inputs = golden.read_inputs()
         is_padding = inputs.attention_mask == 0
@@ -141,6 +139,4 @@ def on_own_input(sides: Sides, layer: int) -> Sides | None:
     if fed is None or not bool(fed[1].isfinite().all()):
         return None
     with source.open_layer(layer, golden) as weights:
-        return replace(
-            sides, reference=OwnInputGolden(golden, sides.target, layer=layer, weights=weights)
-        )
+        return replace(sides, reference=OwnInputGolden(golden, sides.target, layer=layer, weights=weights))

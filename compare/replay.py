@@ -99,13 +99,14 @@ class Replay:
             return replace(rows, reference=reference)
         exact = self._shares(self._logits, tokens)
         error = square_difference(exact, mine, massive=rows.massive)
-        scale = _relative_growth(rows, tokens, exact)
         return replace(
             rows,
             reference=reference,
             twin=None if rows.twin is None else _put(rows.twin, tokens, exact),
             floor=None if rows.floor is None else rows.floor.put(tokens, error),
-            widest=None if rows.widest is None else rows.widest.put(tokens, error.widest(scale)),
+            widest=None
+            if rows.widest is None
+            else rows.widest.put(tokens, error.widest(_to_size(rows.widest, rows, tokens, exact))),
         )
 
     def _behind(
@@ -117,8 +118,8 @@ class Replay:
         exact, mine = self._read(Site.ATTN_RESIDUAL), self._read_reference(Site.ATTN_RESIDUAL)
         if exact is None or mine is None:
             # The stream is what is left of the output without what the golden's own experts added.
-            deltas = self._read(Site.MOE_DELTA), self._read_reference(Site.MOE_DELTA)
-            assert deltas[0] is not None and deltas[1] is not None, "both sides are judged at the experts' output"
+            deltas = [self._read(Site.MOE_DELTA), self._read_reference(Site.MOE_DELTA)]
+            assert None not in deltas, "the golden is judged at the experts' output"
             twin = rows.reference.float() if rows.twin is None else rows.twin
             exact, mine = twin - deltas[0], rows.reference.float() - deltas[1]
         rounded = ((mine[tokens] + one).to(rows.dtype).float() for one in experts[1:])
@@ -165,7 +166,9 @@ class Replay:
         if states is None or logits is None or mine is None or mine_logits is None:
             return None
         experts = self._theirs[tokens]
-        shares = [expert_shares(side[tokens].sigmoid(), experts) for side in (logits, mine_logits, mine_logits)]
+        shares = [
+            expert_shares(side[tokens].sigmoid(), experts) for side in (logits, mine_logits, mine_logits)
+        ]
         kinds = torch.tensor([RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM])
         # One pass: each expert is read and upcast once.
         outputs = upcast_experts(
@@ -200,9 +203,8 @@ def _put(rows: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor) -> torc
     return changed
 
 
-def _relative_growth(rows: Rows, tokens: torch.Tensor, exact: torch.Tensor) -> Squares:
-    """What the widened floor of the golden's own choice is, to the size of what replaces it."""
-    assert rows.widest is not None
+def _to_size(floor: Squares, rows: Rows, tokens: torch.Tensor, exact: torch.Tensor) -> Squares:
+    """A floor of the golden's own choice at some tokens, to the size of what replaces it there."""
     before = square_rows(rows.reference[tokens].float(), massive=rows.massive).whole
     after = square_rows(exact, massive=rows.massive).whole
-    return rows.widest.select(tokens).times(after / before)
+    return floor.select(tokens).times(after / before)

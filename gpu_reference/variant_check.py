@@ -52,7 +52,7 @@ def check_variants(capture: Capture) -> tuple[Check, ...]:
     widest = max(strays, key=lambda stray: stray.widening)
     found = f"{check.found}; they widen the floor up to {widest.widening:.3g} times, at {widest.where}"
     if check.outcome is Outcome.FAILED:
-        found += "; make the golden without --floor-variants"
+        found += "; make the golden with --floor-variants 0"
     return (replace(check, found=found),)
 
 

@@ -5,7 +5,8 @@
 - `module_tree`: how any model that transformers knows names its parts
 - `causal_model`: any causal language model of transformers, whole; `causal_part`: some layers of one, with
   `stand_ins` for the rest, told apart by its `anatomy`
-- `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor; `variants`: other right ways to
-  compute it in BF16, each a `variant_layer`; both are a `lone_layer`, fed by hand
+- `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor, a `lone_layer` that is fed by hand
+- `variants`: samples of other right ways to compute a layer in BF16, copies of a `rounded_layer` that differ in their
+  `rounding`; `upcast`: its experts, and the twin's, in float32
 - `head`: final norm and lm_head in float32, a slab at a time
 """

@@ -51,7 +51,7 @@ class RoundedLayer:
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> tuple[dict[Site, torch.Tensor], ...]:
-        """Every site but the input, for each copy: float32 on the device of the input; of padded rows no expert's output.
+        """Every site but the input, for each copy, float32; of padded rows no expert's output.
 
         Args:
             hidden_states: [B,S,H], what the layer is fed.
@@ -101,7 +101,9 @@ class _Pass:
         sites[Site.ATTN_CONTEXT] = self._attend(
             sites[Site.Q_ROPE], sites[Site.K_ROPE], self._heads(sites[Site.V_PROJ]), mask.repeat(copies, 1)
         )
-        sites[Site.ATTN_DELTA] = self._add_halves(sites[Site.ATTN_CONTEXT], self._weight(names.O_PROJ, hidden))
+        sites[Site.ATTN_DELTA] = self._add_halves(
+            sites[Site.ATTN_CONTEXT], self._weight(names.O_PROJ, hidden)
+        )
         sites[Site.ATTN_RESIDUAL] = self._round(hidden + sites[Site.ATTN_DELTA])
         sites[Site.POST_NORM] = self._norm(sites[Site.ATTN_RESIDUAL], names.POST_NORM)
         sites[Site.ROUTER_LOGITS] = linear(sites[Site.POST_NORM], self._weight(names.GATE, hidden))
@@ -146,7 +148,8 @@ class _Pass:
 
     def _heads(self, flat: torch.Tensor) -> torch.Tensor:
         """[R,S,heads·D] to [R,heads,S,D]."""
-        return flat.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)
+        heads: torch.Tensor = flat.unflatten(-1, (-1, self.spec.head_dim))
+        return heads.transpose(1, 2)
 
     def _rotation(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of every position, [R,1,S,rotary_dim/2]: what they are rounded by, all heads share."""
@@ -179,7 +182,9 @@ class _Pass:
             visible = causal & mask_rs[row].bool()
             for start in range(0, num_heads, block):
                 heads = slice(start, min(start + block, num_heads))
-                keys, values = (side[row].repeat_interleave(groups, dim=0)[heads] for side in (k_rksd, v_rksd))
+                keys, values = (
+                    side[row].repeat_interleave(groups, dim=0)[heads] for side in (k_rksd, v_rksd)
+                )
                 scores = self._round_row(q_rnsd[row][heads] @ keys.transpose(-1, -2), kinds[row])
                 scores = self._round_row(scores * self.spec.head_dim**-0.5, kinds[row])
                 # A finite minimum: a padded query that sees nothing must not become NaN.

@@ -15,6 +15,8 @@ import torch
 # The bits of a float32 that hold its exponent, and a step of BF16 relative to the power of two that they stand for.
 _EXPONENT_BITS = 0x7F800000
 _STEP = 2.0**-7
+# Spreads seeds so that their draws do not meet.
+_GOLDEN_RATIO = 2654435761
 
 
 class RoundingKind(IntEnum):
@@ -53,7 +55,8 @@ class Rounding:
 
     def _noise(self, values: torch.Tensor, draw: int) -> torch.Tensor:
         """Between −½ and ½; drawn on the CPU, so that it is the same on every device."""
-        generator = torch.Generator().manual_seed((self.seed << 32) + draw)
+        # torch's generator heeds 32 bits of a seed.
+        generator = torch.Generator().manual_seed((self.seed * _GOLDEN_RATIO + draw) % 2**32)
         return torch.rand(values.shape, generator=generator).sub_(0.5).to(values.device)
 
 

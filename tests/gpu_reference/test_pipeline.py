@@ -170,7 +170,7 @@ def one_slice(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("options", [("on",), ("auto", "--floor-variants")], ids=["streamed", "held"])
+@pytest.mark.parametrize("options", [("on",), ("auto", "--floor-variants", "3")], ids=["streamed", "held"])
 def test_plan_of_one_slice_runs_without_torchrun(
     toy: Path, one_slice: Path, tmp_path: Path, command: Any, options: tuple[str, ...]
 ) -> None:

@@ -1,7 +1,7 @@
-"""Whole models of the example port with a planted mistake in one layer: `wrong(name, layer=2, shows=...)` makes a target.
+"""Whole models of the example port with a planted mistake in one layer, as targets that their names describe.
 
-Targets by name: `SwappedGateUp_at_2` shows all sites, `SwappedGateUp_at_2_without_experts` hides the choice of experts,
-`SwappedGateUp_at_2_outputs` its output alone; `None_at_2` and so on plant nothing.
+`SwappedGateUp_at_2` shows all sites, `SwappedGateUp_at_2_without_experts` hides the choice of experts, and
+`SwappedGateUp_at_2_outputs` shows its output alone; `Nothing_at_2` and so on plant nothing.
 """
 
 from __future__ import annotations
