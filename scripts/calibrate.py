@@ -3,7 +3,8 @@
     python scripts/calibrate.py --measurements FILE.jsonl --output compare/calibration.yaml
 
 Every run adds its records to the file of measurements, and the limits are fitted to all that it holds: a calibration
-may be made in several sittings, and on several machines (on a Neuron device: --backends neuron-xla). What it writes
+may be made in several sittings, and on several machines (on a Neuron device: --backends neuron-xla). `--before` takes
+up limits whose measurements are no longer there. What it writes
 is read by `mm2-compare --criteria FILE.yaml` too.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from figures import describe_machine
 from fit_limits import Table, fit_floorless, fit_ratios, widen
 from measure_noise import FLOORS, measure
 
+from compare.limits import RATIO_FIGURES, NoiseLimits, SiteLimits
+from compare.limits_file import read_limits
 from minimax_tools.provenance import library_versions
 
 # Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit
@@ -37,22 +40,30 @@ def main() -> int:
         _measure_all(arguments)
     with arguments.measurements.open() as file:
         records = [json.loads(line) for line in file]
-    arguments.output.write_text(calibrate(records), encoding="utf-8")
+    before = None if arguments.before is None else read_limits(arguments.before)
+    arguments.output.write_text(calibrate(records, before=before), encoding="utf-8")
     print(f"{arguments.output}: limits from {len(records)} judged sites", file=sys.stderr)
     return 0
 
 
-def calibrate(records: Sequence[dict[str, Any]]) -> str:
-    """The calibration file that follows from the records."""
-    tables = {}
+def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None = None) -> str:
+    """The calibration file that follows from the records.
+
+    Args:
+        records: Of clean ports, all that `measure` gave.
+        before: Limits that earlier records gave. They stay where these records measured nothing, and where a golden
+            has no variants limits become no tighter than they were.
+    """
+    tables: dict[str, Table] = {}
     for mode in ("isolated", "chained"):
-        tables[mode] = fit_ratios(records, mode=mode, floor="full")
-        estimated = fit_ratios(records, mode=mode, floor="stats")
-        # On machines whose bits differ more than these, the estimate goes as far as what it estimates.
-        tables[f"{mode}_estimated"] = widen(estimated, tables[mode])
+        if any(record["mode"] == mode for record in records):
+            tables[mode] = fit_ratios(records, mode=mode, floor="full")
+            tables[f"{mode}_estimated"] = _fit_estimated(records, tables[mode], mode=mode, floor="stats")
+    tables["without_floor"] = fit_floorless(records, tables["isolated"])
+    if before is not None:
+        tables = _widen_all(tables, before)
     if any(record["floor"] == "full_variants" for record in records):
         tables |= fit_variants(records)
-    tables["without_floor"] = fit_floorless(records, tables["isolated"])
     runs = {(*_run_of(record), record["layer"]) for record in records}
     measured = {
         "made_by": "scripts/calibrate.py",
@@ -60,42 +71,47 @@ def calibrate(records: Sequence[dict[str, Any]]) -> str:
         "versions": library_versions(),
         "torch": sorted({record["torch"] for record in records}),
         "ports": sorted({record["port"] for record in records}),
-        "shapes": sorted({record["shape"] for record in records}),
+        "shapes": sorted({Path(record["shape"]).name for record in records}),
         "seeds": sorted({record["seed"] for record in records}),
         "runs": len({run[:-1] for run in runs}),
         "layers": len(runs),
         "judged_sites": len(records),
     }
-    backends = tuple(sorted({record["port"].split(" on ")[1].split(",")[0] for record in records}))
-    return limits_text(tables, scalars=_SCALARS, backends=backends, measured=measured)
+    backends = {record["port"].split(" on ")[1].split(",")[0] for record in records}
+    if before is not None:
+        backends |= before.backends or set()
+    return limits_text(tables, scalars=_SCALARS, backends=tuple(sorted(backends)), measured=measured)
 
 
 def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
-    """The limits of isolated layers whose golden's floor is widened by variants.
+    """The limits of isolated layers whose golden's floor is widened by variants."""
+    widened = fit_ratios(records, mode="isolated", floor="full_variants")
+    estimated = _fit_estimated(records, widened, mode="isolated", floor="stats_variants")
+    return {"isolated_variants": widened, "isolated_variants_estimated": estimated}
 
-    A run that was held against the golden's own floor alone went no further than it would in a wider unit: it counts
-    too, unless its port computes as a variant does.
+
+def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str, floor: str) -> Table:
+    """The limits where a golden kept the floor's statistics alone.
+
+    On machines whose bits differ more than these, the estimate goes as far as what it estimates.
     """
-    widened, estimated = (
-        fit_ratios(
-            [record for record in records if record["floor"] == f"{floor}_variants"]
-            + [
-                {**record, "floor": f"{floor}_variants"}
-                for record in records
-                if record["floor"] == floor and not _is_variant(record)
-            ],
-            mode="isolated",
-            floor=f"{floor}_variants",
-        )
-        for floor in ("full", "stats")
-    )
-    return {"isolated_variants": widened, "isolated_variants_estimated": widen(estimated, widened)}
+    ratios = {
+        site: {figure: limit for figure, limit in own.items() if figure in RATIO_FIGURES}
+        for site, own in table.items()
+    }
+    estimated = fit_ratios(records, mode=mode, floor=floor)
+    return widen(estimated, ratios) if estimated else ratios
 
 
-def _is_variant(record: dict[str, Any]) -> bool:
-    """Whether a port rounds as the variants do, and the golden does not."""
-    port, golden = str(record["port"]), str(record["golden"])
-    return port.startswith("transformers Eager") and golden != "eager, eager"
+def _widen_all(tables: Mapping[str, Table], before: NoiseLimits) -> dict[str, Table]:
+    """The tables, as wide as those before; and those before that these lack, of goldens without variants."""
+    names = ("isolated", "isolated_estimated", "chained", "chained_estimated", "without_floor")
+    earlier = {name: _as_table(getattr(before, name)) for name in names}
+    return {name: widen(tables[name], table) if name in tables else table for name, table in earlier.items()}
+
+
+def _as_table(limits: SiteLimits) -> Table:
+    return {site: dict(figures) for site, figures in limits.table.items()}
 
 
 def _measure_all(arguments: argparse.Namespace) -> None:
@@ -153,6 +169,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ports", nargs="+", default=[], help="Names of implementations; all by default.")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--floors", nargs="+", choices=FLOORS, default=list(FLOORS), help="Of the goldens.")
+    parser.add_argument(
+        "--before",
+        type=Path,
+        help="Limits of earlier measurements: what is not measured anew stays, and none of them becomes tighter but "
+        "those of goldens with variants.",
+    )
     parser.add_argument("--fit-only", action="store_true", help="Measure nothing more.")
     return parser.parse_args()
 

@@ -89,21 +89,26 @@ def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
 
 
 def widen(table: Table, other: Table) -> Table:
-    """Limits as wide as the wider of both."""
+    """Limits as wide as the wider of both; a figure that one alone limits is limited as there."""
     sites = list(dict.fromkeys((*table, *other)))
-    figures = list(table[ALL_SITES])
+    figures = list(dict.fromkeys(name for one in (table, other) for own in one.values() for name in own))
 
-    def find(one: Table, site: str, figure: str) -> Limit:
-        return one.get(site, {}).get(figure) or one[ALL_SITES][figure]
+    def find(one: Table, site: str, figure: str) -> Limit | None:
+        return one.get(site, {}).get(figure) or one.get(ALL_SITES, {}).get(figure)
 
-    wide = {
-        site: {figure: _wider(find(table, site, figure), find(other, site, figure)) for figure in figures}
-        for site in sites
-    }
+    wide: Table = {}
+    for site in sites:
+        wide[site] = {}
+        for figure in figures:
+            found = [limit for one in (table, other) if (limit := find(one, site, figure)) is not None]
+            if found:
+                wide[site][figure] = _each(found, max)
     everywhere = wide[ALL_SITES]
     return {
         site: {
-            figure: limit for figure, limit in own.items() if site == ALL_SITES or limit != everywhere[figure]
+            figure: limit
+            for figure, limit in own.items()
+            if site == ALL_SITES or limit != everywhere.get(figure)
         }
         for site, own in wide.items()
     }
@@ -132,10 +137,9 @@ def fit_floorless(records: Sequence[Record], ratios: Table) -> Table:
         fitted = _fit_growth(own)
         if fitted is not None:
             table[site]["amplification"] = _times(fitted, _FLOORLESS_MARGIN)
-    table[ALL_SITES]["amplification"] = max(
-        (figures["amplification"] for figures in table.values() if "amplification" in figures),
-        key=lambda limit: limit.usual,
-    )
+    grown = [figures["amplification"] for figures in table.values() if "amplification" in figures]
+    if grown:
+        table[ALL_SITES]["amplification"] = max(grown, key=lambda limit: limit.usual)
     share = _flipped_share(records, table[Site.ROUTER_LOGITS]["relative_l2"].usual)
     table[ALL_SITES]["flipped_share"] = Limit(usual=_rounded(_FLOORLESS_MARGIN * share))
     return dict(table)

@@ -114,13 +114,8 @@ def test_goldens_with_variants_have_limits_of_their_own(tmp_path: Path) -> None:
         for record in plain
         if record["floor"] != "off" and record.get("whole") is not None
     ]
-    # What was measured without variants counts only where the port rounds as the golden does.
-    named = [
-        {**record, "port": record["port"].replace("other", "transformers Eager")}
-        for record in plain + widened
-    ]
     path = tmp_path / "limits.yaml"
-    path.write_text(calibrate(named), encoding="utf-8")
+    path.write_text(calibrate(plain + widened), encoding="utf-8")
     limits = read_limits(path)
     assert limits.isolated_variants is not None
     others, own = limits.isolated.find("all", "whole"), limits.isolated_variants.find("all", "whole")
@@ -128,6 +123,22 @@ def test_goldens_with_variants_have_limits_of_their_own(tmp_path: Path) -> None:
     assert own is not None
     assert others.usual == pytest.approx(1.3, rel=0.03)
     assert own.usual == pytest.approx(1.0, rel=0.03)
+
+
+def test_limits_measured_before_stay_and_grow_no_tighter(tmp_path: Path) -> None:
+    path = tmp_path / "before.yaml"
+    path.write_text(calibrate(records(usual=1.4)), encoding="utf-8")
+    before = read_limits(path)
+    isolated = [record for record in records(usual=1.1) if record["mode"] == "isolated"]
+    again = tmp_path / "again.yaml"
+    again.write_text(calibrate(isolated, before=before), encoding="utf-8")
+    limits = read_limits(again)
+    assert limits.chained == before.chained
+    for site in SITES:
+        earlier, now = before.isolated.find(site, "whole"), limits.isolated.find(site, "whole")
+        assert earlier is not None
+        assert now is not None
+        assert now.usual >= earlier.usual
 
 
 def test_numbers_of_tokens_that_came_once_are_taken_together() -> None:
