@@ -14,8 +14,10 @@ from compare.noise import Rows
 from compare.norms import Squares
 from compare.sides import Sides
 from compare.token_limits import TokenLimits, judge_logits
+from minimax_tools.capture.foreign.capture import ForeignCapture
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.floor import massive_channels, massive_error_name, ordinary_error_name
 from minimax_tools.results import GeneratedRow, SiteResult, SiteStatus
 from minimax_tools.sites import ModelSite, Site
@@ -47,6 +49,9 @@ class ModelJudge:
         if mismatch is not None:
             return replace(result, reason=mismatch)
         rows = self._rows(site, mine, theirs)
+        if rows.num_tokens == 0:
+            reason = "the sides hold it of no token in common"
+            return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
         judged = judge_values(
             result,
             rows,
@@ -110,7 +115,7 @@ class ModelJudge:
         batch = self._sides.batch
         mine = batch.rows(reference, site)
         twin = self._twin(site, mine, target)
-        return Rows(
+        rows = Rows(
             reference=mine,
             target=batch.rows(target, site),
             massive=massive_channels(mine),
@@ -119,6 +124,12 @@ class ModelJudge:
             floor=self._stored_floor(site) if twin is None else None,
             incoming=self._incoming() if site is not ModelSite.EMBEDDING else None,
         )
+        held = [
+            batch.tokens(places)
+            for side in (self._sides.reference, self._sides.target)
+            if (places := _held_rows(side, site)) is not None
+        ]
+        return rows.select(torch.stack(held).all(dim=0)) if held else rows
 
     def _twin(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
         # A lookup rounds nothing: its floor is zero, unless a side stored it in another dtype.
@@ -142,3 +153,8 @@ class ModelJudge:
         rows = self._sides.read_rows(self._last_layer, Site.OUTPUT)
         incoming = None if rows is None else measure_incoming(*rows)
         return None if incoming is None or incoming.overall == 0.0 else incoming
+
+
+def _held_rows(side: CaptureSource, site: ModelSite) -> torch.Tensor | None:
+    """Return the places [B,S] at which another tool's dump holds a site, as bool; None for all."""
+    return side.held_rows(site) if isinstance(side, ForeignCapture) else None
