@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from compare.generated import compare_generated
+from compare.generated import FirstLogits, compare_generated
 from compare.incoming import Incoming, measure_incoming
 from compare.judge import find_mismatch, judge_values
 from compare.logits import compare_logits, logit_noise
@@ -78,6 +78,7 @@ class ModelJudge:
             theirs,
             noise=None if rows is None else logit_noise(rows, usual_error=self._usual_error),
             places=None if rows is None else rows.places,
+            first=None if rows is None else _first_logits(rows, len(mine.rows)),
         )
 
     def _read_logits(self) -> Rows | None:
@@ -158,3 +159,12 @@ class ModelJudge:
 def _held_rows(side: CaptureSource, site: ModelSite) -> torch.Tensor | None:
     """Return the places [B,S] at which another tool's dump holds a site, as bool; None for all."""
     return side.held_rows(site) if isinstance(side, ForeignCapture) else None
+
+
+def _first_logits(rows: Rows, num_prompts: int) -> FirstLogits | None:
+    """Return the logits behind each prompt; None where those of a prompt are not held."""
+    last = [(rows.places[:, 0] == row).nonzero() for row in range(num_prompts)]
+    if any(len(places) == 0 for places in last):
+        return None
+    tokens = torch.stack([places[-1, 0] for places in last])
+    return FirstLogits(reference=rows.reference[tokens], target=rows.target[tokens])
