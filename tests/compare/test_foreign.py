@@ -17,6 +17,7 @@ import torch
 from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.sites import ModelSite, Site
 from neuron.cli import main as mm2_test
 
@@ -328,6 +329,26 @@ class TestDiagnosis:
         assert record["diagnosis"][0]["leaves"] < 1.3
         assert any("on the port's own input" in note for note in record["layers"][0]["notes"])
         assert "layers 1-3 were fed each other's outputs" in record["notes"][0]
+
+    def test_wrong_head_is_named_from_last_tokens_alone(
+        self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
+    ) -> None:
+        source = runs["right"]
+        dumps.write_nxdi(tmp_path / "dump", source)
+        with CheckpointReader(toy) as reader:
+            embedding = reader.read_weight("model.embed_tokens.weight", torch.bfloat16).float()
+        mask = source.read_attention_mask()
+        normed = source.read_model(ModelSite.FINAL_NORM)[torch.arange(2), mask.sum(dim=1) - 1].float()
+        path = nxdi_file(tmp_path / "dump", "lm_head")
+        torch.save((normed @ embedding.T)[:, None].to(torch.load(path).dtype), path)
+        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump", "--json")
+        result = command(mm2_diagnose, *paths, "--quiet")
+        record = json.loads(result.stdout)
+        assert result.exit_code == 1
+        assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [
+            (None, "head_is_embedding")
+        ]
+        assert record["unexplained_blame"] == []
 
     def test_right_layer_behind_a_wrong_one_is_not_blamed(
         self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
