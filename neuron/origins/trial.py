@@ -136,15 +136,15 @@ def run_trial(
         left = best_error
         if left <= max(limit, _LEFT * error):
             return TrialOutcome(error=error, limit=limit, repairs=tuple(chosen), repaired_error=left)
-    best = TrialOutcome(error=error, limit=limit)
+    outcome = TrialOutcome(error=error, limit=limit)
     for name, keep in KEPT.items():
         kept = keep_quantised(tensors, keep)
         kept_error = _measure_error(port.run(kept, given), _reference_output(spec, kept, given), given)
-        if best.kept_error is None or kept_error < best.kept_error:
-            best = replace(best, kept_error=kept_error, kept_as=name)
-        if best.is_quantised:
+        if outcome.kept_error is None or kept_error < outcome.kept_error:
+            outcome = replace(outcome, kept_error=kept_error, kept_as=name)
+        if outcome.is_quantised:
             break
-    return best
+    return outcome
 
 
 def _measure_error(found: torch.Tensor, expected: torch.Tensor, given: TrialInput) -> float:
