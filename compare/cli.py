@@ -86,7 +86,7 @@ def main(
     if as_json:
         print_json(comparison_record(comparison))
     else:
-        click.echo(render_comparison(comparison))
+        click.echo(render_comparison(comparison, shows_metrics=options["shows_metrics"]))
         for path in written:
             click.echo(f"written: {path}")
     raise SystemExit(comparison.verdict.exit_code)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from compare.batch import Batch
 from compare.blame import blame_layer, excused_sites
 from compare.coverage import is_proved, unproved_notes
+from compare.criteria import layers_without_output
 from compare.curve import measure_point, trace_curve
 from compare.feed import Feed, read_feed
 from compare.groups import group_blame
@@ -20,6 +21,7 @@ from compare.model_judge import ModelJudge
 from compare.notes import (
     backend_notes,
     certificate_notes,
+    classic_notes,
     feed_notes,
     flip_notes,
     floor_notes,
@@ -39,6 +41,7 @@ from compare.undecided import leave_undecided, undecided_notes
 from compare.weights import WeightSource
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results import Blame, Comparison, CurvePoint, GeneratedRow, SiteResult, SiteStatus, Verdict
+from minimax_tools.run import Mode
 from minimax_tools.sites import ModelSite, Site
 
 logger = logging.getLogger(__name__)
@@ -128,6 +131,9 @@ def compare_captures(
             _Part(results=(), blame=_blame_tokens(generated, criteria), is_handed_on=True),
         ]
     )
+    if sides.is_classic and _is_chained(target, parts):
+        blame = ()
+    outputs_missing = layers_without_output(sites) if sides.is_classic else ()
     num_undecided = sum(part.num_undecided for part in (*parts, head))
     unproved = [part.layer for part in parts if part.layer is not None and not part.is_proved]
     router_dtypes = find_router_dtypes(reference, target, sites)
@@ -139,7 +145,8 @@ def compare_captures(
             sites,
             is_stopped=any(part.is_stopped for part in (*parts, head))
             or num_undecided > 0
-            or (bool(unproved) and criteria.name != "classic"),
+            or bool(outputs_missing)
+            or (bool(unproved) and not sides.is_classic),
             is_suspect=bool(router_dtypes),
             is_faulty=bool(blame),
         ),
@@ -164,6 +171,7 @@ def compare_captures(
             *backend_notes(sides),
             *router_notes(router_dtypes),
             *flip_notes(sites, sides),
+            *classic_notes(sides, outputs_missing),
         ),
         router_dtypes=router_dtypes,
         generated=generated,
@@ -181,7 +189,8 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
         sides, feed = own, replace(feed, incoming=None)
     judge = LayerJudge(sides, layer=layer, feed=feed)
     judged = judge.judge_all(sites)
-    results = judged if feed.is_recorded else leave_undecided(judged, sides.target)
+    is_decided = feed.is_recorded or sides.is_classic
+    results = judged if is_decided else leave_undecided(judged, sides.target)
     logger.info("Layer %d compared.", layer)
     refed = _judge_excused(results, layer, feed=feed, judge=judge, sides=sides)
     blame = blame_layer(
@@ -259,6 +268,14 @@ def _blame_tokens(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> tu
     )
     more = f"; and {len(failing) - _MOST_ROWS} more" if len(failing) > _MOST_ROWS else ""
     return (Blame(layer=None, sites=(GENERATED_TOKENS,), reason=rows + more),)
+
+
+def _is_chained(target: CaptureSource, parts: list[_Part]) -> bool:
+    """Whether layers were fed each other's outputs, or nobody knows what: limits on outputs then blame nobody."""
+    description = target.known_description
+    if description is not None:
+        return description.run.mode is Mode.CHAINED
+    return any(part.is_handed_on or part.is_fed_unknown for part in parts)
 
 
 def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> _Part:

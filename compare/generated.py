@@ -1,23 +1,44 @@
 """Generated tokens: where a port first goes on otherwise than the golden, and whether noise explains it.
 
-Behind the first token that differs both sides go on from other texts: nothing is compared there.
-T real tokens of the prompts.
+Behind the first token that differs both sides go on from other texts: nothing is compared there. A greedy port's token
+must also be the likeliest by the port's own logits, where the run holds these.
+T real tokens of the prompts, B prompts, V the vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 
 from compare.logits import REACH
-from minimax_tools.capture.generation import Continuation, Generation
+from minimax_tools.capture.generation import Continuation, Generation, Likely
 from minimax_tools.results import GeneratedRow, SiteStatus
 
 # The few tokens that noise sends to other experts suffer far more; a wrong port must not hide behind them.
 _NOISE_QUANTILE = 0.95
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FirstLogits:
+    """Logits behind each prompt, from which the first token is chosen.
+
+    Args:
+        reference: The golden's, [B,V].
+        target: The port's, [B,V].
+    """
+
+    reference: torch.Tensor
+    target: torch.Tensor
+
+
 def compare_generated(
-    reference: Generation, target: Generation, *, noise: torch.Tensor | None, places: torch.Tensor | None
+    reference: Generation,
+    target: Generation,
+    *,
+    noise: torch.Tensor | None,
+    places: torch.Tensor | None,
+    first: FirstLogits | None = None,
 ) -> tuple[GeneratedRow, ...]:
     """Compare what both sides generated, row by row.
 
@@ -26,13 +47,55 @@ def compare_generated(
         target: The port's, of the same prompts.
         noise: [T], by which a right port's logits may be off on the prompts; None where nothing tells.
         places: [T,2], row and position of each of them.
+        first: The logits behind the prompts; None where a side does not hold them.
     """
     is_drawn = bool(reference.sampling.get("do_sample"))
-    rows = zip(reference.rows, target.rows, target.num_alike(reference), strict=True)
-    return tuple(
-        _compare_row(row, mine, theirs, num_alike, reach=_reach(row, noise, places), is_drawn=is_drawn)
-        for row, (mine, theirs, num_alike) in enumerate(rows)
-    )
+    is_greedy = not target.sampling.get("do_sample")
+    found = []
+    for row, (mine, theirs, num_alike) in enumerate(
+        zip(reference.rows, target.rows, target.num_alike(reference), strict=True)
+    ):
+        reach = _reach(row, noise, places)
+        golden = mine if first is None else _with_first(mine, first.reference[row])
+        port = theirs if first is None else _with_first(theirs, first.target[row])
+        compared = _compare_row(row, golden, theirs, num_alike, reach=reach, is_drawn=is_drawn)
+        found.append(_against_own_logits(compared, mine, port, reach=reach) if is_greedy else compared)
+    return tuple(found)
+
+
+def _with_first(row: Continuation, logits: torch.Tensor) -> Continuation:
+    """A row with the first token's alternatives, by the logits [V] behind the prompt, where it kept none."""
+    if (row.likeliest and row.likeliest[0]) or not row.generated_ids:
+        return row
+    values, tokens = logits.float().sort(descending=True)
+    behind = (values[0] - values).tolist()
+    kept = tuple(Likely(token=token, behind=far) for token, far in zip(tokens.tolist(), behind, strict=True))
+    return replace(row, likeliest=(kept, *row.likeliest[1:]))
+
+
+def _against_own_logits(
+    result: GeneratedRow, golden: Continuation, port: Continuation, *, reach: float | None
+) -> GeneratedRow:
+    """Fail a row with a token that the port's own logits do not choose, by more than noise."""
+    if reach is None or result.status is SiteStatus.FAIL:
+        return result
+    for index in range(min(result.num_compared, len(port.likeliest))):
+        token = port.generated_ids[index]
+        margin, _ = _margin(port, index, token)
+        if margin is not None and margin > reach:
+            best = port.likeliest[index][0].token
+            reason = f"{margin:.3g} below token {best} by the port's own logits, noise reaches {reach:.3g}"
+            return replace(
+                result,
+                num_alike=min(index, result.num_alike),
+                status=SiteStatus.FAIL,
+                reason=reason,
+                reference=golden.generated_ids[index],
+                target=token,
+                margin=margin,
+                reach=reach,
+            )
+    return result
 
 
 def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) -> float | None:

@@ -90,7 +90,7 @@ def judge_values(
     if metrics.num_nonfinite_target:
         return replace(result, status=SiteStatus.FAIL, reason=_describe_nonfinite(rows, metrics))
     if criteria.name == "classic":
-        return _concluded(result, judge_classic(result.classic_failures))
+        return _concluded(result, judge_classic(result))
     if rows.incoming is not None and not rows.incoming.is_finite:
         return replace(result, status=SiteStatus.FAIL, reason="NaN or Inf was handed on to its layer")
     judged = rows if replayed is None else replayed

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from compare.criteria import OUTPUTS_ALONE
 from compare.derived_choice import derive_choice
 from compare.feed import Feed
 from compare.judge import find_mismatch, judge_values
@@ -142,7 +143,7 @@ class LayerJudge:
         )
         routing = compare_routing(experts, self._experts[1], noise, places=places)
         if self._criteria.name == "classic":
-            status, reason = SiteStatus.PASS, "the classic limits ignore routing"
+            status, reason = SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
         else:
             has_floor = noise is not None
             incoming = self._incoming.overall if self._incoming else 0.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from compare.generated import compare_generated
+from compare.generated import FirstLogits, compare_generated
 from compare.incoming import Incoming, measure_incoming
 from compare.judge import find_mismatch, judge_values
 from compare.logits import compare_logits, logit_noise
@@ -14,8 +14,10 @@ from compare.noise import Rows
 from compare.norms import Squares
 from compare.sides import Sides
 from compare.token_limits import TokenLimits, judge_logits
+from minimax_tools.capture.foreign.capture import ForeignCapture
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.floor import massive_channels, massive_error_name, ordinary_error_name
 from minimax_tools.results import GeneratedRow, SiteResult, SiteStatus
 from minimax_tools.sites import ModelSite, Site
@@ -47,6 +49,9 @@ class ModelJudge:
         if mismatch is not None:
             return replace(result, reason=mismatch)
         rows = self._rows(site, mine, theirs)
+        if rows.num_tokens == 0:
+            reason = "the sides hold it of no token in common"
+            return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
         judged = judge_values(
             result,
             rows,
@@ -73,6 +78,7 @@ class ModelJudge:
             theirs,
             noise=None if rows is None else logit_noise(rows, usual_error=self._usual_error),
             places=None if rows is None else rows.places,
+            first=None if rows is None else _first_logits(rows, len(mine.rows)),
         )
 
     def _read_logits(self) -> Rows | None:
@@ -110,7 +116,7 @@ class ModelJudge:
         batch = self._sides.batch
         mine = batch.rows(reference, site)
         twin = self._twin(site, mine, target)
-        return Rows(
+        rows = Rows(
             reference=mine,
             target=batch.rows(target, site),
             massive=massive_channels(mine),
@@ -119,6 +125,12 @@ class ModelJudge:
             floor=self._stored_floor(site) if twin is None else None,
             incoming=self._incoming() if site is not ModelSite.EMBEDDING else None,
         )
+        held = [
+            batch.tokens(places)
+            for side in (self._sides.reference, self._sides.target)
+            if (places := _held_rows(side, site)) is not None
+        ]
+        return rows.select(torch.stack(held).all(dim=0)) if held else rows
 
     def _twin(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
         # A lookup rounds nothing: its floor is zero, unless a side stored it in another dtype.
@@ -142,3 +154,17 @@ class ModelJudge:
         rows = self._sides.read_rows(self._last_layer, Site.OUTPUT)
         incoming = None if rows is None else measure_incoming(*rows)
         return None if incoming is None or incoming.overall == 0.0 else incoming
+
+
+def _held_rows(side: CaptureSource, site: ModelSite) -> torch.Tensor | None:
+    """Return the places [B,S] at which another tool's dump holds a site, as bool; None for all."""
+    return side.held_rows(site) if isinstance(side, ForeignCapture) else None
+
+
+def _first_logits(rows: Rows, num_prompts: int) -> FirstLogits | None:
+    """Return the logits behind each prompt; None where those of a prompt are not held."""
+    last = [(rows.places[:, 0] == row).nonzero() for row in range(num_prompts)]
+    if any(len(places) == 0 for places in last):
+        return None
+    tokens = torch.stack([places[-1, 0] for places in last])
+    return FirstLogits(reference=rows.reference[tokens], target=rows.target[tokens])

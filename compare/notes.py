@@ -16,6 +16,7 @@ from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
 from minimax_tools.results import Blame, RouterDtype, SiteResult
 from minimax_tools.sites import Site
+from reports.wording import word_layers
 
 
 def unfinished_notes(sides: Sides) -> tuple[str, ...]:
@@ -34,6 +35,21 @@ def foreign_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str,
         for name, source in (("golden", reference), ("device run", target))
         if isinstance(source, ForeignCapture)
         for note in source.notes
+    )
+
+
+def classic_notes(sides: Sides, outputs_missing: Iterable[int]) -> tuple[str, ...]:
+    """The five limits that judge, and the layers whose output they could not judge."""
+    if not sides.is_classic:
+        return ()
+    missing = word_layers(outputs_missing)
+    return (
+        f"the limits on layer outputs: {sides.criteria.classic}",
+        *(
+            [f"no output of {missing} was compared: capture it, or judge by --criteria noise"]
+            if missing
+            else []
+        ),
     )
 
 

@@ -24,6 +24,11 @@ class Sides:
     criteria: Criteria
     weights: WeightSource | None = None
 
+    @property
+    def is_classic(self) -> bool:
+        """Whether the five classic limits judge."""
+        return self.criteria.name == "classic"
+
     def terms(self, *, hides_flips: bool = False) -> Terms:
         """What the limits of a site hang on beside its figures; whether its flips are hidden, the caller knows."""
         return Terms(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from compare.criteria import Judgement
@@ -19,12 +20,20 @@ class TokenLimits:
         kl: Of the divergence's mean and 95th percentile, in units of what noise foretells. A divergence grows with
             the square of the error, so it is the square of ρ's limit; clean ports stay below 0.4 (mean) and 0.7
             (95th percentile) with errors handed on by 3 to 6 layers, and at 1 with none, as both sides err there.
+        fewest: Tokens from which that holds. Of fewer, as where a dump holds each prompt's last token alone, the limit
+            grows with the root of what is lacking: where two tokens share nearly all probability, the divergence of
+            one is half a squared normal deviate, which exceeds 4 once in 200 prompts, and 16 never.
         unexplained: Places whose likeliest token is another although noise cannot have turned the margin round: a
             right port has none, since the reach lies four deviations out.
     """
 
     kl: float = 4.0
+    fewest: int = 16
     unexplained: int = 0
+
+    def kl_of(self, num_tokens: int) -> float:
+        """Return the limit on a divergence of so many tokens."""
+        return self.kl * math.sqrt(max(self.fewest / max(num_tokens, 1), 1.0))
 
 
 def judge_logits(logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, terms: Terms) -> Judgement:
@@ -45,16 +54,17 @@ def judge_logits(logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimit
             f"below it where noise reaches {worst.reach:.3g}"
         )
     is_anywhere = bool(faults)
+    limit = limits.kl_of(logits.num_tokens)
     for name, found, foreseen in (
         ("mean", logits.kl_mean, logits.kl_mean_foreseen),
         ("95th percentile", logits.kl_p95, logits.kl_p95_foreseen),
     ):
-        if not found <= limits.kl * foreseen:
+        if not found <= limit * foreseen:
             faults.append(
-                f"{name} of the divergence is {found:.3g} nats, noise comes to {foreseen:.3g}, limit {limits.kl:g}×"
+                f"{name} of the divergence is {found:.3g} nats, noise comes to {foreseen:.3g}, limit {limit:.3g}×"
             )
             # A divergence grows with the square of the error.
-            is_anywhere |= not found <= noise.slack**2 * limits.kl * foreseen
+            is_anywhere |= not found <= noise.slack**2 * limit * foreseen
     if not faults:
         return SiteStatus.PASS, ""
     return judge_broken("; ".join(faults), noise, terms=terms, is_anywhere=is_anywhere)

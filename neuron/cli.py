@@ -255,7 +255,7 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
         generation=Generation.read(directory),
         comparison=comparison,
     )
-    _print_outcome(outcome, as_json=options["as_json"])
+    _print_outcome(outcome, as_json=options["as_json"], shows_metrics=options["shows_metrics"])
     if comparison is not None:
         raise SystemExit(comparison.verdict.exit_code)
     if report is not None and report.generation_error is not None:
@@ -348,7 +348,7 @@ def _refuse_other_run(saved: Capture, run: Run, options: Options) -> None:
         )
 
 
-def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
+def _print_outcome(outcome: _Outcome, *, as_json: bool, shows_metrics: bool) -> None:
     if as_json:
         record = capture_record(outcome.capture)
         record["graphs"] = asdict(outcome.report.compiles) if outcome.report else None
@@ -366,7 +366,7 @@ def _print_outcome(outcome: _Outcome, *, as_json: bool) -> None:
     if outcome.report is not None:
         _print_report(outcome.report, outcome.capture.directory)
     if outcome.comparison is not None:
-        click.echo(render_comparison(outcome.comparison))
+        click.echo(render_comparison(outcome.comparison, shows_metrics=shows_metrics))
 
 
 def _print_report(report: RunReport, directory: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from minimax_tools.results import Comparison, Flip, NoiseRatio, SiteResult, SiteStatus
 from reports.canvas import Canvas, Column, Row
+from reports.metric_columns import METRIC_COLUMNS, METRIC_LEGEND, metric_cells
 from reports.wording import word_figure, word_fraction, word_index
 
 _STYLES = {SiteStatus.FAIL: "red", SiteStatus.WARN: "yellow"}
@@ -32,23 +33,43 @@ _SITE_COLUMNS = (
 )
 
 
-def draw_overview(canvas: Canvas, comparison: Comparison) -> None:
-    """One line for each layer: its verdict, how much of it was compared, and its worst site."""
+def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool) -> None:
+    """One line for each layer: its verdict, how much of it was compared, and its worst site.
+
+    Args:
+        canvas: Where to draw.
+        comparison: The comparison.
+        shows_metrics: Whether the five classic figures of the layer's output stand beside.
+    """
     layers = (*comparison.layers, *([None] if comparison.of_layer(None) else []))
     if not layers:
         return
     has_noise = any(site.noise for site in comparison.sites)
-    has_suspects = any(site.status in _STYLES for site in comparison.sites)
+    shows_worst = has_noise or not shows_metrics
+    # Five figures and no ρ: that is the classic verdict, on outputs alone.
+    has_suspects = shows_worst and any(site.status in _STYLES for site in comparison.sites)
     worst = "largest rho" if has_noise else "lowest cosine"
-    columns: tuple[Column, ...] = (*_LAYER_COLUMNS, Column(title=worst), Column(title="site", is_text=True))
+    columns: tuple[Column, ...] = (*_LAYER_COLUMNS, *(METRIC_COLUMNS if shows_metrics else ()))
+    if shows_worst:
+        columns = (*columns, Column(title=worst), Column(title="site", is_text=True))
     if has_suspects:
         columns = (*columns, Column(title="fails or warns", is_text=True))
-    rows = [
-        _layer_row(layer, comparison.of_layer(layer), has_noise=has_noise, has_suspects=has_suspects)
-        for layer in layers
-    ]
+    rows = []
+    for layer in layers:
+        sites = comparison.of_layer(layer)
+        cells = (
+            *_layer_cells(layer, sites),
+            *(metric_cells(sites) if shows_metrics else ()),
+            *(_worst_cells(sites, has_noise=has_noise) if shows_worst else ()),
+            *([_suspects_word(sites)] if has_suspects else []),
+        )
+        status = _layer_status(sites)
+        rows.append(Row(cells=cells, style=_STYLES.get(status, "") if status else "yellow"))
     canvas.gap()
     canvas.table(columns, rows)
+    if shows_metrics:
+        canvas.gap()
+        canvas.paragraph(METRIC_LEGEND, style="dim")
     if has_noise:
         canvas.gap()
         canvas.paragraph(_legend(comparison), style="dim")
@@ -84,23 +105,28 @@ def draw_layer(
         canvas.paragraph(_passing_sentence(passing), style="dim")
 
 
-def _layer_row(layer: int | None, sites: Sequence[SiteResult], *, has_noise: bool, has_suspects: bool) -> Row:
-    compared = [site for site in sites if site.status.is_compared]
-    statuses = {site.status for site in compared}
-    status = next(
-        (one for one in (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS) if one in statuses), None
-    )
-    worst = _largest_rho(sites) if has_noise else _lowest_cosine(sites)
-    cells: tuple[str, ...] = (
+def _layer_cells(layer: int | None, sites: Sequence[SiteResult]) -> tuple[str, ...]:
+    """The layer, its verdict, and how much of it was compared."""
+    num_compared = sum(site.status.is_compared for site in sites)
+    return (
         "model" if layer is None else str(layer),
-        _status_word(status),
-        f"{len(compared)}/{len(sites)}",
-        "-" if worst is None else _word_rho(worst.noise) if has_noise else _word_cosine(worst),
-        "-" if worst is None else worst.site,
+        _status_word(_layer_status(sites)),
+        f"{num_compared}/{len(sites)}",
     )
-    if has_suspects:
-        cells = (*cells, _suspects_word(sites))
-    return Row(cells=cells, style=_STYLES.get(status, "") if status else "yellow")
+
+
+def _layer_status(sites: Sequence[SiteResult]) -> SiteStatus | None:
+    """The worst status of the sites that were compared; None where none was."""
+    statuses = {site.status for site in sites if site.status.is_compared}
+    return next((one for one in (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS) if one in statuses), None)
+
+
+def _worst_cells(sites: Sequence[SiteResult], *, has_noise: bool) -> tuple[str, str]:
+    """The worst site's ρ, or its cosine, and its name."""
+    worst = _largest_rho(sites) if has_noise else _lowest_cosine(sites)
+    if worst is None:
+        return "-", "-"
+    return _word_rho(worst.noise) if has_noise else _word_cosine(worst), worst.site
 
 
 def _site_row(site: SiteResult) -> Row:

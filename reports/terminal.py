@@ -40,7 +40,11 @@ _UNCOMPARED_WORDS = {
 
 
 def render_comparison(
-    comparison: Comparison, *, width: int | None = None, is_terminal: bool | None = None
+    comparison: Comparison,
+    *,
+    width: int | None = None,
+    is_terminal: bool | None = None,
+    shows_metrics: bool = False,
 ) -> str:
     """A comparison as text: the verdict first, then whom to blame, the layers, and what to know beside.
 
@@ -48,6 +52,7 @@ def render_comparison(
         comparison: The comparison.
         width: Columns; None for standard output's own.
         is_terminal: Whether escape codes are understood; None where standard output decides.
+        shows_metrics: Whether every layer shows its output's five classic figures; always so where they judge.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
@@ -60,7 +65,7 @@ def render_comparison(
         ]
     )
     _draw_blame(canvas, comparison)
-    draw_overview(canvas, comparison)
+    draw_overview(canvas, comparison, shows_metrics=shows_metrics or comparison.criteria == "classic")
     draw_curve(canvas, comparison.curve)
     _draw_details(canvas, comparison)
     draw_next_tokens(canvas, comparison)

@@ -7,4 +7,6 @@
 - `layer_case`: what judges one layer's hypotheses; `yardstick`: errors in units of the noise, at one site
 - `trial`: the scores of hypotheses; `fitting`: their parameters; `search`: from all hypotheses to the best
 - `naming`: what counts as an explanation
+- `model`: the same outside the layers: embedding, final norm and head
+- `layer_group`: layers told together; `report`: the text and JSON, with `mistake_text` and `site_report`
 """

@@ -11,9 +11,13 @@ from compare.batch import Batch
 from compare.comparer import compare_captures
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.diagnosis.catalogue.catalogue import find_mistakes
-from compare.diagnosis.finding import Diagnosis, LayerDiagnosis
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, SiteDiagnosis
 from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Hypothesis, Mistake
+from compare.diagnosis.model.case import ModelCases, SiteCase
+from compare.diagnosis.model.catalogue import MODEL_CATALOGUE, find_model_mistakes
+from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.search import search_site
 from compare.diagnosis.naming import LIMITS
 from compare.diagnosis.search import search_layer
 from compare.feed import Feed, read_feed
@@ -26,8 +30,8 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import IncomparableError
 from minimax_tools.progress import NoProgress, Progress
-from minimax_tools.results import Comparison, SiteStatus
-from minimax_tools.sites import Site
+from minimax_tools.results import Blame, Comparison, SiteStatus
+from minimax_tools.sites import ModelSite, Site
 from minimax_tools.spec import ModelSpec
 from reports.wording import word_layers
 
@@ -57,7 +61,7 @@ def diagnose(
         CheckpointError: The checkpoint cannot be read.
         UsageError: A mistake is not in the catalogue, or the run has no such layer.
     """
-    entries = find_mistakes(mistakes)
+    entries = find_mistakes(mistakes, also=MODEL_CATALOGUE)
     golden = _own_capture(reference)
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     pattern = f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*"
@@ -68,7 +72,13 @@ def diagnose(
     judged = {site.layer for site in comparison.sites if site.layer is not None}
     seen = {layer: _find_feed(sides, layer) for layer in (sorted(judged) if layers is None else layers)}
     feeds = {layer: feed for layer in chosen if (feed := seen[layer]) is not None}
-    if chosen and not feeds:
+    has_model = layers is None or judged <= set(layers)
+    sites, site_notes = (
+        _diagnose_model(sides, comparison, golden=golden, model=model, mistakes=find_model_mistakes(mistakes))
+        if has_model
+        else ((), ())
+    )
+    if chosen and not feeds and all(site.is_right for site in sites):
         raise _not_held(chosen[0])
     found = (
         _diagnose_layers(
@@ -85,6 +95,11 @@ def diagnose(
         else ()
     )
     diagnosed = tuple(found)
+    blame = tuple(
+        one
+        for one in comparison.blame
+        if (has_model if one.layer is None else layers is None or one.layer in layers)
+    )
     return Diagnosis(
         reference=str(golden.directory),
         target=str(target.directory),
@@ -93,10 +108,14 @@ def diagnose(
             for site in comparison.sites
             if layers is None or site.layer in layers
         )
+        or bool(blame)
         # What a chain's comparison allows for, the port's own input does not excuse.
         or any(feeds[one.layer].is_handed_on and one.unexplained > LIMITS.leaves for one in diagnosed),
         layers=diagnosed,
+        sites=sites,
+        unexplained=tuple(one for one in blame if not _is_explained(one, diagnosed, sites)),
         notes=(
+            *site_notes,
             *(str(_not_held(layer)) for layer in chosen if layer not in feeds),
             *(_chain_notes(seen, chosen) if layers is None else ()),
         ),
@@ -140,7 +159,43 @@ def _diagnose_layers(
             progress.advance(layer, num_bytes=reader.num_bytes_read - num_bytes_before)
             # A mistake that has a name says where it is; of another its place is all that is known.
             notes = case.notes if outcome.named else (*case.notes, *where[layer])
-            yield LayerDiagnosis.of(layer, outcome, sites=case.sites, notes=notes)
+            yield LayerDiagnosis.of(layer, outcome, sites=case.sites, is_blamed=bool(sites), notes=notes)
+
+
+def _diagnose_model(
+    sides: Sides,
+    comparison: Comparison,
+    *,
+    golden: Capture,
+    model: Path,
+    mistakes: Sequence[ModelMistake],
+) -> tuple[tuple[SiteDiagnosis, ...], tuple[str, ...]]:
+    """What lies outside the layers, each site on the port's own input to it; and why one could not be judged."""
+    target = sides.target
+    held = [site for site in ModelSite if site in golden.model_sites() and site in target.model_sites()]
+    if not held:
+        return (), ()
+    blamed = {site for one in comparison.blame if one.layer is None for site in one.sites}
+    failing = {one.site for one in comparison.of_layer(None) if one.status is SiteStatus.FAIL}
+    last, spec = max(comparison.layers), ModelSpec.from_folder(model)
+    found, notes = [], []
+    with CheckpointReader(model, layers=range(last, last + 1)) as reader, torch.no_grad():
+        refuse_other_model(golden, ModelFingerprint.of(reader, spec, range(last, last + 1)), str(model))
+        cases = ModelCases(golden, target, batch=sides.batch, last_layer=last, reader=reader, spec=spec)
+        for site in held:
+            case = cases.open(site)
+            if isinstance(case, SiteCase):
+                found.append(search_site(case, mistakes, is_blamed=site in blamed))
+            elif site in failing:
+                notes.append(f"{site} fails and was not diagnosed: {case}")
+    return tuple(found), tuple(notes)
+
+
+def _is_explained(blame: Blame, layers: Sequence[LayerDiagnosis], sites: Sequence[SiteDiagnosis]) -> bool:
+    """Whether a named mistake explains what the comparison blames."""
+    if blame.layer is not None:
+        return any(one.named for one in layers if one.layer == blame.layer)
+    return any(one.named for one in sites if one.site in blame.sites)
 
 
 def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:

@@ -7,17 +7,23 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from compare.diagnosis.mistake import Value
+from compare.diagnosis.naming import LIMITS
 from compare.diagnosis.search import Outcome
 from compare.diagnosis.trial import Score
-from minimax_tools.sites import Site
+from minimax_tools.results import Blame
+from minimax_tools.sites import ModelSite, Site
+
+# ρ on its own input from which a site is wrong that no comparison blames and no mistake explains: a right port may sum
+# in BF16, or round once more.
+_CLEARLY_WRONG = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A mistake, or two together, held against one layer.
+    """A mistake, or two together, held against one layer, or against a site outside the layers.
 
     Args:
-        layer: The layer.
+        layer: The layer; None outside the layers.
         mistake: Its name; of two `a + b`.
         parameters: Its parameters; `rows` is `decode` where it is made in decoded rows alone. Of two mistakes each
             name begins with its mistake's, as in `rope_theta.theta`.
@@ -31,7 +37,7 @@ class Finding:
         resembles: Mistakes that explain the layer as well: nothing in these captures tells them apart.
     """
 
-    layer: int
+    layer: int | None
     mistake: str
     parameters: Mapping[str, Value]
     explains: float
@@ -74,6 +80,7 @@ class LayerDiagnosis:
         named: The mistakes that explain it, best first; those behind the first resemble it.
         nearest: What comes nearest where nothing explains it, best first.
         num_hypotheses: How many were tried.
+        is_blamed: Whether the comparison blames a site of it.
         notes: What to know beside.
     """
 
@@ -83,11 +90,23 @@ class LayerDiagnosis:
     named: tuple[Finding, ...]
     nearest: tuple[Finding, ...]
     num_hypotheses: int
+    is_blamed: bool = True
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_right(self) -> bool:
+        """Whether there is nothing to explain: nobody blames it, and its error is that of a right layer."""
+        return not self.named and not self.is_blamed and self.unexplained <= LIMITS.leaves
 
     @classmethod
     def of(
-        cls, layer: int, outcome: Outcome, *, sites: tuple[Site, ...], notes: tuple[str, ...]
+        cls,
+        layer: int,
+        outcome: Outcome,
+        *,
+        sites: tuple[Site, ...],
+        is_blamed: bool,
+        notes: tuple[str, ...],
     ) -> LayerDiagnosis:
         """What a search came to."""
         return cls(
@@ -97,8 +116,38 @@ class LayerDiagnosis:
             named=tuple(Finding.of(layer, score, alike=outcome.named) for score in outcome.named),
             nearest=tuple(Finding.of(layer, score) for score in outcome.nearest),
             num_hypotheses=outcome.num_tried,
+            is_blamed=is_blamed,
             notes=notes,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteDiagnosis:
+    """What was found of one site outside the layers, judged on the port's own input to it.
+
+    Args:
+        site: The site.
+        unexplained: ρ of the port against what a right one computes from that input.
+        is_blamed: Whether the comparison blames it.
+        named: The mistakes that explain it, best first; those behind the first resemble it.
+        nearest: What comes nearest where nothing explains it, best first.
+        num_hypotheses: How many were tried.
+        notes: What to know beside.
+    """
+
+    site: ModelSite
+    unexplained: float
+    is_blamed: bool
+    named: tuple[Finding, ...] = ()
+    nearest: tuple[Finding, ...] = ()
+    num_hypotheses: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the site is right by what the port fed it; unless it is blamed, it may be a little off."""
+        limit = LIMITS.leaves if self.is_blamed else _CLEARLY_WRONG
+        return not self.named and self.unexplained <= limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +159,8 @@ class Diagnosis:
         target: The device run's directory.
         is_failed: Whether the comparison of the chosen layers fails.
         layers: What was found of each layer that was looked at, ascending.
+        sites: The same of each site outside the layers.
+        unexplained: What the comparison blames and no named mistake explains.
         notes: What to know beside.
     """
 
@@ -117,17 +168,23 @@ class Diagnosis:
     target: str
     is_failed: bool
     layers: tuple[LayerDiagnosis, ...]
+    sites: tuple[SiteDiagnosis, ...] = ()
+    unexplained: tuple[Blame, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The mistakes that were named: layers ascending, best first."""
-        return tuple(finding for layer in self.layers for finding in layer.named)
+        """The mistakes that were named, best first: of the embedding, of the layers ascending, of norm and head."""
+        first = [site.named for site in self.sites if site.site is ModelSite.EMBEDDING]
+        behind = [site.named for site in self.sites if site.site is not ModelSite.EMBEDDING]
+        within = [layer.named for layer in self.layers]
+        return tuple(finding for named in (*first, *within, *behind) for finding in named)
 
     @property
     def exit_code(self) -> int:
         """1 where the port differs, named or not; else 0."""
-        return int(self.is_failed or bool(self.findings))
+        is_wrong = any(not site.is_right for site in self.sites)
+        return int(self.is_failed or is_wrong or bool(self.findings))
 
 
 def _parameters(score: Score) -> Iterator[tuple[str, Value]]:

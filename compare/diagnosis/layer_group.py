@@ -28,6 +28,11 @@ class LayerGroup:
     others: tuple[tuple[Finding, ...], ...]
 
     @property
+    def is_right(self) -> bool:
+        """Whether there is nothing to explain."""
+        return self.layers[0].is_right
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         """The layers' numbers."""
         return tuple(layer.layer for layer in self.layers)
@@ -43,7 +48,10 @@ def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
     for layer in layers:
         for members in groups:
             first, shared = members[0]
-            if bool(first.named) is bool(layer.named):
+            if first.is_right and layer.is_right:
+                members.append((layer, None))
+                break
+            if bool(first.named) is bool(layer.named) and not (first.is_right or layer.is_right):
                 own = _find_alike(shared, layer.named or layer.nearest[:1])
                 if own is not None or (shared is None and not layer.nearest):
                     members.append((layer, own))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.finding import Diagnosis, Finding
 from compare.diagnosis.layer_group import LayerGroup, group_layers
-from compare.diagnosis.mistake import Value, word_mistake
+from compare.diagnosis.mistake import Mistake, Value, word_mistake
+from compare.diagnosis.mistake_text import draw_mistake, word_range
+from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
+from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.site_report import draw_right_sites, draw_site, draw_unexplained
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_figure, word_layers
+from reports.wording import word_layers
 
 _MOST_LISTED = 3
 # A mistake that leaves more of the error than this is no hint.
@@ -28,12 +33,26 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
                 "sites": to_json(layer.sites),
                 "unexplained": to_json(layer.unexplained),
                 "is_explained": bool(layer.named),
+                "is_right": layer.is_right,
                 "nearest": to_json(layer.nearest),
                 "num_hypotheses": layer.num_hypotheses,
                 "notes": list(layer.notes),
             }
             for layer in diagnosis.layers
         ],
+        "sites": [
+            {
+                "site": str(site.site),
+                "unexplained": to_json(site.unexplained),
+                "is_explained": bool(site.named),
+                "is_right": site.is_right,
+                "nearest": to_json(site.nearest),
+                "num_hypotheses": site.num_hypotheses,
+                "notes": list(site.notes),
+            }
+            for site in diagnosis.sites
+        ],
+        "unexplained_blame": to_json(diagnosis.unexplained),
         "reference": diagnosis.reference,
         "target": diagnosis.target,
         "is_failed": diagnosis.is_failed,
@@ -46,12 +65,19 @@ def render_diagnosis(
 ) -> str:
     """The diagnosis as text; see `reports.terminal.render_comparison`."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
-    if not diagnosis.layers:
+    wrong = [site for site in diagnosis.sites if not site.is_right]
+    if not diagnosis.layers and not wrong and not diagnosis.exit_code:
         canvas.line("nothing differs: there is nothing to diagnose", style="bold green")
-    for number, group in enumerate(group_layers(diagnosis.layers)):
+    elif not diagnosis.layers and not wrong:
+        canvas.line("the comparison fails, and nothing was found to diagnose", style="bold red")
+    parts: list[Callable[[], None]] = [partial(draw_site, canvas, site) for site in wrong]
+    parts += [partial(_draw_group, canvas, group) for group in group_layers(diagnosis.layers)]
+    for number, draw in enumerate(parts):
         if number:
             canvas.gap()
-        _draw_group(canvas, group)
+        draw()
+    draw_right_sites(canvas, diagnosis)
+    draw_unexplained(canvas, diagnosis)
     canvas.facts([("reference", diagnosis.reference), ("target", diagnosis.target)])
     for note in diagnosis.notes:
         canvas.item(note)
@@ -62,8 +88,12 @@ def render_catalogue(*, width: int | None = None, is_terminal: bool | None = Non
     """The catalogue as a table."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     columns = [Column(title=title, is_text=True) for title in ("mistake", "what the port does")]
-    canvas.table(columns, [Row(cells=(mistake.name, mistake.what)) for mistake in CATALOGUE.values()])
+    canvas.table(columns, [Row(cells=(mistake.name, mistake.what)) for mistake in _catalogue()])
     return canvas.text
+
+
+def _catalogue() -> tuple[Mistake | ModelMistake, ...]:
+    return (*CATALOGUE.values(), *MODEL_CATALOGUE.values())
 
 
 def catalogue_record() -> dict[str, Any]:
@@ -76,48 +106,36 @@ def catalogue_record() -> dict[str, Any]:
                 "look_at": mistake.look_at,
                 "sources": list(mistake.sources),
             }
-            for mistake in CATALOGUE.values()
+            for mistake in _catalogue()
         ]
     }
 
 
 def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
     where, is_one = _word_layers(group.numbers), len(group.numbers) == 1
-    before = _word_range(layer.unexplained for layer in group.layers)
+    before = word_range(layer.unexplained for layer in group.layers)
     if group.named:
-        leaves = _word_range(finding.leaves for finding in group.named)
+        leaves = word_range(finding.leaves for finding in group.named)
         matches = "matches" if is_one else "match"
         canvas.line(f"{where} {matches} {_word(group.named)}: leaves ρ {leaves} of {before}", style="bold")
-        _draw_mistake(canvas, group.named)
+        draw_mistake(canvas, group.named)
         _draw_look_alikes(canvas, group)
+    elif group.is_right:
+        canvas.line(f"{where}: nothing to explain (ρ {before})", style="bold")
     else:
         it = "it" if is_one else "them"
         canvas.line(f"{where}: no known mistake explains {it} (ρ {before})", style="bold")
         near = [other for other in group.others if _explains_some(other, group)]
         no_hint = "" if near else ": nearly all of it, so no hint"
         for other in near[:_MOST_LISTED] or group.others[:1]:
-            leaves = _word_range(finding.leaves for finding in other)
+            leaves = word_range(finding.leaves for finding in other)
             canvas.paragraph(f"nearest: {_word(other)} leaves ρ {leaves}{_word_where(other, group)}{no_hint}")
     _draw_how(canvas, group)
 
 
 def _explains_some(findings: Sequence[Finding], group: LayerGroup) -> bool:
-    before = {layer.layer: layer.unexplained for layer in group.layers}
+    before: dict[int | None, float] = {layer.layer: layer.unexplained for layer in group.layers}
     return any(finding.leaves <= _NEARLY_ALL * before[finding.layer] for finding in findings)
-
-
-def _draw_mistake(canvas: Canvas, named: Sequence[Finding]) -> None:
-    first = named[0]
-    canvas.paragraph(first.what)
-    canvas.paragraph(f"Look at {first.look_at}.")
-    explains = _word_range((100 * finding.explains for finding in named), word=lambda value: f"{value:.4g}")
-    amplitudes = _word_range((finding.amplitude for finding in named), word=lambda value: f"{value:.3f}")
-    certainty = _word_range(finding.z for finding in named)
-    canvas.paragraph(
-        f"Explains {explains} % of the error; amplitude {amplitudes}, {certainty} times its uncertainty."
-    )
-    if first.sources:
-        canvas.paragraph(f"Seen in {', '.join(first.sources)}.")
 
 
 def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
@@ -125,7 +143,7 @@ def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
     if not group.others:
         return
     words = [
-        f"{_word(other)}, which leaves ρ {_word_range(finding.leaves for finding in other)}"
+        f"{_word(other)}, which leaves ρ {word_range(finding.leaves for finding in other)}"
         f"{_word_where(other, group)}"
         for other in group.others[:_MOST_LISTED]
     ]
@@ -137,7 +155,7 @@ def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
 def _draw_how(canvas: Canvas, group: LayerGroup) -> None:
     """What was tried, and what to know beside."""
     sites = dict.fromkeys(str(site) for layer in group.layers for site in layer.sites)
-    tried = _word_range((layer.num_hypotheses for layer in group.layers), word=lambda value: f"{value:g}")
+    tried = word_range((layer.num_hypotheses for layer in group.layers), word=lambda value: f"{value:g}")
     each = "" if len(group.layers) == 1 else " on each"
     canvas.paragraph(f"{tried} hypotheses tried{each}, judged by {', '.join(sites)}")
     for note in dict.fromkeys(note for layer in group.layers for note in layer.notes):
@@ -156,7 +174,7 @@ def _word(findings: Sequence[Finding]) -> str:
 
 def _word_where(findings: Sequence[Finding], group: LayerGroup) -> str:
     """In which of the layers; nothing where it is in all of them."""
-    layers = sorted({finding.layer for finding in findings})
+    layers = sorted({finding.layer for finding in findings if finding.layer is not None})
     return "" if len(layers) == len(group.layers) else f" in {word_layers(layers)}"
 
 
@@ -168,11 +186,4 @@ def _word_layers(layers: Sequence[int]) -> str:
 def _word_parameter(values: Sequence[Value]) -> str:
     """Layers of a group differ in what was fitted alone."""
     fitted = [value for value in values if isinstance(value, float)]
-    return _word_range(fitted, word=lambda value: f"{value:.4g}") if fitted else str(values[0])
-
-
-def _word_range(values: Iterable[float], *, word: Callable[[float], str] = word_figure) -> str:
-    """The least and the largest of them, such as `0.98 … 1.02`; one where they read alike."""
-    ordered = sorted(values)
-    least, largest = word(ordered[0]), word(ordered[-1])
-    return least if least == largest else f"{least} … {largest}"
+    return word_range(fitted, word=lambda value: f"{value:.4g}") if fitted else str(values[0])

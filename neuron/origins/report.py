@@ -62,6 +62,7 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
             "repairs": [repair.text for repair in trial.repairs],
             "repaired_error": trial.repaired_error,
             "kept_error": to_json(trial.kept_error),
+            "kept_as": trial.kept_as,
             "failure": trial.failure,
         },
         "is_loaded": inspection.is_loaded,
@@ -97,7 +98,10 @@ def word_trial(trial: TrialOutcome) -> str:
         )
     off = f"Run on made weights, its output is off by {trial.error:.2g} of the delta"
     if trial.is_quantised:
-        return f"{off}; on weights that quantising keeps it agrees to {trial.kept_error:.1e}: that much is quantising."
+        return (
+            f"{off}; on weights that quantising keeps ({trial.kept_as}) it agrees to {trial.kept_error:.1e}: "
+            "that much is quantising."
+        )
     return f"{off}, and no exchange of weights repairs it."
 
 

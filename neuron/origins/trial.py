@@ -8,7 +8,7 @@ none helps, weights that quantising keeps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.sites import Site
 from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import Exchange, Tensors
-from neuron.origins.kept_weights import keep_quantised
+from neuron.origins.kept_weights import KEPT, keep_quantised
 from neuron.origins.on_access import OnAccess
 
 _BATCH_SIZE, _NUM_ROWS = 2, 16
@@ -68,6 +68,7 @@ class TrialOutcome:
         repairs: The exchanges with which they agree, where without them they do not.
         repaired_error: The error with them.
         kept_error: The error on weights that quantising keeps, where no exchange repairs it on others; else None.
+        kept_as: How that quantises: a name of `KEPT`; None where nothing was tried.
         failure: Why the port could not run.
     """
 
@@ -76,6 +77,7 @@ class TrialOutcome:
     repairs: tuple[Exchange, ...] = ()
     repaired_error: float | None = None
     kept_error: float | None = None
+    kept_as: str | None = None
     failure: str | None = None
 
     @property
@@ -134,9 +136,15 @@ def run_trial(
         left = best_error
         if left <= max(limit, _LEFT * error):
             return TrialOutcome(error=error, limit=limit, repairs=tuple(chosen), repaired_error=left)
-    kept = keep_quantised(tensors)
-    kept_error = _measure_error(port.run(kept, given), _reference_output(spec, kept, given), given)
-    return TrialOutcome(error=error, limit=limit, kept_error=kept_error)
+    outcome = TrialOutcome(error=error, limit=limit)
+    for name, keep in KEPT.items():
+        kept = keep_quantised(tensors, keep)
+        kept_error = _measure_error(port.run(kept, given), _reference_output(spec, kept, given), given)
+        if outcome.kept_error is None or kept_error < outcome.kept_error:
+            outcome = replace(outcome, kept_error=kept_error, kept_as=name)
+        if outcome.is_quantised:
+            break
+    return outcome
 
 
 def _measure_error(found: torch.Tensor, expected: torch.Tensor, given: TrialInput) -> float:

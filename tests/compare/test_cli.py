@@ -37,6 +37,15 @@ def halved(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.float() / 2).to(tensor.dtype)
 
 
+def rolled(tensor: torch.Tensor) -> torch.Tensor:
+    """Every channel in the place of the one before it."""
+    return tensor.roll(1, -1)
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.float() * 2).to(tensor.dtype)
+
+
 def read_record(result: click.testing.Result) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(result.stdout)
     return record
@@ -51,6 +60,12 @@ def passing(copyist: Any) -> Path:
 @pytest.fixture
 def failing(copyist: Any) -> Path:
     path: Path = copyist.device_run({(2, Site.MOE_DELTA): halved}, name="failing")
+    return path
+
+
+@pytest.fixture
+def wrong_output(copyist: Any) -> Path:
+    path: Path = copyist.device_run({(2, Site.OUTPUT): rolled}, name="wrong_output")
     return path
 
 
@@ -194,16 +209,6 @@ class TestCriteria:
         assert sites["moe_delta"]["metrics"]["cosine_similarity"] < 0.9
         assert any("cosine" in failure for failure in sites["moe_delta"]["classic_failures"])
 
-    def test_classic_fails_what_breaks_one_of_its_limits(
-        self, golden: Path, failing: Path, command: Command
-    ) -> None:
-        options = ("--criteria", "classic", "--json", "--quiet")
-        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", failing, *options)
-        record = read_record(result)
-        assert (result.exit_code, record["criteria"], record["blame"][0]["layer"]) == (1, "classic", 2)
-        assert "mean_abs_diff" in record["blame"][0]["reason"]
-        assert all(site["noise"] is None for site in record["sites"])
-
     def test_classic_sees_no_flip(self, golden: Path, copyist: Any, command: Command) -> None:
         target = copyist.device_run(
             {(1, Site.ROUTER_EXPERTS): lambda experts: (experts + 1) % 32}, not_exposed=(Site.ROUTER_WEIGHTS,)
@@ -227,6 +232,142 @@ class TestCriteria:
 
         assert close_fraction("--rtol", "0", "--atol", "0") < close_fraction() < 0.5
         assert close_fraction("--rtol", "0.6") == 1.0
+
+
+class TestClassic:
+    def test_device_layer_passes_at_its_outputs(self, golden: Path, passing: Path, command: Command) -> None:
+        options = ("--criteria", "classic", "--json", "--quiet")
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", passing, *options)
+        record = read_record(result)
+        assert (result.exit_code, record["verdict"], record["compared"], record["of"]) == (
+            0,
+            "pass",
+            NUM_LAYERS,
+            68,
+        )
+        statuses = {(site["site"] == "output", site["status"]) for site in record["sites"]}
+        assert statuses == {(True, "pass"), (False, "not judged")}
+        assert all(site["metrics"] for site in record["sites"] if site["site"] != "router_experts")
+
+    def test_site_beyond_the_limits_does_not_fail(
+        self, golden: Path, failing: Path, command: Command
+    ) -> None:
+        sides = ("--gpu-path", golden, "--neuron-path", failing, "--quiet")
+        assert command(mm2_compare, *sides, "--criteria", "classic").exit_code == 0
+        assert command(mm2_compare, *sides).exit_code == 1
+
+    def test_output_beyond_the_limits_fails(self, golden: Path, wrong_output: Path, command: Command) -> None:
+        options = ("--criteria", "classic", "--json", "--quiet")
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", wrong_output, *options)
+        record = read_record(result)
+        assert (result.exit_code, record["criteria"], record["blame"][0]["layer"]) == (1, "classic", 2)
+        assert "mean_abs_diff" in record["blame"][0]["reason"]
+        assert record["blame"][0]["sites"][-1] == "output"
+        assert all(site["noise"] is None for site in record["sites"])
+        assert any("max_abs_diff <= 0.01, mean_abs_diff <= 0.001" in note for note in record["notes"])
+
+    def test_all_five_limits_can_be_set(self, golden: Path, wrong_output: Path, command: Command) -> None:
+        sides = ("--gpu-path", golden, "--neuron-path", wrong_output, "--criteria", "classic", "--quiet")
+        wide: dict[str, str] = {
+            "--max-abs-diff": "1e9",
+            "--mean-abs-diff": "1e9",
+            "--similarity-percentage": "0",
+            "--cosine-similarity": "-1",
+            "--pearson-correlation": "-1",
+        }
+        strict = {
+            "--max-abs-diff": ("0", "max_abs_diff"),
+            "--mean-abs-diff": ("0", "mean_abs_diff"),
+            "--similarity-percentage": ("99.99", "close_fraction"),
+            "--cosine-similarity": ("0.99", "cosine_similarity"),
+            "--pearson-correlation": ("0.99", "pearson_correlation"),
+        }
+        assert command(mm2_compare, *sides, *(word for pair in wide.items() for word in pair)).exit_code == 0
+        for option, (value, name) in strict.items():
+            words = [word for pair in {**wide, option: value}.items() for word in pair]
+            result = command(mm2_compare, *sides, *words, "--json")
+            (blame,) = read_record(result)["blame"]
+            assert result.exit_code == 1
+            assert blame["reason"].startswith(f"output: {name}")
+            assert [other for _, other in strict.values() if other in blame["reason"]] == [name]
+
+    def test_limit_without_classic_is_refused(self, golden: Path, passing: Path, command: Command) -> None:
+        sides = ("--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        result = command(mm2_compare, *sides, "--max-abs-diff", "1")
+        assert result.exit_code == 2
+        assert (
+            "--max-abs-diff belongs to the classic limits, and --criteria noise judges by others"
+            in result.stderr
+        )
+        assert (
+            command(mm2_compare, *sides, "--criteria", "classic", "--similarity-percentage", "101").exit_code
+            == 2
+        )
+
+    def test_chained_run_fails_and_blames_nobody(self, golden: Path, copyist: Any, command: Command) -> None:
+        run = full_run(NUM_LAYERS, sites_level="layer")
+        target = copyist.device_run({(0, Site.OUTPUT): doubled}, run=run)
+        options = ("--criteria", "classic", "--json", "--quiet")
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, *options)
+        record = read_record(result)
+        assert (result.exit_code, record["verdict"], record["blame"]) == (1, "fail", [])
+        failing = [site["layer"] for site in record["sites"] if site["status"] == "fail"]
+        assert failing == [0]
+
+    def test_run_without_outputs_is_no_pass(self, golden: Path, copyist: Any, command: Command) -> None:
+        target = copyist.device_run(not_exposed=(Site.OUTPUT,))
+        result = command(
+            mm2_compare,
+            "--gpu-path",
+            golden,
+            "--neuron-path",
+            target,
+            "--criteria",
+            "classic",
+            "--json",
+            "--quiet",
+        )
+        record = read_record(result)
+        assert (result.exit_code, record["verdict"]) == (3, "incomparable")
+        assert any("no output of layers 0-3 was compared" in note for note in record["notes"])
+
+    def test_nan_at_a_site_fails_by_any_criteria(self, golden: Path, copyist: Any, command: Command) -> None:
+        target = copyist.device_run({(1, Site.MOE_DELTA): lambda delta: delta * float("nan")})
+        sides = ("--gpu-path", golden, "--neuron-path", target, "--criteria", "classic", "--json", "--quiet")
+        result = command(mm2_compare, *sides)
+        assert (result.exit_code, read_record(result)["blame"][0]["sites"][-1]) == (1, "moe_delta")
+
+    def test_figures_of_every_layer_are_columns(self, golden: Path, passing: Path, command: Command) -> None:
+        sides = ("--gpu-path", golden, "--neuron-path", passing, "--quiet")
+        titles = "compared  |diff|  |diff|       %    cosine   Pearson"
+        assert titles in command(mm2_compare, *sides, "--criteria", "classic").stdout
+        beside = command(mm2_compare, *sides, "--metrics").stdout
+        assert "|diff|" in beside
+        assert "largest rho" in beside
+        assert "|diff|" not in command(mm2_compare, *sides).stdout
+
+    def test_device_command_takes_the_limits_too(
+        self, toy: Path, golden: Path, command: Command, tmp_path: Path
+    ) -> None:
+        words = ("single-layer", "--layer", "1", "--model", toy, "--golden", golden, "--backend", "cpu")
+        saved = (
+            *words,
+            "--output-dir",
+            tmp_path / "run",
+            "--criteria",
+            "classic",
+            "--quiet",
+            "--max-abs-diff",
+            "0.1",
+        )
+        right = command(mm2_test, *saved)
+        assert right.exit_code == 0, right.output
+        assert "cosine" in right.stdout
+        strict = command(
+            mm2_test, *saved, "--skip-compile", "--cosine-similarity", "1", "--max-abs-diff", "0"
+        )
+        assert strict.exit_code == 1
+        assert "max_abs_diff" in strict.stdout
 
 
 class TestLayers:

@@ -7,11 +7,21 @@ import torch
 
 from compare.criteria import ClassicLimits, judge_classic
 from minimax_tools.metrics import PairMetrics, compare_tensors
-from minimax_tools.results import SiteStatus
+from minimax_tools.results import SiteResult, SiteStatus
 
 
 def metrics_of(target: torch.Tensor, reference: torch.Tensor) -> PairMetrics:
     return compare_tensors(reference, target, rtol=1e-2, atol=1e-3)
+
+
+def judged(metrics: PairMetrics, *, layer: int | None = 3, site: str = "output") -> SiteResult:
+    return SiteResult(
+        layer=layer,
+        site=site,
+        status=SiteStatus.FAIL,
+        metrics=metrics,
+        classic_failures=ClassicLimits().failures(metrics),
+    )
 
 
 @pytest.fixture
@@ -30,20 +40,36 @@ class TestClassic:
         )
 
     def test_small_difference_breaks_no_limit(self, reference: torch.Tensor) -> None:
-        failures = ClassicLimits().failures(metrics_of(reference + 5e-4, reference))
-        assert failures == ()
-        assert judge_classic(failures) == (SiteStatus.PASS, "")
+        result = judged(metrics_of(reference + 5e-4, reference))
+        assert result.classic_failures == ()
+        assert judge_classic(result) == (SiteStatus.PASS, "")
 
     def test_each_limit_can_be_broken(self, reference: torch.Tensor) -> None:
-        failures = ClassicLimits().failures(metrics_of(reference.flip(0), reference))
-        assert [failure.split(" ")[0] for failure in failures] == [
+        result = judged(metrics_of(reference.flip(0), reference))
+        assert [failure.split(" ")[0] for failure in result.classic_failures] == [
             "max_abs_diff",
             "mean_abs_diff",
             "close_fraction",
             "cosine_similarity",
             "pearson_correlation",
         ]
-        assert judge_classic(failures) == (SiteStatus.FAIL, "; ".join(failures))
+        assert judge_classic(result) == (SiteStatus.FAIL, "; ".join(result.classic_failures))
+
+    @pytest.mark.parametrize(("layer", "site"), [(3, "moe_delta"), (None, "logits")])
+    def test_only_outputs_of_layers_are_judged(
+        self, layer: int | None, site: str, reference: torch.Tensor
+    ) -> None:
+        result = judged(metrics_of(reference.flip(0), reference), layer=layer, site=site)
+        assert judge_classic(result) == (
+            SiteStatus.NOT_JUDGED,
+            "the classic limits judge layer outputs alone",
+        )
+
+    def test_limits_are_told_in_words(self) -> None:
+        assert str(ClassicLimits(max_abs_diff=0.5, close_fraction=0.9)) == (
+            "max_abs_diff <= 0.5, mean_abs_diff <= 0.001, close_fraction >= 0.9, cosine_similarity >= 0.99, "
+            "pearson_correlation >= 0.99"
+        )
 
     def test_one_far_element_breaks_the_maximum_alone(self, reference: torch.Tensor) -> None:
         target = reference.clone()

@@ -17,6 +17,7 @@ import torch
 from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.sites import ModelSite, Site
 from neuron.cli import main as mm2_test
 
@@ -42,9 +43,9 @@ FORMATS = ("nxdi", "vllm-neuron", "msprobe", "sglang", "transformers")
 # Only its author knows whether what vLLM Neuron keeps of a layer is the whole output.
 MAPS = {"vllm-neuron": 'sites: {output: "model.layers.{layer}"}'}
 # How many pairs a tool's own names give, of the 17 of each of four layers and the three outside them.
-COMPARED = {"nxdi": 50, "vllm-neuron": 43, "msprobe": 63, "sglang": 50, "transformers": 59}
-# NxDI and SGLang keep the logits of the last tokens alone.
-NUM_OUTSIDE = {"nxdi": 2, "vllm-neuron": 3, "msprobe": 3, "sglang": 2, "transformers": 3}
+COMPARED = {"nxdi": 51, "vllm-neuron": 43, "msprobe": 63, "sglang": 51, "transformers": 59}
+# NxDI and SGLang keep the logits of the last tokens alone, which are judged.
+NUM_OUTSIDE = 3
 # What is to blame where the tool shows it; without the experts' choice that is a suspect too.
 BLAMED = {
     "nxdi": ["router_experts", "router_weights", "moe_delta"],
@@ -113,7 +114,7 @@ class TestWholeDump:
         dumps.WRITERS[name](tmp_path / "dump", runs["right"], num_ranks=2)
         exit_code, record = compare(tmp_path / "dump", MAPS.get(name))
         assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
-        assert (record["compared"], record["of"]) == (COMPARED[name], 4 * 17 + NUM_OUTSIDE[name])
+        assert (record["compared"], record["of"]) == (COMPARED[name], 4 * 17 + NUM_OUTSIDE)
         # Where the experts' choice does not show, tokens whose choice is in doubt are not judged.
         assert {site["status"] for site in record["sites"]} <= {"pass", "not exposed", "not judged"}
 
@@ -329,6 +330,26 @@ class TestDiagnosis:
         assert any("on the port's own input" in note for note in record["layers"][0]["notes"])
         assert "layers 1-3 were fed each other's outputs" in record["notes"][0]
 
+    def test_wrong_head_is_named_from_last_tokens_alone(
+        self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
+    ) -> None:
+        source = runs["right"]
+        dumps.write_nxdi(tmp_path / "dump", source)
+        with CheckpointReader(toy) as reader:
+            embedding = reader.read_weight("model.embed_tokens.weight", torch.bfloat16).float()
+        mask = source.read_attention_mask()
+        normed = source.read_model(ModelSite.FINAL_NORM)[torch.arange(2), mask.sum(dim=1) - 1].float()
+        path = nxdi_file(tmp_path / "dump", "lm_head")
+        torch.save((normed @ embedding.T)[:, None].to(torch.load(path).dtype), path)
+        paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump", "--json")
+        result = command(mm2_diagnose, *paths, "--quiet")
+        record = json.loads(result.stdout)
+        assert result.exit_code == 1
+        assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [
+            (None, "head_is_embedding")
+        ]
+        assert record["unexplained_blame"] == []
+
     def test_right_layer_behind_a_wrong_one_is_not_blamed(
         self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
     ) -> None:
@@ -535,3 +556,57 @@ class TestShow:
         text = command(mm2_test, "show", tmp_path / "dump").stdout
         assert "model.layers.{layer}.mlp.gate:output[2]" in text
         assert "router_experts" in text
+
+
+class TestLastTokens:
+    """Logits that a tool keeps of the tokens to sample from alone."""
+
+    @staticmethod
+    def rewrite(folder: Path, pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        paths = list(folder.rglob(pattern))
+        assert paths
+        for path in paths:
+            held = torch.load(path, weights_only=False)
+            if isinstance(held, dict):
+                held["value"] = change(held["value"])
+            else:
+                held = change(held)
+            torch.save(held, path)
+
+    @pytest.mark.parametrize(("name", "pattern"), [("nxdi", "*lm_head*"), ("sglang", "*next_token_logits*")])
+    def test_right_ones_pass_and_wrong_ones_are_blamed(
+        self, name: str, pattern: str, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.WRITERS[name](tmp_path / "dump", runs["right"])
+        exit_code, record = compare(tmp_path / "dump")
+        (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
+        assert (exit_code, logits["status"], logits["num_judged"]) == (0, "pass", 2)
+        assert (
+            "device run: logits: held of 2 tokens to sample from alone, which are judged" in record["notes"]
+        )
+        self.rewrite(tmp_path / "dump", pattern, lambda logits: logits.roll(1, -1))
+        exit_code, record = compare(tmp_path / "dump")
+        assert (exit_code, record["verdict"]) == (1, "fail")
+        assert [(blame["layer"], blame["sites"]) for blame in record["blame"]] == [(None, ["logits"])]
+
+    def test_each_chunk_and_decoded_row_has_its_own(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_sglang(tmp_path / "dump", runs["right"], passes=PASSES)
+        exit_code, record = compare(tmp_path / "dump")
+        (logits,) = [site for site in record["sites"] if site["site"] == "logits"]
+        assert (exit_code, logits["status"], logits["num_judged"]) == (0, "pass", 6)
+        self.rewrite(tmp_path / "dump", "step=4__*next_token_logits*", torch.neg)
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 1
+        assert record["blame"][0]["sites"] == ["logits"]
+
+    def test_rows_of_nobody_knows_which_tokens_are_not_judged(
+        self, dumps: Any, runs: Any, compare: Any, tmp_path: Path
+    ) -> None:
+        dumps.write_nxdi(tmp_path / "dump", runs["right"])
+        self.rewrite(tmp_path / "dump", "*lm_head*", lambda logits: torch.cat((logits, logits, logits)))
+        exit_code, record = compare(tmp_path / "dump")
+        assert exit_code == 0
+        assert not [site for site in record["sites"] if site["site"] == "logits"]
+        assert any("nothing tells which, and not judged" in note for note in record["notes"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compare.generated import compare_generated
+from compare.generated import FirstLogits, compare_generated
 from compare.logits import REACH
 from minimax_tools.capture.generation import Continuation, Generation, Likely
 from minimax_tools.results import GeneratedRow, SiteStatus
@@ -80,3 +80,38 @@ def test_what_the_golden_does_not_tell_is_not_judged() -> None:
 def test_shorter_text_is_compared_as_far_as_it_goes() -> None:
     row = compare(port(7))
     assert (row.status, row.num_alike, row.num_compared) == (SiteStatus.PASS, 1, 1)
+
+
+class TestOwnLogits:
+    """A token must be what the port's own logits choose."""
+
+    @staticmethod
+    def logits(best: int) -> torch.Tensor:
+        logits = torch.linspace(0.0, 1.0, 10)
+        logits[best] = 5.0
+        return logits[None]
+
+    def compare(
+        self, *tokens: int, best: int, golden: Generation = GOLDEN, do_sample: bool = False
+    ) -> GeneratedRow:
+        noise, places = torch.full((2,), SIGMA), torch.tensor([[0, 0], [0, 1]])
+        first = FirstLogits(reference=self.logits(7), target=self.logits(best))
+        target = replace(port(*tokens), sampling={"do_sample": do_sample})
+        [row] = compare_generated(golden, target, noise=noise, places=places, first=first)
+        return row
+
+    def test_the_likeliest_passes(self) -> None:
+        assert self.compare(7, 8, best=7).status is SiteStatus.PASS
+
+    def test_another_fails_though_it_is_the_goldens(self) -> None:
+        row = self.compare(7, 8, best=2)
+        assert (row.status, row.num_alike, row.target) == (SiteStatus.FAIL, 0, 7)
+        assert row.reason == "4.22 below token 2 by the port's own logits, noise reaches 0.8"
+
+    def test_what_was_drawn_is_not_held_against_them(self) -> None:
+        assert self.compare(7, 8, best=2, do_sample=True).status is SiteStatus.PASS
+
+    def test_golden_without_alternatives_is_judged_at_the_first_token(self) -> None:
+        bare = replace(GOLDEN, rows=(replace(GOLDEN.rows[0], likeliest=()),))
+        row = self.compare(3, 8, best=3, golden=bare)
+        assert (row.status, row.margin) == (SiteStatus.FAIL, pytest.approx(5.0 - 3.0 / 9.0))

@@ -314,6 +314,38 @@ def test_a_port_that_quantises_with_the_wrong_scales_is_wrong(inspect: Inspect, 
     assert any(finding["mistake"] == "computed" for finding in record["findings"])
 
 
+# INT8 codes with a scale for each 32 neighbours of a row, or for each block of 128 x 128.
+_QUANTISE_INT8 = """
+def quantise(weight):
+    values = weight.float()
+    rows, columns = values.shape
+    height, width = {size}
+    height, width = min(height, rows), min(width or columns, columns)
+    parts = values.reshape(rows // height, height, columns // width, width)
+    scales = parts.abs().amax((1, 3), keepdim=True) / {largest}
+    codes = (parts / scales).round().clamp(-127, 127).to(torch.int8)
+    {mistake}
+    return (codes.float() * scales).reshape(rows, columns).to(weight.dtype)
+state[QKV] = quantise(state[QKV])
+for name in ("moe.gate_up_proj", "moe.down_proj"):
+    state[name] = torch.stack([quantise(expert) for expert in state[name]])
+"""
+
+
+@pytest.mark.parametrize("size", ["1, 32", "128, 128"])
+def test_a_port_that_quantises_to_int8_is_unclear_and_not_wrong(inspect: Inspect, size: str) -> None:
+    code, record = inspect(_QUANTISE_INT8.format(size=size, largest=127, mistake=""))
+    assert (code, record["verdict"]) == (0, "warn")
+    assert all("rounded" in finding["text"] for finding in record["findings"])
+    assert record["trial"]["kept_error"] < 1e-5 < record["trial"]["error"]
+
+
+def test_a_port_that_quantises_to_int8_with_the_wrong_scales_is_not_cleared(inspect: Inspect) -> None:
+    mistake = "scales = scales.roll(1, 0)"
+    _, record = inspect(_QUANTISE_INT8.format(size="1, None", largest=127, mistake=mistake))
+    assert record["trial"]["kept_error"] > record["trial"]["limit"]
+
+
 def test_a_wrong_forward_is_no_fault_of_the_weights(inspect: Inspect) -> None:
     code, record = inspect("self.moe.activate = lambda gate, up: torch.relu(gate) * up")
     assert (code, record["verdict"], record["findings"]) == (0, "warn", [])

@@ -108,10 +108,28 @@ class TestOverview:
         assert row_of(render(nonfinite), "2", "FAIL")[3:5] == ["nan", "attn_context"]
 
     def test_without_a_noise_floor_the_lowest_cosine_stands_in(self, classic: Comparison) -> None:
-        text = render(classic)
+        text = render(replace(classic, criteria="noise"))
         assert "lowest cosine" in text
         assert "largest rho" not in text
         assert row_of(text, "5", "FAIL")[3:5] == ["0.997300", "moe_delta"]
+
+    def test_classic_shows_the_five_figures_of_every_output(self, classic: Comparison) -> None:
+        text = render(classic)
+        assert "lowest cosine" not in text
+        assert row_of(text, "5", "FAIL")[3:8] == ["0.0312", "0.00390", "96.88", "0.997300", "0.997300"]
+        assert row_of(text, "2")[3:8] == ["0.00800", "0.00100", "99.20", "0.999991", "0.999991"]
+
+    def test_five_figures_stand_beside_rho_where_they_are_asked_for(self, passing: Comparison) -> None:
+        text = render_comparison(passing, width=120, is_terminal=False, shows_metrics=True)
+        assert row_of(text, "2")[3:] == [
+            *("0.00800", "0.00100", "99.20", "0.999991", "0.999991", "1.06", "router_weights")
+        ]
+        assert row_of(text, "model")[3:5] == ["0.00600", "7.50e-04"]
+        assert "cosine" not in render(passing)
+
+    def test_layer_without_an_output_has_no_figures(self, classic: Comparison) -> None:
+        sites = tuple(site for site in classic.sites if site.site != "output")
+        assert row_of(render(replace(classic, sites=sites)), "2")[3:8] == ["-"] * 5
 
     def test_layer_of_which_nothing_was_compared_has_no_verdict(self, unexposed: Comparison) -> None:
         hidden = next(site for site in unexposed.sites if site.site == "q_rope")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from compare.diagnosis.catalogue.attention import ATTENTION_MISTAKES
@@ -31,16 +31,22 @@ CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
 )
 
 
-def find_mistakes(names: tuple[str, ...]) -> tuple[Mistake, ...]:
+def find_mistakes(names: tuple[str, ...], *, also: Collection[str] = ()) -> tuple[Mistake, ...]:
     """The mistakes of these names; all of them where none is given.
+
+    Args:
+        names: Names.
+        also: Names of mistakes that lie in another catalogue, and are passed over.
 
     Raises:
         UsageError: A name is not in the catalogue.
     """
-    unknown = [name for name in names if name not in CATALOGUE]
+    unknown = [name for name in names if name not in CATALOGUE and name not in also]
     if unknown:
         raise UsageError(
             f"no mistake is called {unknown[0]!r}",
             next_step="mm2-diagnose --list shows the catalogue.",
         )
-    return tuple(CATALOGUE[name] for name in names) if names else tuple(CATALOGUE.values())
+    if not names:
+        return tuple(CATALOGUE.values())
+    return tuple(CATALOGUE[name] for name in names if name in CATALOGUE)

@@ -14,6 +14,7 @@ from minimax_tools.capture.foreign.assembly import Assembly, Shape
 from minimax_tools.capture.foreign.finder import find_sites
 from minimax_tools.capture.foreign.findings import Findings, Found, Key
 from minimax_tools.capture.foreign.formats import FORMATS, Format, find_format, read_dump
+from minimax_tools.capture.foreign.last_tokens import find_last_tokens, held_rows, read_last_tokens
 from minimax_tools.capture.foreign.name_map import NameMap
 from minimax_tools.capture.foreign.piece import Dump
 from minimax_tools.capture.foreign.rows import TokenRows, batch_mask, lay_out
@@ -55,7 +56,11 @@ class ForeignCapture(WithoutFloor):
         self._rows = self._find_rows(mask, input_ids)
         own = batch_mask(self._rows.lengths) if self._rows is not None else None
         self._mask = own if mask is None else mask
-        self._partial = tuple(site for site in _BEHIND_LAYERS if self._is_partial(site))
+        self._last_tokens = {
+            site: find_last_tokens(self.findings.sites[None, site], self.findings, self._rows)
+            for site in _BEHIND_LAYERS
+            if self._rows is not None and self._is_partial(site)
+        }
         # Whether the dump's own token ids were found to be those of the other side.
         self.has_checked_tokens = False
 
@@ -108,10 +113,13 @@ class ForeignCapture(WithoutFloor):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of a comparison must know of how the dump was read."""
-        if not self._partial:
-            return self.findings.notes
-        named = ", ".join(self._partial)
-        return (*self.findings.notes, f"{named}: held of each prompt's last token alone, and not judged")
+        partial = [
+            f"{site}: held of {len(tokens)} tokens to sample from alone, which are judged"
+            if tokens
+            else f"{site}: held of some tokens alone, nothing tells which, and not judged"
+            for site, tokens in self._last_tokens.items()
+        ]
+        return (*self.findings.notes, *partial)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -123,9 +131,14 @@ class ForeignCapture(WithoutFloor):
         return tuple(site for site in Site if self._found(layer, site) is not None)
 
     def model_sites(self) -> tuple[ModelSite, ...]:
-        """Sites found outside the layers."""
+        """Sites found outside the layers, without those held of nobody knows which tokens."""
         held = (site for site in ModelSite if (None, site) in self.findings.sites)
-        return tuple(site for site in held if site not in self._partial)
+        return tuple(site for site in held if self._last_tokens.get(site) != ())
+
+    def held_rows(self, site: ModelSite) -> torch.Tensor | None:
+        """Return the places [B,S] at which a site outside the layers is held, as bool; None for all real tokens."""
+        tokens = self._last_tokens.get(site)
+        return None if tokens is None or self._mask is None else held_rows(tokens, self._mask)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
         """Sites that the dump does not hold."""
@@ -147,7 +160,7 @@ class ForeignCapture(WithoutFloor):
         return self._read(found, what=f"{site} of layer {layer}", has_heads_dim=site.has_heads_dim)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """The tensor of a site outside the layers.
+        """The tensor of a site outside the layers; zeros on padding, and where `held_rows` says that it is not held.
 
         Raises:
             CaptureError: As for `read`.
@@ -155,6 +168,9 @@ class ForeignCapture(WithoutFloor):
         found = self.findings.sites.get((None, site))
         if found is None:
             raise CaptureError(f"{self.directory} holds no {site}", next_step="Capture the whole model.")
+        tokens = self._last_tokens.get(site)
+        if tokens and self._mask is not None:
+            return read_last_tokens(found, tokens, assembly=self._assembly, mask=self._mask, what=str(site))
         return self._read(found, what=str(site), has_heads_dim=False)
 
     def read_attention_mask(self) -> torch.Tensor | None:

@@ -51,7 +51,7 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = MappingProxyType(
         Site.OUTPUT: (f"{_LAYER}", "layers.{next}:input", "layers.{next}.input_layernorm:input"),
         ModelSite.EMBEDDING: ("model.embed_tokens", "embed_tokens"),
         ModelSite.FINAL_NORM: ("model.norm", "norm"),
-        ModelSite.LOGITS: ("lm_head", ":output[logits]"),
+        ModelSite.LOGITS: ("lm_head", ":output[logits]", ":output[next_token_logits]"),
         INPUT_IDS: (
             ":input[input_ids]",
             "model:input[input_ids]",

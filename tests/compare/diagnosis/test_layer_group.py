@@ -33,6 +33,7 @@ def layer(
     nearest: tuple[Finding, ...] = (),
     unexplained: float = 100.0,
     notes: tuple[str, ...] = (),
+    is_blamed: bool = True,
 ) -> LayerDiagnosis:
     return LayerDiagnosis(
         layer=number,
@@ -41,6 +42,7 @@ def layer(
         named=named,
         nearest=nearest,
         num_hypotheses=12,
+        is_blamed=is_blamed,
         notes=notes,
     )
 
@@ -145,3 +147,14 @@ def test_record_stays_per_layer() -> None:
     record = diagnosis_record(diagnosis(*(layer(n, finding(n)) for n in range(3))))
     assert [one["layer"] for one in record["diagnosis"]] == [0, 1, 2]
     assert [one["layer"] for one in record["layers"]] == [0, 1, 2]
+
+
+class TestRightLayers:
+    def test_they_have_nothing_to_explain(self) -> None:
+        right = [layer(number, unexplained=1.02, is_blamed=False) for number in (0, 2)]
+        words = text(right[0], layer(1, nearest=(finding(1),)), right[1])
+        assert "Layers 0, 2: nothing to explain (ρ 1.02)" in words
+        assert "Layer 1: no known mistake explains it (ρ 100)" in words
+
+    def test_blamed_one_is_not_right_however_small_its_error(self) -> None:
+        assert "Layer 0: no known mistake explains it (ρ 1.02)" in text(layer(0, unexplained=1.02))

@@ -1,0 +1,219 @@
+"""SiteCase: all that mistakes at one site outside the layers are judged by, read from two captures and the checkpoint.
+
+B batch, S sequence, T judged tokens, H hidden, C judged columns of the vocabulary, F channels: H or C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from compare.batch import Batch
+from compare.diagnosis.layer_case import spread_places
+from compare.diagnosis.mistake import Parameters
+from compare.diagnosis.model.embedding import embed
+from compare.diagnosis.model.final_norm import norm_states
+from compare.diagnosis.model.head import score
+from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.scene import ModelScene, Unit
+from compare.diagnosis.model.weights import ModelWeights
+from compare.judge import find_mismatch
+from minimax_tools.capture.foreign.capture import ForeignCapture
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.options import DTYPES
+from minimax_tools.sites import ModelSite, Site
+from minimax_tools.spec import ModelSpec
+
+# Of one rounding, relative to the values; float32 sums in another order.
+_ROUNDING = {torch.bfloat16: 1.7e-3, torch.float32: 2e-6}
+_MOST_TOKENS = {ModelSite.EMBEDDING: 512, ModelSite.FINAL_NORM: 512, ModelSite.LOGITS: 64}
+_MOST_COLUMNS = 8192
+_RIGHT = {ModelSite.EMBEDDING: embed, ModelSite.FINAL_NORM: norm_states, ModelSite.LOGITS: score}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SiteCase:
+    """One site.
+
+    Args:
+        site: The site.
+        scene: What the port computed it from.
+        port: What the port gave, float32 [T,F].
+        right: What a right port gives there, float32 [T,F].
+        unit: What noise comes to.
+        is_through_norm: Whether logits are judged from the last layer's output, as the final norm is not held.
+        notes: What could not be judged.
+    """
+
+    site: ModelSite
+    scene: ModelScene
+    port: torch.Tensor
+    right: torch.Tensor
+    unit: Unit
+    is_through_norm: bool = False
+    notes: tuple[str, ...] = ()
+
+    def may_have(self, mistake: ModelMistake) -> bool:
+        """Whether a mistake can show here: one of the final norm does at the logits where the norm is not held."""
+        return mistake.site is self.site or (self.is_through_norm and mistake.site is ModelSite.FINAL_NORM)
+
+    def predict(self, mistake: ModelMistake, parameters: Parameters) -> torch.Tensor | None:
+        """Compute the site's values [T,F] with a mistake; None where it cannot happen here."""
+        prediction = mistake.predict(self.scene, **parameters)
+        if prediction is None or mistake.site is self.site:
+            return prediction
+        return score(replace(self.scene, normed=self.scene.rounded(prediction)))
+
+
+class ModelCases:
+    """Opens sites outside the layers.
+
+    Args:
+        golden: The golden.
+        target: The device run.
+        batch: The tokens that they have in common.
+        last_layer: The layer whose output the head was fed.
+        reader: The checkpoint.
+        spec: The model.
+    """
+
+    def __init__(
+        self,
+        golden: Capture,
+        target: CaptureSource,
+        *,
+        batch: Batch,
+        last_layer: int,
+        reader: CheckpointReader,
+        spec: ModelSpec,
+    ) -> None:
+        self._golden, self._target, self._batch = golden, target, batch
+        self._last_layer = last_layer
+        self._spec = spec
+        self._dtype = DTYPES[golden.description.provenance.dtypes["weights"]]
+        self._weights = ModelWeights(reader, spec, dtype=self._dtype)
+        generator = torch.Generator().manual_seed(0)
+        columns = torch.randperm(spec.vocab_size, generator=generator)[:_MOST_COLUMNS]
+        self._columns = columns.sort().values
+
+    def open(self, site: ModelSite) -> SiteCase | str:
+        """Open a site that both sides hold; why it cannot be judged, in words, where that is so."""
+        golden, port = self._golden.read_model(site), self._target.read_model(site)
+        mismatch = find_mismatch(golden, port)
+        if mismatch is not None:
+            return mismatch
+        has_norm = self._holds(self._target, ModelSite.FINAL_NORM)
+        scenes = [self._scene(side, has_norm=has_norm) for side in (self._golden, self._target)]
+        if any(_is_unfed(scene, site) for scene in scenes):
+            return "what it is computed from is not held"
+        values = [self._values(tensor, site) for tensor in (golden, port)]
+        usable = self._held(site, has_norm=has_norm)
+        usable &= torch.stack([rows.isfinite().all(dim=-1) for rows in values]).all(dim=0)
+        usable &= torch.stack([_is_finite(scene) for scene in scenes]).all(dim=0)
+        if not bool(usable.any()):
+            return "no token of it is held and finite"
+        places = usable.nonzero()[:, 0]
+        places = places[spread_places(len(places), [len(places)], _MOST_TOKENS[site])]
+        mine, theirs = (_at(scene, places) for scene in scenes)
+        exact, right = (_RIGHT[site](scene) for scene in (mine, theirs))
+        assert exact is not None, "a site that is not fed is not opened"
+        assert right is not None, "a site that is not fed is not opened"
+        unit = Unit.of(values[0][places], exact, rounding=_ROUNDING[self._dtype])
+        num_lost = int((~values[1].isfinite().all(dim=-1)).sum())
+        lost = f"{num_lost} tokens hold NaN or Inf and were left out: no mistake of the catalogue makes any"
+        return SiteCase(
+            site=site,
+            scene=theirs,
+            port=values[1][places],
+            right=right,
+            unit=unit,
+            is_through_norm=site is ModelSite.LOGITS and not has_norm,
+            notes=(lost,) if num_lost else (),
+        )
+
+    def _holds(self, side: CaptureSource, site: ModelSite) -> bool:
+        return site in side.model_sites()
+
+    def _values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
+        """A site's real rows, float32 [T,F]."""
+        rows = self._batch.rows(tensor, site)
+        return (rows[:, self._columns] if site is ModelSite.LOGITS else rows).float()
+
+    def _scene(self, side: CaptureSource, *, has_norm: bool) -> ModelScene:
+        """What one side computed from, all real tokens; the final norm from the states where the port lacks it."""
+        inputs = self._golden.read_inputs()
+        ids = inputs.input_ids[inputs.attention_mask.bool()]
+        prompts = inputs.attention_mask.bool().nonzero()[:, 0]
+        here = torch.arange(len(ids))
+        before = torch.where((prompts == prompts.roll(1)) & (here > 0), here - 1, -1)
+        scene = ModelScene(
+            spec=self._spec,
+            weights=self._weights,
+            columns=self._columns,
+            dtype=self._dtype,
+            token_ids=ids,
+            before=before,
+            all_ids=ids,
+            states=self._states(side),
+        )
+        if has_norm and self._holds(side, ModelSite.FINAL_NORM):
+            normed: torch.Tensor | None = self._values(
+                side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM
+            )
+        else:
+            exact = norm_states(scene)
+            normed = None if exact is None else scene.rounded(exact)
+        if normed is None:
+            return scene
+        return replace(scene, normed=normed, all_normed=normed)
+
+    def _states(self, side: CaptureSource) -> torch.Tensor | None:
+        if self._last_layer + 1 != self._spec.num_hidden_layers or Site.OUTPUT not in side.sites(
+            self._last_layer
+        ):
+            return None
+        return self._batch.rows(side.read(self._last_layer, Site.OUTPUT), Site.OUTPUT).float()
+
+    def _held(self, site: ModelSite, *, has_norm: bool) -> torch.Tensor:
+        """Tokens of which the port holds the site and what it is computed from, bool [T]."""
+        sites = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
+        held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
+        for one in sites:
+            places = self._target.held_rows(one) if isinstance(self._target, ForeignCapture) else None
+            if places is not None:
+                held &= self._batch.tokens(places)
+        return held
+
+
+def _is_unfed(scene: ModelScene, site: ModelSite) -> bool:
+    if site is ModelSite.EMBEDDING:
+        return scene.token_ids is None
+    return scene.states is None if site is ModelSite.FINAL_NORM else scene.normed is None
+
+
+def _is_finite(scene: ModelScene) -> torch.Tensor:
+    """Tokens whose input is finite, bool [T]."""
+    assert scene.token_ids is not None, "a golden holds its tokens"
+    finite = torch.ones(len(scene.token_ids), dtype=torch.bool)
+    for rows in (scene.states, scene.normed):
+        if rows is not None:
+            finite &= rows.isfinite().all(dim=-1)
+    return finite
+
+
+def _at(scene: ModelScene, places: torch.Tensor) -> ModelScene:
+    """Some of a scene's tokens, by their places."""
+
+    def take(rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if rows is None else rows[places]
+
+    return replace(
+        scene,
+        token_ids=take(scene.token_ids),
+        before=take(scene.before),
+        states=take(scene.states),
+        normed=take(scene.normed),
+    )

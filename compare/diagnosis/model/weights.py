@@ -1,0 +1,62 @@
+"""ModelWeights: the checkpoint's tensors outside the layers, as the golden computes with them.
+
+V the vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+
+from minimax_tools.checkpoint import names
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.spec import ModelSpec
+
+_LAYER_NORMS = (names.INPUT_NORM, names.POST_NORM)
+
+
+class ModelWeights:
+    """Embedding, final norm and head; each is read once, when it is first asked for.
+
+    Args:
+        reader: The checkpoint.
+        spec: The model.
+        dtype: What the golden computes in: values are rounded to it.
+    """
+
+    def __init__(self, reader: CheckpointReader, spec: ModelSpec, *, dtype: torch.dtype) -> None:
+        self._reader = reader
+        self._spec = spec
+        self._dtype = dtype
+
+    @cached_property
+    def embedding(self) -> torch.Tensor:
+        """[V,H] in the golden's dtype."""
+        return self._reader.read_weight(names.EMBEDDING, self._dtype)
+
+    @cached_property
+    def head(self) -> torch.Tensor:
+        """[V,H] in the golden's dtype; the embedding where none is stored."""
+        if not self.has_head:
+            return self.embedding
+        return self._reader.read_weight(names.LM_HEAD, self._dtype)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the checkpoint stores a head of its own."""
+        return names.LM_HEAD in self._reader.index.entries
+
+    @cached_property
+    def norm(self) -> torch.Tensor:
+        """Weight of the final norm, float32 [H]."""
+        return self._reader.read_weight(names.FINAL_NORM, self._dtype).float()
+
+    def layer_norms(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and weight, float32 [H], of the norms of every layer that the folder holds."""
+        for layer in range(self._spec.num_hidden_layers):
+            for name in _LAYER_NORMS:
+                full = names.layer_prefix(layer) + name
+                if full in self._reader.index.entries:
+                    yield f"{layer}.{name.split('.')[0]}", self._reader.read_weight(full, self._dtype).float()
