@@ -123,9 +123,7 @@ def test_decoded_rows_are_judged_far_out(
 ) -> None:
     rows = ("--seq-len", "12,12", "--start-positions", "122,65530")
     golden = tmp_path / "golden"
-    made = command(
-        mm2_gpu, "extract-all", "--model", toy, *rows, "--output-dir", golden, "--quiet"
-    )
+    made = command(mm2_gpu, "extract-all", "--model", toy, *rows, "--output-dir", golden, "--quiet")
     assert made.exit_code == 0, made.output
     assert judge(target, golden, "--decode", 4)["verdict"] == verdict
 
