@@ -20,6 +20,7 @@ from minimax_tools.options import (
 )
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, MOST_VARIANTS
 
+ 
 _placement_options = (
     click.option(
         "--device-map",

@@ -51,14 +51,13 @@ class RoundedLayer:
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> tuple[dict[Site, torch.Tensor], ...]:
-        """Every site but the input, for each copy, float32; of padded rows no expert's output.
+        """Every site but the input, for each copy: float32 on the device of the input; of padded rows no expert's output.
 
         Args:
             hidden_states: [B,S,H], what the layer is fed.
             inputs: Mask and positions.
-            router_experts: int64 [B,S,k], the choice that all copies replay; None for that of the copy that rounds to
-                nearest, or of the first where none does. The site tells each copy's own choice, and the weights are
-                those of what was replayed, in its order.
+            router_experts: int64 [B,S,k], the choice to replay; None for each copy's own. The site tells the own, and
+                the weights are those of what was replayed, in its order.
         """
         with torch.no_grad():
             sites = _Pass(self._spec, self._tensors, inputs, kinds=self._kinds, seed=self._seed).run(
@@ -101,19 +100,16 @@ class _Pass:
         sites[Site.ATTN_CONTEXT] = self._attend(
             sites[Site.Q_ROPE], sites[Site.K_ROPE], self._heads(sites[Site.V_PROJ]), mask.repeat(copies, 1)
         )
-        sites[Site.ATTN_DELTA] = self._add_halves(
-            sites[Site.ATTN_CONTEXT], self._weight(names.O_PROJ, hidden)
-        )
+        sites[Site.ATTN_DELTA] = self._add_halves(sites[Site.ATTN_CONTEXT], self._weight(names.O_PROJ, hidden))
         sites[Site.ATTN_RESIDUAL] = self._round(hidden + sites[Site.ATTN_DELTA])
         sites[Site.POST_NORM] = self._norm(sites[Site.ATTN_RESIDUAL], names.POST_NORM)
         sites[Site.ROUTER_LOGITS] = linear(sites[Site.POST_NORM], self._weight(names.GATE, hidden))
         scores = sites[Site.ROUTER_LOGITS].sigmoid()
         bias = self._weight(names.CORRECTION_BIAS, hidden)
         sites[Site.ROUTER_EXPERTS] = (scores + bias).topk(spec.num_experts_per_tok, dim=-1).indices
-        if router_experts is None:
-            lead = self.kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in self.kinds else 0
-            router_experts = sites[Site.ROUTER_EXPERTS].chunk(copies)[lead]
-        experts = router_experts.long().to(hidden.device).repeat(copies, 1, 1)
+        experts = sites[Site.ROUTER_EXPERTS]
+        if router_experts is not None:
+            experts = router_experts.long().to(hidden.device).repeat(copies, 1, 1)
         chosen = scores.gather(-1, experts)
         sites[Site.ROUTER_WEIGHTS] = chosen / chosen.sum(-1, keepdim=True)
         real = mask.bool().repeat(copies, 1)
@@ -148,8 +144,7 @@ class _Pass:
 
     def _heads(self, flat: torch.Tensor) -> torch.Tensor:
         """[R,S,heads·D] to [R,heads,S,D]."""
-        heads: torch.Tensor = flat.unflatten(-1, (-1, self.spec.head_dim))
-        return heads.transpose(1, 2)
+        return flat.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2)
 
     def _rotation(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of every position, [R,1,S,rotary_dim/2]: what they are rounded by, all heads share."""
@@ -182,9 +177,7 @@ class _Pass:
             visible = causal & mask_rs[row].bool()
             for start in range(0, num_heads, block):
                 heads = slice(start, min(start + block, num_heads))
-                keys, values = (
-                    side[row].repeat_interleave(groups, dim=0)[heads] for side in (k_rksd, v_rksd)
-                )
+                keys, values = (side[row].repeat_interleave(groups, dim=0)[heads] for side in (k_rksd, v_rksd))
                 scores = self._round_row(q_rnsd[row][heads] @ keys.transpose(-1, -2), kinds[row])
                 scores = self._round_row(scores * self.spec.head_dim**-0.5, kinds[row])
                 # A finite minimum: a padded query that sees nothing must not become NaN.
