@@ -118,10 +118,11 @@ class Replay:
         exact, mine = self._read(Site.ATTN_RESIDUAL), self._read_reference(Site.ATTN_RESIDUAL)
         if exact is None or mine is None:
             # The stream is what is left of the output without what the golden's own experts added.
-            deltas = [self._read(Site.MOE_DELTA), self._read_reference(Site.MOE_DELTA)]
-            assert None not in deltas, "the golden is judged at the experts' output"
+            twin_delta, delta = self._read(Site.MOE_DELTA), self._read_reference(Site.MOE_DELTA)
+            assert twin_delta is not None, "the golden holds what its experts added"
+            assert delta is not None, "the golden holds what its experts added"
             twin = rows.reference.float() if rows.twin is None else rows.twin
-            exact, mine = twin - deltas[0], rows.reference.float() - deltas[1]
+            exact, mine = twin - twin_delta, rows.reference.float() - delta
         rounded = ((mine[tokens] + one).to(rows.dtype).float() for one in experts[1:])
         return (exact[tokens] + experts[0], *rounded)
 

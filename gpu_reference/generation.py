@@ -11,7 +11,7 @@ import torch
 from gpu_reference.placement import input_device, watched_memory
 from minimax_tools.capture.generation import NUM_LIKELIEST, Generation, Likely
 from minimax_tools.errors import UsageError
-from minimax_tools.inputs import Inputs
+from minimax_tools.inputs import Inputs, num_positions_left
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM
@@ -64,16 +64,17 @@ class Sampling:
 def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path) -> Generation:
     """Continue every row of `inputs`; `folder` is the checkpoint's.
 
-    Rows run one by one, without padding and each from the seed, so that none depends on its neighbours.
+    Rows run one by one, without padding and each from the seed, so that none depends on its neighbours. A row ends
+    where the model has no position for its next token.
 
     Raises:
         BackendError: A GPU ran out of memory.
     """
     rows = []
     likeliest: list[list[tuple[Likely, ...]]] = []
-    for prompt in inputs.real_rows():
+    for prompt, positions in zip(inputs.real_rows(), inputs.row_positions(), strict=True):
         watcher = _Watcher()
-        rows.append(_continue_row(model, prompt, sampling, watcher))
+        rows.append(_continue_row(model, prompt, positions, sampling, watcher))
         likeliest.append(watcher.likeliest)
     return Generation.of(
         inputs,
@@ -103,8 +104,13 @@ class _Watcher:
 
 
 def _continue_row(
-    model: MiniMaxM2ForCausalLM, row: list[int], sampling: Sampling, watcher: _Watcher
+    model: MiniMaxM2ForCausalLM,
+    row: list[int],
+    positions: list[int],
+    sampling: Sampling,
+    watcher: _Watcher,
 ) -> list[int]:
+    num_new_positions = num_positions_left(positions[-1], model.config.max_position_embeddings)
     # transformers types `generate` for a mixin that its models do not match.
     generator: Any = model
     input_ids = torch.tensor([row], device=input_device(model))
@@ -113,7 +119,9 @@ def _continue_row(
         output = generator.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=sampling.max_new_tokens,
+            # New tokens count on from the row's last position.
+            position_ids=torch.tensor([positions], device=input_ids.device),
+            max_new_tokens=min(sampling.max_new_tokens, num_new_positions),
             pad_token_id=0,
             # config.json says true, but the hub ships no MTP layer; transformers would want one.
             use_mtp=False,

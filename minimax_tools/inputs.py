@@ -17,7 +17,8 @@ class Inputs:
     Args:
         input_ids: int64 [B,S].
         attention_mask: int64 [B,S], 1 on real rows, 0 on padding.
-        position_ids: int64 [B,S], counted over the real rows; 0 on left padding.
+        position_ids: int64 [B,S], counted over each row's real tokens from its first position on. Padding repeats the
+            row's last position on the right, and its first on the left.
         source: Where the rows came from, in a few words.
     """
 
@@ -56,6 +57,18 @@ class Inputs:
         """Real tokens of all rows."""
         return int(self.attention_mask.sum())
 
+    @property
+    def next_positions(self) -> torch.Tensor:
+        """Position of the token that follows each row, int64 [B,1]."""
+        return self.position_ids.max(dim=1, keepdim=True).values + 1
+
+    def row_positions(self) -> list[list[int]]:
+        """Positions of each row's tokens, without padding."""
+        return [
+            positions[mask.bool()].tolist()
+            for positions, mask in zip(self.position_ids, self.attention_mask, strict=True)
+        ]
+
     def real_rows(self) -> list[list[int]]:
         """The token ids of each row, without padding."""
         return [
@@ -86,7 +99,13 @@ class Inputs:
 
 
 def pad_rows(
-    rows: list[list[int]], *, padding_side: str, buckets: tuple[int, ...], pad_token_id: int, source: str
+    rows: list[list[int]],
+    *,
+    padding_side: str,
+    buckets: tuple[int, ...],
+    pad_token_id: int,
+    source: str,
+    start_positions: tuple[int, ...] = (),
 ) -> Inputs:
     """Pad `rows` on one side to the longest row, or to the smallest bucket that holds it.
 
@@ -96,6 +115,7 @@ def pad_rows(
         buckets: Lengths to choose from; empty for the longest row's.
         pad_token_id: The id that padding gets.
         source: Where the rows came from, in a few words.
+        start_positions: Position of each row's first token; empty where all rows begin at 0.
 
     Raises:
         UsageError: No row, an empty row, or a row longer than every bucket.
@@ -119,10 +139,16 @@ def pad_rows(
         window = slice(length - len(row), length) if padding_side == "left" else slice(0, len(row))
         input_ids[index, window] = torch.tensor(row, dtype=torch.int64)
         attention_mask[index, window] = 1
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    starts = torch.tensor(start_positions or (0,) * len(rows), dtype=torch.int64)
+    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0) + starts[:, None]
     return Inputs(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, source=source
     )
+
+
+def num_positions_left(last_position: int, max_position_embeddings: int) -> int:
+    """Count the tokens that can follow a row's last: the last of them is never fed, so it needs no position."""
+    return max_position_embeddings - last_position
 
 
 def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -133,3 +159,13 @@ def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, s
         for _ in range(batch_size)
         for length in lengths
     ]
+
+
+def word_positions(inputs: Inputs) -> str:
+    """Return the positions of the real tokens in words, such as `positions 0-99, 4096-4111`; padding is not counted."""
+    positions = inputs.position_ids[inputs.attention_mask.bool()].unique().tolist()
+    breaks = [index for index in range(1, len(positions)) if positions[index] != positions[index - 1] + 1]
+    bounds = zip([0, *breaks], [*breaks, len(positions)], strict=True)
+    runs = [(positions[start], positions[stop - 1]) for start, stop in bounds]
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"position{'s' if len(positions) > 1 else ''} {words}"

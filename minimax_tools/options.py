@@ -7,7 +7,7 @@
 | `store_options` | --captures, --output-dir |
 | `run_options` | --sites, --dtype, --seed |
 | `input_options` | --prompt, --prompts-file, --chat, --input-ids, --seq-len, --batch-size, |
-| | --padding-side, --pad-to, --max-length |
+| | --padding-side, --pad-to, --max-length, --start-positions |
 | `span_options` | --start-layer, --end-layer, --layers |
 | `layer_option` | --layer |
 | `memory_budget_option` | --memory-budget |
@@ -66,6 +66,21 @@ def parse_lengths(_: click.Context, parameter: click.Parameter, value: str | Non
     if min(lengths) < 1:
         raise click.BadParameter(f"{value!r}: expected positive lengths, for example 96,61", param=parameter)
     return lengths
+
+
+def parse_start_positions(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """Click callback: `0,4096` as a tuple of positions from 0 on; empty where the option is absent."""
+    if value is None:
+        return ()
+    try:
+        positions = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        positions = (-1,)
+    if min(positions) < 0:
+        raise click.BadParameter(
+            f"{value!r}: expected positions from 0 on, for example 0,4096,65536", param=parameter
+        )
+    return positions
 
 
 def parse_size_option(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
@@ -167,6 +182,12 @@ input_options = stack_options(
         "--pad-to", callback=parse_lengths, metavar="128,512", help="Pad to the smallest bucket that fits."
     ),
     click.option("--max-length", type=click.IntRange(min=1), help="Truncate every row to so many tokens."),
+    click.option(
+        "--start-positions",
+        callback=parse_start_positions,
+        metavar="0,4096,65536",
+        help="Position of each row's first token: one for each row, or one for all; default 0.",
+    ),
 )
 layer_option = click.option("--layer", type=click.IntRange(min=0), required=True, help="The layer, from 0.")
 span_options = stack_options(
@@ -263,5 +284,6 @@ def read_input_request(options: dict[str, Any]) -> InputRequest:
         padding_side=options["padding_side"],
         pad_to=options["pad_to"],
         max_length=options["max_length"],
+        start_positions=options["start_positions"],
         seed=options["seed"],
     )

@@ -14,7 +14,7 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
-from minimax_tools.inputs import Inputs
+from minimax_tools.inputs import Inputs, num_positions_left
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.sites import ModelSite, Site
 from minimax_tools.spec import ModelSpec
@@ -48,7 +48,7 @@ def generate_greedily(
     spec: ModelSpec,
     budget: MemoryBudget,
 ) -> list[list[int]]:
-    """The most likely tokens after each row, until one of them ends its text.
+    """The most likely tokens after each row, until one of them ends its text or the model has no further position.
 
     Args:
         model: Computes.
@@ -69,7 +69,7 @@ def generate_greedily(
         _cache_bytes(spec, inputs, num_tokens) if num_tokens > 1 else 0, "keys and values of all layers"
     )
     attention_mask = inputs.attention_mask
-    positions = inputs.attention_mask.sum(dim=1, keepdim=True)
+    positions = inputs.next_positions.clamp(max=spec.max_position_embeddings - 1)
     while len(tokens) < num_tokens and not all(
         _has_ended(row, end_tokens) for row in torch.cat(tokens, dim=1)
     ):
@@ -87,9 +87,21 @@ def generate_greedily(
             assert result.key_values is not None, "they were asked for"
             caches[layer].append(result.key_values)
             states = result.output
-        positions = positions + 1
+        # Rows that have ended run on beside the others, at a position that the model has.
+        positions = (positions + 1).clamp(max=spec.max_position_embeddings - 1)
         tokens.append(_likeliest(model.read_logits(states)[:, -1]))
-    return [_until_end(row, end_tokens) for row in torch.cat(tokens, dim=1)]
+    return [
+        _until_end(row[:left], end_tokens)
+        for row, left in zip(torch.cat(tokens, dim=1), _positions_left(inputs, spec), strict=True)
+    ]
+
+
+def _positions_left(inputs: Inputs, spec: ModelSpec) -> list[int]:
+    """How many tokens can follow each row."""
+    return [
+        num_positions_left(positions[-1], spec.max_position_embeddings)
+        for positions in inputs.row_positions()
+    ]
 
 
 def _first_tokens(capture: Capture, inputs: Inputs) -> torch.Tensor:

@@ -9,6 +9,8 @@ from faults.plant import Plant
 from faults.planted import choose_plants
 from faults.runs import PlannedRun, plan_clean, plan_decoding, plan_plants
 from faults.scene import Stage
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.default_rows import default_rows
 
 _SHORT = (96, 61, 7)
 _QUICK = ("gate_up_swapped", "router_bias_missing", "tile_twice", "weights_bfloat16")
@@ -18,8 +20,9 @@ _RANKS = (2, 4)
 _BACKENDS = ("cpu", "xla-cpu")
 
 # Early, middle and last layers of a model with short prompts; XLA; decoded rows; padding on the left; one long prompt;
-# two mistakes in one port; and ports that are right.
-PARTS = ("short", "xla", "decode", "left", "long", "pairs", "clean")
+# the rows of a golden for which nobody names any, far positions among them; two mistakes in one port; and ports that
+# are right.
+PARTS = ("short", "xla", "decode", "left", "long", "far", "pairs", "clean")
 
 
 def plan_quickly() -> Iterator[PlannedRun]:
@@ -66,13 +69,27 @@ def plan_part(
     elif part == "long":
         stage = Stage(name=part, seed=seed + 2, lengths=(512,), num_layers=1)
         yield from plan_plants(stage, plants, backend="cpu")
+    elif part == "far":
+        stage = _far_stage(part, seed=seed + 4, num_layers=2)
+        yield from plan_plants(stage, plants, backend="cpu", names=asks_names)
     else:
         stage = Stage(name=part, seed=seed, lengths=_SHORT, num_layers=1)
         yield from plan_plants(stage, plants, backend="xla-cpu")
 
 
+def _far_stage(name: str, *, seed: int, num_layers: int) -> Stage:
+    rows = default_rows(SyntheticModel().spec().max_position_embeddings)
+    return Stage(
+        name=name,
+        seed=seed,
+        lengths=tuple(row.length for row in rows),
+        start_positions=tuple(row.start_position for row in rows),
+        num_layers=num_layers,
+    )
+
+
 def _plan_right_ports(num_seeds: int) -> Iterator[PlannedRun]:
-    """Ports that are right, on models of 16 layers and goldens of two implementations and padding sides."""
+    """Ports that are right, on models of 16 layers and goldens of two implementations and paddings, and far out."""
     for seed in range(num_seeds):
         attention, experts = _IMPLEMENTATIONS[seed % 2]
         stage = Stage(
@@ -85,3 +102,5 @@ def _plan_right_ports(num_seeds: int) -> Iterator[PlannedRun]:
             experts=experts,
         )
         yield from plan_clean(stage, backends=_BACKENDS, ranks=_RANKS)
+        far = _far_stage(f"clean-far-{seed}", seed=2000 + seed, num_layers=4)
+        yield from plan_clean(far, backends=_BACKENDS, ranks=_RANKS)

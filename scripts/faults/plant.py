@@ -39,6 +39,7 @@ class Plant:
         prefills: Whether it shows where all rows are computed at once.
         decodes: Whether it is also planted in decode rows alone.
         needs_left_padding: Whether it shows only where rows are padded on the left.
+        needs_far_positions: Whether it shows only where rows begin far from position 0.
         halves: The two mistakes of a pair.
     """
 
@@ -51,7 +52,16 @@ class Plant:
     prefills: bool = True
     decodes: bool = False
     needs_left_padding: bool = False
+    needs_far_positions: bool = False
     halves: tuple[Plant, ...] = ()
+
+    def shows_on(self, *, padding_side: str, has_far_positions: bool) -> bool:
+        """Whether rows that are computed at once, padded and placed so, show it."""
+        return (
+            self.prefills
+            and (padding_side == "left" or not self.needs_left_padding)
+            and (has_far_positions or not self.needs_far_positions)
+        )
 
     def build(self, config: Any, weights: Weights) -> Arithmetic:
         """The arithmetic of a layer with this mistake."""

@@ -92,7 +92,48 @@ class WrongSlice(Arithmetic):
         return torch.where(is_first, super().rotate(heads, positions), wrong)
 
 
+class ModuloPositions(Arithmetic):
+    """Positions begin anew."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return super().angles(positions % self.of.modulo)
+
+
+class ClampedPositions(Arithmetic):
+    """A table that ends too early: its last row stands for all further ones."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return super().angles(positions.clamp(max=self.of.last))
+
+
+class RoundedPositions(Arithmetic):
+    """Positions in a dtype without such integers, frequencies and products in float32."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return super().angles(positions.to(getattr(torch, self.of.dtype)))
+
+
+class CountedPositions(Arithmetic):
+    """Rows of the batch counted from 0, whatever their positions."""
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        return super().angles(torch.arange(positions.shape[1], device=positions.device)[None])
+
+
+_OF_FAR_POSITIONS = tuple(
+    Plant(name=name, sites=_ROPE, arithmetic=arithmetic, parameters=parameters, needs_far_positions=True)
+    for name, arithmetic, parameters in (
+        ("rope_positions_modulo", ModuloPositions, {"modulo": 128}),
+        ("rope_positions_modulo", ModuloPositions, {"modulo": 4096}),
+        ("rope_positions_clamped", ClampedPositions, {"last": 4095}),
+        ("rope_positions_low_precision", RoundedPositions, {"dtype": "bfloat16"}),
+        ("rope_positions_low_precision", RoundedPositions, {"dtype": "float16"}),
+        ("rope_positions_counted", CountedPositions, {}),
+    )
+)
+
 PLANTS = (
+    *_OF_FAR_POSITIONS,
     Plant(name="rope_width", sites=_ROPE, arithmetic=OtherWidth, parameters={"rotary_dim": 64}),
     Plant(name="rope_width", sites=_ROPE, arithmetic=OtherWidth, parameters={"rotary_dim": 16}),
     Plant(name="rope_theta", sites=_ROPE, arithmetic=OtherTheta, parameters={"theta": 1e4}, decodes=True),

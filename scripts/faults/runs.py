@@ -60,7 +60,7 @@ def plan_plants(
     """Every plant that shows on a stage, and none; with `names` the diagnosis is asked which it is."""
     yield PlannedRun(stage=stage, port="planted", backend=backend)
     for plant in plants:
-        if plant.prefills and (stage.padding_side == "left" or not plant.needs_left_padding):
+        if plant.shows_on(padding_side=stage.padding_side, has_far_positions=stage.has_far_positions):
             yield PlannedRun(stage=stage, port="planted", backend=backend, plant=plant, names=names)
 
 

@@ -29,6 +29,7 @@ class Stage:
         seed: Of weights and tokens.
         lengths: Of the prompts.
         padding_side: `left` or `right`.
+        start_positions: Of the prompts' first tokens; empty where all begin at 0.
         num_layers: Of the model.
         intermediate_size: Of its experts.
         attention: transformers' attention that makes the golden.
@@ -39,10 +40,16 @@ class Stage:
     seed: int
     lengths: tuple[int, ...]
     padding_side: str = "right"
+    start_positions: tuple[int, ...] = ()
     num_layers: int = 4
     intermediate_size: int = 256
     attention: str = "sdpa"
     experts: str = "grouped_mm"
+
+    @property
+    def has_far_positions(self) -> bool:
+        """Whether some prompt begins far from position 0."""
+        return any(self.start_positions)
 
     def model(self) -> SyntheticModel:
         """Small, with 32 experts, two kv heads and FP8 scales in grids."""
@@ -90,7 +97,12 @@ def open_scene(stage: Stage, scratch: Path) -> Iterator[Scene]:
         synthesize(
             folder, model=stage.model(), dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=stage.seed
         )
-    rows = InputRequest(seq_lens=stage.lengths, padding_side=stage.padding_side, seed=stage.seed)
+    rows = InputRequest(
+        seq_lens=stage.lengths,
+        padding_side=stage.padding_side,
+        start_positions=stage.start_positions,
+        seed=stage.seed,
+    )
     capture = capture_cpu_golden(
         folder,
         golden,

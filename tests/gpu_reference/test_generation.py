@@ -50,6 +50,25 @@ def test_greedy_generation_is_transformers_own(opened: Golden, toy: Path, toy_bf
     assert new_ids(generate(opened.model, inputs, GREEDY, folder=toy)) == [expected[0, 12:].tolist()]
 
 
+def test_generation_counts_on_from_the_rows_last_position(opened: Golden, toy: Path) -> None:
+    inputs = batch(toy, seq_lens=(12,), start_positions=(4090,))
+    expected = opened.model.generate(
+        inputs.input_ids,
+        position_ids=inputs.position_ids,
+        max_new_tokens=8,
+        do_sample=False,
+        pad_token_id=0,
+        use_mtp=False,
+    )
+    assert new_ids(generate(opened.model, inputs, GREEDY, folder=toy)) == [expected[0, 12:].tolist()]
+
+
+def test_generation_ends_with_the_models_positions(opened: Golden, toy: Path) -> None:
+    last = ModelSpec.from_folder(toy).max_position_embeddings - 1
+    inputs = batch(toy, seq_lens=(4, 4), start_positions=(last - 3, last - 5))
+    assert [len(row) for row in new_ids(generate(opened.model, inputs, GREEDY, folder=toy))] == [1, 3]
+
+
 def test_greedy_generation_continues_the_captured_logits(opened: Golden, toy: Path, ask: Any) -> None:
     logits = opened.forward()
     inputs = ask().inputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minimax_tools.errors import UsageError
-from minimax_tools.inputs import Inputs, pad_rows, random_rows
+from minimax_tools.inputs import Inputs, num_positions_left, pad_rows, random_rows, word_positions
 
 ROWS = [[5, 6, 7], [8]]
 
@@ -34,6 +34,43 @@ def test_positions_count_real_tokens_on_either_side() -> None:
     for inputs in (right, left):
         real = inputs.attention_mask.bool()
         assert inputs.position_ids[1][real[1]].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_count_on_from_each_rows_first(side: str) -> None:
+    inputs = pad_rows(
+        ROWS, padding_side=side, buckets=(4,), pad_token_id=9, source="a test", start_positions=(5, 4096)
+    )
+    assert inputs.row_positions() == [[5, 6, 7], [4096]]
+    assert inputs.next_positions.tolist() == [[8], [4097]]
+    # Padding takes a position of its row: transformers masks it, and none lies past the model's last.
+    assert inputs.position_ids.unique().tolist() == [5, 6, 7, 4096]
+
+
+@pytest.mark.parametrize(
+    ("starts", "words"),
+    [
+        ((0, 4096), "positions 0-2, 4096"),
+        ((4, 7), "positions 4-7"),
+        ((0, 1), "positions 0-2"),
+        ((196605, 0), "positions 0, 196605-196607"),
+    ],
+)
+def test_positions_are_worded_as_runs_without_padding(starts: tuple[int, int], words: str) -> None:
+    inputs = pad_rows(
+        ROWS, padding_side="right", buckets=(8,), pad_token_id=9, source="a test", start_positions=starts
+    )
+    assert word_positions(inputs) == words
+
+
+def test_one_position_is_worded_as_one() -> None:
+    assert word_positions(pad([[1]])) == "position 0"
+
+
+def test_tokens_that_the_model_has_positions_for_can_follow() -> None:
+    assert num_positions_left(6, 8) == 2
+    # The last of them is never fed.
+    assert num_positions_left(7, 8) == 1
 
 
 @pytest.mark.parametrize(("buckets", "length"), [((), 3), ((4, 8), 4), ((8, 4), 4), ((2, 3), 3), ((3,), 3)])

@@ -121,11 +121,26 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
     assert "expected positive lengths, for example 96,61" in result.stderr
 
 
+def test_start_positions_are_parsed_at_the_edge() -> None:
+    assert parse(options.input_options, "--start-positions", "0, 4096")["start_positions"] == (0, 4096)
+    assert parse(options.input_options)["start_positions"] == ()
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,", "-4", "1.5"])
+def test_start_positions_that_are_none_are_refused(text: str) -> None:
+    command = click.command()(options.input_options(lambda **_: None))
+    result = click.testing.CliRunner().invoke(command, ["--start-positions", text])
+    assert result.exit_code == 2
+    assert "expected positions from 0 on, for example 0,4096,65536" in result.stderr
+
+
 def test_input_options_become_one_request() -> None:
     arguments = ["--prompt", "a", "--prompt", "b", "--chat", "--padding-side", "left", "--max-length", "9"]
+    arguments += ["--start-positions", "0,8"]
     request = read_input_request({**parse(options.input_options, *arguments), "seed": 4})
     assert (request.prompts, request.chat, request.padding_side) == (("a", "b"), True, "left")
     assert (request.max_length, request.batch_size, request.seed) == (9, 1, 4)
+    assert request.start_positions == (0, 8)
 
 
 @pytest.mark.parametrize(

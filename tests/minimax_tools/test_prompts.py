@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minimax_tools.errors import CheckpointError, UsageError
-from minimax_tools.inputs import Inputs
+from minimax_tools.inputs import Inputs, word_positions
 from minimax_tools.prompts import InputRequest, build_inputs
 from minimax_tools.spec import ModelSpec
 from minimax_tools.tokenizer import encode_texts
@@ -117,8 +117,52 @@ def test_ids_outside_the_vocabulary_are_refused(toy: Path, token: int, is_allowe
 def test_random_rows_have_the_lengths_asked_for(toy: Path) -> None:
     assert build(toy, seq_lens=(6, 3)).lengths == (6, 3)
     assert build(toy, seq_lens=(6, 3), batch_size=2).lengths == (6, 3, 6, 3)
-    assert build(toy).lengths == (64,)
-    assert build(toy, batch_size=3).lengths == (64, 64, 64)
+
+
+def test_rows_that_nobody_names_pass_a_window_and_lie_far_out(toy: Path) -> None:
+    inputs = build(toy)
+    assert inputs.lengths == (144, 16, 16, 16)
+    assert word_positions(inputs) == "positions 0-143, 4088-4103, 65528-65543, 196592-196607"
+    assert build(toy, batch_size=2).row_positions() == inputs.row_positions() * 2
+    assert build(toy, max_length=4).lengths == (4, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "positions"),
+    [
+        (40960, "positions 0-143, 4088-4103, 40944-40959"),
+        (4096, "positions 0-143, 4080-4095"),
+        (160, "positions 0-159"),
+        (150, "positions 0-143"),
+        (9, "positions 0-8"),
+    ],
+)
+def test_default_rows_fit_a_small_model(toy: Path, num_positions: int, positions: str) -> None:
+    spec = replace(ModelSpec.from_folder(toy), max_position_embeddings=num_positions)
+    assert word_positions(build_inputs(InputRequest(), folder=toy, spec=spec)) == positions
+
+
+def test_named_rows_begin_at_0(toy: Path) -> None:
+    assert word_positions(build(toy, prompts=tuple(PROMPTS))).startswith("positions 0-")
+    assert build(toy, seq_lens=(3, 2)).row_positions() == [[0, 1, 2], [0, 1]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_begin_where_they_are_told_to(toy: Path, side: str) -> None:
+    each = build(toy, input_ids=("1,2,3", "4"), start_positions=(0, 4096), padding_side=side)
+    assert each.row_positions() == [[0, 1, 2], [4096]]
+    alike = build(toy, input_ids=("1,2,3", "4"), start_positions=(7,), padding_side=side)
+    assert alike.row_positions() == [[7, 8, 9], [7]]
+
+
+def test_start_positions_fit_the_rows_and_the_model(toy: Path) -> None:
+    with pytest.raises(
+        UsageError, match="gives 2 positions for 3 rows: expected one for all rows, or one for"
+    ):
+        build(toy, seq_lens=(1, 2, 3), start_positions=(0, 1))
+    assert build(toy, seq_lens=(2,), start_positions=(196606,)).row_positions() == [[196606, 196607]]
+    with pytest.raises(UsageError, match=r"row 0 begins at position 196607 .* no position past 196607"):
+        build(toy, seq_lens=(2,), start_positions=(196607,))
 
 
 def test_random_rows_say_their_seed(toy: Path) -> None:
@@ -160,6 +204,7 @@ def test_padding_takes_the_models_own_id_where_that_is_one(toy: Path, found: obj
         ({"input_ids": ("1",), "batch_size": 2}, "--batch-size repeats random rows only"),
         ({"chat": True}, "--chat has no effect without text"),
         ({"chat": True, "seq_lens": (3,)}, "--chat has no effect without text"),
+        ({"start_positions": (3,)}, "--start-positions has no rows to place"),
     ],
 )
 def test_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:

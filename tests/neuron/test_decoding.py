@@ -274,6 +274,19 @@ class TestGeneration:
         assert [row["generated_ids"] for row in rows] == expected
         assert all(row["text"] for row in rows)
 
+    def test_tokens_far_out_are_the_goldens_and_end_with_the_models_positions(
+        self, run: Any, model: tuple[object, ...], command: Any, tmp_path: Path
+    ) -> None:
+        rows = ("--seq-len", "6,4", "--start-positions", "4090,196602", "--max-new-tokens", 5)
+        options = (*model[:4], *rows, "--json")
+        golden = command(
+            mm2_gpu, "full", *options, "--noise-floor", "off", "--quiet", "--captures", tmp_path / "golden"
+        )
+        sides = [json.loads(side.stdout)["generation"]["rows"] for side in (golden, run("full", *options))]
+        tokens = [[row["generated_ids"] for row in side] for side in sides]
+        assert tokens[0] == tokens[1]
+        assert [len(row) for row in tokens[0]] == [5, 3]
+
     def test_one_token_is_told_without_being_asked_for_and_needs_no_past(
         self, run: Any, model: tuple[object, ...], expected: list[list[int]], tmp_path: Path
     ) -> None:

@@ -19,6 +19,7 @@ from faults.effects import measure_effects, run_float32
 from faults.pairs import pair_plants
 from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
+from faults.runs import plan_plants
 from faults.scene import Scene, Stage, open_scene
 from faults.tally import clean_cases, give_figures, misses, upper_bound
 
@@ -27,8 +28,17 @@ from minimax_tools.sites import SITE_INPUTS, Site
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_faults.py"
 
-# On the left padding that one of them needs; 70 rows reach the end of a bucket, and a window's.
-STAGE = Stage(name="tiny", seed=0, lengths=(70, 7), padding_side="left", num_layers=1, intermediate_size=128)
+# On the left padding that one of them needs, and the far row that others do; 70 rows reach the end of a bucket, and a
+# window's.
+STAGE = Stage(
+    name="tiny",
+    seed=0,
+    lengths=(70, 7),
+    padding_side="left",
+    start_positions=(0, 4092),
+    num_layers=1,
+    intermediate_size=128,
+)
 
 CASE = Case(
     run="a run",
@@ -159,6 +169,17 @@ def test_pair_with_a_half_below_the_floor_is_not_counted() -> None:
     faint = replace(PAIR, effects={"q_proj": 0.5, "moe_delta": 100.0}, blamed=(("moe_delta",),))
     assert "pairs_above_floor" not in figures_of(CASE, faint)
     assert list(misses([faint])) == []
+
+
+def test_plant_of_far_positions_is_planted_where_there_are_some() -> None:
+    plants = choose_plants(["rope_positions_modulo", "gate_up_swapped"])
+    near, far = replace(STAGE, start_positions=()), STAGE
+    names = [
+        [str(run.plant) for run in plan_plants(stage, plants, backend="cpu") if run.plant]
+        for stage in (near, far)
+    ]
+    assert len(set(names[1]) - set(names[0])) == 2
+    assert set(names[0]) == {str(plant) for plant in plants if not plant.needs_far_positions}
 
 
 def test_pair_computes_as_each_of_its_mistakes_does(scene: Scene) -> None:

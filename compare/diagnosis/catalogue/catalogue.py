@@ -11,6 +11,7 @@ from compare.diagnosis.catalogue.fp8 import FP8_MISTAKES
 from compare.diagnosis.catalogue.norms import NORM_MISTAKES
 from compare.diagnosis.catalogue.residual import RESIDUAL_MISTAKES
 from compare.diagnosis.catalogue.rope import ROPE_MISTAKES
+from compare.diagnosis.catalogue.rope_positions import ROPE_POSITION_MISTAKES
 from compare.diagnosis.catalogue.router import ROUTER_MISTAKES
 from compare.diagnosis.mistake import Mistake
 from minimax_tools.errors import UsageError
@@ -21,6 +22,7 @@ CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
         for mistake in (
             *NORM_MISTAKES,
             *ROPE_MISTAKES,
+            *ROPE_POSITION_MISTAKES,
             *ATTENTION_MISTAKES,
             *RESIDUAL_MISTAKES,
             *ROUTER_MISTAKES,
