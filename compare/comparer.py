@@ -19,6 +19,7 @@ from compare.model_judge import ModelJudge
 from compare.notes import (
     backend_notes,
     certificate_notes,
+    digest_notes,
     feed_notes,
     flip_notes,
     floor_notes,
@@ -147,6 +148,7 @@ def compare_captures(
             *nonfinite_notes(sites, blame),
             *side_notes(reference, target),
             *certificate_notes(reference),
+            *digest_notes(reference, target),
             *floor_notes(reference),
             *generation_notes(sides),
             *backend_notes(sides),

@@ -151,13 +151,18 @@ class LayerJudge:
         exact = None if twin is None else self._batch.rows(twin, site)
         if site is Site.ROUTER_WEIGHTS:
             mine, theirs, exact = self._align(mine, theirs, exact)
+        massive = massive_channels(mine)
         return Rows(
             reference=mine,
             target=theirs,
-            massive=massive_channels(mine),
+            massive=massive,
             places=self._batch.places(reference, site),
             twin=exact,
-            floor=self._floor.squares(site) if exact is None else None,
+            floor=(
+                self._floor.squares(site)
+                if exact is None
+                else self._floor.measure(site, mine, exact, massive=massive)
+            ),
             widest=self._floor.widened_squares(site),
             incoming=self._incoming,
         )
@@ -183,6 +188,7 @@ class LayerJudge:
         margin, noise = self._floor.statistic(ROUTER_MARGIN), self._floor.largest(ROUTER_NOISE)
         if margin is None or noise is None:
             return None
+        self._floor.prove_router_noise()
         return RouterNoise(margin=margin, noise=noise, widening=self._widening())
 
     def _widening(self) -> torch.Tensor | None:

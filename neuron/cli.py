@@ -252,7 +252,7 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     outcome = _Outcome(
         capture=capture,
         report=report,
-        generation=Generation.read(directory),
+        generation=capture.read_generation(),
         comparison=comparison,
     )
     _print_outcome(outcome, as_json=options["as_json"])

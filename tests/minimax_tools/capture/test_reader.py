@@ -99,7 +99,7 @@ def test_floor_that_is_promised_and_missing_is_an_error(
 def test_tensor_that_is_not_the_manifests_is_an_error(capture: Capture, tensor: torch.Tensor) -> None:
     safetensors.torch.save_file({"output": tensor}, capture.directory / "layer_1.safetensors")
     with pytest.raises(
-        CaptureError, match=r"layer_1\.safetensors does not match its manifest at output: expected"
+        CaptureError, match=r"output of layer 1 in layer_1\.safetensors does not match its manifest: expected"
     ):
         capture.read(1, Site.OUTPUT)
 
