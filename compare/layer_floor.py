@@ -13,6 +13,7 @@ from compare.batch import Batch
 from compare.norms import Squares, square_difference
 from compare.proven_floor import (
     refuse_empty_floor,
+    refuse_other_choice,
     refuse_other_floor,
     refuse_other_router_noise,
     refuse_torn_floor,
@@ -21,8 +22,10 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
 from minimax_tools.floor import (
     NUM_COMPETITORS,
+    ROUTER_MARGIN,
     ROUTER_NOISE,
     error_name,
+    massive_channels,
     massive_error_name,
     ordinary_error_name,
     variant_name,
@@ -78,30 +81,27 @@ class LayerFloor:
             refuse_torn_floor(self._reference, self._layer, site, parts=squares, stored=stored)
         return squares
 
-    def measure(
-        self, site: Site, reference: torch.Tensor, twin: torch.Tensor, *, massive: torch.Tensor
-    ) -> Squares:
+    def measure(self, site: Site, reference: torch.Tensor, twin: torch.Tensor) -> Squares:
         """(golden − twin)² summed per token, once a site, as the golden's own rows [T,F] and its twin's give it.
 
         Args:
             site: The site.
             reference: The golden's rows.
             twin: The rows of its float32 twin.
-            massive: bool [F], the channels that are massive.
 
         Raises:
             CaptureError: The golden was changed: it stored other distances.
         """
         measured = self._measured.get(site)
         if measured is None:
-            measured = square_difference(twin, reference, massive=massive)
+            measured = square_difference(twin, reference, massive=massive_channels(reference))
             stored = self.statistic(error_name(site))
             refuse_other_floor(self._reference, self._layer, site, measured=measured, stored=stored)
             self._measured[site] = measured
         return measured
 
-    def prove_router_noise(self) -> None:
-        """Pass where the noise on the competing scores can be what it is by the golden's logits and their twin.
+    def prove_router(self) -> None:
+        """Pass where the golden's experts and the noise on their scores agree with its logits and their twin.
 
         Raises:
             CaptureError: It cannot: the golden was changed.
@@ -112,13 +112,16 @@ class LayerFloor:
             return
         logits = golden.read(self._layer, site)
         scores, exact = (self._batch.rows(side, site).float().sigmoid() for side in (logits, twin))
+        errors = (scores - exact).abs()
         refuse_other_router_noise(
-            golden,
-            self._layer,
-            errors=(scores - exact).abs(),
-            stored=stored,
-            num_competing=2 * NUM_COMPETITORS,
+            golden, self._layer, errors=errors, stored=stored, num_competing=2 * NUM_COMPETITORS
         )
+        chosen, margin = golden.read_twin(self._layer, Site.ROUTER_EXPERTS), self.statistic(ROUTER_MARGIN)
+        if chosen is None or margin is None or Site.ROUTER_EXPERTS not in golden.sites(self._layer):
+            return
+        own = golden.read(self._layer, Site.ROUTER_EXPERTS)
+        mine, exactly = (self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (own, chosen))
+        refuse_other_choice(golden, self._layer, mine, exactly, errors=errors, margin=margin)
 
     def widened_squares(self, site: Site) -> Squares | None:
         """(golden or variant − twin)², the largest per token; None of a golden without variants.

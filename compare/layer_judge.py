@@ -149,20 +149,18 @@ class LayerJudge:
         twin = self._reference.read_twin(self._layer, site)
         mine, theirs = self._batch.rows(reference, site), self._batch.rows(target, site)
         exact = None if twin is None else self._batch.rows(twin, site)
+        floor = self._floor.squares(site) if exact is None else self._floor.measure(site, mine, exact)
         if site is Site.ROUTER_WEIGHTS:
+            # In another order they may be another distance apart.
+            floor = None if exact is not None else floor
             mine, theirs, exact = self._align(mine, theirs, exact)
-        massive = massive_channels(mine)
         return Rows(
             reference=mine,
             target=theirs,
-            massive=massive,
+            massive=massive_channels(mine),
             places=self._batch.places(reference, site),
             twin=exact,
-            floor=(
-                self._floor.squares(site)
-                if exact is None
-                else self._floor.measure(site, mine, exact, massive=massive)
-            ),
+            floor=floor,
             widest=self._floor.widened_squares(site),
             incoming=self._incoming,
         )
@@ -188,7 +186,7 @@ class LayerJudge:
         margin, noise = self._floor.statistic(ROUTER_MARGIN), self._floor.largest(ROUTER_NOISE)
         if margin is None or noise is None:
             return None
-        self._floor.prove_router_noise()
+        self._floor.prove_router()
         return RouterNoise(margin=margin, noise=noise, widening=self._widening())
 
     def _widening(self) -> torch.Tensor | None:

@@ -159,6 +159,8 @@ class Proof:
     ) -> None:
         """Pass where a float32 twin can be one: float32, of the golden's shape, finite where the golden is.
 
+        That of the experts is a choice: int64.
+
         Args:
             site: The site.
             twin: What was read.
@@ -174,8 +176,10 @@ class Proof:
         if key in self._proved:
             return
         shape = tuple(twin.shape) if golden is None else golden.shape
-        if twin.dtype != torch.float32 or tuple(twin.shape) != shape:
-            raise self._no_twin(place, file, expected=f"float32 {list(shape)}", found=_describe(twin))
+        dtype = torch.int64 if site is Site.ROUTER_EXPERTS else torch.float32
+        if twin.dtype != dtype or tuple(twin.shape) != shape:
+            expected = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+            raise self._no_twin(place, file, expected=expected, found=_describe(twin))
         num_wrong = 0 if _is_finite(twin) else _count_wrong(site, twin, *read_golden())
         if num_wrong:
             raise self._no_twin(
