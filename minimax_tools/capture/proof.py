@@ -231,7 +231,7 @@ class Proof:
             status = (self._directory / file).stat()
         except OSError as error:
             raise CaptureError(
-                f"{self._directory / file} cannot be read", found=str(error), next_step=self.next_step
+                f"{self.owner} is damaged: {file} cannot be read", found=str(error), next_step=self.next_step
             ) from error
         return file, name, status.st_ino, status.st_mtime_ns, status.st_size
 

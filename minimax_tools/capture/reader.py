@@ -260,7 +260,8 @@ class Capture:
 
     def _absent(self, file: str, name: str) -> CaptureError:
         return CaptureError(
-            f"{self.directory / file} holds no tensor {name!r}", next_step=self._proof.next_step
+            f"{self._proof.owner} is damaged: {file} holds no tensor {name!r}",
+            next_step=self._proof.next_step,
         )
 
     def _fetch(self, file: str, name: str) -> torch.Tensor | None:
@@ -273,5 +274,7 @@ class Capture:
                 return tensor
         except (OSError, SafetensorError) as error:
             raise CaptureError(
-                f"{path} cannot be read", found=str(error), next_step=self._proof.next_step
+                f"{self._proof.owner} is damaged: {file} cannot be read",
+                found=str(error),
+                next_step=self._proof.next_step,
             ) from error

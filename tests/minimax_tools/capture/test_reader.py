@@ -118,7 +118,7 @@ def test_file_that_cannot_be_read_is_an_error(capture: Capture, damage: str) -> 
     else:
         path.write_bytes(path.read_bytes()[:30] if damage == "cut" else b"no tensors here, just text")
     with pytest.raises(
-        CaptureError, match=r"layer_1\.safetensors cannot be read: found .*Run the capture again"
+        CaptureError, match=r"layer_1\.safetensors cannot be read: found .*run the port again"
     ):
         capture.read(1, Site.OUTPUT)
 
