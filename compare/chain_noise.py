@@ -129,7 +129,7 @@ def _floor(golden: CaptureSource, layer: int, *, batch: Batch, layer_error: floa
         twin = golden.read_twin(layer, Site.OUTPUT)
         if twin is not None:
             rows, exact = (batch.rows(side, Site.OUTPUT) for side in (golden.read(layer, Site.OUTPUT), twin))
-            floor.measure(Site.OUTPUT, rows, exact)
+            floor.measure(Site.OUTPUT, rows, exact, massive=massive_channels(rows))
         return squares
     norms = _norms(golden, layer, batch=batch)
     nothing = Squares(ordinary=torch.zeros_like(norms.ordinary), massive=torch.zeros_like(norms.massive))

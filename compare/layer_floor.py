@@ -25,7 +25,6 @@ from minimax_tools.floor import (
     ROUTER_MARGIN,
     ROUTER_NOISE,
     error_name,
-    massive_channels,
     massive_error_name,
     ordinary_error_name,
     variant_name,
@@ -81,20 +80,23 @@ class LayerFloor:
             refuse_torn_floor(self._reference, self._layer, site, parts=squares, stored=stored)
         return squares
 
-    def measure(self, site: Site, reference: torch.Tensor, twin: torch.Tensor) -> Squares:
+    def measure(
+        self, site: Site, reference: torch.Tensor, twin: torch.Tensor, *, massive: torch.Tensor
+    ) -> Squares:
         """(golden − twin)² summed per token, once a site, as the golden's own rows [T,F] and its twin's give it.
 
         Args:
             site: The site.
             reference: The golden's rows.
             twin: The rows of its float32 twin.
+            massive: bool [F], the channels that are massive.
 
         Raises:
             CaptureError: The golden was changed: it stored other distances.
         """
         measured = self._measured.get(site)
         if measured is None:
-            measured = square_difference(twin, reference, massive=massive_channels(reference))
+            measured = square_difference(twin, reference, massive=massive)
             stored = self.statistic(error_name(site))
             refuse_other_floor(self._reference, self._layer, site, measured=measured, stored=stored)
             self._measured[site] = measured
