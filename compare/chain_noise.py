@@ -16,9 +16,10 @@ from types import MappingProxyType
 import torch
 
 from compare.batch import Batch
+from compare.layer_floor import LayerFloor
 from compare.norms import Squares, square_difference, square_rows
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.floor import massive_channels, massive_error_name, ordinary_error_name
+from minimax_tools.floor import massive_channels
 from minimax_tools.sites import Site
 from minimax_tools.span import Span
 
@@ -122,10 +123,14 @@ def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit
 
 
 def _floor(golden: CaptureSource, layer: int, *, batch: Batch, layer_error: float) -> Squares:
-    ordinary = golden.read_floor(layer, ordinary_error_name(Site.OUTPUT))
-    massive = golden.read_floor(layer, massive_error_name(Site.OUTPUT))
-    if ordinary is not None and massive is not None:
-        return Squares.of(ordinary=batch.tokens(ordinary), massive=batch.tokens(massive))
+    floor = LayerFloor(golden, batch, layer=layer)
+    squares = floor.squares(Site.OUTPUT)
+    if squares is not None:
+        twin = golden.read_twin(layer, Site.OUTPUT)
+        if twin is not None:
+            rows, exact = (batch.rows(side, Site.OUTPUT) for side in (golden.read(layer, Site.OUTPUT), twin))
+            floor.measure(Site.OUTPUT, rows, exact, massive=massive_channels(rows))
+        return squares
     norms = _norms(golden, layer, batch=batch)
     nothing = Squares(ordinary=torch.zeros_like(norms.ordinary), massive=torch.zeros_like(norms.massive))
     # Halved: it is added twice.

@@ -10,10 +10,25 @@ from collections.abc import Callable
 import torch
 
 from compare.batch import Batch
-from compare.norms import Squares
+from compare.norms import Squares, square_difference
+from compare.proven_floor import (
+    refuse_empty_floor,
+    refuse_other_choice,
+    refuse_other_floor,
+    refuse_other_router_noise,
+    refuse_torn_floor,
+)
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
-from minimax_tools.floor import massive_error_name, ordinary_error_name, variant_name
+from minimax_tools.floor import (
+    NUM_COMPETITORS,
+    ROUTER_MARGIN,
+    ROUTER_NOISE,
+    error_name,
+    massive_error_name,
+    ordinary_error_name,
+    variant_name,
+)
 from minimax_tools.sites import Site
 
 
@@ -32,6 +47,7 @@ class LayerFloor:
         self._layer = layer
         description = reference.known_description
         self._variants = () if description is None else description.floor_variants
+        self._measured: dict[Site, Squares] = {}
 
     def statistic(self, name: str) -> torch.Tensor | None:
         """One of the golden's own statistics, [T]; None where it kept none of that name."""
@@ -52,8 +68,62 @@ class LayerFloor:
         )
 
     def squares(self, site: Site) -> Squares | None:
-        """(golden − twin)² summed per token; None where the golden kept nothing of that site."""
-        return _squares(site, self.statistic)
+        """(golden − twin)² summed per token; None where the golden kept nothing of that site.
+
+        Raises:
+            CaptureError: The golden was changed: the distances that it stored do not add up, or are all zero.
+        """
+        squares = _squares(site, self.statistic)
+        if squares is not None:
+            refuse_empty_floor(self._reference, self._layer, site, parts=squares)
+            stored = self.statistic(error_name(site))
+            refuse_torn_floor(self._reference, self._layer, site, parts=squares, stored=stored)
+        return squares
+
+    def measure(
+        self, site: Site, reference: torch.Tensor, twin: torch.Tensor, *, massive: torch.Tensor
+    ) -> Squares:
+        """(golden − twin)² summed per token, once a site, as the golden's own rows [T,F] and its twin's give it.
+
+        Args:
+            site: The site.
+            reference: The golden's rows.
+            twin: The rows of its float32 twin.
+            massive: bool [F], the channels that are massive.
+
+        Raises:
+            CaptureError: The golden was changed: it stored other distances.
+        """
+        measured = self._measured.get(site)
+        if measured is None:
+            measured = square_difference(twin, reference, massive=massive)
+            stored = self.statistic(error_name(site))
+            refuse_other_floor(self._reference, self._layer, site, measured=measured, stored=stored)
+            self._measured[site] = measured
+        return measured
+
+    def prove_router(self) -> None:
+        """Pass where the golden's experts and the noise on their scores agree with its logits and their twin.
+
+        Raises:
+            CaptureError: It cannot: the golden was changed.
+        """
+        site, golden = Site.ROUTER_LOGITS, self._reference
+        twin, stored = golden.read_twin(self._layer, site), self.statistic(ROUTER_NOISE)
+        if twin is None or stored is None or site not in golden.sites(self._layer):
+            return
+        logits = golden.read(self._layer, site)
+        scores, exact = (self._batch.rows(side, site).float().sigmoid() for side in (logits, twin))
+        errors = (scores - exact).abs()
+        refuse_other_router_noise(
+            golden, self._layer, errors=errors, stored=stored, num_competing=2 * NUM_COMPETITORS
+        )
+        chosen, margin = golden.read_twin(self._layer, Site.ROUTER_EXPERTS), self.statistic(ROUTER_MARGIN)
+        if chosen is None or margin is None or Site.ROUTER_EXPERTS not in golden.sites(self._layer):
+            return
+        own = golden.read(self._layer, Site.ROUTER_EXPERTS)
+        mine, exactly = (self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (own, chosen))
+        refuse_other_choice(golden, self._layer, mine, exactly, errors=errors, margin=margin)
 
     def widened_squares(self, site: Site) -> Squares | None:
         """(golden or variant − twin)², the largest per token; None of a golden without variants.
@@ -61,7 +131,16 @@ class LayerFloor:
         Raises:
             CaptureError: The golden says that it measured a variant, and has none of it.
         """
+        for variant in self._variants:
+            self._refuse_torn(variant, site)
         return _squares(site, self.largest) if self._variants else None
+
+    def _refuse_torn(self, variant: str, site: Site) -> None:
+        """Pass where a variant's stored distances add up, or there are none of the site."""
+        parts = _squares(site, lambda name: self.statistic(variant_name(variant, name)))
+        if parts is not None:
+            stored = self.statistic(variant_name(variant, error_name(site)))
+            refuse_torn_floor(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
 
     def _of_variant(self, variant: str, name: str) -> torch.Tensor:
         found = self.statistic(variant_name(variant, name))

@@ -17,6 +17,7 @@ from compare.judge import find_mismatch, judge_values
 from compare.layer_floor import LayerFloor
 from compare.noise import Rows
 from compare.noise_judge import judge_routing
+from compare.norms import Squares
 from compare.replay import Replay
 from compare.routing import RouterNoise, align_by_expert, align_by_size, compare_routing
 from compare.sides import Sides
@@ -166,15 +167,22 @@ class LayerJudge:
         twin = self._reference.read_twin(self._layer, site)
         mine, theirs = self._batch.rows(reference, site), self._batch.rows(target, site)
         exact = None if twin is None else self._batch.rows(twin, site)
+        massive = massive_channels(mine)
+        if exact is None:
+            floor: Squares | None = self._floor.squares(site)
+        else:
+            floor = self._floor.measure(site, mine, exact, massive=massive)
         if site is Site.ROUTER_WEIGHTS:
+            # In another order they may be another distance apart.
+            floor, massive = None if exact is not None else floor, massive_channels(mine)
             mine, theirs, exact = self._align(mine, theirs, exact)
         return Rows(
             reference=mine,
             target=theirs,
-            massive=massive_channels(mine),
+            massive=massive,
             places=self._batch.places(reference, site),
             twin=exact,
-            floor=self._floor.squares(site) if exact is None else None,
+            floor=floor,
             widest=self._floor.widened_squares(site),
             incoming=self._incoming,
         )
@@ -201,6 +209,7 @@ class LayerJudge:
         margin, noise = self._floor.statistic(ROUTER_MARGIN), self._floor.largest(ROUTER_NOISE)
         if margin is None or noise is None:
             return None
+        self._floor.prove_router()
         return RouterNoise(margin=margin, noise=noise, widening=self._widening())
 
     def _widening(self) -> torch.Tensor | None:

@@ -11,14 +11,14 @@ from compare.incoming import Incoming, measure_incoming
 from compare.judge import find_mismatch, judge_values
 from compare.logits import compare_logits, logit_noise
 from compare.noise import Rows
-from compare.norms import Squares
+from compare.norms import Squares, square_difference
+from compare.proven_floor import refuse_other_floor, refuse_torn_floor
 from compare.sides import Sides
 from compare.token_limits import TokenLimits, judge_logits
 from minimax_tools.capture.foreign.capture import ForeignCapture
-from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.floor import massive_channels, massive_error_name, ordinary_error_name
+from minimax_tools.floor import error_name, massive_channels, massive_error_name, ordinary_error_name
 from minimax_tools.results import GeneratedRow, SiteResult, SiteStatus
 from minimax_tools.sites import ModelSite, Site
 
@@ -67,7 +67,7 @@ class ModelJudge:
             CaptureError: A file is damaged.
         """
         mine, theirs = (
-            Generation.read(side.directory) if isinstance(side, Capture) else None
+            side.read_generation() if isinstance(side, Capture) else None
             for side in (self._sides.reference, self._sides.target)
         )
         if mine is None or theirs is None:
@@ -115,14 +115,18 @@ class ModelJudge:
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         batch = self._sides.batch
         mine = batch.rows(reference, site)
-        twin = self._twin(site, mine, target)
+        twin, massive = self._twin(site, mine, target), massive_channels(mine)
+        if twin is None or twin is mine:
+            floor = self._stored_floor(site) if twin is None else None
+        else:
+            floor = self._measured_floor(site, mine, twin, massive)
         rows = Rows(
             reference=mine,
             target=batch.rows(target, site),
-            massive=massive_channels(mine),
+            massive=massive,
             places=batch.places(reference, site),
             twin=twin,
-            floor=self._stored_floor(site) if twin is None else None,
+            floor=floor,
             incoming=self._incoming() if site is not ModelSite.EMBEDDING else None,
         )
         held = [
@@ -139,15 +143,30 @@ class ModelJudge:
         twin = self._sides.reference.read_model_twin(site)
         return None if twin is None else self._sides.batch.rows(twin, site)
 
+    def _measured_floor(
+        self, site: ModelSite, reference: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor
+    ) -> Squares:
+        """(golden − twin)² summed per token, which must be what the golden stored of it."""
+        measured = square_difference(twin, reference, massive=massive)
+        stored = self._statistic(error_name(site))
+        refuse_other_floor(self._sides.reference, None, site, measured=measured, stored=stored)
+        return measured
+
     def _stored_floor(self, site: ModelSite) -> Squares | None:
-        source, batch = self._sides.reference, self._sides.batch
-        if not isinstance(source, Capture):
-            return None
-        ordinary = source.read_model_floor(ordinary_error_name(site))
-        massive = source.read_model_floor(massive_error_name(site))
+        ordinary = self._statistic(ordinary_error_name(site))
+        massive = self._statistic(massive_error_name(site))
         if ordinary is None or massive is None:
             return None
-        return Squares.of(ordinary=batch.tokens(ordinary), massive=batch.tokens(massive))
+        squares = Squares.of(ordinary=ordinary, massive=massive)
+        stored = self._statistic(error_name(site))
+        refuse_torn_floor(self._sides.reference, None, site, parts=squares, stored=stored)
+        return squares
+
+    def _statistic(self, name: str) -> torch.Tensor | None:
+        """One of the golden's floor statistics of the model's sites, [T]."""
+        source = self._sides.reference
+        statistic = source.read_model_floor(name) if isinstance(source, Capture) else None
+        return None if statistic is None else self._sides.batch.tokens(statistic)
 
     def _incoming(self) -> Incoming | None:
         """The error of what the head was fed; None where it is the golden's, or a side does not keep it."""

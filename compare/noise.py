@@ -31,7 +31,7 @@ class Rows:
         massive: bool [F], the channels that are massive over all real tokens of the golden.
         places: [T,2], row and position of each token in the batch.
         twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
-        floor: (reference − twin)² summed per token, where only that was kept.
+        floor: (reference − twin)² summed per token, where it was kept or summed already.
         widest: (golden or variant − twin)² summed per token, the largest of them; None of a golden without variants.
         incoming: Error of the input that a chained layer was handed; None in isolated runs.
         stored_dtype: What the golden holds it in, where `reference` is of another dtype.
@@ -179,7 +179,8 @@ def _to_scale(
 
 
 def _floor(rows: Rows) -> Squares:
-    if rows.twin is not None:
+    # With the port's own experts golden and twin are other values, and may be another distance apart.
+    if rows.twin is not None and (rows.floor is None or rows.replayed is not None):
         return square_difference(rows.twin, rows.reference, massive=rows.massive)
     if rows.floor is None:
         raise ValueError("these rows have no noise floor")

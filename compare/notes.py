@@ -8,7 +8,6 @@ from compare.pairing import is_finished
 from compare.sides import Sides
 from compare.terms import backend_of, computes_in_float32
 from minimax_tools.capture.foreign.capture import ForeignCapture
-from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -112,7 +111,7 @@ def _variant_notes(description: Description) -> tuple[str, ...]:
 def generation_notes(sides: Sides) -> tuple[str, ...]:
     """Whether the port generated tokens that the golden has nothing to hold against."""
     made = [
-        isinstance(side, Capture) and Generation.read(side.directory) is not None
+        isinstance(side, Capture) and side.read_generation() is not None
         for side in (sides.reference, sides.target)
     ]
     if made != [False, True]:
@@ -145,8 +144,6 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
     certificate = reference.manifest.certificate
     if certificate is None:
         return (f"the golden is not certified: mm2-gpu certify --model DIR --golden {reference.directory}",)
-    if not reference.manifest.is_certified:
-        return ("the golden is not certified: its certificate speaks of other tensors than it lists",)
     if certificate.failed:
         return tuple(
             f"the golden FAILED certification, and proves nothing: {check.name}: {check.found}"
@@ -156,6 +153,21 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
         unchecked = ", ".join(check.name for check in certificate.not_checked)
         return (f"the golden's certificate is partial; not checked: {unchecked}",)
     return ()
+
+
+def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+    """What was read without a digest to hold it against."""
+    notes = []
+    for name, source in (("golden", reference), ("device run", target)):
+        if not isinstance(source, Capture):
+            notes.append(
+                f"{name}: its layout has no digests; that its files are as they were written was not checked"
+            )
+        elif not source.has_digests:
+            is_golden = source.description.side == GOLDEN_SIDE
+            parts = "twins and floors" if is_golden and source.has_floor else "what was fed and generated"
+            notes.append(f"{name}: digests of {parts}: none, made by an older mm2")
+    return tuple(notes)
 
 
 def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:

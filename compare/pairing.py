@@ -26,10 +26,13 @@ def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str
         Notes on what could not be checked, because a layout does not record it.
 
     Raises:
-        IncomparableError: The captures must not be compared.
+        IncomparableError: The captures must not be compared, or one was changed after it was certified.
         CaptureError: The stored inputs are missing or damaged.
     """
     mine, theirs = reference.known_description, target.known_description
+    for side in (reference, target):
+        if isinstance(side, Capture):
+            side.refuse_void_certificate()
     if mine is None or theirs is None:
         are_tokens_checked = any(
             isinstance(side, ForeignCapture) and side.has_checked_tokens for side in (reference, target)
@@ -96,7 +99,9 @@ def _refuse_other_inputs(
 ) -> None:
     if mine.inputs_digest == theirs.inputs_digest:
         return
-    difference = _find_difference(_read_inputs(reference, mine), _read_inputs(target, theirs))
+    assert isinstance(reference, Capture), "only mm2's own captures describe their inputs"
+    assert isinstance(target, Capture), "only mm2's own captures describe their inputs"
+    difference = _find_difference(reference.read_inputs(), target.read_inputs())
     if difference is not None:
         raise IncomparableError(
             f"the captures have different inputs: {difference}",
@@ -115,17 +120,6 @@ def _refuse_other_dtype(reference: Description, target: Description) -> None:
             found=str(theirs),
             next_step="Run one side again with the other's --dtype.",
         )
-
-
-def _read_inputs(source: CaptureSource, description: Description) -> Inputs:
-    assert isinstance(source, Capture), "only mm2's own captures describe their inputs"
-    inputs = source.read_inputs()
-    if inputs.digest() != description.inputs_digest:
-        raise IncomparableError(
-            f"the inputs stored in {source.directory} are not those that its manifest describes",
-            next_step="Run the capture again.",
-        )
-    return inputs
 
 
 def _find_difference(reference: Inputs, target: Inputs) -> str | None:

@@ -6,22 +6,19 @@ The proofs of `certify` refuse a model before it runs; these hold what it stored
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 from gpu_reference.broken_versions import find_broken
 from gpu_reference.checked_capture import CheckedCapture
 from gpu_reference.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier
 from gpu_reference.tallies import claim
 from gpu_reference.variant_check import check_variants
 from minimax_tools.capture.certificate import Certificate, Check, Outcome
+from minimax_tools.capture.proof import digest_file
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.progress import Progress
 from minimax_tools.provenance import library_versions
 
 _ROUTER_DTYPES = ("router_gate", "correction_bias")
-_CHUNK_BYTES = 1 << 24
 
 
 class Certifier:
@@ -57,7 +54,7 @@ class Certifier:
         return Certificate(
             checks=tuple(checks),
             content=capture.manifest.content_digest(),
-            files={path.name: _digest_file(path) for path in sorted(capture.directory.glob("*.safetensors"))},
+            files={path.name: digest_file(path) for path in sorted(capture.directory.glob("*.safetensors"))},
             versions=library_versions(),
         )
 
@@ -94,11 +91,3 @@ class Certifier:
         other = [layer for layer, digest in here.layers.items() if made.layers.get(layer) != digest]
         found = f"norms or router of layers {other[:4]} differ" if other else "config, norms and router agree"
         return claim("same_model", is_right=not other, found=found)
-
-
-def _digest_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_CHUNK_BYTES):
-            digest.update(part)
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""CheckedCapture: a golden's tensors, their digests compared and their NaN and Inf counted as they are read."""
+"""CheckedCapture: a golden's tensors, proved, their NaN and Inf counted, and its floor measured as they are read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import torch
 from gpu_reference.golden_checks import num_nonfinite
 from gpu_reference.tallies import Tally
 from minimax_tools.capture.certificate import Check
-from minimax_tools.capture.manifest import Entry, digest_tensor
+from minimax_tools.capture.inspection import inspect_capture
+from minimax_tools.capture.manifest import Entry
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
+from minimax_tools.floor import error_name, error_norms
 from minimax_tools.inputs import Inputs
 from minimax_tools.sites import ModelSite, Site
+
+# Float32 sums in another order.
+_FLOOR_TOLERANCE = 1e-3
 
 
 class CheckedCapture:
@@ -24,6 +29,7 @@ class CheckedCapture:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self._digests = Tally(name="digests", missing="it holds no tensor")
+        self._floor = Tally(name="noise_floor", missing="the golden kept no float32 twins")
         self._finite = Tally(name="no_nan", missing="it holds no tensor")
 
     @property
@@ -34,14 +40,9 @@ class CheckedCapture:
     def read_inputs(self) -> Inputs | None:
         """What the golden was fed; None where it cannot be read."""
         try:
-            inputs = self.capture.read_inputs()
-        except CaptureError as error:
-            self._digests.faults.append(str(error))
+            return self.capture.read_inputs()
+        except CaptureError:
             return None
-        self._digests.count += 1
-        if inputs.digest() != self.capture.description.inputs_digest:
-            self._digests.faults.append("the inputs differ from their digest")
-        return inputs
 
     def read_layer(self, layer: int) -> dict[Site, torch.Tensor]:
         """What it stored of a layer, as far as it can be read."""
@@ -68,13 +69,39 @@ class CheckedCapture:
         for site in Site:
             try:
                 twin = self.capture.read_twin(layer, site)
-            except CaptureError as error:
-                self._digests.faults.append(str(error))
-                break
+            except CaptureError:
+                continue
             if twin is not None:
                 twins[site] = twin
                 self.count_nonfinite(site, twin, real, f"the float32 twin of {site} of layer {layer}")
         return twins
+
+    def take_floor(
+        self,
+        layer: int,
+        stored: dict[Site, torch.Tensor],
+        twins: dict[Site, torch.Tensor],
+        real: torch.Tensor,
+    ) -> None:
+        """Hold the distances that it stored against those from what it stored to its twins.
+
+        Args:
+            layer: The layer.
+            stored: What was read of it.
+            twins: Its float32 twins.
+            real: bool [B,S].
+        """
+        for site, twin in twins.items():
+            name = error_name(site)
+            try:
+                kept = self.capture.read_floor(layer, name) if site in stored else None
+            except CaptureError:
+                continue
+            if kept is not None and stored[site].shape == twin.shape:
+                self._floor.count += 1
+                found = error_norms(site, stored[site], twin, real=real)[name]
+                if not torch.allclose(found, kept, rtol=_FLOOR_TOLERANCE, atol=0.0):
+                    self._floor.faults.append(f"{name} of layer {layer}")
 
     def count_nonfinite(self, site: Site, tensor: torch.Tensor, real: torch.Tensor, where: str) -> None:
         """Note NaN and Inf on the real rows, bool [B,S]."""
@@ -95,20 +122,18 @@ class CheckedCapture:
                     self._finite.faults.append(f"{count} of {entry.site}")
 
     def checks(self) -> list[Check]:
-        """What reading showed so far."""
+        """What reading showed so far, the digests of everything that it stored among it."""
+        inspection = inspect_capture(self.capture)
+        self._digests.count, self._digests.faults = inspection.num_tensors, list(inspection.faults)
         return [
             self._digests.check("tensors agree with their digests"),
+            self._floor.check("stored distances are those from the golden to its float32 twins"),
             self._finite.check("tensors hold no NaN or Inf on a real row"),
         ]
 
     def _read(self, entry: Entry) -> torch.Tensor | None:
         try:
-            tensor = self.capture.read_entry(entry)
-        except CaptureError as error:
-            self._digests.faults.append(str(error))
+            return self.capture.read_entry(entry)
+        except CaptureError:
+            # Named by the inspection.
             return None
-        self._digests.count += 1
-        if digest_tensor(tensor) != entry.sha256:
-            place = entry.site if entry.layer is None else f"{entry.site} of layer {entry.layer}"
-            self._digests.faults.append(f"{place} differs from its digest")
-        return tensor

@@ -25,6 +25,7 @@ from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
 from gpu_reference.ranks.ranks import ToldError, open_ranks
 from gpu_reference.stream_choice import choose_part_streaming, choose_streaming, is_whole
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
+from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
@@ -33,7 +34,7 @@ from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.index import find_absent_shards
 from minimax_tools.console import Mm2Group, print_json, show_warnings_only
 from minimax_tools.detail import shows_details, shows_pictures
-from minimax_tools.errors import UsageError
+from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.options import (
     layer_option,
@@ -52,7 +53,7 @@ from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
 from minimax_tools.slices.verification_text import render_run
 from minimax_tools.span import Span
 from minimax_tools.spec import ModelSpec
-from reports.captures import capture_record, render_capture, render_statistics, statistics_record
+from reports.captures import capture_record, is_damaged, render_capture, render_statistics, statistics_record
 
 Options = dict[str, Any]
 MakeRun = Callable[[ModelSpec], Run]
@@ -137,13 +138,19 @@ def multi_layer(start_layer: int | None, end_layer: int | None, layers: str | No
 @reading_options()
 @output_options
 def show(directory: Path, as_json: bool, **reading: Any) -> None:
-    """Print what a capture holds: layers, sites, shapes and statistics, and what was generated."""
+    """Print what a capture holds: layers, sites, shapes and statistics, what was generated, and whether it is damaged.
+
+    Exits with 3 where its files are not as they were written.
+    """
     source = open_source(directory, read_reading(reading["format"], reading["map"]))
     generated = Generation.read(directory)
+    inspection = inspect_capture(source) if isinstance(source, Capture) else None
     if as_json:
-        print_json(_with_generation(capture_record(source), generated))
+        print_json(_with_generation(capture_record(source, inspection), generated))
     else:
-        click.echo(render_capture(source) + _word(generated))
+        click.echo(render_capture(source, inspection) + _word(generated))
+    if is_damaged(source, inspection):
+        raise SystemExit(CaptureError.exit_code)
 
 
 main.add_command(certify_command)

@@ -95,6 +95,8 @@ class LayerCertifier:
             self._golden.count_nonfinite(site, tensor, self._real, f"{site} of layer {layer}")
         self._take_norms(layer, stored)
         twins = self._golden.read_twins(layer, stored, self._real)
+        if not self._golden.is_float32:
+            self._golden.take_floor(layer, stored, twins, self._real)
         self._take_rope(layer, stored, {} if self._golden.is_float32 else twins)
         own = self._take_weights(layer, stored, twins, self._inputs)
         if not self._golden.is_float32:

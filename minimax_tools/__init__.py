@@ -4,8 +4,8 @@ The words:
 
 - `spec`: what config.json says; `sites`: the named points of a layer; `span`: a run of layers
 - `layouts`: how the pieces that ranks hold of a site make up the whole
-- `run`: which layers are run how, and what is kept; `prompts` and `inputs`: the token rows it is fed; `default_rows`: those that
-  nobody names
+- `run`: which layers are run how, and what is kept; `prompts` and `inputs`: the token rows it is fed;
+  `default_rows`: those that nobody names
 - `tokenizer` and `chat`: text to token ids, by the checkpoint's own files
 - `provenance`: what made a capture; `results`: what a comparison found
 - `metrics`: what tensors measure; `floor`: what BF16 alone cost the golden

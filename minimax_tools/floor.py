@@ -20,7 +20,7 @@ MASSIVE_RATIO = 20.0
 ROUTER_MARGIN = "router_margin"
 ROUTER_NOISE = "router_noise"
 # Scores this close behind the k-th are in competition with it, counted in experts on either side.
-_COMPETITORS = 4
+NUM_COMPETITORS = 4
 _WITHOUT_ERROR = (Site.ROUTER_EXPERTS,)
 
 
@@ -152,6 +152,6 @@ def _routing(scores: torch.Tensor, noisy: torch.Tensor, k: int) -> tuple[torch.T
     if k >= scores.shape[-1]:
         return margin, torch.zeros(scores.shape[:2])
     order = scores.argsort(dim=-1, descending=True)
-    near = order[..., max(k - _COMPETITORS, 0) : k + _COMPETITORS]
+    near = order[..., max(k - NUM_COMPETITORS, 0) : k + NUM_COMPETITORS]
     error = (noisy - scores).gather(-1, near).abs()
     return margin, error.amax(dim=-1)

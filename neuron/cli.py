@@ -15,6 +15,7 @@ from compare.comparer import compare_captures
 from compare.options import read_criteria
 from compare.weights import CheckpointWeights
 from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.reader import Capture
@@ -62,7 +63,7 @@ from neuron.runs.device_request import DeviceRequest
 from neuron.runs.run_profile import PROFILE_NAME, RunProfile
 from neuron.runs.run_report import RunReport
 from neuron.runs.runner import DeviceRun
-from reports.captures import capture_record, render_capture
+from reports.captures import capture_record, is_damaged, render_capture
 from reports.data import comparison_record
 from reports.json_values import to_json
 from reports.map_template import map_template_of
@@ -208,12 +209,21 @@ def check(
 @click.option("--map-template", is_flag=True, help="Print a map of another tool's dump to fill in, and end.")
 @output_options
 def show(directory: Path, map_template: bool, as_json: bool, **reading: Any) -> None:
-    """Print what a saved run holds: layers, sites, shapes and statistics."""
+    """Print what a saved run holds: layers, sites, shapes and statistics, and whether its files are as written.
+
+    Exits with 3 where they are not.
+    """
     source = open_source(directory, read_reading(reading["format"], reading["map"]))
     if map_template:
         click.echo(map_template_of(source), nl=False)
         return
-    print_json(capture_record(source)) if as_json else click.echo(render_capture(source))
+    inspection = inspect_capture(source) if isinstance(source, Capture) else None
+    if as_json:
+        print_json(capture_record(source, inspection))
+    else:
+        click.echo(render_capture(source, inspection))
+    if is_damaged(source, inspection):
+        raise SystemExit(CaptureError.exit_code)
 
 
 main.add_command(bisect_command)
@@ -252,7 +262,7 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     outcome = _Outcome(
         capture=capture,
         report=report,
-        generation=Generation.read(directory),
+        generation=capture.read_generation(),
         comparison=comparison,
     )
     _print_outcome(outcome, as_json=options["as_json"], shows_metrics=options["shows_metrics"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from minimax_tools.capture.foreign.capture import ForeignCapture
+from minimax_tools.capture.inspection import Inspection
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -38,8 +40,12 @@ _TENSOR = (
 )
 
 
-def capture_record(source: CaptureSource) -> dict[str, Any]:
+def capture_record(source: CaptureSource, inspection: Inspection | None = None) -> dict[str, Any]:
     """A capture as JSON: what made it (null where its layout does not say), and the statistics of every site.
+
+    Args:
+        source: The capture.
+        inspection: What reading all of it showed; None where it was not read.
 
     Raises:
         CaptureError: A tensor that must be read cannot be.
@@ -53,8 +59,17 @@ def capture_record(source: CaptureSource) -> dict[str, Any]:
         "description": to_json(description.as_json()) if description else None,
         "observed_dtypes": dict(_observed_dtypes(source)),
         "certificate": _certificate_record(source),
+        "inspection": None if inspection is None else to_json(asdict(inspection)),
         **_contents_record(read_contents(source)),
     }
+
+
+def is_damaged(source: CaptureSource, inspection: Inspection | None) -> bool:
+    """Whether reading all of a capture showed faults, or its certificate speaks of other tensors than it lists."""
+    if not isinstance(source, Capture) or inspection is None:
+        return False
+    is_void = source.manifest.certificate is not None and not source.manifest.is_certified
+    return bool(inspection.faults) or is_void
 
 
 def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
@@ -65,17 +80,23 @@ def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict
         "description": None,
         "observed_dtypes": {},
         "certificate": None,
+        "inspection": None,
     }
     return {**nowhere, **_contents_record(measure_contents(layers))}
 
 
 def render_capture(
-    source: CaptureSource, *, width: int | None = None, is_terminal: bool | None = None
+    source: CaptureSource,
+    inspection: Inspection | None = None,
+    *,
+    width: int | None = None,
+    is_terminal: bool | None = None,
 ) -> str:
     """A capture as text: what made it, then a table for each layer, or a line for each where there are many.
 
     Args:
         source: The capture.
+        inspection: What reading all of it showed; None where it was not read.
         width: Columns; None for standard output's own.
         is_terminal: Whether escape codes are understood; None where standard output decides.
 
@@ -87,7 +108,9 @@ def render_capture(
     contents = read_contents(source)
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(f"Capture {source.directory}", style="bold")
-    canvas.facts(_facts(source))
+    canvas.facts(_facts(source, inspection))
+    for fault in () if inspection is None else inspection.faults:
+        canvas.paragraph(f"DAMAGED: {fault}", style="bold red")
     _draw_incomplete(canvas, source)
     _draw_contents(canvas, contents)
     return canvas.text
@@ -129,7 +152,7 @@ def _observed_dtypes(source: CaptureSource) -> Mapping[str, str]:
     return source.manifest.observed_dtypes if isinstance(source, Capture) else {}
 
 
-def _facts(source: CaptureSource) -> list[tuple[str, str]]:
+def _facts(source: CaptureSource, inspection: Inspection | None) -> list[tuple[str, str]]:
     description = source.known_description
     if description is None:
         return [("made by", "unknown: this layout does not say")]
@@ -148,7 +171,12 @@ def _facts(source: CaptureSource) -> list[tuple[str, str]]:
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
         *floor,
-        *([("certificate", _word_certificate(source))] if is_golden and isinstance(source, Capture) else []),
+        *(
+            [("certificate", _word_certificate(source, inspection))]
+            if is_golden and isinstance(source, Capture)
+            else []
+        ),
+        *([("digests", _word_digests(source, inspection))] if isinstance(source, Capture) else []),
     ]
 
 
@@ -160,11 +188,25 @@ def _word_floor(description: Description) -> str:
     return f"{description.noise_floor}, of {word_variants(variants)}"
 
 
-def _word_certificate(capture: Capture) -> str:
+def _word_certificate(capture: Capture, inspection: Inspection | None) -> str:
     manifest = capture.manifest
     if manifest.certificate is None:
         return "none: mm2-gpu certify makes one"
-    return str(manifest.certificate) if manifest.is_certified else "of other tensors than are listed here"
+    if not manifest.is_certified:
+        return "VOID: of other tensors than are listed here"
+    if inspection is not None and inspection.faults:
+        return f"VOID: the files are no longer those of which {manifest.certificate}"
+    return str(manifest.certificate)
+
+
+def _word_digests(capture: Capture, inspection: Inspection | None) -> str:
+    """Whether the files are those that were written, such as `96 tensors match`."""
+    older = "" if capture.has_digests else "; twins and floors have none, made by an older mm2"
+    if inspection is None:
+        return f"not verified here: mm2-test show verifies them{older}"
+    if inspection.faults:
+        return f"{inspection.num_tensors} tensors match, {len(inspection.faults)} faults{older}"
+    return f"{inspection.num_tensors} tensors match{older}"
 
 
 def _certificate_record(source: CaptureSource) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.certificate import Certificate
+from minimax_tools.capture.digests import Digests, FileDigests, TensorDigest
 from minimax_tools.errors import CaptureError, Mm2Error
 from minimax_tools.metrics import TensorStatistics, measure_tensor
 from minimax_tools.provenance import Provenance
@@ -24,7 +25,9 @@ from minimax_tools.sites import Site, parse_site
 
 MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+# Without digests of inputs, twins and floors; else alike.
+_WITHOUT_DIGESTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +45,21 @@ class Entry:
     @classmethod
     def of(cls, layer: int | None, site: str, *, file: str, tensor: torch.Tensor) -> Entry:
         """The entry of a CPU tensor that is stored in `file`."""
+        digest = describe_tensor(tensor)
         return cls(
             layer=layer,
             site=site,
             file=file,
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            sha256=digest_tensor(tensor),
+            shape=digest.shape,
+            dtype=digest.dtype,
+            sha256=digest.sha256,
             statistics=measure_tensor(tensor),
         )
+
+    @property
+    def digest(self) -> TensorDigest:
+        """Its dtype, shape and sha256."""
+        return TensorDigest(dtype=self.dtype, shape=self.shape, sha256=self.sha256)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Entry:
@@ -121,12 +130,14 @@ class Manifest:
     """A description and how far it has come.
 
     `not_exposed` names, per layer, the sites the run wanted and the port does not expose; `observed_dtypes`
-    the dtypes of the router's gate and correction bias as the port loaded them. A golden's `certificate` is added
-    after its end, by `mm2-gpu certify`.
+    the dtypes of the router's gate and correction bias as the port loaded them. `digests` are those of what no entry
+    describes; None in captures of an mm2 that stored none. A golden's `certificate` is added after its end, by
+    `mm2-gpu certify`.
     """
 
     description: Description
     entries: tuple[Entry, ...] = ()
+    digests: Digests | None = field(default_factory=Digests)
     not_exposed: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
     observed_dtypes: Mapping[str, str] = field(default_factory=dict)
     complete_layers: tuple[int, ...] = ()
@@ -139,10 +150,17 @@ class Manifest:
         return self.certificate is not None and self.certificate.content == self.content_digest()
 
     def content_digest(self) -> str:
-        """sha256 over the entries: what a certificate speaks of."""
+        """sha256 over the digests of everything that is stored, and the description: what a certificate speaks of.
+
+        Without digests of inputs, twins and floors it is over the entries alone.
+        """
         digest = hashlib.sha256()
         for entry in self.entries:
             digest.update(_entry_text(entry).encode())
+        if self.digests is not None:
+            for text in (*_digest_lines(self.digests), _as_text(dict(self.digests.texts))):
+                digest.update(text.encode())
+            digest.update(json.dumps(self.description.as_json(), sort_keys=True).encode())
         return digest.hexdigest()
 
     def with_layer(
@@ -152,35 +170,53 @@ class Manifest:
         *,
         not_exposed: tuple[Site, ...],
         observed_dtypes: Mapping[str, str],
+        digests: Iterable[FileDigests] = (),
     ) -> Manifest:
-        """This manifest after one more whole layer."""
+        """This manifest after one more whole layer; `digests` are those of its twins and floors."""
         return replace(
             self,
             entries=_sorted((*self.entries, *entries)),
+            digests=None if self.digests is None else self.digests.with_files(digests),
             observed_dtypes={**self.observed_dtypes, **observed_dtypes},
             not_exposed={**self.not_exposed, layer: not_exposed} if not_exposed else self.not_exposed,
             complete_layers=tuple(sorted((*self.complete_layers, layer))),
         )
 
-    def with_model(self, entries: tuple[Entry, ...]) -> Manifest:
-        """This manifest with the model sites replaced."""
+    def with_model(self, entries: tuple[Entry, ...], digests: Iterable[FileDigests] = ()) -> Manifest:
+        """This manifest with the model sites replaced; `digests` are those of their twins and floors."""
         layers = tuple(entry for entry in self.entries if entry.layer is not None)
-        return replace(self, entries=_sorted((*layers, *entries)))
+        return replace(
+            self,
+            entries=_sorted((*layers, *entries)),
+            digests=None if self.digests is None else self.digests.with_files(digests),
+        )
+
+    def with_digests(self, digests: Digests) -> Manifest:
+        """This manifest with other digests of what no entry describes."""
+        return replace(self, digests=digests)
 
     def as_json(self) -> dict[str, Any]:
         """The manifest as JSON values."""
-        return {**self._frame(), "entries": [entry.as_json() for entry in self.entries]}
+        digests = {} if self.digests is None else {one.file: one.as_json() for one in self.digests.tensors}
+        return {
+            **self._frame(),
+            **({} if self.digests is None else {"digests": digests}),
+            "entries": [entry.as_json() for entry in self.entries],
+        }
 
     def as_text(self) -> str:
-        """The same as it is written, an entry a line: one more layer costs little beside the others."""
+        """The manifest as it is written, an entry or a file a line: one more layer costs little beside the others."""
         frame = [f" {json.dumps(name)}: {_as_text(value)}" for name, value in self._frame().items()]
+        if self.digests is not None:
+            files = ",\n".join(f"  {line}" for line in _digest_lines(self.digests))
+            frame.append(f' "digests": {{\n{files}\n }}')
         entries = ",\n".join(f"  {_entry_text(entry)}" for entry in self.entries)
         return "{\n" + ",\n".join((*frame, f' "entries": [\n{entries}\n ]')) + "\n}\n"
 
     def _frame(self) -> dict[str, Any]:
-        """All but the entries."""
+        """All but the entries, and the digests of tensors."""
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": _WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **self.description.as_json(),
             "not_exposed": {
                 str(layer): [str(site) for site in sites] for layer, sites in self.not_exposed.items()
@@ -190,6 +226,7 @@ class Manifest:
             "complete": self.is_complete,
             # Absent, not null: without one a manifest is what it was before there were any.
             **({} if self.certificate is None else {"certificate": self.certificate.as_json()}),
+            **({} if self.digests is None else {"text_digests": dict(self.digests.texts)}),
         }
 
     def certified(self, certificate: Certificate) -> Manifest:
@@ -220,10 +257,10 @@ class Manifest:
             raise _damaged(path, str(error)) from error
         if not _is_own(record):
             raise _damaged(path, "JSON that is no manifest of mm2's")
-        if record["schema_version"] != SCHEMA_VERSION:
+        if record["schema_version"] not in (_WITHOUT_DIGESTS, SCHEMA_VERSION):
             raise CaptureError(
                 f"{path} has another schema",
-                expected=f"version {SCHEMA_VERSION}",
+                expected=f"version {SCHEMA_VERSION} or {_WITHOUT_DIGESTS}",
                 found=str(record["schema_version"]),
                 next_step="Read it with the mm2 that wrote it, or run the capture again.",
             )
@@ -238,6 +275,11 @@ class Manifest:
         return cls(
             description=Description.from_json(record),
             entries=tuple(Entry.from_json(entry) for entry in record["entries"]),
+            digests=(
+                None
+                if record["schema_version"] == _WITHOUT_DIGESTS
+                else Digests.from_json(record["digests"], record["text_digests"])
+            ),
             not_exposed={
                 int(layer): tuple(parse_site(name) for name in names)
                 for layer, names in record["not_exposed"].items()
@@ -264,6 +306,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def describe_tensor(tensor: torch.Tensor) -> TensorDigest:
+    """Dtype, shape and sha256 of a CPU tensor."""
+    return TensorDigest(
+        dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=digest_tensor(tensor)
+    )
+
+
 def digest_tensor(tensor: torch.Tensor) -> str:
     """sha256 over the tensor's bytes in row-major order."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -278,6 +327,16 @@ def _as_text(value: object) -> str:
 def _entry_text(entry: Entry) -> str:
     """Made once: an entry never changes, and stands in the manifest of every layer after it."""
     return _as_text(entry.as_json())
+
+
+@lru_cache(maxsize=1 << 10)
+def _file_text(file: FileDigests) -> str:
+    """Made once, as that of an entry is."""
+    return f"{_as_text(file.file)}: {_as_text(file.as_json())}"
+
+
+def _digest_lines(digests: Digests) -> list[str]:
+    return [_file_text(file) for file in digests.tensors]
 
 
 def _is_own(record: Any) -> bool:

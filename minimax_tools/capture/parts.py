@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from minimax_tools.capture.digests import FileDigests
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.errors import CaptureError
 
@@ -43,12 +44,20 @@ def manifest_with(manifest: Manifest, part: Manifest) -> Manifest:
     """A manifest with what a part of the same capture lists beyond it."""
     listed = {(entry.layer, entry.site) for entry in manifest.entries}
     new = [entry for entry in part.entries if (entry.layer, entry.site) not in listed]
-    merged = manifest.with_model(tuple(entry for entry in (*manifest.entries, *new) if entry.layer is None))
+    model = tuple(entry for entry in new if entry.layer is None)
+    merged = manifest
+    if model:
+        own = tuple(entry for entry in manifest.entries if entry.layer is None)
+        merged = manifest.with_model((*own, *model), _digests_of(part, "model"))
     for layer in part.complete_layers:
         if layer not in merged.complete_layers:
             entries = tuple(entry for entry in new if entry.layer == layer)
             merged = merged.with_layer(
-                layer, entries, not_exposed=part.not_exposed.get(layer, ()), observed_dtypes={}
+                layer,
+                entries,
+                not_exposed=part.not_exposed.get(layer, ()),
+                observed_dtypes={},
+                digests=_digests_of(part, f"layer_{layer}"),
             )
     return replace(merged, observed_dtypes={**part.observed_dtypes, **manifest.observed_dtypes})
 
@@ -57,6 +66,10 @@ def remove_parts(directory: Path) -> None:
     """Remove the parts: the capture's own manifest holds them."""
     for path in _parts(directory):
         path.unlink()
+
+
+def _digests_of(part: Manifest, group: str) -> tuple[FileDigests, ...]:
+    return () if part.digests is None else part.digests.of_group(group)
 
 
 def _parts(directory: Path) -> Iterator[Path]:

@@ -1,4 +1,7 @@
-"""Capture: reads a capture directory; tensors are read when asked for, one at a time."""
+"""Capture: reads a capture directory; tensors are read when asked for, one at a time.
+
+Whatever is read is held against its digest first (see `proof`): a tensor that is returned is the one that was written.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest, dtype_name
-from minimax_tools.errors import CaptureError
+from minimax_tools.capture.generation import GENERATION_NAME, Generation
+from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
+from minimax_tools.capture.proof import Proof
+from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.inputs import Inputs
 from minimax_tools.run import Mode
 from minimax_tools.sites import ModelSite, Site
@@ -21,6 +26,7 @@ class Capture:
         self.directory = directory
         self.manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
+        self._proof = Proof(directory, manifest)
 
     @classmethod
     def open(cls, directory: Path) -> Capture:
@@ -50,6 +56,25 @@ class Capture:
     def has_floor(self) -> bool:
         """Whether the noise floor was measured beside it."""
         return self.description.noise_floor != "off"
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether inputs, twins and floors have digests too; older captures have those of sites alone."""
+        return self.manifest.digests is not None
+
+    def refuse_void_certificate(self) -> None:
+        """Pass where there is no certificate, or it speaks of what the manifest lists.
+
+        Raises:
+            IncomparableError: The manifest was changed after the capture was certified.
+        """
+        if self.manifest.certificate is not None and not self._proof.is_certified:
+            raise IncomparableError(
+                f"{self._proof.owner} was changed after it was certified: its certificate speaks of other tensors than "
+                "its manifest lists",
+                next_step=f"{self._proof.next_step} If you changed it on purpose: mm2-gpu certify --golden "
+                f"{self.directory}.",
+            )
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         """Sites stored for a layer, in execution order."""
@@ -98,28 +123,44 @@ class Capture:
         return self.read_entry(entry)
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """The float32 twin of a site; None where the floor was not kept whole."""
-        if self.description.noise_floor != "full":
-            return None
-        return self._read_optional(f"layer_{layer}.fp32.safetensors", str(site))
+        """The float32 twin of a site; None where the floor was not kept whole.
+
+        Raises:
+            CaptureError: It is damaged, or no twin.
+        """
+        place = f"the float32 twin of {site} of layer {layer}"
+        entry = None if site is Site.INPUT else self.entry(layer, site)
+        return self._read_twin(f"layer_{layer}.fp32.safetensors", site, entry, place=place)
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """The float32 twin of a model site; None where there is none."""
-        if self.description.noise_floor != "full":
-            return None
-        return self._read_optional("model.fp32.safetensors", str(site))
+        """The float32 twin of a model site; None where there is none.
+
+        Raises:
+            CaptureError: It is damaged, or no twin.
+        """
+        entry = self._entries.get((None, str(site)))
+        return self._read_twin("model.fp32.safetensors", site, entry, place=f"the float32 twin of {site}")
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """One of a layer's floor statistics; None where the floor was not measured."""
+        """One of a layer's floor statistics; None where the floor was not measured.
+
+        Raises:
+            CaptureError: It is damaged.
+        """
         if not self.has_floor:
             return None
-        return self._read_optional(f"layer_{layer}.floor.safetensors", name)
+        file = f"layer_{layer}.floor.safetensors"
+        return self._read_optional(file, name, place=f"the floor's {name} of layer {layer}")
 
     def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """One of the floor statistics of the model's sites; None where the floor was not measured."""
+        """One of the floor statistics of the model's sites; None where the floor was not measured.
+
+        Raises:
+            CaptureError: It is damaged.
+        """
         if not self.has_floor:
             return None
-        return self._read_optional("model.floor.safetensors", name)
+        return self._read_optional("model.floor.safetensors", name, place=f"the floor's {name}")
 
     def read_inputs(self) -> Inputs:
         """The token rows of the run.
@@ -127,12 +168,22 @@ class Capture:
         Raises:
             CaptureError: The file is missing or damaged.
         """
-        return Inputs(
-            input_ids=self._read(INPUTS_NAME, "input_ids"),
-            attention_mask=self._read(INPUTS_NAME, "attention_mask"),
-            position_ids=self._read(INPUTS_NAME, "position_ids"),
+        inputs = Inputs(
+            input_ids=self._read_input("input_ids"),
+            attention_mask=self._read_input("attention_mask"),
+            position_ids=self._read_input("position_ids"),
             source=self.description.input_source,
         )
+        found, expected = inputs.digest(), self.description.inputs_digest
+        if found != expected:
+            raise CaptureError(
+                f"{self._proof.owner} was damaged or changed after it was written: {INPUTS_NAME} does not match its "
+                "manifest",
+                expected=f"ids, mask and positions of sha256 {expected[:16]}…",
+                found=f"sha256 {found[:16]}…",
+                next_step=self._proof.next_step,
+            )
+        return inputs
 
     def read_attention_mask(self) -> torch.Tensor:
         """int64 [B,S], 1 on real rows.
@@ -140,7 +191,7 @@ class Capture:
         Raises:
             CaptureError: The file is missing or damaged.
         """
-        return self._read(INPUTS_NAME, "attention_mask")
+        return self.read_inputs().attention_mask
 
     def read_hidden_states(self) -> torch.Tensor | None:
         """The hidden states [B,S,H] that the first layer was fed; None where they were made of the tokens.
@@ -148,7 +199,17 @@ class Capture:
         Raises:
             CaptureError: The file is missing or damaged.
         """
-        return self._read_optional(INPUTS_NAME, "hidden_states")
+        return self._read_optional(INPUTS_NAME, "hidden_states", place="hidden_states")
+
+    def read_generation(self) -> Generation | None:
+        """What was generated behind the prompts; None where nothing was.
+
+        Raises:
+            CaptureError: The file is damaged.
+        """
+        path = self.directory / GENERATION_NAME
+        self._proof.check_text(GENERATION_NAME, path.read_bytes() if path.exists() else None)
+        return Generation.read(self.directory)
 
     def read_entry(self, entry: Entry) -> torch.Tensor:
         """The tensor of an entry of the manifest.
@@ -156,25 +217,54 @@ class Capture:
         Raises:
             CaptureError: Its file is missing or damaged, or holds another tensor than the manifest says.
         """
-        tensor = self._read(entry.file, entry.site)
-        if (tuple(tensor.shape), dtype_name(tensor.dtype)) != (entry.shape, entry.dtype):
-            raise CaptureError(
-                f"{self.directory / entry.file} does not match its manifest at {entry.site}",
-                expected=f"{entry.dtype} {list(entry.shape)}",
-                found=f"{dtype_name(tensor.dtype)} {list(tensor.shape)}",
-                next_step="Run the capture again.",
-            )
-        return tensor
-
-    def _read(self, file: str, name: str) -> torch.Tensor:
-        tensor = self._read_optional(file, name)
+        tensor = self._fetch(entry.file, entry.site)
         if tensor is None:
-            raise CaptureError(
-                f"{self.directory / file} holds no tensor {name!r}", next_step="Run the capture again."
-            )
+            raise self._absent(entry.file, entry.site)
+        self._proof.check_entry(entry, tensor)
         return tensor
 
-    def _read_optional(self, file: str, name: str) -> torch.Tensor | None:
+    def _read_twin(
+        self, file: str, site: Site | ModelSite, entry: Entry | None, *, place: str
+    ) -> torch.Tensor | None:
+        if self.description.noise_floor != "full":
+            return None
+        twin = self._read_optional(file, str(site), place=place)
+        if twin is not None:
+            self._proof.check_twin(
+                site,
+                twin,
+                place=place,
+                file=file,
+                golden=entry,
+                read_golden=lambda: (
+                    None if entry is None else self.read_entry(entry),
+                    self.read_attention_mask(),
+                ),
+            )
+        return twin
+
+    def _read_input(self, name: str) -> torch.Tensor:
+        tensor = self._read_optional(INPUTS_NAME, name, place=name)
+        if tensor is None:
+            raise self._absent(INPUTS_NAME, name)
+        return tensor
+
+    def _read_optional(self, file: str, name: str, *, place: str) -> torch.Tensor | None:
+        """A tensor that no entry describes; None where its file does not hold it, and need not."""
+        tensor = self._fetch(file, name)
+        if tensor is None:
+            self._proof.check_absent(file, name, place=place)
+        else:
+            self._proof.check_tensor(file, name, tensor, place=place)
+        return tensor
+
+    def _absent(self, file: str, name: str) -> CaptureError:
+        return CaptureError(
+            f"{self._proof.owner} is damaged: {file} holds no tensor {name!r}",
+            next_step=self._proof.next_step,
+        )
+
+    def _fetch(self, file: str, name: str) -> torch.Tensor | None:
         path = self.directory / file
         try:
             with safe_open(path, framework="pt") as tensors:
@@ -184,5 +274,7 @@ class Capture:
                 return tensor
         except (OSError, SafetensorError) as error:
             raise CaptureError(
-                f"{path} cannot be read", found=str(error), next_step="Run the capture again."
+                f"{self._proof.owner} is damaged: {file} cannot be read",
+                found=str(error),
+                next_step=self._proof.next_step,
             ) from error

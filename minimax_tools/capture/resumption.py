@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.lock import LOCK_NAME
-from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Entry, Manifest, digest_tensor
+from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
 from minimax_tools.capture.parts import merge_parts
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.replacement import is_temporary
@@ -79,10 +80,13 @@ def _obstacle(
         return f"the capture there has other {', '.join(differing)}"
     if manifest.is_complete:
         return "the same capture is there, complete"
+    if manifest.digests is None:
+        return "the capture there was made by an older mm2, without digests of its floors"
     capture = Capture(directory, manifest)
     if manifest.complete_layers and not _has_input(capture, hidden_states):
         return "the capture there began with other hidden states"
-    if not all(_is_intact(capture, entry) for entry in manifest.entries):
+    # The inputs are written again.
+    if inspect_capture(capture, with_inputs=False).faults:
         return "a stored tensor does not match its digest"
     return None
 
@@ -97,10 +101,3 @@ def _has_input(capture: Capture, hidden_states: HiddenStates) -> bool:
     if stored is None or hidden_states is None:
         return stored is hidden_states
     return stored.dtype == hidden_states.dtype and torch.equal(stored, hidden_states.cpu())
-
-
-def _is_intact(capture: Capture, entry: Entry) -> bool:
-    try:
-        return digest_tensor(capture.read_entry(entry)) == entry.sha256
-    except CaptureError:
-        return False

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.lock import read_owner
-from minimax_tools.capture.manifest import Entry, Manifest, digest_tensor
+from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
 
@@ -70,10 +70,7 @@ def read_shared(
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            tensor = Capture(directory, manifest).read_entry(entry)
-            if digest_tensor(tensor) == entry.sha256:
-                return tensor
-            found = "another tensor"
+            return Capture(directory, manifest).read_entry(entry)
         except CaptureError as error:
             found = str(error)
         if time.monotonic() > deadline:

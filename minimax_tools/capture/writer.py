@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
 from minimax_tools.capture.certificate import Certificate
+from minimax_tools.capture.digests import Digests, FileDigests
 from minimax_tools.capture.lock import locked_directory
-from minimax_tools.capture.manifest import INPUTS_NAME, MANIFEST_NAME, Description, Entry, Manifest
+from minimax_tools.capture.manifest import (
+    INPUTS_NAME,
+    MANIFEST_NAME,
+    Description,
+    Entry,
+    Manifest,
+    describe_tensor,
+)
 from minimax_tools.capture.parts import manifest_with, remove_parts
 from minimax_tools.capture.read_record import remove_records
 from minimax_tools.capture.reader import Capture
@@ -71,10 +81,14 @@ class CaptureWriter:
             CaptureError: The disk is full, or cannot be written to.
         """
         named = {str(site): tensor for site, tensor in tensors.items()}
-        entries = self._write_group(f"layer_{layer}", layer, named, twin=twin, floor=floor)
+        entries, digests = self._write_group(f"layer_{layer}", layer, named, twin=twin, floor=floor)
         self._update(
             self.manifest.with_layer(
-                layer, entries, not_exposed=not_exposed, observed_dtypes=observed_dtypes or {}
+                layer,
+                entries,
+                not_exposed=not_exposed,
+                observed_dtypes=observed_dtypes or {},
+                digests=digests,
             )
         )
 
@@ -91,9 +105,8 @@ class CaptureWriter:
             CaptureError: The disk is full, or cannot be written to.
         """
         named = {str(site): tensor for site, tensor in tensors.items()}
-        self._update(
-            self.manifest.with_model(self._write_group("model", None, named, twin=twin, floor=floor))
-        )
+        entries, digests = self._write_group("model", None, named, twin=twin, floor=floor)
+        self._update(self.manifest.with_model(entries, digests))
 
     def add_part(self, part: Manifest) -> None:
         """List what another rank of the run wrote."""
@@ -124,13 +137,27 @@ class CaptureWriter:
         return stored
 
     def write_json(self, name: str, value: object) -> None:
-        """Store a JSON file beside the tensors."""
-        self._write_text(name, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        """Store a JSON file beside the tensors, and its digest."""
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        self._write_text(name, text)
+        self._update(
+            self.manifest.with_digests(
+                self._digests.with_text(name, hashlib.sha256(text.encode()).hexdigest())
+            )
+        )
 
     def write_inputs(self, inputs: Inputs, hidden_states: torch.Tensor | None) -> None:
         """Store the token rows, and the hidden states [B,S,H] of a run that starts in mid-model."""
         extra = {} if hidden_states is None else {"hidden_states": hidden_states}
-        self._write(INPUTS_NAME, {**inputs.tensors(), **extra})
+        written = self._write(INPUTS_NAME, {**inputs.tensors(), **extra})
+        digests = self._digests.with_files([written])
+        if digests != self._digests:
+            self._update(self.manifest.with_digests(digests))
+
+    @property
+    def _digests(self) -> Digests:
+        assert self.manifest.digests is not None, "a capture without digests is not written to"
+        return self.manifest.digests
 
     def _write_group(
         self,
@@ -140,17 +167,25 @@ class CaptureWriter:
         *,
         twin: Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor] | None,
         floor: Mapping[str, torch.Tensor] | None,
-    ) -> tuple[Entry, ...]:
-        """Write what belongs together, what the manifest lists last, and return its entries."""
+    ) -> tuple[tuple[Entry, ...], list[FileDigests]]:
+        """Write what belongs together, what the manifest lists last; return its entries, and digests of the others."""
+        digests = []
         if twin is not None:
-            self._write(f"{name}.fp32.safetensors", {str(site): tensor for site, tensor in twin.items()})
+            twins = {str(site): tensor for site, tensor in twin.items()}
+            digests.append(self._write(f"{name}.fp32.safetensors", twins))
         if floor is not None:
-            self._write(f"{name}.floor.safetensors", floor)
+            digests.append(self._write(f"{name}.floor.safetensors", floor))
         file = f"{name}.safetensors"
-        self._write(file, tensors)
-        return tuple(Entry.of(layer, site, file=file, tensor=tensor) for site, tensor in tensors.items())
+        self._save(file, tensors)
+        entries = tuple(Entry.of(layer, site, file=file, tensor=tensor) for site, tensor in tensors.items())
+        return entries, digests
 
-    def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> FileDigests:
+        """Write a file whose tensors are no site's values, and return their digests."""
+        self._save(name, tensors)
+        return FileDigests.of(name, {key: describe_tensor(tensor) for key, tensor in tensors.items()})
+
+    def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         with replacing(self.directory / name) as temporary:
             safetensors.torch.save_file(
                 {key: tensor.contiguous() for key, tensor in tensors.items()}, temporary
@@ -196,7 +231,9 @@ def open_capture(
             # Of runs that this one does not go on with.
             remove_records(directory)
         remove_temporaries(directory)
-        writer = CaptureWriter(directory, manifest)
+        # What is written to is certified at its end.
+        writer = CaptureWriter(directory, replace(manifest, certificate=None))
+        manifest = writer.manifest
         # The manifest comes first: what it lies in is a capture, however early the run is killed.
         writer._update(manifest)
         remove_parts(directory)

@@ -41,6 +41,7 @@ class GoldenFeed:
         Raises:
             IncomparableError: It is not, or does not.
         """
+        self.golden.refuse_void_certificate()
         self._refuse_other_model(model)
         self._refuse_other_dtype(dtype_name(dtype))
         missing = [f"layer {layer}" for layer in self.run.span if layer not in self.golden.layers]

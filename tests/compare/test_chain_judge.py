@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.tampering import sign
 
 from compare.chain_judge import ChainJudge
 from compare.chain_limits import LONGEST_CHAIN, chain_limits, default_chain_length
@@ -92,6 +96,7 @@ def test_layer_whose_tokens_are_all_set_aside_is_not_called_right(
     path = folder / "layer_2.floor.safetensors"
     floor = load_file(path)
     save_file({**floor, ROUTER_MARGIN: torch.zeros_like(floor[ROUTER_MARGIN])}, path)
+    sign(folder)
     with pytest.raises(
         IncomparableError, match="layer 2 cannot be judged: no token is left.*found not judged"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.tampering import sign
 
 from compare.noise import Rows, noise_ratio
 from compare.norms import Squares
@@ -43,6 +47,7 @@ def add_variants(golden: Path, factors: Mapping[str, float], *, noise: float = 1
                 if "/" not in name
             }
         save_file(own, path)
+    sign(golden)
     return golden
 
 

@@ -89,7 +89,8 @@ class TestDeviceRun:
         assert (site["layer"], site["site"]) == (2, "output")
         assert site["noise"]["whole"] == pytest.approx(1.0)
         assert record["notes"] == [
-            "one side does not record its model and tokens: that they agree was not checked"
+            "one side does not record its model and tokens: that they agree was not checked",
+            "device run: its layout has no digests; that its files are as they were written was not checked",
         ]
 
     def test_wrong_output_is_blamed_on_the_whole_layer(

@@ -11,7 +11,7 @@ import torch
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.errors import IncomparableError
+from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.inputs import Inputs
 from minimax_tools.provenance import Provenance
 from minimax_tools.results import Comparison, Verdict
@@ -67,7 +67,7 @@ class TestInputs:
         def lie(description: Description) -> Description:
             return replace(description, inputs_digest="0" * 64)
 
-        with pytest.raises(IncomparableError, match="are not those that its manifest describes"):
+        with pytest.raises(CaptureError, match=r"inputs\.safetensors does not match its manifest"):
             judge(copyist.device_run(describe=lie))
 
 

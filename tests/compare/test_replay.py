@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import click.testing
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.tampering import sign
 
 from compare.cli import main as mm2_compare
 from minimax_tools.checkpoint.synthetic import synthesize
@@ -57,7 +61,10 @@ def changed(flipped: Path, tmp_path: Path) -> Callable[..., Path]:
         shutil.copytree(flipped, directory)
         path = directory / f"layer_{LAYER}.safetensors"
         tensors = load_file(path)
-        save_file({**tensors, str(site): of(tensors[str(site)])}, path)
+        changed = {**tensors, str(site): of(tensors[str(site)]).clone()}
+        path.unlink()
+        save_file(changed, path)
+        sign(directory, with_statistics=True)
         return directory
 
     return change

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.tampering import change_tensor, sign
 
 from compare.comparer import compare_captures
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.judge import Criteria
 from gpu_reference.broken_versions import find_broken
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest
+from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.synthetic import synthesize
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.errors import IncomparableError
 from minimax_tools.sites import Site
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -53,18 +57,9 @@ def certify(command: Any, toy: Path) -> Certify:
 
 
 def change(directory: Path, file: str, site: Site, how: Change) -> None:
-    """Change a stored tensor, and note its new digest where the manifest lists it."""
-    tensors = safetensors.torch.load_file(directory / file)
-    tensors[str(site)] = how(tensors[str(site)]).contiguous()
-    safetensors.torch.save_file(tensors, directory / file)
-    manifest = Manifest.read(directory)
-    entries = tuple(
-        Entry.of(entry.layer, entry.site, file=file, tensor=tensors[entry.site])
-        if (entry.file, entry.site) == (file, str(site))
-        else entry
-        for entry in manifest.entries
-    )
-    (directory / MANIFEST_NAME).write_text(replace(manifest, entries=entries).as_text())
+    """Change a stored tensor, and note its new digest."""
+    change_tensor(directory, file, str(site), how)
+    sign(directory, with_statistics=True)
 
 
 def failed(checks: dict[str, Any]) -> set[str]:
@@ -107,7 +102,7 @@ def test_a_flipped_byte_is_found(certify: Certify, tampered: Path) -> None:
     code, checks = certify(tampered, model=None)
     assert code == 1
     assert "digests" in failed(checks)
-    assert "of layer 2 differs from its digest" in checks["digests"]["found"]
+    assert "of layer 2 in layer_2.safetensors does not match its manifest" in checks["digests"]["found"]
 
 
 def test_a_file_that_is_cut_off_is_found(certify: Certify, tampered: Path) -> None:
@@ -148,13 +143,16 @@ def test_norms_of_single_heads_are_found_without_the_model(certify: Certify, tam
 def test_a_small_error_of_a_twin_is_found(certify: Certify, tampered: Path) -> None:
     change(tampered, "layer_3.fp32.safetensors", Site.MOE_DELTA, lambda delta: delta * 1.0001)
     code, checks = certify(tampered)
-    assert (code, failed(checks)) == (1, {"reference_layer"})
+    assert (code, failed(checks)) == (1, {"reference_layer", "noise_floor"})
     assert "moe_delta of layer 3" in checks["reference_layer"]["found"]
 
 
 @pytest.mark.parametrize(
     ("site", "factor", "found_by"),
-    [(Site.MOE_DELTA, 1.01, {"bf16_scale"}), (Site.Q_PROJ, 1.02, {"bf16_scale", "bf16_noise"})],
+    [
+        (Site.MOE_DELTA, 1.01, {"bf16_scale", "noise_floor"}),
+        (Site.Q_PROJ, 1.02, {"bf16_scale", "bf16_noise", "noise_floor"}),
+    ],
 )
 def test_a_site_that_is_one_part_in_a_hundred_larger_is_found(
     certify: Certify, tampered: Path, site: Site, factor: float, found_by: set[str]
@@ -227,7 +225,7 @@ def test_a_golden_without_twins_is_computed_once_more(
 def test_a_golden_certifies_itself_where_it_is_asked_to(command: Any, toy: Path, tmp_path: Path) -> None:
     arguments = ("--model", toy, "--layer", 1, "--seq-len", "12", "--output-dir", tmp_path / "one", "--quiet")
     result = command(mm2_gpu, "single-layer", *arguments, "--certify")
-    assert "certificate  12 of 12 checks passed" in result.stdout
+    assert "certificate  13 of 13 checks passed" in result.stdout
     assert command(mm2_gpu, "single-layer", *arguments, "--certify", "--no-save").exit_code == 2
 
 
@@ -246,7 +244,13 @@ def test_a_comparison_says_what_its_golden_is_worth(certify: Certify, golden: Pa
     change(tampered, "layer_3.safetensors", Site.OUTPUT, lambda output: output)
     assert "certif" not in notes()
     change(tampered, "layer_3.safetensors", Site.OUTPUT, lambda output: output * 2)
-    assert "its certificate speaks of other tensors" in notes()
+    with pytest.raises(
+        IncomparableError, match="golden .* was changed after it was certified: its certificate"
+    ):
+        notes()
+    change(tampered, "layer_3.safetensors", Site.OUTPUT, lambda output: output / 2)
+    path = tampered / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"transformers": "', '"transformers": "4.'))
     certify(tampered)
     assert "the golden FAILED certification" in notes()
 
@@ -261,6 +265,6 @@ def test_a_device_run_is_no_golden(command: Any, tampered: Path) -> None:
 
 def test_text_has_a_line_for_each_check(command: Any, tampered: Path) -> None:
     result = command(mm2_gpu, "certify", "--golden", tampered, "--quiet")
-    assert ": certified, 8 of 12 checks passed; not checked: " in result.stdout
+    assert ": certified, 9 of 13 checks passed; not checked: " in result.stdout
     assert "  [not checked] reference_layer: no model was given" in result.stdout
-    assert "certificate  8 of 12" in command(mm2_gpu, "show", tampered).stdout
+    assert "certificate  9 of 13" in command(mm2_gpu, "show", tampered).stdout

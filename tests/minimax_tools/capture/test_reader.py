@@ -99,7 +99,7 @@ def test_floor_that_is_promised_and_missing_is_an_error(
 def test_tensor_that_is_not_the_manifests_is_an_error(capture: Capture, tensor: torch.Tensor) -> None:
     safetensors.torch.save_file({"output": tensor}, capture.directory / "layer_1.safetensors")
     with pytest.raises(
-        CaptureError, match=r"layer_1\.safetensors does not match its manifest at output: expected"
+        CaptureError, match=r"output of layer 1 in layer_1\.safetensors does not match its manifest: expected"
     ):
         capture.read(1, Site.OUTPUT)
 
@@ -118,7 +118,7 @@ def test_file_that_cannot_be_read_is_an_error(capture: Capture, damage: str) -> 
     else:
         path.write_bytes(path.read_bytes()[:30] if damage == "cut" else b"no tensors here, just text")
     with pytest.raises(
-        CaptureError, match=r"layer_1\.safetensors cannot be read: found .*Run the capture again"
+        CaptureError, match=r"layer_1\.safetensors cannot be read: found .*run the port again"
     ):
         capture.read(1, Site.OUTPUT)
 

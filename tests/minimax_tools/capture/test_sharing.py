@@ -73,5 +73,8 @@ def test_file_of_another_run_is_not_taken_for_it(
     entry = next(entry for entry in writer.manifest.entries if entry.site == Site.OUTPUT)
     writer.write_layer(1, layer_of(1))
     (tmp_path / "layer_1.safetensors").rename(tmp_path / "layer_0.safetensors")
-    with pytest.raises(CaptureError, match="output of layer 0 does not show in .*: found another tensor"):
+    with pytest.raises(
+        CaptureError,
+        match="output of layer 0 does not show in .*: found .*output of layer 0 in layer_0.safetensors does not match",
+    ):
         read_shared(tmp_path, writer.manifest, entry, patience_s=0)

@@ -1,0 +1,71 @@
+"""Inspection: everything that a capture stores, read once and held against its digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import CaptureError
+from minimax_tools.sites import ModelSite, Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What reading all of a capture showed.
+
+    Args:
+        num_tensors: Tensors that match their digests.
+        faults: What cannot be read or does not match, in words, each with its file and place.
+    """
+
+    num_tensors: int
+    faults: tuple[str, ...]
+
+
+def inspect_capture(capture: Capture, *, with_inputs: bool = True) -> Inspection:
+    """Read every tensor of a capture, one in memory at a time, and hold it against its digest.
+
+    Of a capture that an older mm2 wrote, the twins are checked for what a twin must be.
+
+    Args:
+        capture: The capture, whole or not.
+        with_inputs: Whether the token rows are read too.
+    """
+    num_tensors, faults = 0, []
+    for read in _reads(capture, with_inputs=with_inputs):
+        try:
+            num_tensors += read()
+        except CaptureError as error:
+            faults.append(error.what if error.found is None else f"{error.what}: found {error.found}")
+    return Inspection(num_tensors=num_tensors, faults=tuple(dict.fromkeys(faults)))
+
+
+def _reads(capture: Capture, *, with_inputs: bool) -> Iterator[Callable[[], int]]:
+    """Calls that read a part each, and return how many tensors it has."""
+    if with_inputs:
+        yield partial(_count, capture.read_inputs, 3)
+        yield partial(_count, capture.read_hidden_states)
+        yield partial(_count, capture.read_generation, 0)
+    for entry in capture.manifest.entries:
+        yield partial(_count, partial(capture.read_entry, entry))
+    digests = capture.manifest.digests
+    listed = (
+        {} if digests is None else {one.file: [name for name, _ in one.tensors] for one in digests.tensors}
+    )
+    for layer in capture.layers:
+        for site in Site:
+            yield partial(_count, partial(capture.read_twin, layer, site))
+        for name in listed.get(f"layer_{layer}.floor.safetensors", ()):
+            yield partial(_count, partial(capture.read_floor, layer, name))
+    if capture.model_sites():
+        for model_site in ModelSite:
+            yield partial(_count, partial(capture.read_model_twin, model_site))
+        for name in listed.get("model.floor.safetensors", ()):
+            yield partial(_count, partial(capture.read_model_floor, name))
+
+
+def _count(read: Callable[[], Any], num_tensors: int = 1) -> int:
+    return 0 if read() is None else num_tensors

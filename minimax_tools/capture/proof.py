@@ -1,0 +1,294 @@
+"""Proof: what is read of a capture, held against the digests that its manifest gives; each tensor once a process.
+
+A capture that an older mm2 wrote has no digests of its inputs, float32 twins and floors. Its inputs have one in the
+description; of the others the certificate's digests of whole files are used, where there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from minimax_tools.capture.digests import TensorDigest
+from minimax_tools.capture.manifest import Entry, Manifest, describe_tensor
+from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.errors import CaptureError
+from minimax_tools.floor import token_rows
+from minimax_tools.metrics import TensorStatistics
+from minimax_tools.sites import ModelSite, Site
+
+_CHUNK_BYTES = 1 << 24
+_WITHOUT_TWIN = (str(Site.INPUT), str(ModelSite.EMBEDDING))
+_BLOCK_ELEMENTS = 1 << 17
+# Sums of squares in float32, block by block, are exact to 1e-6.
+_STATISTICS_TOLERANCE = 1e-4
+
+
+class Proof:
+    """Checks what is read of one capture.
+
+    Args:
+        directory: The capture directory.
+        manifest: What it should hold.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._manifest = manifest
+        self._is_golden = manifest.description.side == GOLDEN_SIDE
+        self._digests = {
+            (file.file, name): digest
+            for file in (manifest.digests.tensors if manifest.digests is not None else ())
+            for name, digest in file.tensors
+        }
+        self._texts = {} if manifest.digests is None else dict(manifest.digests.texts)
+        self._proved: set[tuple[str, str, int, int, int]] = set()
+        self._is_certified: bool | None = None
+
+    @property
+    def owner(self) -> str:
+        """The capture in words: which side of a comparison it is, and where it lies."""
+        return f"the {'golden' if self._is_golden else 'device run'} {self._directory}"
+
+    @property
+    def next_step(self) -> str:
+        """Advice to somebody whose capture is damaged."""
+        if self._is_golden:
+            return "Copy the golden again from where it was made, or make it again: mm2-gpu extract-all."
+        return "Copy the run again from where it was made, or run the port again: mm2-test sweep."
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether a certificate speaks of what the manifest lists."""
+        if self._is_certified is None:
+            self._is_certified = self._manifest.is_certified
+        return self._is_certified
+
+    def check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Pass where a site's tensor is the one that its entry describes.
+
+        Raises:
+            CaptureError: It is another one.
+        """
+        key = self._key(entry.file, entry.site)
+        if key in self._proved:
+            return
+        self._check_digest(entry.file, _place(entry.site, entry.layer), tensor, entry.digest)
+        if self._needs_statistics(entry) and not _resembles(tensor, entry.statistics):
+            raise CaptureError(
+                f"{self.owner} was changed after it was written: {_place(entry.site, entry.layer)} in {entry.file} "
+                "has other statistics than its manifest says",
+                next_step=self.next_step,
+            )
+        self._proved.add(key)
+
+    def check_tensor(self, file: str, name: str, tensor: torch.Tensor, *, place: str) -> None:
+        """Pass where a tensor that no entry describes has its digest, or there is none to hold it against.
+
+        Args:
+            file: The file's name.
+            name: The tensor's name in it.
+            tensor: What was read.
+            place: The tensor in words.
+
+        Raises:
+            CaptureError: It is another one, or the manifest does not list it.
+        """
+        key = self._key(file, name)
+        if key in self._proved:
+            return
+        if self._manifest.digests is None:
+            self._check_certified_file(file)
+        else:
+            expected = self._digests.get((file, name))
+            if expected is None:
+                raise CaptureError(
+                    f"{self.owner} was changed after it was written: {place} in {file} has no digest in its manifest",
+                    next_step=self.next_step,
+                )
+            self._check_digest(file, place, tensor, expected)
+        self._proved.add(key)
+
+    def check_absent(self, file: str, name: str, *, place: str) -> None:
+        """Pass where the manifest does not list a tensor that its file lacks.
+
+        Raises:
+            CaptureError: It does.
+        """
+        if (file, name) in self._digests:
+            raise CaptureError(
+                f"{self.owner} was changed after it was written: {file} lacks {place}, which its manifest lists",
+                next_step=self.next_step,
+            )
+
+    def check_text(self, name: str, content: bytes | None) -> None:
+        """Pass where a JSON file has the digest that the manifest gives, or the manifest gives none at all.
+
+        Args:
+            name: The file's name.
+            content: Its bytes; None where there is no such file.
+
+        Raises:
+            CaptureError: It is another one, or there is one too many or too few.
+        """
+        if self._manifest.digests is None:
+            return
+        expected = self._texts.get(name)
+        found = None if content is None else hashlib.sha256(content).hexdigest()
+        if expected != found:
+            raise CaptureError(
+                f"{self.owner} was changed after it was written: {name}",
+                expected="no such file" if expected is None else f"sha256 {expected[:16]}…",
+                found="none" if found is None else f"sha256 {found[:16]}…",
+                next_step=self.next_step,
+            )
+
+    def check_twin(
+        self,
+        site: Site | ModelSite,
+        twin: torch.Tensor,
+        *,
+        place: str,
+        file: str,
+        golden: Entry | None,
+        read_golden: Callable[[], tuple[torch.Tensor | None, torch.Tensor]],
+    ) -> None:
+        """Pass where a float32 twin can be one: float32, of the golden's shape, finite where the golden is.
+
+        That of the experts is a choice: int64.
+
+        Args:
+            site: The site.
+            twin: What was read.
+            place: The twin in words.
+            file: Where it lies.
+            golden: What the golden itself holds there; None where that was not captured.
+            read_golden: Gives that, and the mask, int64 [B,S]; called where the twin is not finite.
+
+        Raises:
+            CaptureError: It cannot.
+        """
+        key = self._key(file, f"{site} as a twin")
+        if key in self._proved:
+            return
+        shape = tuple(twin.shape) if golden is None else golden.shape
+        dtype = torch.int64 if site is Site.ROUTER_EXPERTS else torch.float32
+        if twin.dtype != dtype or tuple(twin.shape) != shape:
+            expected = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+            raise self._no_twin(place, file, expected=expected, found=_describe(twin))
+        num_wrong = 0 if _is_finite(twin) else _count_wrong(site, twin, *read_golden())
+        if num_wrong:
+            raise self._no_twin(
+                place,
+                file,
+                expected="a number wherever the golden holds one",
+                found=f"{num_wrong} NaN or Inf",
+            )
+        self._proved.add(key)
+
+    def _needs_statistics(self, entry: Entry) -> bool:
+        """Whether only its statistics would show that a golden's tensor was changed along with its digest.
+
+        A certificate speaks of both; and where twins are kept, the floor tells.
+        """
+        has_twin = self._manifest.description.noise_floor == "full" and entry.site not in _WITHOUT_TWIN
+        return self._is_golden and not has_twin and not self.is_certified
+
+    def _no_twin(self, place: str, file: str, *, expected: str, found: str) -> CaptureError:
+        return CaptureError(
+            f"{self.owner} is damaged: {place} in {file} is no float32 twin",
+            expected=expected,
+            found=found,
+            next_step=self.next_step,
+        )
+
+    def _check_digest(self, file: str, place: str, tensor: torch.Tensor, expected: TensorDigest) -> None:
+        found = describe_tensor(tensor)
+        if found != expected:
+            raise CaptureError(
+                f"{self.owner} was damaged or changed after it was written: {place} in {file} does not match its "
+                "manifest",
+                expected=str(expected),
+                found=str(found),
+                next_step=self.next_step,
+            )
+
+    def _check_certified_file(self, file: str) -> None:
+        """Hold a whole file against its certificate, where it has one."""
+        certificate = self._manifest.certificate
+        key = self._key(file, "")
+        if certificate is None or key in self._proved or not self.is_certified:
+            return
+        expected, found = certificate.files.get(file), digest_file(self._directory / file)
+        if expected != found:
+            raise CaptureError(
+                f"{self.owner} was damaged or changed after it was certified: {file}",
+                expected="no such file" if expected is None else f"sha256 {expected[:16]}…",
+                found=f"sha256 {found[:16]}…",
+                next_step=self.next_step,
+            )
+        self._proved.add(key)
+
+    def _key(self, file: str, name: str) -> tuple[str, str, int, int, int]:
+        """A tensor of a file as it is now: what replaces the file is checked again."""
+        try:
+            status = (self._directory / file).stat()
+        except OSError as error:
+            raise CaptureError(
+                f"{self.owner} is damaged: {file} cannot be read", found=str(error), next_step=self.next_step
+            ) from error
+        return file, name, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def digest_file(path: Path) -> str:
+    """sha256 over a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_CHUNK_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _place(site: str, layer: int | None) -> str:
+    return site if layer is None else f"{site} of layer {layer}"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    low, high = tensor.aminmax()
+    return bool(low.isfinite() and high.isfinite())
+
+
+def _count_wrong(
+    site: Site | ModelSite, twin: torch.Tensor, golden: torch.Tensor | None, mask: torch.Tensor
+) -> int:
+    """Values on real rows that are NaN or Inf in the twin alone."""
+    real = mask.bool()
+    wrong = ~token_rows(twin, site)[real].isfinite()
+    if golden is not None:
+        wrong &= token_rows(golden, site)[real].isfinite()
+    return int(wrong.sum())
+
+
+def _resembles(tensor: torch.Tensor, statistics: TensorStatistics) -> bool:
+    """Whether a tensor has the extremes and the norm that were noted of it."""
+    if tensor.numel() == 0:
+        return True
+    low, high = (float(value) for value in tensor.aminmax())
+    num_nonfinite = statistics.num_nan + statistics.num_inf
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return num_nonfinite > 0
+    if num_nonfinite or (low, high) != (statistics.min, statistics.max):
+        return False
+    blocks = tensor.reshape(-1).split(_BLOCK_ELEMENTS)
+    norm = math.sqrt(sum(float(block.float().square().sum()) for block in blocks))
+    return not math.isfinite(norm) or math.isclose(
+        norm, statistics.l2 or 0.0, rel_tol=_STATISTICS_TOLERANCE, abs_tol=1e-30
+    )

@@ -1,0 +1,57 @@
+"""How many damaged captures mm2 judges as if they were whole.
+
+A golden and a device run of a right port are damaged in every way that `damage.damages` lists: twins, floors, values
+and inputs, with and without new digests in the manifest, of goldens that are certified or not, and of such as an older
+mm2 wrote. `false_passes` ended in exit code 0, `blamed_ports` in 1. Each should end in 3, and name the capture, the
+file and the place where the damage was not hidden by new digests. `refused_whole` are whole captures that were refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from damage.damages import DAMAGES
+from damage.scene import STATES, open_scene
+from figures import Figure, print_figures
+
+
+def main() -> int:
+    """Damage, compare and print; the exit code is 1 where a goal is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES, help="of the golden")
+    parser.add_argument("--damages", nargs="*", metavar="NAME", help="these alone; all by default")
+    arguments = parser.parse_args()
+    codes, refused_whole, num_unnamed = [], 0, 0
+    with tempfile.TemporaryDirectory(prefix="mm2-damage-") as folder, open_scene(Path(folder)) as scene:
+        scratch = Path(folder, "scratch")
+        for state in arguments.states:
+            refused_whole += scene.judge(state, None, scratch).exit_code != 0
+            for damage in DAMAGES:
+                if arguments.damages and damage.name not in arguments.damages:
+                    continue
+                outcome = scene.judge(state, damage, scratch)
+                codes.append(outcome.exit_code)
+                is_named = all(word in " ".join(outcome.text.split()) for word in damage.named)
+                num_unnamed += outcome.exit_code == 3 and not is_named
+                if outcome.exit_code != 3 or not is_named:
+                    print(f"{state}: {damage.name}: exit code {outcome.exit_code}", file=sys.stderr)
+                    print(outcome.text if outcome.exit_code == 3 else "", file=sys.stderr)
+    figures = [
+        Figure.plain("damaged_captures", len(codes)),
+        Figure.exactly("false_passes", codes.count(0), 0),
+        Figure.exactly("blamed_ports", codes.count(1), 0),
+        Figure.exactly("other_exits", sum(code not in (0, 1, 3) for code in codes), 0),
+        Figure.exactly("damage_not_named", num_unnamed, 0),
+        Figure.exactly("refused_whole", refused_whole, 0),
+    ]
+    return print_figures("damage", figures, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

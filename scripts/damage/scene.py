@@ -1,0 +1,146 @@
+"""Scene: a golden and a device run of a right port, of which copies are damaged and then compared."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import click.testing
+import torch
+
+from compare.cli import main as mm2_compare
+from damage.damages import Damage
+from damage.tampering import make_old
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from neuron.cli import main as mm2_test
+
+# What a golden is before it is damaged: as it is written, certified, or the same of an mm2 without all digests.
+STATES = ("plain", "certified", "old", "old_certified")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What comparing showed.
+
+    Args:
+        exit_code: Of `mm2-compare`.
+        text: What it said on both streams.
+    """
+
+    exit_code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """The captures of a small model, of which copies are damaged.
+
+    Args:
+        folder: Where they lie.
+    """
+
+    folder: Path
+
+    def golden(self, state: str, *, in_stats: bool = False) -> Path:
+        """The golden in one of the states, or one without twins."""
+        certified = "_certified" if "certified" in state else ""
+        return self.folder / f"{'stats' if in_stats else 'golden'}{certified}"
+
+    @property
+    def device_run(self) -> Path:
+        """A whole run of a port that is right, from the tokens to the logits."""
+        return self.folder / "device"
+
+    def judge(self, state: str, damage: Damage | None, scratch: Path) -> Outcome:
+        """Compare a damaged copy of one side with the other side.
+
+        Args:
+            state: What the golden is, one of `STATES`.
+            damage: What is done; None for nothing.
+            scratch: A folder for the copies, emptied here.
+        """
+        shutil.rmtree(scratch, ignore_errors=True)
+        in_stats = damage is not None and damage.in_stats
+        golden = _copy(self.golden(state, in_stats=in_stats), scratch / "golden")
+        device = _copy(self.device_run, scratch / "device")
+        if state.startswith("old"):
+            make_old(golden)
+        if damage is not None:
+            damage.apply(golden if damage.of_golden else device)
+        return _run(mm2_compare, "--gpu-path", golden, "--neuron-path", device, "--quiet")
+
+    def show(self, directory: Path) -> Outcome:
+        """Run `mm2-test show`."""
+        return _run(mm2_test, "show", directory, "--quiet")
+
+
+@contextmanager
+def open_scene(folder: Path) -> Iterator[Scene]:
+    """Make the captures in a folder, which is made.
+
+    Raises:
+        AssertionError: One could not be made.
+    """
+    model = folder / "model"
+    synthesize(
+        model,
+        model=SyntheticModel(num_hidden_layers=2, hidden_size=128, num_local_experts=16, vocab_size=512),
+        dtype=torch.bfloat16,
+        shard_size_bytes=None,
+        seed=0,
+    )
+    for name, floor in (("golden", "full"), ("stats", "stats")):
+        _make(
+            mm2_gpu,
+            "extract-all",
+            "--model",
+            model,
+            "--seq-len",
+            "24,17",
+            "--noise-floor",
+            floor,
+            "--output-dir",
+            folder / name,
+            "--quiet",
+        )
+        certified = _copy(folder / name, folder / f"{name}_certified")
+        _make(mm2_gpu, "certify", "--model", model, "--golden", certified, "--quiet")
+    _make(
+        mm2_test,
+        "full",
+        "--model",
+        model,
+        "--golden",
+        folder / "golden",
+        "--target",
+        "reference",
+        "--backend",
+        "cpu",
+        "--output-dir",
+        folder / "device",
+        "--quiet",
+    )
+    yield Scene(folder=folder)
+
+
+def _copy(source: Path, place: Path) -> Path:
+    """A copy whose files are its own; a link is not."""
+    return Path(shutil.copytree(source, place))
+
+
+def _make(command: click.Command, *words: object) -> None:
+    outcome = _run(command, *words)
+    assert outcome.exit_code == 0, f"{' '.join(map(str, words))}: {outcome.text}"
+
+
+def _run(command: click.Command, *words: object) -> Outcome:
+    result = click.testing.CliRunner().invoke(command, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(exit_code=result.exit_code, text=result.output)

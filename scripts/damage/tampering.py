@@ -1,0 +1,109 @@
+"""Tampering: changes to the files of a capture, with or without new digests in its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from minimax_tools.capture.digests import FileDigests
+from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest, describe_tensor
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def change_tensor(directory: Path, file: str, name: str, how: Change) -> None:
+    """Change one tensor of a file; its digest stays as it was."""
+    tensors = _load(directory / file)
+    tensors[name] = how(tensors[name]).contiguous()
+    _save(tensors, directory / file)
+
+
+def change_tensors(directory: Path, file: str, how: Change) -> None:
+    """Change all tensors of a file."""
+    tensors = {name: how(tensor).contiguous() for name, tensor in _load(directory / file).items()}
+    _save(tensors, directory / file)
+
+
+def remove_tensor(directory: Path, file: str, name: str) -> None:
+    """Leave one tensor of a file out."""
+    tensors = _load(directory / file)
+    del tensors[name]
+    _save(tensors, directory / file)
+
+
+def exchange_files(directory: Path, one: str, other: str) -> None:
+    """Let two files take each other's place."""
+    aside = directory / "aside"
+    (directory / one).rename(aside)
+    (directory / other).rename(directory / one)
+    aside.rename(directory / other)
+
+
+def cut_file(directory: Path, file: str) -> None:
+    """Cut off the end of a file."""
+    path = directory / file
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip_byte(directory: Path, file: str) -> None:
+    """Change one bit near the end of a file."""
+    path = directory / file
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def sign(directory: Path, *, with_statistics: bool = False) -> None:
+    """Give the manifest the digests of what now lies there: a change that nobody is to see.
+
+    Args:
+        directory: The capture.
+        with_statistics: Whether the statistics of sites are made anew too.
+    """
+    manifest = Manifest.read(directory)
+    files = {path.name: _load(path) for path in directory.glob("*.safetensors")}
+    entries = tuple(_signed(entry, files[entry.file], with_statistics) for entry in manifest.entries)
+    digests = manifest.digests
+    if digests is not None:
+        digests = digests.with_files(
+            FileDigests.of(
+                one.file, {name: describe_tensor(tensor) for name, tensor in files[one.file].items()}
+            )
+            for one in digests.tensors
+        )
+    write_manifest(directory, replace(manifest, entries=entries, digests=digests))
+
+
+def make_old(directory: Path) -> None:
+    """Make a capture one that an mm2 without digests of twins and floors wrote; a certificate speaks of it still."""
+    manifest = replace(Manifest.read(directory), digests=None)
+    if manifest.certificate is not None:
+        certificate = replace(manifest.certificate, content=manifest.content_digest())
+        manifest = replace(manifest, certificate=certificate)
+    write_manifest(directory, manifest)
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Put another manifest in place."""
+    (directory / MANIFEST_NAME).write_text(manifest.as_text(), encoding="utf-8")
+
+
+def _signed(entry: Entry, tensors: dict[str, torch.Tensor], with_statistics: bool) -> Entry:
+    if entry.site not in tensors:
+        return entry
+    signed = Entry.of(entry.layer, entry.site, file=entry.file, tensor=tensors[entry.site])
+    return signed if with_statistics else replace(signed, statistics=entry.statistics)
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    # Copies: what is mapped would change with the file that is written over it.
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    path.unlink()
+    save_file(tensors, path)

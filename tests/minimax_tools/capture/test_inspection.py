@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from minimax_tools.capture.inspection import inspect_capture
+from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.writer import open_capture
+from minimax_tools.inputs import Inputs
+from minimax_tools.sites import ModelSite, Site
+
+
+@pytest.fixture
+def directory(describe: Any, inputs: Inputs, layer_of: Any, tmp_path: Path) -> Path:
+    """Two layers and logits, with twins and floors: 3 inputs, 4 values, 3 twins and 3 floors."""
+    with open_capture(tmp_path, describe(noise_floor="full"), inputs=inputs) as writer:
+        for layer in (0, 1):
+            twin = {Site.OUTPUT: layer_of(layer)[Site.OUTPUT].float()}
+            writer.write_layer(layer, layer_of(layer), twin=twin, floor={"output.error": torch.ones(2, 3)})
+        logits = torch.ones(2, 3, 5)
+        writer.write_model(
+            {ModelSite.LOGITS: logits},
+            twin={ModelSite.LOGITS: logits},
+            floor={"logits.error": torch.zeros(2, 3)},
+        )
+        writer.finish()
+    return tmp_path
+
+
+def test_everything_is_read(directory: Path) -> None:
+    found = inspect_capture(Capture.open(directory))
+    assert (found.num_tensors, found.faults) == (13, ())
+    assert inspect_capture(Capture.open(directory), with_inputs=False).num_tensors == 10
+
+
+def test_each_fault_is_named_once(directory: Path) -> None:
+    safetensors.torch.save_file({"output": torch.zeros(2, 3, 4)}, directory / "layer_1.fp32.safetensors")
+    (directory / "layer_0.floor.safetensors").unlink()
+    (directory / "model.safetensors").write_bytes(b"")
+    found = inspect_capture(Capture.open(directory))
+    files = ("model.safetensors", "layer_0.floor.safetensors", "layer_1.fp32.safetensors")
+    assert sorted(next(file for file in files if file in fault) for fault in found.faults) == sorted(files)
+
+
+def test_of_an_older_capture_the_twins_are_looked_at(directory: Path) -> None:
+    manifest = replace(Manifest.read(directory), digests=None)
+    (directory / MANIFEST_NAME).write_text(manifest.as_text())
+    assert inspect_capture(Capture.open(directory)).faults == ()
+    safetensors.torch.save_file(
+        {"output": torch.zeros(2, 3, 4).bfloat16()}, directory / "layer_1.fp32.safetensors"
+    )
+    (fault,) = inspect_capture(Capture.open(directory)).faults
+    assert "is no float32 twin" in fault

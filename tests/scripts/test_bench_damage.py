@@ -1,0 +1,125 @@
+"""Damaged captures are refused, by name, and never judged: through the commands, from end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.damages import DAMAGES, Damage
+from damage.scene import STATES, Scene, open_scene
+from damage.tampering import exchange_files, make_old, sign
+
+from minimax_tools.capture.manifest import Manifest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_damage.py"
+# Digests of their own hide nothing of a certified golden: its certificate is void, whatever was done.
+SIGNED = "under digests"
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with open_scene(tmp_path_factory.mktemp("damage")) as scene:
+        yield scene
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_whole_captures_are_judged(scene: Scene, state: str, tmp_path: Path) -> None:
+    outcome = scene.judge(state, None, tmp_path / "scratch")
+    text = " ".join(outcome.text.split())
+    assert (outcome.exit_code, "PASS" in text) == (0, True)
+    assert ("digests of twins and floors: none, made by an older mm2" in text) == state.startswith("old")
+    assert ("not certified" in text) == ("certified" not in state)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
+def test_damage_is_refused_by_name_and_is_nobodys_fault(scene: Scene, damage: Damage, tmp_path: Path) -> None:
+    outcome = scene.judge("plain", damage, tmp_path / "scratch")
+    refused(outcome.exit_code, outcome.text, damage)
+
+
+@pytest.mark.parametrize(
+    "damage", [one for one in DAMAGES if one.of_golden][::3], ids=lambda damage: damage.name
+)
+def test_damage_of_a_certified_golden_is_refused(scene: Scene, damage: Damage, tmp_path: Path) -> None:
+    outcome = scene.judge("certified", damage, tmp_path / "scratch")
+    refused(outcome.exit_code, outcome.text, damage)
+    assert (SIGNED in damage.name) == (
+        "its certificate speaks of other tensors" in " ".join(outcome.text.split())
+    )
+
+
+@pytest.mark.parametrize("state", ["old", "old_certified"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all twins of a layer zeroed",
+        "twins exchanged with another layer's",
+        "twin cast to int8",
+        "NaN in a twin",
+        "floor zeroed",
+        "values of a site zeroed",
+        "positions shifted",
+    ],
+)
+def test_damage_of_an_older_golden_is_refused(scene: Scene, name: str, state: str, tmp_path: Path) -> None:
+    (damage,) = [one for one in DAMAGES if one.name == name]
+    outcome = scene.judge(state, damage, tmp_path / "scratch")
+    assert outcome.exit_code == 3
+    assert "golden" in outcome.text
+
+
+def refused(exit_code: int, text: str, damage: Damage) -> None:
+    text = " ".join(text.split())
+    assert exit_code == 3, text
+    assert "PASS" not in text
+    assert "To blame" not in text
+    assert ("golden" if damage.of_golden else "device run") in text
+    assert [word for word in damage.named if word not in text] == []
+    assert "again" in text
+
+
+class TestShow:
+    def test_whole_golden_is_verified(self, scene: Scene) -> None:
+        outcome = scene.show(scene.golden("certified"))
+        assert outcome.exit_code == 0
+        assert "13 of 13 checks passed" in outcome.text
+        num_stored = len(Manifest.read(scene.golden("certified")).entries)
+        line = next(line for line in outcome.text.splitlines() if "tensors match" in line)
+        assert int(line.split()[1]) > 2 * num_stored
+
+    @pytest.mark.parametrize("is_signed", [False, True])
+    def test_damage_voids_the_certificate(self, scene: Scene, tmp_path: Path, *, is_signed: bool) -> None:
+        scene.judge("certified", None, tmp_path / "scratch")
+        golden = tmp_path / "scratch" / "golden"
+        exchange_files(golden, "layer_0.fp32.safetensors", "layer_1.fp32.safetensors")
+        if is_signed:
+            sign(golden)
+        outcome = scene.show(golden)
+        assert outcome.exit_code == 3
+        assert "VOID" in outcome.text
+        assert "13 of 13 checks passed;" not in outcome.text
+        assert ("DAMAGED" in outcome.text) != is_signed
+
+    def test_older_golden_says_what_it_lacks(self, scene: Scene, tmp_path: Path) -> None:
+        scene.judge("plain", None, tmp_path / "scratch")
+        golden = tmp_path / "scratch" / "golden"
+        make_old(golden)
+        outcome = scene.show(golden)
+        assert outcome.exit_code == 0
+        assert "twins and floors have none, made by an older mm2" in outcome.text
+
+
+def test_benchmark_counts_what_passed() -> None:
+    words = ["--json", "--states", "plain", "--damages", "floor zeroed", "twin cast to int8"]
+    result = subprocess.run(
+        [sys.executable, SCRIPT, *words], capture_output=True, text=True, check=False, timeout=300
+    )
+    figures = {one["figure"]: one["value"] for one in json.loads(result.stdout)["figures"]}
+    assert (result.returncode, figures["damaged_captures"]) == (0, 2)
+    assert {name for name, value in figures.items() if value} == {"damaged_captures"}
