@@ -50,11 +50,17 @@ class _Rank:
         """The exit code that mm2 told there, once the process has ended; None where it did not."""
         return None if self.process.poll() is None else self.record.read().exit_code
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it runs, and not in code of the port's: it may wait for another rank."""
+        return self.process.poll() is None and not self.record.read().is_in_port
+
     def failure(self) -> str | None:
         """The reason why the rank failed, in words; None where it runs, or ended well."""
-        status, ended = self.record.read(), self.process.poll()
+        # In this order: what it told last is there when it has ended.
+        ended = self.process.poll()
+        status = self.record.read()
         if ended is None:
-            # All ranks of a layer wait for one that hangs, and are overdue with it.
             return describe_timeout(status) if status.overdue(time.monotonic()) else None
         if status.exit_code is None:
             return describe_end(ended, status)
@@ -143,7 +149,8 @@ def _wait(ranks: Sequence[_Rank], store: Any) -> int:
                 ended.add(number)
                 tell_end(store, number)
         failures = {number: text for number, rank in enumerate(ranks) if (text := rank.failure())}
-        failed = min(failures, default=None)
+        # All ranks of a layer wait for one that hangs, and are overdue with it.
+        failed = min(failures, key=lambda number: (ranks[number].is_waiting, number), default=None)
         if failed:
             leave_word(store, {"rank": failed, "text": failures[failed]})
             _has_ended(ranks[0].process, _GRACE_S)

@@ -28,6 +28,7 @@ class Status:
 
     Args:
         activity: As in "running layer 3 of target port.py:Layer"; empty while mm2 is at work between layers.
+        is_in_port: Whether that is code of the port's; else mm2 works on a layer, or waits for other ranks.
         last_activity: What came before.
         limited_since_s: When the stretch began that the time limit counts, by the system's monotonic clock; None
             where nothing is limited.
@@ -37,6 +38,7 @@ class Status:
     """
 
     activity: str = ""
+    is_in_port: bool = False
     last_activity: str = ""
     limited_since_s: float | None = None
     limit_s: float = LAYER_TIMEOUT_S

@@ -43,11 +43,12 @@ _teller: _Teller | None = None
 
 
 @contextmanager
-def doing(activity: str) -> Iterator[None]:
+def doing(activity: str, *, is_in_port: bool = True) -> Iterator[None]:
     """Tell that the block is what the process does; the time limit counts from the outermost such block.
 
     Args:
         activity: As in "running layer 3 of target port.py:Layer".
+        is_in_port: Whether the block is code of the port's.
     """
     teller = _teller
     if teller is None:
@@ -55,7 +56,7 @@ def doing(activity: str) -> Iterator[None]:
         return
     before = teller.status
     since_s = time.monotonic() if before.limited_since_s is None else before.limited_since_s
-    teller.tell(replace(before, activity=activity, limited_since_s=since_s))
+    teller.tell(replace(before, activity=activity, is_in_port=is_in_port, limited_since_s=since_s))
     try:
         yield
     finally:

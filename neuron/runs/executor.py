@@ -179,7 +179,8 @@ class LayerExecutor:
 
     def _perform(self, order: LayerOrder) -> LayerRun | None:
         """Carry out an order within the time limit of a layer."""
-        with doing(f"at work on layer {order.layer} of target {self._target.name}"):
+        activity = f"at work on layer {order.layer} of target {self._target.name}"
+        with doing(activity, is_in_port=False):
             return self._carry_out(order)
 
     def _carry_out(self, order: LayerOrder) -> LayerRun | None:
