@@ -103,7 +103,8 @@ def _run(command: str, death: Death, *, model: Path, folder: Path) -> _Run:
     target, output = death.write(folder), folder / command / death.name
     output.parent.mkdir(exist_ok=True)
     place = {"trace": ("--output", output), "weights": ()}.get(command, ("--output-dir", output))
-    words = (command, "--model", model, "--target", target, "--layer-timeout", _LAYER_TIMEOUT_S, *place)
+    limit = ("--layer-timeout", _LAYER_TIMEOUT_S) if death.is_endless else ()
+    words = (command, "--model", model, "--target", target, *limit, *place)
     done = subprocess.run(
         [sys.executable, "-m", "neuron", *map(str, words), *_COMMANDS[command], "--json"],
         capture_output=True,

@@ -51,12 +51,14 @@ class Death:
         place: Where the code stands: imported, built, converted, asked (for its state_dict) or run.
         code: One line of Python.
         words: What the error must say, beside target and layer.
+        is_endless: Whether only a time limit ends it.
     """
 
     name: str
     place: str
     code: str
     words: tuple[str, ...]
+    is_endless: bool = False
 
     @property
     def is_in_forward(self) -> bool:
@@ -84,6 +86,10 @@ def _death(name: str, place: str, code: str, *words: str) -> Death:
     return Death(name=name, place=place, code=code, words=words)
 
 
+def _endless(name: str, code: str, *words: str) -> Death:
+    return Death(name=name, place="run", code=code, words=words, is_endless=True)
+
+
 DEATHS = (
     _death("import_exit_0", "imported", "os._exit(0)", "exit code 0", "while importing target"),
     _death("import_raises_exit", "imported", "sys.exit(0)", "SystemExit", "cannot be imported"),
@@ -100,7 +106,7 @@ DEATHS = (
     _death("segfault", "run", "ctypes.string_at(0)", "SIGSEGV", "while running", "called by forward ("),
     _death("killed", "run", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", "memory ran out"),
     _death("memory_error", "run", "bytearray(1 << 62)", "MemoryError"),
-    _death("loop", "run", "while True: pass", "running", "took more than", "in forward ("),
+    _endless("loop", "while True: pass", "running", "took more than", "in forward ("),
     # It holds the interpreter's lock.
-    _death("native_loop", "run", "re.match('(a+)+b', 'a' * 60)", "running", "took more than"),
+    _endless("native_loop", "re.match('(a+)+b', 'a' * 60)", "running", "took more than"),
 )

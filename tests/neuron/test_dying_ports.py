@@ -21,6 +21,8 @@ from faults.deaths import DEATHS, Death, write_port
 REPOSITORY = Path(__file__).parents[2]
 # Processes import torch, on a machine that may have much else to do.
 DEADLINE_S = 300
+# A layer of the small model takes milliseconds.
+LAYER_TIMEOUT_S = 3
 
 # Runs several commands, each supervised as from a shell, in a process that imports torch once for all.
 SUPERVISED = """
@@ -82,7 +84,8 @@ def ended(small: Path, toy: Path, golden: Path, folder: Path) -> dict[str, Ended
     commands: dict[str, tuple[object, ...]] = {}
     for death in DEATHS:
         command = layers_of(small, death.write(folder), folder / death.name)
-        commands[death.name] = (*command, "--json", "--layer-timeout", 2)
+        limit = ("--layer-timeout", LAYER_TIMEOUT_S) if death.is_endless else ()
+        commands[death.name] = (*command, "--json", *limit)
     once = layers_of(small, write_port(folder / "once.py", {"run": ONCE}), folder / "once")
     commands |= {"once": once, "once more": once}
     wrong = {"imported": LATE.format(exit_code=0), "run": "return super().forward(*args) * 1.5"}
