@@ -19,7 +19,7 @@ _MEANINGS = {
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _NUM_FRAMES_SHOWN = 3
 
-_RESUME = "Layers that are stored are kept, and the same command goes on behind them."
+_RESUME = "What was finished is kept: the same command goes on behind it."
 _EXIT_STEP = f"Nothing but mm2 may end the process: look there for os._exit and exit(). {_RESUME}"
 _SIGNAL_STEP = f"Look there for calls into native code. {_RESUME}"
 _MEMORY_STEP = (
