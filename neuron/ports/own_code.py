@@ -9,6 +9,10 @@ from minimax_tools.errors import Mm2Error, TargetError
 from neuron.process.status import doing
 
 
+class PortEndError(TargetError):
+    """Code of a port's tried to exit, or asked for more memory than there is: that ends every run."""
+
+
 @contextmanager
 def own_code(failed: str, *, activity: str, next_step: str) -> Iterator[None]:
     """Run code of a port's: what it raises becomes one error that says where; an error of mm2's own stays.
@@ -22,7 +26,8 @@ def own_code(failed: str, *, activity: str, next_step: str) -> Iterator[None]:
         next_step: What the reader should do.
 
     Raises:
-        TargetError: The code raised, or tried to exit.
+        TargetError: The code raised.
+        PortEndError: It tried to exit, or found no memory.
     """
     try:
         with doing(activity):
@@ -30,4 +35,5 @@ def own_code(failed: str, *, activity: str, next_step: str) -> Iterator[None]:
     except (Mm2Error, KeyboardInterrupt):
         raise
     except BaseException as error:  # one that exits, or raises what nobody catches, too
-        raise TargetError(failed, found=f"{type(error).__name__}: {error}", next_step=next_step) from error
+        kind = PortEndError if isinstance(error, (SystemExit, MemoryError)) else TargetError
+        raise kind(failed, found=f"{type(error).__name__}: {error}", next_step=next_step) from error

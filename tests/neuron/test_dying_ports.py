@@ -108,6 +108,8 @@ def ended(small: Path, toy: Path, golden: Path, folder: Path) -> dict[str, Ended
         "trace": ("trace", *on_tokens, "--layer", 2, "--output", folder / "layer.pt2"),
         "weights": ("weights", *on_tokens, "--layer", 2),
     }
+    exits = write_port(folder / "exits.py", {"run": "sys.exit(0)"})
+    commands["weights exits"] = ("weights", "--target", exits, "--model", small, "--layer", 2)
     done = subprocess.run(
         [sys.executable, "-c", SUPERVISED],
         cwd=folder,
@@ -164,6 +166,12 @@ def test_every_command_that_runs_a_port_knows_an_end_from_a_verdict(
     assert "exit code 0, without a verdict, while running " in one.error
     assert "layer 2" in one.error
     assert "port.py:Port" in one.error
+
+
+def test_trial_of_weights_that_a_port_exits_from_is_a_failed_run(ended: dict[str, Ended]) -> None:
+    one = ended["weights exits"]
+    assert (one.exit_code, one.stdout) == (3, "")
+    assert "exits.py:Port, layer 2 failed while it ran: found SystemExit: 0" in one.error
 
 
 HANGING = "Path('reached').touch(); time.sleep(600)"
