@@ -13,7 +13,7 @@ from compare.opening import open_named_sides, opening_options
 from compare.options import criteria_options, read_criteria
 from compare.weights import find_weights
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
-from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.console import Mm2Command, end_command, print_json
 from minimax_tools.errors import UsageError
 from minimax_tools.options import captures_option, output_options
 from reports.data import comparison_record, write_report
@@ -89,7 +89,7 @@ def main(
         click.echo(render_comparison(comparison, shows_metrics=options["shows_metrics"]))
         for path in written:
             click.echo(f"written: {path}")
-    raise SystemExit(comparison.verdict.exit_code)
+    end_command(comparison.verdict.exit_code)
 
 
 def _as_pattern(layer: str) -> str:

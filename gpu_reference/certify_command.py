@@ -17,7 +17,7 @@ from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.capture.writer import store_certificate
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.console import Mm2Command, end_command, print_json
 from minimax_tools.errors import IncomparableError
 from minimax_tools.options import captures_option, optional_model_option, output_options
 from minimax_tools.progress import LayerProgress
@@ -51,7 +51,7 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
         print_json({"directory": str(directory), "certificate": certificate.as_json()})
     else:
         click.echo(render_certificate(directory, certificate))
-    raise SystemExit(0 if certificate.has_passed else 1)
+    end_command(0 if certificate.has_passed else 1)
 
 
 def certify_golden(directory: Path, model: str | None) -> Certificate:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
-from minimax_tools.errors import CannotRunError, Mm2Error
+from minimax_tools.errors import CannotRunError, Mm2Error, TargetError
 
 _DEBUG = "minimax_tools.debug"
 _JSON = "minimax_tools.json"
@@ -20,18 +20,32 @@ _SPEAKER = "minimax_tools.speaker"
 _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 
 
+class CommandEnd(SystemExit):
+    """The end that a command of mm2 gives itself; raised by `end_command`."""
+
+
+def end_command(exit_code: int) -> NoReturn:
+    """End the command that runs. Any other exit from it is code that mm2 ran, and no verdict."""
+    raise CommandEnd(exit_code)
+
+
 class Mm2Command(click.Command):
     """A command whose errors become one message on stderr and the exit code of their class.
 
-    No error leaves with exit code 1, which says that a port differs. `--debug` shows the traceback too.
+    No error leaves with exit code 1, which says that a port differs. `--debug` shows the traceback too. Code of a port
+    that exits is an error as well.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.Abort, click.exceptions.Exit):
+        except (click.ClickException, click.Abort, click.exceptions.Exit, CommandEnd):
             raise
+        except SystemExit as error:
+            exited = TargetError("code that this command ran exited", found=f"exit code {error.code}")
+            exited.__cause__ = error
+            _fail(ctx, exited)
         except (Exception, KeyboardInterrupt) as error:
             _fail(ctx, error)
 
@@ -97,6 +111,21 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def print_error(error: BaseException, *, as_json: bool, speaker: str | None = None) -> int:
+    """Print an error as a command does that it ended, and return its exit code.
+
+    Args:
+        error: One of mm2's own, or any other.
+        as_json: Whether it stands for the JSON object that was asked for, too.
+        speaker: Who says it, of several that share a terminal; None for the only one.
+    """
+    message, exit_code = _describe(error)
+    if as_json:
+        print_json({**_no_verdict(exit_code), "error": message, "exit_code": exit_code})
+    click.echo(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", err=True)
+    return exit_code
+
+
 class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(self.format(record), err=True)
@@ -109,12 +138,9 @@ def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
         ctx.exit(CannotRunError.exit_code)
     if ctx.meta.get(_DEBUG):
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
-    message, exit_code = _describe(error)
     speaker = ctx.meta.get(_SPEAKER)
-    if speaker is None and ctx.meta.get(_JSON):
-        print_json({**_no_verdict(exit_code), "error": message, "exit_code": exit_code})
-    click.echo(f"{'' if speaker is None else f'{speaker}: '}Error: {message}", err=True)
-    ctx.exit(exit_code)
+    as_json = speaker is None and bool(ctx.meta.get(_JSON))
+    ctx.exit(print_error(error, as_json=as_json, speaker=speaker))
 
 
 def _describe(error: BaseException) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The port under test, run on a Trainium or its stand-in; the command `mm2-test` (`cli`, `options`).
+"""The port under test, run on a Trainium or its stand-in; the command `mm2-test` (`__main__`, `cli`, `options`).
 
 From the lowest up:
 
@@ -8,5 +8,6 @@ From the lowest up:
 - `origins`: where every element of a port's weights comes from, and whether that can be right
 - `runs`: a run from its hidden states to the capture
 - `check`: what changes numbers on this machine, and whether a layer fits
+- `process`: the process that runs the port, watched by another one that knows an end from a verdict
 - `launch`, `rank_options`: the ranks of a run, started as processes of the command itself
 """

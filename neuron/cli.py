@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.console import Mm2Group, print_json
+from minimax_tools.console import Mm2Group, end_command, print_json
 from minimax_tools.errors import CannotRunError, CaptureError, TargetError
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.native_output import output_set_aside
@@ -58,6 +59,7 @@ from neuron.commands.weights import weights_command
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, device_options, read_inputs
 from neuron.ports.targets import find_target
+from neuron.process.supervisor import supervise
 from neuron.report_text import find_warnings, render_report
 from neuron.runs.device_request import DeviceRequest
 from neuron.runs.run_profile import PROFILE_NAME, RunProfile
@@ -200,7 +202,7 @@ def check(
             if finding.next_step:
                 click.echo(f"       → {finding.next_step}")
     if worst(findings) is Level.FAIL:
-        raise SystemExit(CannotRunError.exit_code)
+        end_command(CannotRunError.exit_code)
 
 
 @main.command("show", epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")
@@ -267,9 +269,9 @@ def _run_device(options: Options, make_run: Callable[[ModelSpec], Run]) -> None:
     )
     _print_outcome(outcome, as_json=options["as_json"], shows_metrics=options["shows_metrics"])
     if comparison is not None:
-        raise SystemExit(comparison.verdict.exit_code)
+        end_command(comparison.verdict.exit_code)
     if report is not None and report.generation_error is not None:
-        raise SystemExit(TargetError.exit_code)
+        end_command(TargetError.exit_code)
 
 
 def _execute(
@@ -390,4 +392,4 @@ def _print_report(report: RunReport, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(supervise(main, sys.argv[1:]))

@@ -1,6 +1,7 @@
 """Launch: mm2 starts the ranks of a run as processes of itself, and ends all where one of them ends.
 
-torchrun does as well, but for its exit code: here it is that of rank 0, or of the rank that failed.
+torchrun does as well, but for its exit code: here it is that of rank 0, or of the rank that failed. A rank's exit code
+counts only where mm2 told it in the rank: a port may end the process with any.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -19,6 +21,9 @@ import torch.distributed
 
 from minimax_tools.errors import CannotRunError
 from neuron.devices.crew import attempt_store, leave_word, tell_end
+from neuron.process.ending import describe_end, describe_timeout
+from neuron.process.record import StatusRecord
+from neuron.process.status import RECORD_VARIABLE
 
 _HOST = "127.0.0.1"
 # What ends a process, and must end its ranks with it, which are in sessions of their own.
@@ -26,6 +31,40 @@ _STOPPING = (signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.05
 # How long rank 0 has to say why the run ended, and the others to end, before they are ended.
 _GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """A rank that was started.
+
+    Args:
+        process: Its process.
+        record: What that one says it does.
+    """
+
+    process: subprocess.Popen[bytes]
+    record: StatusRecord
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code that mm2 told there, once the process has ended; None where it did not."""
+        return None if self.process.poll() is None else self.record.read().exit_code
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it runs, and not in code of the port's: it may wait for another rank."""
+        return self.process.poll() is None and not self.record.read().is_in_port
+
+    def failure(self) -> str | None:
+        """The reason why the rank failed, in words; None where it runs, or ended well."""
+        # In this order: what it told last is there when it has ended.
+        ended = self.process.poll()
+        status = self.record.read()
+        if ended is None:
+            return describe_timeout(status) if status.overdue(time.monotonic()) else None
+        if status.exit_code is None:
+            return describe_end(ended, status)
+        return f"it ended with exit code {status.exit_code}" if status.exit_code else None
 
 
 def launch_ranks(
@@ -42,35 +81,40 @@ def launch_ranks(
         The exit code of rank 0.
 
     Raises:
-        CannotRunError: A rank died, and rank 0 could not tell of it.
+        CannotRunError: A rank died, or a layer took it too long, and rank 0 could not tell of it.
     """
     # The store is this process's: it outlives every rank, and no other process can take its port.
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         _HOST, 0, is_master=True, wait_for_workers=False
     )
     before = {number: signal.signal(number, _interrupt) for number in _STOPPING}
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[_Rank] = []
     try:
-        for rank in range(num_ranks):
-            ranks.append(_start(rank, num_ranks, store.port, arguments, environment))
+        for number in range(num_ranks):
+            ranks.append(_start(number, num_ranks, store.port, arguments, environment))
         return _wait(ranks, attempt_store(store))
     except KeyboardInterrupt:
         if not ranks:
             raise
-        ranks[0].send_signal(signal.SIGINT)
-        if not _has_ended(ranks[0], _GRACE_S) or ranks[0].returncode < 0:
+        ranks[0].process.send_signal(signal.SIGINT)
+        exit_code = ranks[0].exit_code if _has_ended(ranks[0].process, _GRACE_S) else None
+        if exit_code is None:
             raise
-        return ranks[0].returncode
+        return exit_code
     finally:
-        _end(ranks)
+        _end([rank.process for rank in ranks])
+        for rank in ranks:
+            rank.record.close()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _start(
     rank: int, num_ranks: int, port: int, arguments: Sequence[str], environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+) -> _Rank:
+    record = StatusRecord.create()
     own = {
+        RECORD_VARIABLE: record.descriptor,
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": num_ranks,
@@ -82,7 +126,7 @@ def _start(
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "neuron", *arguments],
         env={
             "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks)),
@@ -92,40 +136,37 @@ def _start(
         stdin=subprocess.DEVNULL,
         # Of a Ctrl-C this process alone hears, and tells rank 0: all at once would each complain of the others.
         start_new_session=True,
+        pass_fds=(record.descriptor,),
     )
+    return _Rank(process=process, record=record)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], store: Any) -> int:
+def _wait(ranks: Sequence[_Rank], store: Any) -> int:
     ended: set[int] = set()
     while True:
-        for rank, process in enumerate(ranks):
-            if rank > 0 and rank not in ended and process.poll() == 0:
-                ended.add(rank)
-                tell_end(store, rank)
-        failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
+        for number, rank in enumerate(ranks):
+            if number > 0 and number not in ended and rank.exit_code == 0:
+                ended.add(number)
+                tell_end(store, number)
+        failures = {number: text for number, rank in enumerate(ranks) if (text := rank.failure())}
+        # All ranks of a layer wait for one that hangs, and are overdue with it.
+        failed = min(failures, key=lambda number: (ranks[number].is_waiting, number), default=None)
         if failed:
-            _tell_of(failed, ranks[failed], store)
-            _has_ended(ranks[0], _GRACE_S)
-        code = ranks[0].poll()
-        if code is not None and code >= 0:
+            leave_word(store, {"rank": failed, "text": failures[failed]})
+            _has_ended(ranks[0].process, _GRACE_S)
+        exit_code = ranks[0].exit_code
+        if exit_code is not None:
             # Dismissed or not, the others have nothing to add.
-            for process in ranks[1:]:
-                _has_ended(process, _GRACE_S)
-            return code
+            for rank in ranks[1:]:
+                _has_ended(rank.process, _GRACE_S)
+            return exit_code
         if failed is not None:
-            cause = _tell_of(failed, ranks[failed], store)
+            cause = leave_word(store, {"rank": failed, "text": failures[failed]})
             raise CannotRunError(
                 f"rank {cause['rank']} of {len(ranks)} failed: {cause['text']}",
                 next_step="Run the same command again: it resumes after the layers that are stored.",
             )
         time.sleep(_POLL_S)
-
-
-def _tell_of(rank: int, process: subprocess.Popen[bytes], store: Any) -> dict[str, Any]:
-    """Leave word of a rank that ended, where it did not itself: whoever failed first, and its text."""
-    code = process.returncode
-    text = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-    return leave_word(store, {"rank": rank, "text": text})
 
 
 def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:

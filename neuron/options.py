@@ -25,6 +25,8 @@ from minimax_tools.options import (
 from minimax_tools.prompts import InputRequest, build_inputs
 from minimax_tools.spec import ModelSpec
 from neuron.devices.backend import Backend
+from neuron.process.record import LAYER_TIMEOUT_S
+from neuron.process.status import limit_layers
 from neuron.rank_options import rank_options
 
 backend_option = click.option(
@@ -34,7 +36,7 @@ backend_option = click.option(
     show_default=True,
     help="The device.",
 )
-target_option = click.option(
+_target_name_option = click.option(
     "--target",
     default="builtin",
     show_default=True,
@@ -42,6 +44,18 @@ target_option = click.option(
     help="The implementation to run: mm2's own, a port's class, nxdi: and a class on neuronx-distributed-inference, "
     "or what mm2-test trace wrote. Code in what you name is executed.",
 )
+# A port may never end.
+_layer_timeout_option = click.option(
+    "--layer-timeout",
+    type=click.FloatRange(min=0),
+    default=LAYER_TIMEOUT_S,
+    show_default=True,
+    metavar="SECONDS",
+    expose_value=False,
+    callback=lambda _, __, timeout_s: limit_layers(timeout_s),
+    help="Longest time for one pass through a layer, compiling included; 0 for no limit.",
+)
+target_option = stack_options(_target_name_option, _layer_timeout_option)
 prefetch_option = click.option(
     "--prefetch/--no-prefetch",
     default=None,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from minimax_tools.console import given_arguments, show_warnings_only, speak_as
+from minimax_tools.console import end_command, given_arguments, show_warnings_only, speak_as
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.native_output import native_output_dropped
 from minimax_tools.options import DTYPES, stack_options
@@ -66,7 +66,7 @@ def rank_options(command: Command) -> Command:
         refuse_launched(backend)
         is_launched = environment.get("WORLD_SIZE", "1") != "1"
         if backend is not Backend.XLA_CPU and not is_launched:
-            raise SystemExit(launch_ranks(ranks.degree, given_arguments(), environment=environment))
+            end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))
         if ranks.is_lead:
             return command(**options, ranks=ranks)
         return _follow(options["backend"], ranks)
@@ -86,7 +86,7 @@ def _read(options: dict[str, Any]) -> Ranks:
     except UsageError as error:
         if os.environ.get("RANK", "0") != "0":
             # Rank 0 says the same.
-            raise SystemExit(error.exit_code) from error
+            end_command(error.exit_code)
         raise
 
 
@@ -99,4 +99,4 @@ def _follow(backend: str, ranks: Ranks) -> None:
             follow(runtime)
     except RankFailedError:
         # It says so itself.
-        raise SystemExit(CannotRunError.exit_code) from None
+        end_command(CannotRunError.exit_code)

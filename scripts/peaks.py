@@ -1,4 +1,4 @@
-"""Watching a process: its time, and the most memory that it held, sampled from outside.
+"""Watching a process and those that it starts: time, and the most memory that they held, sampled from outside.
 
 Anonymous memory is what cannot be dropped, unlike cached pages of files; resident memory is both.
 """
@@ -9,7 +9,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -49,7 +49,7 @@ def watch(
     environment: Mapping[str, str] | None = None,
     gauges: Mapping[str, Callable[[], int]] = MappingProxyType({}),
 ) -> Watched:
-    """Run a command and sample its memory until it ends; its stdout is dropped.
+    """Run a command and sample its memory until it ends, that of its children included; its stdout is dropped.
 
     Args:
         words: The command.
@@ -106,15 +106,12 @@ def tree_bytes(folder: Path, *, without: tuple[Path, ...] = ()) -> int:
 
 
 def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, int]) -> None:
-    path = Path(f"/proc/{pid}/status")
     gauge_due_s = time.monotonic()
     while True:
-        try:
-            status = path.read_text(encoding="utf-8")
-        except OSError:
-            status = ""
+        status = _read_status(pid)
         has_ended = _fields(status).get(_STATE, "Z").startswith("Z")
-        peaks[ANONYMOUS] = max(peaks[ANONYMOUS], memory_bytes(status))
+        held_bytes = memory_bytes(status) + sum(memory_bytes(_read_status(child)) for child in _family(pid))
+        peaks[ANONYMOUS] = max(peaks[ANONYMOUS], held_bytes)
         if has_ended or time.monotonic() >= gauge_due_s:
             gauge_due_s = time.monotonic() + _GAUGE_INTERVAL_S
             for name, gauge in gauges.items():
@@ -122,6 +119,25 @@ def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, 
         if has_ended:
             return
         time.sleep(SAMPLE_INTERVAL_S)
+
+
+def _family(pid: int) -> Iterator[int]:
+    """Processes that a process started, and those that these did."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    except OSError:
+        return
+    for child in map(int, children):
+        yield child
+        yield from _family(child)
+
+
+def _read_status(pid: int) -> str:
+    """The text of `/proc/PID/status`; empty where the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _fields(status: str) -> dict[str, str]:

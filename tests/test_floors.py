@@ -60,6 +60,9 @@ def find_violations(root: Path) -> list[str]:
         f"{name}:{one.line}: {text}" for name in files for one in imports[name] for text in _judge(name, one)
     ]
     found += [f"{name}:{line}: print outside cli.py" for name in files for line in _prints(name, trees[name])]
+    found += [
+        f"{name}:{line}: SystemExit is no verdict" for name in files for line in _exits(name, trees[name])
+    ]
     return found + _cycles(imports)
 
 
@@ -139,6 +142,16 @@ def _prints(name: str, tree: ast.Module) -> Iterator[int]:
         yield from (
             call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"
         )
+
+
+def _exits(name: str, tree: ast.Module) -> Iterator[int]:
+    """Lines that raise SystemExit, as code of a port may too; a command of mm2's ends by `end_command`."""
+    if name.partition("/")[0] in FLOORS:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+                if isinstance(raised, ast.Name) and raised.id == "SystemExit":
+                    yield node.lineno
 
 
 def _cycles(imports: dict[str, list[Import]]) -> list[str]:
@@ -287,6 +300,7 @@ def test_every_package_is_looked_at() -> None:
         ("reports/_helpers.py", "", "reports/_helpers.py: _helpers names nothing"),
         ("neuron/common/rank.py", "", "neuron/common/rank.py"),
         ("compare/noise.py", "def f():\n    print(1)", "noise.py:2: print outside cli.py"),
+        ("compare/cli.py", "def f():\n    raise SystemExit(1)", "cli.py:2: SystemExit is no verdict"),
     ],
 )
 def test_planted_violation_is_named(tmp_path: Path, name: str, text: str, violation: str) -> None:

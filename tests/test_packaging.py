@@ -261,7 +261,7 @@ def test_wheel_declares_the_commands(wheel: Path) -> None:
         "mm2-diagnose = compare.diagnosis.cli:main",
         "mm2-gpu = gpu_reference.cli:main",
         "mm2-split = minimax_tools.cli:main",
-        "mm2-test = neuron.cli:main",
+        "mm2-test = neuron.__main__:main",
     }
 
 

@@ -14,7 +14,7 @@ from compare.pairing import select_layers
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
 from minimax_tools.checkpoint.hub import resolve_model
-from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.console import Mm2Command, end_command, print_json
 from minimax_tools.errors import UsageError
 from minimax_tools.options import captures_option, optional_model_option, output_options
 from minimax_tools.progress import LayerProgress
@@ -88,7 +88,7 @@ def main(
         print_json(diagnosis_record(diagnosis))
     else:
         click.echo(render_diagnosis(diagnosis))
-    raise SystemExit(diagnosis.exit_code)
+    end_command(diagnosis.exit_code)
 
 
 def _chosen_layers(

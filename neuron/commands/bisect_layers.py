@@ -15,7 +15,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.console import Mm2Command, end_command, print_json
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.native_output import output_set_aside
 from minimax_tools.options import (
@@ -145,7 +145,7 @@ def bisect_command(
     else:
         click.echo(render_bisection(bisection))
         _print_compiles(compiles)
-    raise SystemExit(bisection.verdict.exit_code)
+    end_command(bisection.verdict.exit_code)
 
 
 def _print_compiles(compiles: CompileReport) -> None:

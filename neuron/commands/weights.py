@@ -10,7 +10,7 @@ import torch
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.console import Mm2Command, end_command, print_json
 from minimax_tools.errors import UsageError
 from minimax_tools.memory import MemoryBudget
 from minimax_tools.native_output import output_set_aside
@@ -102,7 +102,7 @@ def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
         inspection = inspect_weights(shared, spec, loads=options["loads"], budget=budget)
         shared.dismiss()
     _print(inspection, as_json=as_json)
-    raise SystemExit(inspection.verdict.exit_code)
+    end_command(inspection.verdict.exit_code)
 
 
 def _print(inspection: Inspection, *, as_json: bool) -> None:

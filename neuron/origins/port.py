@@ -94,7 +94,8 @@ class TracedPort:
             what = f"target {self.target.name}, layer {self.layer}"
             self._load(module, self._made(spec, tensors.__getitem__, dtype), spec)
             failed, step = f"{what} failed while it ran", "See --debug for the traceback."
-            with torch.no_grad(), own_code(failed, next_step=step):
+            activity = f"running layer {self.layer} of target {self.target.name} on made weights"
+            with torch.no_grad(), own_code(failed, activity=activity, next_step=step):
                 result = module(
                     given.hidden_states.to(dtype, copy=True),
                     given.attention_mask.clone(),

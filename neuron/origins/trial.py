@@ -23,6 +23,7 @@ from minimax_tools.spec import ModelSpec
 from neuron.origins.exchanges import Exchange, Tensors
 from neuron.origins.kept_weights import KEPT, keep_quantised
 from neuron.origins.on_access import OnAccess
+from neuron.ports.own_code import PortEndError
 
 _BATCH_SIZE, _NUM_ROWS = 2, 16
 _SEED = 0
@@ -117,6 +118,8 @@ def run_trial(
     limit = _BF16_LIMIT if port.computes_in_bf16 else _FLOAT32_LIMIT
     try:
         error = error_of(())
+    except PortEndError:
+        raise
     except TargetError as failure:
         return TrialOutcome(error=None, limit=limit, failure=failure.found or failure.what)
     if error <= limit:

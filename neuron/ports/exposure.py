@@ -117,7 +117,9 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
     """
     always = {Site.INPUT: Tap(path="", point="input"), Site.OUTPUT: Tap(path="")}
-    with own_code(f"{what}: sites cannot be read", next_step=_SITES_STEP):
+    with own_code(
+        f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
+    ):
         declared = getattr(module, "sites", None)
     if declared is None:
         return Exposure(taps={**_found_by_name(module), **always}, declared=frozenset((Site.OUTPUT,)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from minimax_tools.errors import TargetError
 from minimax_tools.native_output import output_set_aside
+from neuron.process.status import doing
 
 # Python's own, and mm2: what the port is run by, rather than what it is made of.
 _LIBRARIES = sys.stdlib_module_names | {"compare", "gpu_reference", "minimax_tools", "neuron", "reports"}
@@ -112,7 +113,7 @@ def import_module(name: str) -> TargetSource:
 def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
     before = set(sys.modules)
     try:
-        with output_set_aside():
+        with output_set_aside(), doing(f"importing target {place}"):
             module = load()
     except (Exception, SystemExit) as error:  # the port's own code: anything can come
         raise TargetError(

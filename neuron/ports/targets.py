@@ -156,7 +156,9 @@ class Target:
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.build_dtype or dtype)
         try:
-            with own_code(f"target {self.name} cannot be built for layer {layer}", next_step=_BUILD_STEP):
+            failed = f"target {self.name} cannot be built for layer {layer}"
+            activity = f"building layer {layer} of target {self.name}"
+            with own_code(failed, activity=activity, next_step=_BUILD_STEP):
                 module = self.factory(target_config(spec, ranks=ranks), layer)
                 if isinstance(module, nn.Module):
                     module.eval()
@@ -203,7 +205,8 @@ class Target:
         what = f"target {self.name}, layer {tensors.layer}"
         if prepared is None:
             prepared = self._weights(module, tensors, target_config(spec, ranks=ranks), what=what)
-        with own_code(f"{what} cannot be loaded", next_step=_LOAD_STEP):
+        activity = f"loading layer {tensors.layer} of target {self.name}"
+        with own_code(f"{what} cannot be loaded", activity=activity, next_step=_LOAD_STEP):
             loader.load(module, prepared, what=what)
 
     def prepare(
@@ -242,7 +245,8 @@ class Target:
         if convert is None:
             return tensors
         # Tensors are read when the port asks for them: a damaged shard is not the port's fault, and says so.
-        with own_code(f"{what}: convert_state_dict failed", next_step=_CONVERT_STEP):
+        activity = f"converting the weights of layer {tensors.layer} of target {self.name}"
+        with own_code(f"{what}: convert_state_dict failed", activity=activity, next_step=_CONVERT_STEP):
             converted = convert(tensors, config, tensors.layer)
         if not isinstance(converted, Mapping):
             raise TargetError(

@@ -36,6 +36,7 @@ from neuron.ports.own_code import own_code
 from neuron.ports.returned import find_output
 from neuron.ports.targets import Target
 from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, PREFIX, TracedProgram, load_program
+from neuron.process.status import doing
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def _showing(
     taps: dict[Site, Tap] = {site: tap for site, tap in exposure.taps.items() if site not in always}
     with Recorder(module, taps, keep=copy_on_device) as recorder:
         step = "Try it with mm2-test single-layer first; see --debug for the traceback."
-        with own_code(f"{what} failed while it ran", next_step=step):
+        with own_code(f"{what} failed while it ran", activity=f"running {what}", next_step=step):
             result = module(*(tensor.clone() for tensor in example))
     # Here too: a compiler that meets the error prints its graph first.
     find_output(result, tuple(example[0].shape), what=what)
@@ -228,10 +229,11 @@ def _compile(
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        if traced.program == NEURON:
-            _compile_for_neuron(wrapper, example, extra, temporary)
-        else:
-            _compile_for_cpu(wrapper, example, extra, temporary)
+        with doing(f"compiling layer {traced.layer} of target {traced.port}"):
+            if traced.program == NEURON:
+                _compile_for_neuron(wrapper, example, extra, temporary)
+            else:
+                _compile_for_cpu(wrapper, example, extra, temporary)
         temporary.replace(output)
     except (OSError, Mm2Error):
         raise

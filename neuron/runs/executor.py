@@ -31,6 +31,7 @@ from neuron.ports.own_code import own_code
 from neuron.ports.past import PAST, find_key_values, require_past
 from neuron.ports.returned import find_output
 from neuron.ports.targets import Target
+from neuron.process.status import doing
 from neuron.runs.assembly import Assembly
 from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
 from neuron.runs.layer_input import LayerInput
@@ -150,7 +151,7 @@ class LayerExecutor:
             layer=layer, given=given, sites=sites, feeds=dict(feeds or {}), keeps_past=keeps_past, then=then
         )
         self._tell(order)
-        done = self._carry_out(order)
+        done = self._perform(order)
         assert done is not None, "the lead has what all ranks gave"
         return done
 
@@ -162,7 +163,7 @@ class LayerExecutor:
         """
         while (order := self._runtime.crew.hear()) is not None:
             if isinstance(order, LayerOrder):
-                self._carry_out(order)
+                self._perform(order)
             else:
                 self._free()
 
@@ -175,6 +176,12 @@ class LayerExecutor:
         """Say something to the ranks that follow this one."""
         if self._runtime.ranks.is_lead:
             self._runtime.crew.tell(message)
+
+    def _perform(self, order: LayerOrder) -> LayerRun | None:
+        """Carry out an order within the time limit of a layer."""
+        activity = f"at work on layer {order.layer} of target {self._target.name}"
+        with doing(activity, is_in_port=False):
+            return self._carry_out(order)
 
     def _carry_out(self, order: LayerOrder) -> LayerRun | None:
         """Run this rank's part of a layer: on the lead what all parts make up, on others nothing."""
@@ -198,7 +205,7 @@ class LayerExecutor:
         taps = {site: tap for site, tap in exposure.taps.items() if site in sites or site in feeds}
         recorder = Recorder(module, taps, keep=copy_on_device, feeds=feeds)
         with torch.no_grad(), recorder:
-            result = self._forward(module, assembly.own(given), what=what)
+            result = self._forward(module, assembly.own(given), layer=order.layer, what=what)
         shown = find_output(result, tuple(given.hidden_states.shape), what=what)
         key_values = find_key_values(result, batch_shape, what=what) if order.keeps_past else None
         self._prepare(order.then)
@@ -297,7 +304,7 @@ class LayerExecutor:
         if then is not None:
             self._ahead.request(then)
 
-    def _forward(self, module: nn.Module, given: LayerInput, *, what: str) -> object:
+    def _forward(self, module: nn.Module, given: LayerInput, *, layer: int, what: str) -> object:
         """What the port returns."""
         device = self._runtime.device
         # Copies: a port may work in place. From the host for every layer: no graph may depend on the layer.
@@ -306,7 +313,10 @@ class LayerExecutor:
         position_ids = given.position_ids.to(device, copy=True)
         past = {} if given.past is None else {PAST: tuple(part.to(device, copy=True) for part in given.past)}
         called = f"It is called as module({', '.join((*_ARGUMENTS, *past))}); see --debug for the traceback."
-        with own_code(f"{what} failed while it ran", next_step=called):
+        activity = (
+            f"running layer {layer} of target {self._target.name} on hidden states {list(states.shape)}"
+        )
+        with own_code(f"{what} failed while it ran", activity=activity, next_step=called):
             return module(states, attention_mask, position_ids, **past)
 
     def _accepted(

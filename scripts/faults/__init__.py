@@ -8,6 +8,7 @@
 - `plan`: which ports run where; `runs`: one of them, from the plan to its cases
 - `running`: ports through the device runner; `judging`: what mm2 says of a capture, sites shown or not
 - `naming`: what the diagnosis says of the output alone
+- `deaths`: ports that end their process, for `bench_dying_ports.py`
 - `rivals`: what other tools' rules say of the same capture
 - `cases`: one case's record and the journal of finished ones; `tally`: the figures; `table`: them for people
 """

@@ -12,7 +12,7 @@ import click
 import click.testing
 import pytest
 
-from minimax_tools.console import Mm2Command, Mm2Group, given_arguments, print_json, speak_as
+from minimax_tools.console import CommandEnd, Mm2Command, Mm2Group, given_arguments, print_json, speak_as
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.options import output_options
 
@@ -44,7 +44,8 @@ for name, error in {
     "crash": ZeroDivisionError("by zero"),
     "assertion": AssertionError("impossible"),
     "stop": KeyboardInterrupt(),
-    "differs": SystemExit(1),
+    "differs": CommandEnd(1),
+    "exits": SystemExit(0),
     "bad": click.BadParameter("odd"),
     "leave": click.exceptions.Exit(0),
 }.items():
@@ -69,6 +70,7 @@ def run(*arguments: str) -> click.testing.Result:
         ("assertion", 3, "Error: unexpected AssertionError: impossible. Run again with --debug"),
         ("stop", 3, "Error: interrupted\n"),
         ("differs", 1, ""),
+        ("exits", 3, "Error: code that this command ran exited: found exit code 0\n"),
         ("bad", 2, "odd"),
         ("leave", 0, ""),
     ],
@@ -83,7 +85,7 @@ def test_exit_codes(name: str, exit_code: int, message: str) -> None:
 
 def test_no_error_of_a_command_exits_with_1() -> None:
     # 1 says that a port differs.
-    for name in ("usage", "capture", "crash", "assertion", "stop"):
+    for name in ("usage", "capture", "crash", "assertion", "stop", "exits"):
         for options in ((), ("--debug",), ("--json",)):
             assert run(name, *options).exit_code in (2, 3)
 
@@ -161,7 +163,7 @@ def test_plain_command_behaves_like_one_of_a_group() -> None:
 
 PRINTS_MUCH = """
 import click
-from minimax_tools.console import Mm2Command
+from minimax_tools.console import CommandEnd, Mm2Command
 
 @click.command(cls=Mm2Command)
 def main():

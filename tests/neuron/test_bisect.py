@@ -336,7 +336,10 @@ def test_killed_bisection_goes_on_where_it_stopped(
         place = ("--captures", tmp_path / "captures")
         return process("bisect", *common, *place, *arguments, RAN=str(ran), **environment)
 
-    assert search(DIE_AT="8").returncode == -9
+    killed = search(DIE_AT="8")
+    assert killed.returncode == 3
+    assert "the process was ended by SIGKILL" in killed.stderr
+    assert "while building layer 8 of target" in killed.stderr
     ran.unlink()
     resumed = search("--json")
     record = json.loads(resumed.stdout)

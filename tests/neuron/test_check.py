@@ -28,6 +28,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of this machine's own are not what is tested."""
     # torch_xla's import sets flags of its own in the process that other tests run in too.
     for name in (
+        "ATEN_CPU_CAPABILITY",
         "NEURON_COMPILE_CACHE_URL",
         "NEURON_LOGICAL_NC_CONFIG",
         "OMP_NUM_THREADS",

@@ -16,11 +16,12 @@ from neuron.runs.run_profile import RunProfile
 from neuron.runs.run_report import CaptureEffect, LayerProfile
 
 # Its attention is fused where nobody looks: a hook on q_norm makes it take the other way.
+# A shift changes every value. A scale would keep those that are exactly zero, and machines differ in how many are.
 CHANGES_WHEN_WATCHED = """
 class Port(ReferenceLayer):
     def forward(self, *args):
         output = super().forward(*args)
-        return output * 1.5 if self.self_attn.q_norm._forward_hooks else output
+        return output + 1 if self.self_attn.q_norm._forward_hooks else output
 """
 PHASES = ("read", "regroup", "transfer", "compile", "run", "copy back")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -164,8 +165,12 @@ def hanging(arguments: list[object], *, folder: Path, layer: int) -> Iterator[su
             time.sleep(0.05)
         yield running
     finally:
+        # The port runs in a child, which dies with its supervisor.
+        children = psutil.Process(running.pid).children()
         running.kill()
         running.wait()
+        _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+        assert alive == []
 
 
 class TestBegunAnew:

@@ -24,6 +24,11 @@ def test_peak_is_what_a_process_held_at_most() -> None:
     assert much.peak_resident_bytes >= much.peak_anonymous_bytes
 
 
+def test_memory_of_a_child_counts() -> None:
+    started = f"import subprocess; subprocess.run({hold(101)!r})"
+    assert watch([sys.executable, "-c", started]).peak_anonymous_bytes > 100 * MEGABYTE
+
+
 def test_file_that_is_mapped_is_no_anonymous_memory(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(64 * MEGABYTE))

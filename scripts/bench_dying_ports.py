@@ -1,0 +1,131 @@
+"""Ports that exit, abort, crash or never end, run by every command that runs a port without a golden.
+
+None of their ends may read as a pass (exit code 0) or as a port that differs (1). The error must name the target and
+the layer, and the layers before it must be kept. Takes about five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from faults.deaths import DEATHS, LAYER, Death
+from figures import Figure, print_figures
+
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+
+_LAYER_TIMEOUT_S = 5
+_CAPTURING = {
+    "multi-layer": ("--layers", f"0:{LAYER + 1}", "--backend", "cpu", "--seq-len", "12,7"),
+    "full": ("--backend", "cpu", "--seq-len", "12,7"),
+}
+_COMMANDS = {
+    **_CAPTURING,
+    "trace": ("--layer", str(LAYER), "--backend", "cpu", "--seq-len", "12,7"),
+    "weights": ("--layer", str(LAYER)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A command that ran a dying port.
+
+    Args:
+        command: As in "multi-layer".
+        death: How the port died.
+        exit_code: What the command said by it.
+        says_pass: Whether its output claims one.
+        is_named: Whether the error names the target, the layer and what came last.
+        keeps_layers: Whether the layers before are stored; None where none ran, or nothing is stored.
+    """
+
+    command: str
+    death: Death
+    exit_code: int
+    says_pass: bool
+    is_named: bool
+    keeps_layers: bool | None
+
+
+def main() -> int:
+    """Run all and print the figures; each miss goes to standard error."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--commands", nargs="+", choices=_COMMANDS, default=list(_COMMANDS))
+    parser.add_argument("--deaths", nargs="+", choices=[death.name for death in DEATHS])
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    deaths = [death for death in DEATHS if arguments.deaths is None or death.name in arguments.deaths]
+    with tempfile.TemporaryDirectory(prefix="mm2-dying-") as folder:
+        model = Path(folder) / "model"
+        synthesize(model, model=_small_model(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+        runs = [
+            _run(command, death, model=model, folder=Path(folder))
+            for command in arguments.commands
+            for death in deaths
+        ]
+    for run in runs:
+        if run.exit_code != 3 or run.says_pass or not run.is_named or run.keeps_layers is False:
+            print(f"MISSED: {run}", file=sys.stderr)
+    return print_figures("dying_ports", give_figures(runs), as_json=arguments.json)
+
+
+def give_figures(runs: list[_Run]) -> list[Figure]:
+    """The figures of the runs."""
+    kept = [run.keeps_layers for run in runs if run.keeps_layers is not None]
+    figures = [
+        Figure.plain("runs_of_dying_ports", len(runs)),
+        Figure.exactly("false_passes", sum(run.exit_code == 0 or run.says_pass for run in runs), 0),
+        Figure.exactly("false_fails", sum(run.exit_code == 1 for run in runs), 0),
+        Figure.at_least("layer_named", sum(run.is_named for run in runs) / len(runs), 1.0),
+    ]
+    if kept:
+        figures.append(Figure.at_least("layers_kept", sum(kept) / len(kept), 1.0))
+    return figures
+
+
+def _small_model() -> SyntheticModel:
+    return SyntheticModel(
+        hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, vocab_size=512
+    )
+
+
+def _run(command: str, death: Death, *, model: Path, folder: Path) -> _Run:
+    target, output = death.write(folder), folder / command / death.name
+    output.parent.mkdir(exist_ok=True)
+    place = {"trace": ("--output", output), "weights": ()}.get(command, ("--output-dir", output))
+    limit = ("--layer-timeout", _LAYER_TIMEOUT_S) if death.is_endless else ()
+    words = (command, "--model", model, "--target", target, *limit, *place)
+    done = subprocess.run(
+        [sys.executable, "-m", "neuron", *map(str, words), *_COMMANDS[command], "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    errors = "".join(line for line in done.stderr.splitlines() if line.startswith("Error: "))
+    has_layer = death.place == "imported" or re.search(r"layer \d", errors) is not None
+    keeps_layers = None
+    if command in _CAPTURING and death.is_in_forward:
+        manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
+        keeps_layers = manifest["complete_layers"] == list(range(LAYER))
+    return _Run(
+        command=command,
+        death=death,
+        exit_code=done.returncode,
+        says_pass='"pass"' in done.stdout or "PASS" in done.stdout,
+        is_named=has_layer and f"{death.name}.py" in errors and all(word in errors for word in death.words),
+        keeps_layers=keeps_layers,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
