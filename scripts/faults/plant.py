@@ -39,6 +39,7 @@ class Plant:
         prefills: Whether it shows where all rows are computed at once.
         decodes: Whether it is also planted in decode rows alone.
         needs_left_padding: Whether it shows only where rows are padded on the left.
+        needs_fp8: Whether it is a mistake in reading FP8 codes and scales, which a BF16 checkpoint has not.
         halves: The two mistakes of a pair.
     """
 
@@ -51,6 +52,7 @@ class Plant:
     prefills: bool = True
     decodes: bool = False
     needs_left_padding: bool = False
+    needs_fp8: bool = False
     halves: tuple[Plant, ...] = ()
 
     def build(self, config: Any, weights: Weights) -> Arithmetic:

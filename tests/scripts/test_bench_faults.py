@@ -14,8 +14,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from faults.cases import Case, Journal
+from faults.cases import Case
 from faults.effects import measure_effects, run_float32
+from faults.journal import Journal
 from faults.pairs import pair_plants
 from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
