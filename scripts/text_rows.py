@@ -22,14 +22,10 @@ def request_text_rows(
     """
     path = folder / HELD_OUT_NAME
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} has no {HELD_OUT_NAME}", next_step="Name a model of mm2-split train."
-        )
+        raise CheckpointError(f"{folder} has no {HELD_OUT_NAME}", next_step="Name a model of mm2-split train.")
     (tokens,) = encode_texts(folder, [path.read_text(encoding="utf-8")], chat=False)
     if len(tokens) < sum(lengths):
-        raise CheckpointError(
-            f"{path} is too short", expected=f"{sum(lengths)} tokens", found=str(len(tokens))
-        )
+        raise CheckpointError(f"{path} is too short", expected=f"{sum(lengths)} tokens", found=str(len(tokens)))
     start = seed * 7919 % (len(tokens) - sum(lengths) + 1)
     rows = []
     for length in lengths:

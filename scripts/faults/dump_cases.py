@@ -8,6 +8,9 @@ from typing import Any
 
 from minimax_tools.results import Verdict
 
+# The view of a run with all its sites.
+WHOLE = "whole"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpCase:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from compare.comparer import compare_captures
 from compare.weights import CheckpointWeights
-from faults.dump_cases import DumpCase
+from faults.dump_cases import WHOLE, DumpCase
 from faults.effects import measure_effects
 from faults.foreign import TOOL, dump_as_vllm_neuron
 from faults.judging import default_criteria
@@ -105,7 +105,7 @@ def carry_out_dump(
 
 
 def _views(capture: Capture, golden: Capture, directory: Path) -> Iterator[tuple[str, CaptureSource]]:
-    yield "whole", capture
+    yield WHOLE, capture
     yield "no_experts", hide_sites(capture, [Site.ROUTER_EXPERTS])
     yield "outputs", as_black_box(capture)
     shutil.rmtree(directory, ignore_errors=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from figures import Figure
 
-from faults.dump_cases import DumpCase
+from faults.dump_cases import WHOLE, DumpCase
 
 
 def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
@@ -53,8 +53,10 @@ def _view_figures(view: str, known: Sequence[DumpCase]) -> Iterator[Figure]:
     yield Figure.plain(f"dumps_{view}_detected_%", _percent(len(detected), len(known)))
     named = sum(case.is_layer_named for case in detected)
     yield Figure.plain(f"dumps_{view}_layer_named_%", _percent(named, len(detected)))
-    sites = sum(case.is_site_named for case in detected)
-    yield Figure.plain(f"dumps_{view}_site_named_%", _percent(sites, len(detected)))
+    if view == WHOLE:
+        # Where sites are hidden, those before them are suspects too.
+        sites = sum(case.is_site_named for case in detected)
+        yield Figure.plain(f"dumps_{view}_site_named_%", _percent(sites, len(detected)))
 
 
 def _percent(part: int, whole: int) -> float:

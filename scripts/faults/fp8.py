@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -99,8 +100,8 @@ def spread(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_fp8(states: torch.Tensor) -> torch.Tensor:
-    """To E4M3 and back, by groups of 128 channels."""
-    groups = states.float().unflatten(-1, (-1, min(_GROUP, states.shape[-1])))
+    """To E4M3 and back, by groups of 128 channels, or of what of 128 divides the width."""
+    groups = states.float().unflatten(-1, (-1, math.gcd(_GROUP, states.shape[-1])))
     scale = (groups.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
     rounded: torch.Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
     return rounded.flatten(-2).to(states.dtype)

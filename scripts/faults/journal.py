@@ -17,8 +17,7 @@ _ROOT = Path(__file__).parents[2]
 # They say what is to run, which the journal keeps in whole, and count and print what was judged.
 _COUNT = (
     *("plan.py", "model_plan.py", "right_ports.py"),
-    *("tally.py", "alarm_tally.py", "naming_tally.py", "dump_tally.py", "pass_tally.py", "curve.py"),
-    *("joined.py", "table.py"),
+    *("tally.py", "dump_tally.py", "pass_tally.py", "joined.py", "curve.py", "table.py"),
 )
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 

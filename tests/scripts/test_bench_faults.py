@@ -45,6 +45,10 @@ CASE = Case(
     failed=("moe_delta", "output"),
     blamed=(("moe_delta",),),
     black_box_detected=True,
+    verdict="fail",
+    black_box_verdict="fail",
+    excess={"moe_delta": 80.0, "output": 30.0},
+    black_box_excess=30.0,
     rivals=dict.fromkeys(
         (
             "seeds",
@@ -55,6 +59,7 @@ CASE = Case(
             "vllm_neuron",
             "vllm_neuron_dense",
             "tenstorrent",
+            "aws_equivalence",
         ),
         ("output",),
     ),
@@ -69,6 +74,10 @@ RIGHT = replace(
     failed=(),
     blamed=(),
     black_box_detected=False,
+    verdict="pass",
+    black_box_verdict="pass",
+    excess={"moe_delta": 0.9, "output": 0.7},
+    black_box_excess=0.85,
 )
 
 
@@ -133,6 +142,7 @@ def test_missed_mistake_lowers_detection() -> None:
 def test_blame_elsewhere_lowers_the_site() -> None:
     elsewhere = replace(CASE, blamed=(("moe_delta",), ("q_norm",)))
     assert figures_of(elsewhere)["site_named_%"] == 0
+    assert figures_of(elsewhere)["nothing_else_blamed_%"] == 0
     assert [word for word, _ in misses([elsewhere])] == ["wrong site"]
 
 
@@ -174,6 +184,21 @@ def test_pair_computes_as_each_of_its_mistakes_does(scene: Scene) -> None:
 def test_blamed_right_layer_beside_a_planted_one_lowers_the_layer() -> None:
     beside = replace(RIGHT, run=CASE.run, failed=("output",))
     assert figures_of(CASE, beside)["layer_named_%"] == 0
+    assert figures_of(CASE, beside)["nothing_else_blamed_%"] == 0
+
+
+def test_blame_of_no_other_site_counts_even_where_the_site_is_not_found() -> None:
+    found_only = replace(CASE, blamed=())
+    figures = figures_of(CASE, found_only)
+    assert (figures["nothing_else_blamed_%"], figures["site_named_%"]) == (100, 50)
+
+
+def test_learned_and_drawn_layers_are_counted_apart() -> None:
+    learned = replace(RIGHT, model="learned_a", failed=("router_logits",))
+    figures = figures_of(RIGHT, RIGHT, learned)
+    assert (figures["clean_layer_comparisons_learned"], figures["false_alarms_learned"]) == (1, 1)
+    assert (figures["clean_layer_comparisons_drawn"], figures["false_alarms_drawn"]) == (2, 0)
+    assert "false_alarms_learned" not in figures_of(RIGHT)
 
 
 def test_right_layer_beside_a_planted_one_is_no_comparison_of_its_own() -> None:
@@ -200,8 +225,20 @@ def test_name_counts_wherever_it_stands_and_only_of_known_mistakes() -> None:
     strange = replace(CASE, kind="uncatalogued", mistake="tile_twice", named=())
     figures = figures_of(named, nothing, strange)
     assert (figures["mistake_named_%"], figures["mistake_named_first_%"]) == (50, 0)
-    assert figures["uncatalogued_given_a_name_%"] == 0
+    assert figures["uncatalogued_given_a_name_%"] == figures["given_a_wrong_name_%"] == 0
     assert [word for word, _ in misses([named, nothing, strange])] == ["named nothing"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASE, named=(("up_plus_one", {}),)),
+        replace(CASE, kind="uncatalogued", mistake="tile_twice", named=(("up_plus_one", {}),)),
+        replace(RIGHT, kind="equivalent", named=(("up_plus_one", {}),)),
+    ],
+)
+def test_name_of_another_mistake_is_a_wrong_one(case: Case) -> None:
+    assert figures_of(case, replace(CASE, named=()))["given_a_wrong_name_%"] == 50
 
 
 def test_no_name_is_counted_where_none_was_asked_for() -> None:
