@@ -14,10 +14,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from bench_faults import main, run_all
 from faults.cases import Case
 from faults.effects import measure_effects, run_float32
 from faults.journal import Journal
 from faults.pairs import pair_plants
+from faults.plan import plan_quickly
 from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.scene import Scene, Stage, open_scene
@@ -268,6 +270,22 @@ def test_journal_of_other_code_is_left(tmp_path: Path) -> None:
     Journal(path).add(CASE.run, [CASE])
     path.write_text('{"sources": "other"}\n' + path.read_text().split("\n", 1)[1])
     assert len(Journal(path)) == 0
+
+
+def test_finished_runs_are_taken_from_the_journal(tmp_path: Path) -> None:
+    path, plan = tmp_path / "journal", list(plan_quickly())
+    for planned in plan:
+        Journal(path).add(repr(planned), [replace(CASE, run=str(planned))])
+    # Nothing is pending, so that no model is made.
+    assert [case.run for case in run_all(plan, journal=Journal(path))] == [str(planned) for planned in plan]
+
+
+def test_folder_that_is_no_model_ends_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--no-synthetic", "--model", str(tmp_path / "none")])
+    assert main() == 3
+    assert "none" in capsys.readouterr().err
 
 
 def test_unknown_mistake_is_refused() -> None:
