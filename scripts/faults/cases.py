@@ -32,6 +32,7 @@ class Case:
         reason: Why.
         black_box_detected: Whether it fails the layer by its output alone.
         rivals: The sites that each other rule calls different.
+        akin: Other names that state the same computation.
         model: The folder's name of a model that was trained; empty for a synthetic one.
         verdict: What mm2 concludes of the whole run.
         black_box_verdict: The same of the outputs alone.
@@ -61,6 +62,7 @@ class Case:
     black_box_detected: bool = False
     rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     named: tuple[tuple[str, Mapping[str, Any]], ...] | None = None
+    akin: tuple[str, ...] = ()
     model: str = ""
     verdict: str = ""
     black_box_verdict: str = ""
@@ -73,7 +75,7 @@ class Case:
         named = record["named"]
         read = {
             **record,
-            **{name: tuple(record[name]) for name in ("sites", "failed", "warned")},
+            **{name: tuple(record[name]) for name in ("sites", "failed", "warned", "akin")},
             **{name: tuple(tuple(sites) for sites in record[name]) for name in ("halves", "blamed")},
             "rivals": {name: tuple(sites) for name, sites in record["rivals"].items()},
             "named": None if named is None else tuple((name, given) for name, given in named),
@@ -157,7 +159,7 @@ class Case:
     @property
     def is_named(self) -> bool:
         """Whether the diagnosis names the mistake, be it among others that explain the output as well."""
-        return any(name == self.mistake for name, _ in self.named or ())
+        return any(name in (self.mistake, *self.akin) for name, _ in self.named or ())
 
     @property
     def is_named_first(self) -> bool:

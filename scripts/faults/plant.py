@@ -41,6 +41,7 @@ class Plant:
         needs_left_padding: Whether it shows only where rows are padded on the left.
         needs_fp8: Whether it is a mistake in reading FP8 codes and scales, which a BF16 checkpoint has not.
         halves: The two mistakes of a pair.
+        akin: Of a mistake without a name of its own, names of the diagnosis that state the same computation.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Plant:
     needs_left_padding: bool = False
     needs_fp8: bool = False
     halves: tuple[Plant, ...] = ()
+    akin: tuple[str, ...] = ()
 
     def build(self, config: Any, weights: Weights) -> Arithmetic:
         """The arithmetic of a layer with this mistake."""
@@ -72,6 +74,7 @@ def uncatalogued(
     *,
     prefills: bool = True,
     decodes: bool = False,
+    akin: tuple[str, ...] = (),
 ) -> Plant:
     """A mistake that no catalogue has."""
     return Plant(
@@ -81,4 +84,5 @@ def uncatalogued(
         kind=Kind.UNCATALOGUED,
         prefills=prefills,
         decodes=decodes,
+        akin=akin,
     )

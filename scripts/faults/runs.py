@@ -109,6 +109,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 black_box_detected=alone.layers[layer].is_detected,
                 rivals=find_differences(scene.golden, capture, layer),
                 named=name_mistake(scene, capture, layer) if layer == asked else None,
+                akin=plant.akin if plant else (),
                 model=planned.stage.learned.name if planned.stage.learned else "",
                 verdict=shown.verdict,
                 black_box_verdict=alone.verdict,

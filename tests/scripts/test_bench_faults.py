@@ -243,6 +243,13 @@ def test_name_of_another_mistake_is_a_wrong_one(case: Case) -> None:
     assert figures_of(case, replace(CASE, named=()))["given_a_wrong_name_%"] == 50
 
 
+def test_name_that_states_the_same_computation_is_no_wrong_one() -> None:
+    strange = replace(CASE, kind="uncatalogued", mistake="tile_twice", akin=("slice_twice",))
+    right, wrong = (replace(strange, named=((name, {}),)) for name in ("slice_twice", "up_plus_one"))
+    figures = figures_of(right, wrong)
+    assert (figures["given_a_wrong_name_%"], figures["uncatalogued_given_a_name_%"]) == (50, 100)
+
+
 def test_no_name_is_counted_where_none_was_asked_for() -> None:
     assert not {name for name in figures_of(CASE, RIGHT) if "named_first" in name}
 
