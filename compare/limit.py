@@ -7,7 +7,7 @@ limit is no number but a rule: `usual` times what chance adds, at the share of f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 _STANDARD = NormalDist()
@@ -44,6 +44,10 @@ class Limit:
         """The limit of a figure over `num_tokens`, which a right port passes but for a `share` of the cases."""
         deviation = self.spread + self.token_spread / math.sqrt(max(num_tokens, 1))
         return self.usual * math.exp(max(quantile(share), 0.0) * deviation)
+
+    def scaled(self, factor: float) -> Limit:
+        """This limit times a factor above 0, wherever it is taken."""
+        return replace(self, usual=self.usual * factor)
 
 
 def quantile(share: float) -> float:

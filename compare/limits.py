@@ -64,6 +64,17 @@ class SiteLimits:
             )
         )
 
+    def scaled(self, factor: float) -> SiteLimits:
+        """These times a factor."""
+        return SiteLimits(
+            MappingProxyType(
+                {
+                    site: MappingProxyType({name: limit.scaled(factor) for name, limit in own.items()})
+                    for site, own in self.table.items()
+                }
+            )
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseLimits:
@@ -134,4 +145,25 @@ class NoiseLimits:
             isolated=self.isolated.without(STRUCTURE_FIGURES),
             isolated_variants=None if widened is None else widened.without(STRUCTURE_FIGURES),
             backends=None,
+        )
+
+    def scaled(self, factor: float) -> NoiseLimits:
+        """These times a factor: how many mistakes would be found and right ports failed with tighter or wider ones.
+
+        Raises:
+            ValueError: The factor is not above 0.
+        """
+        widened, widened_estimated = self.isolated_variants, self.isolated_variants_estimated
+        return replace(
+            self,
+            isolated=self.isolated.scaled(factor),
+            chained=self.chained.scaled(factor),
+            isolated_estimated=self.isolated_estimated.scaled(factor),
+            chained_estimated=self.chained_estimated.scaled(factor),
+            without_floor=self.without_floor.scaled(factor),
+            float32=self.float32 * factor,
+            isolated_variants=None if widened is None else widened.scaled(factor),
+            isolated_variants_estimated=None
+            if widened_estimated is None
+            else widened_estimated.scaled(factor),
         )

@@ -179,12 +179,11 @@ def _to_scale(
 
 
 def _floor(rows: Rows) -> Squares:
-    # With the port's own experts golden and twin are other values, and may be another distance apart.
-    if rows.twin is not None and (rows.floor is None or rows.replayed is not None):
-        return square_difference(rows.twin, rows.reference, massive=rows.massive)
-    if rows.floor is None:
+    if rows.floor is not None:
+        return rows.floor
+    if rows.twin is None:
         raise ValueError("these rows have no noise floor")
-    return rows.floor
+    return square_difference(rows.twin, rows.reference, massive=rows.massive)
 
 
 def _error(rows: Rows, floor: Squares) -> Squares:

@@ -1,9 +1,13 @@
 """How many planted mistakes mm2 finds and places, how often it cries wolf, and what other tools' rules say of the same.
 
 Mistakes that real ports had, and others, are planted in a plain PyTorch port, in early, middle and last layers, in all
-rows or in decoded rows alone; each port goes through the device runner against a golden of a synthetic model, and is
-judged with all sites shown and by its output alone. Beside them run ports that are right, and changes that are no
-mistakes. An effect is what a mistake changes in float32, over what BF16 costs the golden at the same site.
+rows or in decoded rows alone; each port goes through the device runner against a golden of a synthetic model, and of
+every model that `--model` names, which was trained and brings text that it never saw. It is judged with all sites
+shown and by its output alone, and in chained runs of the whole model as other tools dump them. Beside them run ports
+that are right, and changes that are no mistakes. An effect is what a mistake changes in float32, over what BF16 costs
+the golden at the same site.
+
+    python scripts/bench_faults.py --model models/a models/b --no-synthetic --journal runs.jsonl --json
 """
 
 from __future__ import annotations
@@ -16,10 +20,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from faults.cases import Case, Journal
-from faults.plan import PARTS, plan_part, plan_quickly
+from faults.cases import Case
+from faults.curve import give_curve_figures, render_curve, trace_operating_curve
+from faults.dump_cases import DumpCase
+from faults.dump_runs import PlannedDump, carry_out_dump
+from faults.dump_tally import dump_misses, give_dump_figures
+from faults.joined import Joined
+from faults.journal import AnyCase, Journal
+from faults.learned import LearnedModel
+from faults.model_plan import name_left_out, plan_part_on_model
+from faults.pass_tally import give_pass_figures
+from faults.plan import PARTS, AnyRun, plan_part, plan_quickly
 from faults.planted import PLANTS, choose_plants
-from faults.runs import PlannedRun, carry_out
+from faults.runs import carry_out
 from faults.scene import Scene, open_scene
 from faults.table import render_table
 from faults.tally import give_figures, misses
@@ -33,23 +46,31 @@ def main() -> int:
     """Run what the journal lacks, and print; the exit code is 1 where a goal is missed, 3 if it could not run."""
     arguments = _parse_arguments()
     try:
-        cases = run_all(list(_plan(arguments)), journal=Journal(arguments.journal))
+        joined = [Joined.read(path) for path in arguments.join]
+        found = run_all(list(_plan(arguments)), journal=Journal(arguments.journal))
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 3
-    for word, case in misses(cases):
-        print(
-            f"{word}: {case}: effect {case.effect:.3g}, blamed {case.blamed} {case.reason}", file=sys.stderr
-        )
+    cases = [case for case in found if isinstance(case, Case)]
+    dumps = [case for case in found if isinstance(case, DumpCase)]
+    _print_misses(cases, dumps)
     if arguments.table:
         print(render_table(cases))
         return 0
-    return print_figures("faults", list(give_figures(cases)), as_json=arguments.json)
+    figures = [
+        *give_figures(cases),
+        *give_dump_figures(dumps),
+        *give_pass_figures(cases, dumps, joined),
+    ]
+    if arguments.curve:
+        figures += give_curve_figures(trace_operating_curve(cases))
+        print(render_curve(cases), file=sys.stderr if arguments.json else sys.stdout)
+    return print_figures("faults", figures, as_json=arguments.json)
 
 
-def run_all(plan: Sequence[PlannedRun], *, journal: Journal) -> list[Case]:
+def run_all(plan: Sequence[AnyRun], *, journal: Journal) -> list[AnyCase]:
     """The cases of all runs, stage by stage and backend by backend, in this process."""
-    cases: list[Case] = []
+    cases: list[AnyCase] = []
     for stage, on_stage in itertools.groupby(plan, key=lambda planned: planned.stage):
         runs = list(on_stage)
         cases += [case for planned in runs for case in journal.find(repr(planned)) or ()]
@@ -65,13 +86,17 @@ def run_all(plan: Sequence[PlannedRun], *, journal: Journal) -> list[Case]:
 
 
 def _run_stage(
-    pending: Sequence[PlannedRun], scene: Scene, *, journal: Journal, directory: Path
-) -> Iterator[Case]:
+    pending: Sequence[AnyRun], scene: Scene, *, journal: Journal, directory: Path
+) -> Iterator[AnyCase]:
     for backend, on_backend in itertools.groupby(pending, key=lambda planned: planned.backend):
         with open_runtime(backend) as runtime:
             for planned in on_backend:
                 started_s = time.perf_counter()
-                found = carry_out(planned, scene, runtime=runtime, directory=directory)
+                found: tuple[AnyCase, ...]
+                if isinstance(planned, PlannedDump):
+                    found = carry_out_dump(planned, scene, runtime=runtime, directory=directory)
+                else:
+                    found = carry_out(planned, scene, runtime=runtime, directory=directory)
                 journal.add(repr(planned), found)
                 took_s = time.perf_counter() - started_s
                 verdicts = ", ".join("found" if case.is_detected else "-" for case in found)
@@ -79,19 +104,39 @@ def _run_stage(
                 yield from found
 
 
-def _plan(arguments: argparse.Namespace) -> Iterator[PlannedRun]:
+def _print_misses(cases: Sequence[Case], dumps: Sequence[DumpCase]) -> None:
+    found: list[tuple[str, AnyCase]] = [*misses(cases), *dump_misses(dumps)]
+    for word, case in found:
+        print(
+            f"{word}: {case}: effect {case.effect:.3g}, verdict {case.verdict}, blamed {case.blamed} "
+            f"{case.reason}",
+            file=sys.stderr,
+        )
+
+
+def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
     if arguments.quick:
         yield from plan_quickly()
         return
     plants = choose_plants(arguments.mistakes)
-    for part in arguments.parts:
-        yield from plan_part(
-            part,
-            plants,
-            seed=arguments.seed,
-            num_clean_seeds=arguments.clean_seeds,
-            asks_names=arguments.names,
-        )
+    if arguments.synthetic:
+        for part in arguments.parts:
+            yield from plan_part(
+                part,
+                plants,
+                seed=arguments.seed,
+                num_clean_seeds=arguments.clean_seeds,
+                asks_names=arguments.names,
+            )
+    for folder in arguments.model:
+        model = LearnedModel.open(folder)
+        left_out = name_left_out(plants, model)
+        if left_out:
+            print(f"{model.name} is stored in BF16: left out are {', '.join(left_out)}", file=sys.stderr)
+        for part in arguments.parts:
+            yield from plan_part_on_model(
+                part, plants, model, seed=arguments.seed, asks_names=arguments.names
+            )
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -109,6 +154,20 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; all by default"
     )
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="DIR",
+        help="folders of trained models with held_out.txt, on which all parts run too",
+    )
+    parser.add_argument(
+        "--synthetic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run on synthetic models; --no-synthetic runs on those of --model alone",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the models that mistakes are planted in")
     parser.add_argument("--clean-seeds", type=int, default=5, help="models that right ports run on")
     parser.add_argument(
@@ -119,6 +178,19 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--journal", type=Path, help="a file of finished runs, which a later run goes on with"
+    )
+    parser.add_argument(
+        "--join",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="FILE.json",
+        help="what other benchmarks printed with --json, whose wrong things count in false_passes",
+    )
+    parser.add_argument(
+        "--curve",
+        action="store_true",
+        help="print detection against false alarms as all limits are scaled from 0.5 to 2",
     )
     arguments = parser.parse_args()
     unknown = set(arguments.mistakes) - {plant.name for plant in PLANTS}

@@ -85,6 +85,12 @@ class EagerAttention(_Layer):
     attn_implementation = "eager"
 
 
+class FlexAttention(_Layer):
+    """Attention compiled by torch, block by block."""
+
+    attn_implementation = "flex_attention"
+
+
 class EagerExperts(_Layer):
     """Expert outputs added up in BF16."""
 

@@ -4,11 +4,16 @@
   `weights`; `port`: the target made of it
 - `plant`: one mistake as a value; `planted`: all of them, from `norms`, `rotary`, `attention`, `router`, `experts`,
   `fp8`, `uncatalogued_attention`, `uncatalogued_moe` and, no mistakes, `equivalents`
-- `scene`: a model and its golden; `effects`: what a mistake changes in float32, against the golden's noise
-- `plan`: which ports run where; `runs`: one of them, from the plan to its cases
-- `running`: ports through the device runner; `judging`: what mm2 says of a capture, sites shown or not
+- `learned`: a model that was trained; `scene`: a model and its golden
+- `effects`: what a mistake changes in float32, against the golden's noise
+- `plan`: which ports run on synthetic models; `model_plan`: on learned ones; `right_ports`: those that must pass
+- `runs`: one isolated run, from the plan to its `cases`; `dump_runs`: one chained run of a whole model, to its
+  `dump_cases`
+- `running`: ports through the device runner; `views`: what a port shows of a capture; `foreign`: a run as another
+  tool dumps it; `judging`: what mm2 says of a capture
 - `naming`: what the diagnosis says of the output alone
 - `deaths`: ports that end their process, for `bench_dying_ports.py`
 - `rivals`: what other tools' rules say of the same capture
-- `cases`: one case's record and the journal of finished ones; `tally`: the figures; `table`: them for people
+- `journal`: finished cases; `tally`: their figures; `dump_tally`: those of dumps; `pass_tally`: wrong things that
+  pass, with those of other benchmarks, `joined`; `curve`: detection against false alarms; `table`: all for people
 """

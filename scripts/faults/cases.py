@@ -1,19 +1,12 @@
-"""Cases: one layer of one run as it was judged, and the journal that keeps what has run."""
+"""Case: one layer of one run as it was judged."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-_ROOT = Path(__file__).parents[2]
-# They say what is to run, which the journal keeps in whole, and count and print what was judged.
-_COUNT = ("plan.py", "tally.py", "table.py")
-_SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
+from minimax_tools.results import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +32,13 @@ class Case:
         reason: Why.
         black_box_detected: Whether it fails the layer by its output alone.
         rivals: The sites that each other rule calls different.
+        akin: Other names that state the same computation.
+        model: The folder's name of a model that was trained; empty for a synthetic one.
+        verdict: What mm2 concludes of the whole run.
+        black_box_verdict: The same of the outputs alone.
+        excess: At each site, the largest share of a limit that a figure comes to; infinite where the site fails by
+            what no limit of noise decides, such as another shape.
+        black_box_excess: The same of the output alone.
         named: What the diagnosis says of the output alone, best first, as `[name, parameters]`; None where it was
             not asked.
     """
@@ -62,6 +62,25 @@ class Case:
     black_box_detected: bool = False
     rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     named: tuple[tuple[str, Mapping[str, Any]], ...] | None = None
+    akin: tuple[str, ...] = ()
+    model: str = ""
+    verdict: str = ""
+    black_box_verdict: str = ""
+    excess: Mapping[str, float] = field(default_factory=dict)
+    black_box_excess: float = 0.0
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Case:
+        """The case of a record that `dataclasses.asdict` made and JSON kept."""
+        named = record["named"]
+        read = {
+            **record,
+            **{name: tuple(record[name]) for name in ("sites", "failed", "warned", "akin")},
+            **{name: tuple(tuple(sites) for sites in record[name]) for name in ("halves", "blamed")},
+            "rivals": {name: tuple(sites) for name, sites in record["rivals"].items()},
+            "named": None if named is None else tuple((name, given) for name, given in named),
+        }
+        return cls(**read)
 
     @property
     def is_mistake(self) -> bool:
@@ -107,6 +126,31 @@ class Case:
         return bool(self.failed or self.blamed)
 
     @property
+    def is_alarmed(self) -> bool:
+        """Whether mm2 fails the layer, with all sites shown or by its output alone."""
+        return self.is_detected or self.black_box_detected
+
+    @property
+    def is_nothing_else_blamed(self) -> bool:
+        """Whether no site is blamed but those where it lives."""
+        return {site for sites in self.blamed for site in sites} <= set(self.sites)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether its weights were learned, and not drawn by chance."""
+        return bool(self.model)
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the run that it belongs to ends with exit code 0."""
+        return bool(self.verdict) and Verdict(self.verdict).exit_code == 0
+
+    @property
+    def largest_excess(self) -> float:
+        """The largest share of a limit at any of its sites; beyond 1 it fails."""
+        return max(self.excess.values(), default=0.0)
+
+    @property
     def is_site_named(self) -> bool:
         """Whether what is blamed is where it lives, and nothing else."""
         named = {site for sites in self.blamed for site in sites}
@@ -115,7 +159,7 @@ class Case:
     @property
     def is_named(self) -> bool:
         """Whether the diagnosis names the mistake, be it among others that explain the output as well."""
-        return any(name == self.mistake for name, _ in self.named or ())
+        return any(name in (self.mistake, *self.akin) for name, _ in self.named or ())
 
     @property
     def is_named_first(self) -> bool:
@@ -126,77 +170,3 @@ class Case:
         parameters = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
         what = f"{self.mistake}({parameters})" if parameters else self.mistake or self.port
         return f"{what}, {self.stage}, layer {self.layer}, {self.rows}, {self.backend}"
-
-
-class Journal:
-    """A file of finished runs, one a line; what other code judged is not gone on with.
-
-    Args:
-        path: The file; None to keep nothing.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._runs: dict[str, tuple[Case, ...]] = {}
-        sources = digest_sources()
-        if path is None:
-            return
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if lines and _parsed(lines[0]) == {"sources": sources}:
-            for record in map(_parsed, lines[1:]):
-                if record is not None:
-                    self._runs[record["run"]] = tuple(_case(case) for case in record["cases"])
-        else:
-            path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
-
-    def find(self, run: str) -> tuple[Case, ...] | None:
-        """The cases of a run that has finished; None where it has not."""
-        return self._runs.get(run)
-
-    def add(self, run: str, cases: Iterable[Case]) -> None:
-        """Keep a finished run."""
-        self._runs[run] = tuple(cases)
-        if self._path is not None:
-            line = json.dumps({"run": run, "cases": [asdict(case) for case in self._runs[run]]})
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-
-def digest_sources() -> str:
-    """sha256 over the code that runs and judges, and the limits that it judges by."""
-    digest = hashlib.sha256()
-    for folder in _SOURCES:
-        for path in sorted((_ROOT / folder).rglob("*.*")):
-            if path.suffix in (".py", ".yaml") and path.name not in _COUNT:
-                digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _parsed(line: str) -> Any:
-    """A line's record; None for the last one of a run that was killed while it wrote."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
-
-
-def _case(record: dict[str, Any]) -> Case:
-    named = record["named"]
-    return Case(
-        **{
-            **record,
-            "sites": tuple(record["sites"]),
-            "halves": tuple(tuple(sites) for sites in record["halves"]),
-            "failed": tuple(record["failed"]),
-            "warned": tuple(record["warned"]),
-            "blamed": tuple(tuple(sites) for sites in record["blamed"]),
-            "rivals": {name: tuple(sites) for name, sites in record["rivals"].items()},
-            "effects": {
-                site: math.inf if effect is None else effect for site, effect in record["effects"].items()
-            },
-            "named": None if named is None else tuple((name, given) for name, given in named),
-        }
-    )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
 from faults.arithmetic import Arithmetic
@@ -97,36 +100,27 @@ def spread(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_fp8(states: torch.Tensor) -> torch.Tensor:
-    """To E4M3 and back, by groups of 128 channels."""
-    groups = states.float().unflatten(-1, (-1, min(_GROUP, states.shape[-1])))
+    """To E4M3 and back, by groups of 128 channels, or of what of 128 divides the width."""
+    groups = states.float().unflatten(-1, (-1, math.gcd(_GROUP, states.shape[-1])))
     scale = (groups.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
     rounded: torch.Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
     return rounded.flatten(-2).to(states.dtype)
 
 
+def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **parameters: Any) -> Plant:
+    return Plant(name=name, sites=sites, arithmetic=arithmetic, parameters=parameters, needs_fp8=True)
+
+
 PLANTS = (
+    *(_plant("fp8_scale_missing", (site,), ScaleMissing, tensor=tensor) for tensor, site in _SITES.items()),
     *(
-        Plant(name="fp8_scale_missing", sites=(site,), arithmetic=ScaleMissing, parameters={"tensor": tensor})
-        for tensor, site in _SITES.items()
-    ),
-    *(
-        Plant(
-            name="fp8_scale_averaged",
-            sites=(_SITES[tensor],),
-            arithmetic=ScaleAveraged,
-            parameters={"tensor": tensor},
-        )
+        _plant("fp8_scale_averaged", (_SITES[tensor],), ScaleAveraged, tensor=tensor)
         for tensor in ("q_proj", "o_proj", "w1", "w2")
     ),
-    Plant(name="fp8_clipped", sites=_ALL_SITES, arithmetic=Clipped, parameters={"limit": 240}),
-    Plant(name="fp8_scale_power_of_two", sites=_ALL_SITES, arithmetic=ScalePowerOfTwo),
+    _plant("fp8_clipped", _ALL_SITES, Clipped, limit=240),
+    _plant("fp8_scale_power_of_two", _ALL_SITES, ScalePowerOfTwo),
     *(
-        Plant(
-            name="fp8_scale_transposed",
-            sites=(_SITES[tensor],),
-            arithmetic=ScaleTransposed,
-            parameters={"tensor": tensor},
-        )
+        _plant("fp8_scale_transposed", (_SITES[tensor],), ScaleTransposed, tensor=tensor)
         for tensor in ("q_proj", "o_proj")
     ),
     Plant(name="fp8_activations", sites=(Site.MOE_DELTA,), arithmetic=Activations),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compare.comparer import compare_captures
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.judge import Criteria
+from compare.limits import NoiseLimits
+from compare.limits_file import calibrated_limits
 from compare.weights import CheckpointWeights
 from faults.scene import Scene
 from minimax_tools.capture.reader import Capture
-from minimax_tools.results import Comparison, SiteStatus
-from minimax_tools.sites import Site
+from minimax_tools.results import Comparison, SiteResult, SiteStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +26,15 @@ class LayerVerdict:
         warned: Sites that warn.
         blamed: The sets of sites that are to blame, in execution order.
         reason: Of the first blame, or of the first failure.
+        excess: At each site, the largest share of a limit that a figure comes to; infinite where the site fails by
+            what no limit of noise decides.
     """
 
     failed: tuple[str, ...]
     warned: tuple[str, ...]
     blamed: tuple[tuple[str, ...], ...]
     reason: str
+    excess: Mapping[str, float]
 
     @property
     def is_detected(self) -> bool:
@@ -37,29 +42,43 @@ class LayerVerdict:
         return bool(self.failed or self.blamed)
 
 
-def judge_layers(scene: Scene, capture: Capture) -> Mapping[int, LayerVerdict]:
-    """What mm2 says by its default criteria and with the model at hand, as mm2-test does, by layer."""
-    criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunVerdict:
+    """What was said of a run.
+
+    Args:
+        verdict: The conclusion.
+        layers: What was said of each layer.
+    """
+
+    verdict: str
+    layers: Mapping[int, LayerVerdict]
+
+
+def judge_run(scene: Scene, capture: Capture, *, limits: NoiseLimits | None = None) -> RunVerdict:
+    """Return what mm2 says with the model at hand, as mm2-test does; by its default limits unless others are given."""
     comparison = compare_captures(
         scene.golden,
         capture,
-        criteria=criteria,
+        criteria=default_criteria(limits),
         layer_pattern="layer_*",
         weights=CheckpointWeights(model=str(scene.folder)),
     )
-    return {layer: _verdict(comparison, layer) for layer in comparison.layers}
-
-
-def as_black_box(capture: Capture) -> Capture:
-    """The same capture of a port that shows its output and nothing else."""
-    shown = {str(Site.INPUT), str(Site.OUTPUT)}
-    hidden = tuple(site for site in capture.description.run.sites if str(site) not in shown)
-    manifest = replace(
-        capture.manifest,
-        entries=tuple(entry for entry in capture.manifest.entries if entry.site in shown),
-        not_exposed=dict.fromkeys(capture.layers, hidden),
+    return RunVerdict(
+        verdict=str(comparison.verdict),
+        layers={layer: _verdict(comparison, layer) for layer in comparison.layers},
     )
-    return Capture(capture.directory, manifest)
+
+
+def default_criteria(limits: NoiseLimits | None = None) -> Criteria:
+    """The default criteria; by other limits where some are given."""
+    return Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL, noise=limits or calibrated_limits())
+
+
+def measure_excess(result: SiteResult) -> float:
+    """The largest share of a limit that a figure of a site comes to; infinite where it fails by something else."""
+    excess = result.nearest.excess if result.nearest else 0.0
+    return math.inf if result.status is SiteStatus.FAIL and excess <= 1.0 else excess
 
 
 def _verdict(comparison: Comparison, layer: int) -> LayerVerdict:
@@ -72,4 +91,5 @@ def _verdict(comparison: Comparison, layer: int) -> LayerVerdict:
         warned=tuple(site.site for site in sites if site.status is SiteStatus.WARN),
         blamed=tuple(one.sites for one in blame),
         reason=reasons[0],
+        excess={site.site: measure_excess(site) for site in sites},
     )

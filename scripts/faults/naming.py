@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from compare.diagnosis.diagnose import diagnose
-from faults.judging import as_black_box
 from faults.scene import Scene
+from faults.views import as_black_box
 from minimax_tools.capture.reader import Capture
 
 Named = tuple[tuple[str, Mapping[str, Any]], ...]

@@ -58,7 +58,8 @@ def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:
         plant
         for plant in plants
         if plant.kind is not Kind.EQUIVALENT
-        and plant.shows_on(padding_side="right", has_far_positions=False)
+        and plant.prefills
+        and not (plant.needs_left_padding or plant.needs_far_positions)
         and not plant.hides
     ]
     attention = [plant for plant in shown if not set(plant.sites) & (_MOE | _BESIDE)]

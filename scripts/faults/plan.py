@@ -1,13 +1,15 @@
-"""Plan: which ports run on which stages, before any of them does."""
+"""Plan: which ports run on which synthetic stages, before any of them does; for learned models see `model_plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from faults.dump_runs import PlannedDump, plan_dumps
 from faults.pairs import pair_plants
 from faults.plant import Plant
 from faults.planted import choose_plants
-from faults.runs import PlannedRun, plan_clean, plan_decoding, plan_plants
+from faults.right_ports import plan_right_ports
+from faults.runs import PlannedRun, plan_decoding, plan_plants
 from faults.scene import Stage
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.default_rows import default_rows
@@ -19,21 +21,25 @@ _IMPLEMENTATIONS = (("sdpa", "grouped_mm"), ("eager", "eager"))
 _RANKS = (2, 4)
 _BACKENDS = ("cpu", "xla-cpu")
 
+AnyRun = PlannedRun | PlannedDump
+
 # Early, middle and last layers of a model with short prompts; XLA; decoded rows; padding on the left; one long prompt;
-# the rows of a golden for which nobody names any, far positions among them; two mistakes in one port; and ports that
-# are right.
-PARTS = ("short", "xla", "decode", "left", "long", "far", "pairs", "clean")
+# few tokens; the rows of a golden for which nobody names any, far positions among them; two mistakes in one port; dumps
+# of whole models; and ports that are right.
+PARTS = ("short", "xla", "decode", "left", "long", "few", "far", "pairs", "dumps", "clean")
+# Tokens of each of the stages of `few`.
+FEW = ((1,), (4,), (24,))
 
 
-def plan_quickly() -> Iterator[PlannedRun]:
+def plan_quickly() -> Iterator[AnyRun]:
     """A few mistakes on a small model: seconds."""
     stage = Stage(name="quick", seed=0, lengths=(24, 7), num_layers=2)
-    return plan_plants(stage, choose_plants(_QUICK), backend="cpu")
+    yield from plan_plants(stage, choose_plants(_QUICK), backend="cpu")
 
 
 def plan_part(
     part: str, plants: tuple[Plant, ...], *, seed: int, num_clean_seeds: int, asks_names: bool
-) -> Iterator[PlannedRun]:
+) -> Iterator[AnyRun]:
     """The runs of one of `PARTS`.
 
     Args:
@@ -66,6 +72,20 @@ def plan_part(
             experts=experts,
         )
         yield from plan_plants(stage, plants, backend="cpu")
+    elif part == "few":
+        for place, lengths in enumerate(FEW):
+            attention, experts = _IMPLEMENTATIONS[place % 2]
+            stage = Stage(
+                name=f"few-{sum(lengths)}",
+                seed=seed + 4 + place,
+                lengths=lengths,
+                num_layers=1,
+                attention=attention,
+                experts=experts,
+            )
+            yield from plan_plants(stage, plants, backend="cpu")
+    elif part == "dumps":
+        yield from plan_dumps(Stage(name=part, seed=seed + 7, lengths=_SHORT, num_layers=5), plants)
     elif part == "long":
         stage = Stage(name=part, seed=seed + 2, lengths=(512,), num_layers=1)
         yield from plan_plants(stage, plants, backend="cpu")
@@ -101,6 +121,6 @@ def _plan_right_ports(num_seeds: int) -> Iterator[PlannedRun]:
             attention=attention,
             experts=experts,
         )
-        yield from plan_clean(stage, backends=_BACKENDS, ranks=_RANKS)
+        yield from plan_right_ports(stage, backends=_BACKENDS, ranks=_RANKS)
         far = _far_stage(f"clean-far-{seed}", seed=2000 + seed, num_layers=4)
-        yield from plan_clean(far, backends=_BACKENDS, ranks=_RANKS)
+        yield from plan_right_ports(far, backends=_BACKENDS, ranks=_RANKS)

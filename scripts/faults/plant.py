@@ -40,7 +40,9 @@ class Plant:
         decodes: Whether it is also planted in decode rows alone.
         needs_left_padding: Whether it shows only where rows are padded on the left.
         needs_far_positions: Whether it shows only where rows begin far from position 0.
+        needs_fp8: Whether it is a mistake in reading FP8 codes and scales, which a BF16 checkpoint has not.
         halves: The two mistakes of a pair.
+        akin: Of a mistake without a name of its own, names of the diagnosis that state the same computation.
     """
 
     name: str
@@ -53,15 +55,9 @@ class Plant:
     decodes: bool = False
     needs_left_padding: bool = False
     needs_far_positions: bool = False
+    needs_fp8: bool = False
     halves: tuple[Plant, ...] = ()
-
-    def shows_on(self, *, padding_side: str, has_far_positions: bool) -> bool:
-        """Whether rows that are computed at once, padded and placed so, show it."""
-        return (
-            self.prefills
-            and (padding_side == "left" or not self.needs_left_padding)
-            and (has_far_positions or not self.needs_far_positions)
-        )
+    akin: tuple[str, ...] = ()
 
     def build(self, config: Any, weights: Weights) -> Arithmetic:
         """The arithmetic of a layer with this mistake."""
@@ -80,6 +76,7 @@ def uncatalogued(
     *,
     prefills: bool = True,
     decodes: bool = False,
+    akin: tuple[str, ...] = (),
 ) -> Plant:
     """A mistake that no catalogue has."""
     return Plant(
@@ -89,4 +86,5 @@ def uncatalogued(
         kind=Kind.UNCATALOGUED,
         prefills=prefills,
         decodes=decodes,
+        akin=akin,
     )

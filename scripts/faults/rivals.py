@@ -90,6 +90,15 @@ def tenstorrent(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) ->
     return not _cosine(x - x.mean(), y - y.mean()) >= 0.99
 
 
+def aws_equivalence(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
+    """AWS's Equivalence rule for ports to Trainium: R above 1.2, one threshold for every component.
+
+    R = ‖port16 − ref32‖_F / (‖ref16 − ref32‖_F + 1e-12); below 1 the port is better than the BF16 reference.
+    """
+    ratio = float((port - twin).norm()) / (float((golden - twin).norm()) + 1e-12)
+    return not ratio <= 1.2
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "seeds": seeds,
@@ -100,6 +109,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "vllm_neuron": vllm_neuron,
         "vllm_neuron_dense": vllm_neuron_dense,
         "tenstorrent": tenstorrent,
+        "aws_equivalence": aws_equivalence,
     }
 )
 

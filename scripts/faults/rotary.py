@@ -15,7 +15,7 @@ class OtherWidth(Arithmetic):
     """Another width turns, its frequencies by that width."""
 
     def rotary_width(self) -> int:
-        return int(self.of.rotary_dim)
+        return min(int(self.of.rotary_dim), int(self.config.head_dim))
 
 
 class OtherTheta(Arithmetic):

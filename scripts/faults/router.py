@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from faults.arithmetic import Arithmetic
@@ -159,7 +161,7 @@ def _as_fp8(weight: torch.Tensor) -> torch.Tensor:
 
 def _as_int4(weight: torch.Tensor) -> torch.Tensor:
     """Whole numbers from -7 to 7 with one scale per 128 numbers of a row, and back."""
-    groups = weight.unflatten(-1, (-1, min(_GROUP, weight.shape[-1])))
+    groups = weight.unflatten(-1, (-1, math.gcd(_GROUP, weight.shape[-1])))
     scale = groups.abs().amax(-1, keepdim=True) / 7
     rounded: torch.Tensor = (groups / scale).round().clamp(-7, 7) * scale
     return rounded.flatten(-2)

@@ -1,4 +1,4 @@
-"""Running: a port through the device runner over all layers of a scene, each on the golden's own input."""
+"""Running: a port through the device runner over all layers of a scene, isolated or chained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from faults.scene import Scene
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import BackendError
-from minimax_tools.run import sweep_run
+from minimax_tools.run import Run, full_run, sweep_run
 from minimax_tools.span import Span
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
@@ -35,24 +35,18 @@ def run_port(
         directory: Where the capture goes.
         decode_rows: How many rows of each prompt are decoded.
     """
-    shutil.rmtree(directory, ignore_errors=True)
     run = sweep_run(Span(0, scene.spec.num_hidden_layers), sites_level="all").decoding(decode_rows)
-    request = DeviceRequest(
-        folder=scene.folder,
-        spec=scene.spec,
-        model_source=str(scene.folder),
-        run=run,
-        inputs=scene.inputs,
-        dtype=torch.bfloat16,
-        target=target,
-        golden=scene.golden,
-    )
-    DeviceRun(request, runtime=runtime, reader=scene.reader).capture(directory)
-    return Capture.open(directory)
+    return _run(scene, target, run, runtime=runtime, directory=directory)
 
 
-def run_ranks(scene: Scene, *, tp_degree: int, directory: Path) -> Capture:
-    """Sweep all layers of mm2's own layer on several gloo ranks, which need processes of their own.
+def run_whole_model(scene: Scene, target: Target, *, runtime: Runtime, directory: Path) -> Capture:
+    """Run all layers chained, from the embedding to the logits; what lay in `directory` is gone."""
+    run = full_run(scene.spec.num_hidden_layers, sites_level="all")
+    return _run(scene, target, run, runtime=runtime, directory=directory)
+
+
+def run_ranks(scene: Scene, *, tp_degree: int, backend: str, directory: Path) -> Capture:
+    """Sweep all layers of mm2's own layer on several ranks, which need processes of their own.
 
     Raises:
         BackendError: The ranks could not run.
@@ -62,7 +56,7 @@ def run_ranks(scene: Scene, *, tp_degree: int, directory: Path) -> Capture:
         "--model": scene.folder,
         "--golden": scene.golden.directory,
         "--tp-degree": tp_degree,
-        "--backend": "cpu",
+        "--backend": backend,
         "--sites": "all",
         "--output-dir": directory,
     }
@@ -78,4 +72,20 @@ def run_ranks(scene: Scene, *, tp_degree: int, directory: Path) -> Capture:
     )
     if done.returncode not in (0, 1):
         raise BackendError(f"{tp_degree} ranks did not run", found=done.stderr[-500:])
+    return Capture.open(directory)
+
+
+def _run(scene: Scene, target: Target, run: Run, *, runtime: Runtime, directory: Path) -> Capture:
+    shutil.rmtree(directory, ignore_errors=True)
+    request = DeviceRequest(
+        folder=scene.folder,
+        spec=scene.spec,
+        model_source=str(scene.folder),
+        run=run,
+        inputs=scene.inputs,
+        dtype=torch.bfloat16,
+        target=target,
+        golden=scene.golden,
+    )
+    DeviceRun(request, runtime=runtime, reader=scene.reader).capture(directory)
     return Capture.open(directory)

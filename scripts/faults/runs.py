@@ -8,21 +8,21 @@ from pathlib import Path
 
 from faults.cases import Case
 from faults.effects import measure_effects
-from faults.judging import as_black_box, judge_layers
+from faults.judging import judge_run
 from faults.naming import name_mistake
 from faults.plant import Plant
 from faults.port import PlantedPort
 from faults.rivals import find_differences
 from faults.running import run_port, run_ranks
 from faults.scene import Scene, Stage
+from faults.views import as_black_box
 from minimax_tools.capture.reader import Capture
 from minimax_tools.sites import Site
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target
 
 DECODE_ROWS = 4
-_TRANSFORMERS = ("EagerAttention", "EagerExperts", "Eager", "BatchedExperts", "Same")
-_EXAMPLE = Path(__file__).parents[1] / "examples" / "transformers_port.py"
+RANKS = "ranks of "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,33 +60,29 @@ def plan_plants(
     """Every plant that shows on a stage, and none; with `names` the diagnosis is asked which it is."""
     yield PlannedRun(stage=stage, port="planted", backend=backend)
     for plant in plants:
-        if plant.shows_on(padding_side=stage.padding_side, has_far_positions=stage.has_far_positions):
+        if plant.prefills and shows_on(plant, stage):
             yield PlannedRun(stage=stage, port="planted", backend=backend, plant=plant, names=names)
 
 
 def plan_decoding(stage: Stage, plants: tuple[Plant, ...]) -> Iterator[PlannedRun]:
     """Every plant that can be limited to decoded rows, and none, on the CPU."""
     for plant in (None, *plants):
-        if plant is None or plant.decodes:
+        if plant is None or (plant.decodes and shows_on(plant, stage)):
             yield PlannedRun(stage=stage, port="planted", backend="cpu", plant=plant, decodes=True)
 
 
-def plan_clean(stage: Stage, *, backends: tuple[str, ...], ranks: tuple[int, ...]) -> Iterator[PlannedRun]:
-    """The ports that are right: mm2's two layers and this port on every backend, transformers' and several ranks."""
-    for backend in backends:
-        for port in ("builtin", "reference", "planted"):
-            yield PlannedRun(stage=stage, port=port, backend=backend)
-    for name in _TRANSFORMERS:
-        yield PlannedRun(stage=stage, port=f"{_EXAMPLE}:{name}", backend="cpu")
-    for degree in ranks:
-        yield PlannedRun(stage=stage, port=f"ranks of {degree}", backend="cpu")
+def shows_on(plant: Plant, stage: Stage) -> bool:
+    """Whether a plant can show on a stage, by the rows' padding and positions, and by whether weights are FP8."""
+    is_padded = stage.padding_side == "left" or not plant.needs_left_padding
+    is_far = stage.has_far_positions or not plant.needs_far_positions
+    return is_padded and is_far and (stage.is_fp8 or not plant.needs_fp8)
 
 
 def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> tuple[Case, ...]:
     """Run, judge with all sites and with the output alone, and ask the other rules."""
     capture = _capture(planned, scene, runtime=runtime, directory=directory)
-    shown = judge_layers(scene, capture)
-    alone = judge_layers(scene, as_black_box(capture))
+    shown = judge_run(scene, capture)
+    alone = judge_run(scene, as_black_box(capture))
     decode_rows = DECODE_ROWS if planned.decodes else 0
     asked = scene.layers[len(scene.layers) // 2] if planned.names else None
     cases = []
@@ -107,13 +103,19 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 sites=tuple(str(site) for site in plant.sites) if plant else (),
                 halves=tuple(tuple(map(str, half.sites)) for half in plant.halves) if plant else (),
                 effects={str(site): effect for site, effect in effects.items()},
-                failed=shown[layer].failed,
-                warned=shown[layer].warned,
-                blamed=shown[layer].blamed,
-                reason=shown[layer].reason,
-                black_box_detected=alone[layer].is_detected,
+                failed=shown.layers[layer].failed,
+                warned=shown.layers[layer].warned,
+                blamed=shown.layers[layer].blamed,
+                reason=shown.layers[layer].reason,
+                black_box_detected=alone.layers[layer].is_detected,
                 rivals=find_differences(scene.golden, capture, layer),
                 named=name_mistake(scene, capture, layer) if layer == asked else None,
+                akin=plant.akin if plant else (),
+                model=planned.stage.learned.name if planned.stage.learned else "",
+                verdict=shown.verdict,
+                black_box_verdict=alone.verdict,
+                excess=shown.layers[layer].excess,
+                black_box_excess=max(alone.layers[layer].excess.values(), default=0.0),
             )
         )
     return tuple(cases)
@@ -131,8 +133,9 @@ def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -
 
 
 def _capture(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> Capture:
-    if planned.port.startswith("ranks of "):
-        return run_ranks(scene, tp_degree=int(planned.port.removeprefix("ranks of ")), directory=directory)
+    if planned.port.startswith(RANKS):
+        tp_degree = int(planned.port.removeprefix(RANKS))
+        return run_ranks(scene, tp_degree=tp_degree, backend=planned.backend, directory=directory)
     if planned.port != "planted":
         return run_port(scene, find_target(planned.port), runtime=runtime, directory=directory)
     layers = frozenset(scene.layers) if planned.plant else frozenset()

@@ -19,6 +19,10 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
     clean = list(clean_cases(cases))
     if any(case.is_mistake for case in cases):
         yield from _detection_figures(cases, above)
+        learned = [case for case in above if case.is_learned]
+        if learned:
+            detected = sum(case.is_detected for case in learned)
+            yield _at_least("detected_on_learned_%", detected, len(learned), 99)
     pairs = [case for case in cases if case.is_pair_above_floor]
     if pairs:
         yield Figure.plain("pairs_above_floor", len(pairs))
@@ -55,10 +59,15 @@ def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
             and not case.is_named
         ):
             yield f"named {', '.join(name for name, _ in case.named) or 'nothing'}", case
-        elif case.is_right and (case.is_detected or case.black_box_detected):
+        elif case.is_right and case.is_alarmed:
             yield "false alarm", case
         elif case.is_mistake and not case.is_above_floor:
             yield ("below the floor, found" if case.is_detected else "below the floor"), case
+
+
+def misled_runs(cases: Sequence[Case]) -> frozenset[str]:
+    """Runs in which a right layer is failed beside wrong ones."""
+    return frozenset(case.run for case in cases if case.kind == "right" and case.is_detected)
 
 
 def upper_bound(hits: int, trials: int, *, confidence: float = _CONFIDENCE) -> float:
@@ -82,10 +91,12 @@ def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator
         yield _at_least(
             "detected_uncatalogued_%", sum(case.is_detected for case in strange), len(strange), 99
         )
-    misled = {case.run for case in cases if case.kind == "right" and case.is_detected}
+    misled = misled_runs(cases)
     placed = sum(bool(case.blamed) and case.run not in misled for case in detected)
     yield _at_least("layer_named_%", placed, len(detected), 100)
     yield _at_least("site_named_%", sum(case.is_site_named for case in detected), len(detected), 99)
+    alone = sum(case.is_nothing_else_blamed and case.run not in misled for case in detected)
+    yield _at_least("nothing_else_blamed_%", alone, len(detected), 99)
     seen = [case for case in above if case.is_distinguishable]
     yield Figure.plain("distinguishable_by_output", len(seen))
     alone = sum(case.black_box_detected for case in above)
@@ -108,21 +119,28 @@ def _naming_figures(asked: Sequence[Case]) -> Iterator[Figure]:
     strange = [case for case in asked if case.kind == "uncatalogued"]
     wrongly = sum(bool(case.named) for case in strange)
     yield Figure.plain("uncatalogued_given_a_name_%", _percent(wrongly, len(strange)))
+    wrongly = sum(bool(case.named) and not case.is_named for case in asked)
+    yield Figure.at_most("given_a_wrong_name_%", _percent(wrongly, len(asked)), 1)
     harmless = [case for case in asked if case.kind == "equivalent"]
     yield Figure.plain("equivalents_given_a_name", sum(bool(case.named) for case in harmless))
 
 
 def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
     """Right layers that are failed, with all sites or by the output alone; equivalents are among them."""
-    alarms = [case for case in clean if case.is_detected or case.black_box_detected]
-    yield Figure.at_least("clean_layer_comparisons", len(clean), 1000)
+    alarms = [case for case in clean if case.is_alarmed]
+    yield Figure.plain("clean_layer_comparisons", len(clean))
     yield Figure.exactly("false_alarms", len(alarms), 0)
     yield Figure.plain("false_alarms_upper_bound_%", 100 * upper_bound(len(alarms), len(clean)))
+    for word, is_learned, goal in (("learned", True, 3000), ("drawn", False, 1000)):
+        group = [case for case in clean if case.is_learned is is_learned]
+        if group:
+            yield Figure.at_least(f"clean_layer_comparisons_{word}", len(group), goal)
+            yield Figure.exactly(f"false_alarms_{word}", sum(case.is_alarmed for case in group), 0)
     warned = sum(bool(case.warned) for case in clean)
     yield Figure.plain("clean_layers_with_a_warning_%", _percent(warned, len(clean)))
     equivalents = [case for case in clean if case.kind == "equivalent"]
     yield Figure.plain("equivalents", len(equivalents))
-    flagged = sum(case.is_detected or case.black_box_detected for case in equivalents)
+    flagged = sum(case.is_alarmed for case in equivalents)
     yield Figure.exactly("equivalents_flagged", flagged, 0)
 
 

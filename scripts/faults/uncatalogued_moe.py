@@ -31,12 +31,12 @@ class BucketEndWrong(Arithmetic):
 
 
 class GatherOffByOne(Arithmetic):
-    """Expert 31 alone computes with the weights of expert 30."""
+    """The last expert alone computes with the weights of the one before it."""
 
     def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
         state = super().fuse(tensors)
         for name in ("gate_up", "down"):
-            state[name][31] = state[name][30]
+            state[name][-1] = state[name][-2]
         return state
 
 
@@ -104,7 +104,7 @@ class RemainderDropped(Arithmetic):
 
 
 class MoeTruncated(Arithmetic):
-    """The experts' sum is cut to BF16, not rounded."""
+    """The experts' sum is too small by as much as BF16 can be cut."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * (1 - 2**-8)
@@ -149,14 +149,22 @@ PLANTS = (
     uncatalogued("buffer_not_cleared", _MOE, BufferNotCleared),
     uncatalogued("bucket_end_wrong", _MOE, BucketEndWrong),
     uncatalogued("gather_off_by_one", _MOE, GatherOffByOne),
-    uncatalogued("sum_counts_twice", (Site.POST_NORM,), SumCountsTwice, decodes=True),
+    uncatalogued(
+        "sum_counts_twice",
+        (Site.POST_NORM,),
+        SumCountsTwice,
+        decodes=True,
+        akin=("post_norm_slice_twice",),
+    ),
     uncatalogued("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
     uncatalogued("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),
     uncatalogued("experts_of_row_before", (Site.ROUTER_EXPERTS,), RowOfBefore),
     uncatalogued("weights_reversed", (Site.ROUTER_WEIGHTS,), WeightsReversed, decodes=True),
     uncatalogued("expert_negated", _MOE, ExpertNegated),
     uncatalogued("remainder_dropped", _MOE, RemainderDropped),
-    uncatalogued("moe_slightly_small", _MOE, MoeTruncated),
+    uncatalogued(
+        "moe_slightly_small", _MOE, MoeTruncated, akin=("moe_delta_scaled", "router_weights_scaled")
+    ),
     uncatalogued("constant_added", _MOE, BiasAddedPerExpert),
     uncatalogued("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
     uncatalogued("inf_in_one_row", _MOE, InfInOneRow),

@@ -14,9 +14,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from faults.cases import Case, Journal
+from bench_faults import main, run_all
+from faults.cases import Case
 from faults.effects import measure_effects, run_float32
+from faults.journal import Journal
 from faults.pairs import pair_plants
+from faults.plan import plan_quickly
 from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.runs import plan_plants
@@ -54,6 +57,10 @@ CASE = Case(
     failed=("moe_delta", "output"),
     blamed=(("moe_delta",),),
     black_box_detected=True,
+    verdict="fail",
+    black_box_verdict="fail",
+    excess={"moe_delta": 80.0, "output": 30.0},
+    black_box_excess=30.0,
     rivals=dict.fromkeys(
         (
             "seeds",
@@ -64,6 +71,7 @@ CASE = Case(
             "vllm_neuron",
             "vllm_neuron_dense",
             "tenstorrent",
+            "aws_equivalence",
         ),
         ("output",),
     ),
@@ -78,6 +86,10 @@ RIGHT = replace(
     failed=(),
     blamed=(),
     black_box_detected=False,
+    verdict="pass",
+    black_box_verdict="pass",
+    excess={"moe_delta": 0.9, "output": 0.7},
+    black_box_excess=0.85,
 )
 
 
@@ -142,6 +154,7 @@ def test_missed_mistake_lowers_detection() -> None:
 def test_blame_elsewhere_lowers_the_site() -> None:
     elsewhere = replace(CASE, blamed=(("moe_delta",), ("q_norm",)))
     assert figures_of(elsewhere)["site_named_%"] == 0
+    assert figures_of(elsewhere)["nothing_else_blamed_%"] == 0
     assert [word for word, _ in misses([elsewhere])] == ["wrong site"]
 
 
@@ -194,6 +207,21 @@ def test_pair_computes_as_each_of_its_mistakes_does(scene: Scene) -> None:
 def test_blamed_right_layer_beside_a_planted_one_lowers_the_layer() -> None:
     beside = replace(RIGHT, run=CASE.run, failed=("output",))
     assert figures_of(CASE, beside)["layer_named_%"] == 0
+    assert figures_of(CASE, beside)["nothing_else_blamed_%"] == 0
+
+
+def test_blame_of_no_other_site_counts_even_where_the_site_is_not_found() -> None:
+    found_only = replace(CASE, blamed=())
+    figures = figures_of(CASE, found_only)
+    assert (figures["nothing_else_blamed_%"], figures["site_named_%"]) == (100, 50)
+
+
+def test_learned_and_drawn_layers_are_counted_apart() -> None:
+    learned = replace(RIGHT, model="learned_a", failed=("router_logits",))
+    figures = figures_of(RIGHT, RIGHT, learned)
+    assert (figures["clean_layer_comparisons_learned"], figures["false_alarms_learned"]) == (1, 1)
+    assert (figures["clean_layer_comparisons_drawn"], figures["false_alarms_drawn"]) == (2, 0)
+    assert "false_alarms_learned" not in figures_of(RIGHT)
 
 
 def test_right_layer_beside_a_planted_one_is_no_comparison_of_its_own() -> None:
@@ -220,8 +248,27 @@ def test_name_counts_wherever_it_stands_and_only_of_known_mistakes() -> None:
     strange = replace(CASE, kind="uncatalogued", mistake="tile_twice", named=())
     figures = figures_of(named, nothing, strange)
     assert (figures["mistake_named_%"], figures["mistake_named_first_%"]) == (50, 0)
-    assert figures["uncatalogued_given_a_name_%"] == 0
+    assert figures["uncatalogued_given_a_name_%"] == figures["given_a_wrong_name_%"] == 0
     assert [word for word, _ in misses([named, nothing, strange])] == ["named nothing"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASE, named=(("up_plus_one", {}),)),
+        replace(CASE, kind="uncatalogued", mistake="tile_twice", named=(("up_plus_one", {}),)),
+        replace(RIGHT, kind="equivalent", named=(("up_plus_one", {}),)),
+    ],
+)
+def test_name_of_another_mistake_is_a_wrong_one(case: Case) -> None:
+    assert figures_of(case, replace(CASE, named=()))["given_a_wrong_name_%"] == 50
+
+
+def test_name_that_states_the_same_computation_is_no_wrong_one() -> None:
+    strange = replace(CASE, kind="uncatalogued", mistake="tile_twice", akin=("slice_twice",))
+    right, wrong = (replace(strange, named=((name, {}),)) for name in ("slice_twice", "up_plus_one"))
+    figures = figures_of(right, wrong)
+    assert (figures["given_a_wrong_name_%"], figures["uncatalogued_given_a_name_%"]) == (50, 100)
 
 
 def test_no_name_is_counted_where_none_was_asked_for() -> None:
@@ -251,6 +298,22 @@ def test_journal_of_other_code_is_left(tmp_path: Path) -> None:
     Journal(path).add(CASE.run, [CASE])
     path.write_text('{"sources": "other"}\n' + path.read_text().split("\n", 1)[1])
     assert len(Journal(path)) == 0
+
+
+def test_finished_runs_are_taken_from_the_journal(tmp_path: Path) -> None:
+    path, plan = tmp_path / "journal", list(plan_quickly())
+    for planned in plan:
+        Journal(path).add(repr(planned), [replace(CASE, run=str(planned))])
+    # Nothing is pending, so that no model is made.
+    assert [case.run for case in run_all(plan, journal=Journal(path))] == [str(planned) for planned in plan]
+
+
+def test_folder_that_is_no_model_ends_with_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--no-synthetic", "--model", str(tmp_path / "none")])
+    assert main() == 3
+    assert "none" in capsys.readouterr().err
 
 
 def test_unknown_mistake_is_refused() -> None:

@@ -1,0 +1,109 @@
+"""Curve: detection against false alarms as all limits of noise are scaled, from what the cases keep of each site.
+
+A scaled limit is broken where a figure's share of the limit exceeds the factor, so no port runs again. Flips of
+experts beyond noise, other shapes and NaN break no such limit: they fail at every factor. Blame plays no part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from figures import Figure
+
+from faults.cases import Case
+from faults.tally import clean_cases
+
+FACTORS = (0.5, 0.63, 0.8, 0.9, 1.0, 1.12, 1.25, 1.6, 2.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """What all limits times a factor would have said.
+
+    Args:
+        factor: The factor.
+        num_mistakes: Mistakes above the floor.
+        num_detected: Those whose layer fails.
+        num_boxes: Mistakes that change the output by more than its floor.
+        num_boxes_detected: Those whose layer fails by its output alone.
+        num_clean: Right layers.
+        num_alarms: Those that fail, with all sites or by the output alone.
+    """
+
+    factor: float
+    num_mistakes: int
+    num_detected: int
+    num_boxes: int
+    num_boxes_detected: int
+    num_clean: int
+    num_alarms: int
+
+
+def trace_operating_curve(
+    cases: Sequence[Case], factors: Sequence[float] = FACTORS
+) -> tuple[CurvePoint, ...]:
+    """Return what each factor on all limits would come to, in their order."""
+    above = [case for case in cases if case.is_above_floor]
+    boxes = [case for case in above if case.is_distinguishable]
+    clean = list(clean_cases(cases))
+    return tuple(
+        CurvePoint(
+            factor=factor,
+            num_mistakes=len(above),
+            num_detected=sum(case.largest_excess > factor for case in above),
+            num_boxes=len(boxes),
+            num_boxes_detected=sum(case.black_box_excess > factor for case in boxes),
+            num_clean=len(clean),
+            num_alarms=sum(max(case.largest_excess, case.black_box_excess) > factor for case in clean),
+        )
+        for factor in factors
+    )
+
+
+def give_curve_figures(points: Sequence[CurvePoint]) -> Iterator[Figure]:
+    """The curve as figures, two for each factor and one more where the output alone shows mistakes."""
+    for point in points:
+        if point.num_mistakes:
+            share = 100 * point.num_detected / point.num_mistakes
+            yield Figure.plain(f"curve_{point.factor:g}_detected_%", share)
+        if point.num_boxes:
+            share = 100 * point.num_boxes_detected / point.num_boxes
+            yield Figure.plain(f"curve_{point.factor:g}_black_box_detected_%", share)
+        if point.num_clean:
+            yield Figure.plain(f"curve_{point.factor:g}_false_alarms", point.num_alarms)
+
+
+def render_curve(cases: Sequence[Case], factors: Sequence[float] = FACTORS) -> str:
+    """The curve as a table of text, and how near right layers come to their limits and mistakes stay to them."""
+    lines = ["limits ×   detected        by output alone   false alarms"]
+    for point in trace_operating_curve(cases, factors):
+        cells = (
+            _share(point.num_detected, point.num_mistakes),
+            _share(point.num_boxes_detected, point.num_boxes),
+            f"{point.num_alarms} of {point.num_clean}",
+        )
+        lines.append(f"{point.factor:8.2f}   {cells[0]:15} {cells[1]:17} {cells[2]}")
+    return "\n".join((*lines, *_margins(cases)))
+
+
+def _margins(cases: Sequence[Case]) -> Iterator[str]:
+    """The two figures between which all limits may be scaled: what right layers reach, and mistakes exceed."""
+    clean = [max(case.largest_excess, case.black_box_excess) for case in clean_cases(cases)]
+    finite = sorted(excess for excess in clean if math.isfinite(excess))
+    if finite:
+        yield (
+            f"Right layers come to {finite[-1]:.3g} of a limit at most, one in a hundred to "
+            f"{finite[-1 - len(finite) // 100]:.3g}: below these factors they fail."
+        )
+    above = sorted(case.largest_excess for case in cases if case.is_above_floor)
+    if above:
+        yield (
+            f"Mistakes above the floor break a limit by {above[0]:.3g} at least, all but one in a hundred by "
+            f"{above[len(above) // 100]:.3g}: beyond these factors they pass."
+        )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part}/{whole} {100 * part / whole:.1f} %" if whole else "–"

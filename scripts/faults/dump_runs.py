@@ -1,0 +1,130 @@
+"""Dump runs: the planted port over a whole model, chained, as dumps of other tools show such a run.
+
+A mistake is planted in one layer behind the second: what stands before it is right, and what stands behind it is
+computed from wrong values.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compare.comparer import compare_captures
+from compare.weights import CheckpointWeights
+from faults.dump_cases import WHOLE, DumpCase
+from faults.effects import measure_effects
+from faults.foreign import TOOL, dump_as_vllm_neuron
+from faults.judging import default_criteria
+from faults.plant import Plant
+from faults.port import PlantedPort
+from faults.running import run_whole_model
+from faults.runs import shows_on
+from faults.scene import Scene, Stage
+from faults.views import as_black_box, hide_sites
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import IncomparableError
+from minimax_tools.results import Verdict
+from minimax_tools.sites import Site
+from neuron.devices.runtime import Runtime
+
+FIRST_LAYER = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDump:
+    """The planted port over a whole model.
+
+    Args:
+        stage: The stage.
+        plant: What is planted; None for nothing.
+        layer: Where.
+    """
+
+    stage: Stage
+    plant: Plant | None = None
+    layer: int | None = None
+
+    @property
+    def backend(self) -> str:
+        """Where it runs."""
+        return "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.stage.name}: {self.plant or 'right'} in layer {self.layer}, chained"
+
+
+def plan_dumps(stage: Stage, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
+    """Plan every plant in one layer that chance chooses, and none; nothing where the model is too short."""
+    layers = range(FIRST_LAYER, stage.num_layers)
+    if not layers:
+        return
+    yield PlannedDump(stage=stage)
+    for plant in plants:
+        if plant.prefills and shows_on(plant, stage):
+            layer = random.Random(f"{stage.seed} {plant}").choice(layers)
+            yield PlannedDump(stage=stage, plant=plant, layer=layer)
+
+
+def carry_out_dump(
+    planned: PlannedDump, scene: Scene, *, runtime: Runtime, directory: Path
+) -> tuple[DumpCase, ...]:
+    """Run the whole model, and judge every view of it with the checkpoint at hand and without."""
+    plant, layer = planned.plant, planned.layer
+    layers = frozenset() if layer is None else frozenset({layer})
+    target = PlantedPort(plant=plant, layers=layers).target()
+    capture = run_whole_model(scene, target, runtime=runtime, directory=directory)
+    effects = {} if plant is None or layer is None else measure_effects(scene, layer, plant)
+    cases = []
+    for view, source in _views(capture, scene.golden, directory.with_name("dump")):
+        for has_checkpoint in (True, False):
+            verdict, blamed, reason = _judge(scene, source, has_checkpoint=has_checkpoint)
+            cases.append(
+                DumpCase(
+                    run=str(planned),
+                    stage=planned.stage.name,
+                    view=view,
+                    has_checkpoint=has_checkpoint,
+                    verdict=str(verdict),
+                    kind=str(plant.kind) if plant else "right",
+                    layer=layer,
+                    mistake=plant.name if plant else "",
+                    parameters=dict(plant.parameters) if plant else {},
+                    sites=tuple(str(site) for site in plant.sites) if plant else (),
+                    shown=() if layer is None else tuple(str(site) for site in source.sites(layer)),
+                    effects={str(site): effect for site, effect in effects.items()},
+                    blamed=blamed,
+                    reason=reason,
+                    model=planned.stage.learned.name if planned.stage.learned else "",
+                )
+            )
+    return tuple(cases)
+
+
+def _views(capture: Capture, golden: Capture, directory: Path) -> Iterator[tuple[str, CaptureSource]]:
+    yield WHOLE, capture
+    yield "no_experts", hide_sites(capture, [Site.ROUTER_EXPERTS])
+    yield "outputs", as_black_box(capture)
+    shutil.rmtree(directory, ignore_errors=True)
+    yield TOOL, dump_as_vllm_neuron(capture, golden, directory)
+
+
+def _judge(
+    scene: Scene, source: CaptureSource, *, has_checkpoint: bool
+) -> tuple[Verdict, tuple[tuple[int | None, tuple[str, ...]], ...], str]:
+    """The verdict, whom it blames, and why."""
+    try:
+        comparison = compare_captures(
+            scene.golden,
+            source,
+            criteria=default_criteria(),
+            layer_pattern="layer_*",
+            weights=CheckpointWeights(model=str(scene.folder)) if has_checkpoint else None,
+        )
+    except IncomparableError as error:
+        return Verdict.INCOMPARABLE, (), str(error)
+    reasons = [*(one.reason for one in comparison.blame), ""]
+    return comparison.verdict, tuple((one.layer, one.sites) for one in comparison.blame), reasons[0]

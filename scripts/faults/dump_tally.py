@@ -1,0 +1,63 @@
+"""Dump tally: the figures that dumps of whole models come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from figures import Figure
+
+from faults.dump_cases import WHOLE, DumpCase
+
+
+def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
+    """Detection and the layer's name with the checkpoint at hand, in every view; and right runs that fail."""
+    above = [case for case in cases if case.is_above_floor]
+    known = [case for case in above if case.has_checkpoint]
+    if known:
+        detected = [case for case in known if case.is_detected]
+        yield Figure.plain("dumps_above_floor", len(known))
+        yield Figure.at_least("dumps_detected_%", _percent(len(detected), len(known)), 97)
+        named = sum(case.is_layer_named for case in detected)
+        yield Figure.at_least("dumps_layer_named_%", _percent(named, len(detected)), 100)
+        for view in dict.fromkeys(case.view for case in known):
+            yield from _view_figures(view, [case for case in known if case.view == view])
+    blind = [case for case in above if not case.has_checkpoint]
+    if blind:
+        failed = sum(case.is_detected for case in blind)
+        yield Figure.plain("dumps_without_checkpoint_detected_%", _percent(failed, len(blind)))
+        passed = sum(case.is_passed for case in blind)
+        yield Figure.exactly("dumps_without_checkpoint_passed", passed, 0)
+    clean = [case for case in cases if not case.is_mistake]
+    if clean:
+        yield Figure.plain("clean_dumps", len(clean))
+        yield Figure.exactly("false_alarms_dumps", sum(case.is_detected for case in clean), 0)
+        open_ = sum(case.has_checkpoint and not case.is_passed and not case.is_detected for case in clean)
+        yield Figure.plain("clean_dumps_with_checkpoint_incomparable", open_)
+
+
+def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
+    """What went wrong, each with a word for it."""
+    for case in cases:
+        if case.is_above_floor and case.is_passed:
+            yield "false pass", case
+        elif case.is_above_floor and case.has_checkpoint and not case.is_detected:
+            yield "missed", case
+        elif case.is_above_floor and case.has_checkpoint and not case.is_layer_named:
+            yield "wrong layer", case
+        elif not case.is_mistake and case.is_detected:
+            yield "false alarm", case
+
+
+def _view_figures(view: str, known: Sequence[DumpCase]) -> Iterator[Figure]:
+    detected = [case for case in known if case.is_detected]
+    yield Figure.plain(f"dumps_{view}_detected_%", _percent(len(detected), len(known)))
+    named = sum(case.is_layer_named for case in detected)
+    yield Figure.plain(f"dumps_{view}_layer_named_%", _percent(named, len(detected)))
+    if view == WHOLE:
+        # Where sites are hidden, those before them are suspects too.
+        sites = sum(case.is_site_named for case in detected)
+        yield Figure.plain(f"dumps_{view}_site_named_%", _percent(sites, len(detected)))
+
+
+def _percent(part: int, whole: int) -> float:
+    return 100 * part / whole if whole else 0.0

@@ -1,0 +1,89 @@
+"""Foreign: a chained run's values as vLLM Neuron's own writer dumps them, which shows no experts' choice.
+
+It keeps the first output of every module: of a router its logits, of a batch the tokens of all prompts one after
+another, behind them a bucket's padding. T tokens, F channels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from minimax_tools.capture.foreign.name_map import NameMap
+from minimax_tools.capture.locate import Reading, open_sides
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.sites import ModelSite, Site
+
+TOOL = "vllm_neuron"
+_BUCKET = 64
+_MODULES = {
+    "input_layernorm": Site.INPUT_NORM,
+    "self_attn.q_proj": Site.Q_PROJ,
+    "self_attn.k_proj": Site.K_PROJ,
+    "self_attn.v_proj": Site.V_PROJ,
+    "self_attn.q_norm": Site.Q_NORM,
+    "self_attn.k_norm": Site.K_NORM,
+    "self_attn.o_proj": Site.ATTN_DELTA,
+    "post_attention_layernorm": Site.POST_NORM,
+    "block_sparse_moe.gate": Site.ROUTER_LOGITS,
+    "block_sparse_moe": Site.MOE_DELTA,
+}
+# Only its author knows that what the tool keeps of a layer is the whole output.
+_MAP = 'sites: {output: "model.layers.{layer}"}\n'
+
+
+def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> CaptureSource:
+    """Write a run as vLLM Neuron would, and open it as `mm2-compare --map` does.
+
+    Args:
+        capture: The run, its rows padded on the right.
+        golden: Whose batch the dump is laid out as.
+        directory: Where the dump goes; it must not be there.
+    """
+    mask = capture.read_attention_mask().bool()
+    num_tokens = int(mask.sum())
+    size = -(-num_tokens // _BUCKET) * _BUCKET
+    name = f"prefill_s{size}_0"
+    for module, values in _shown_modules(capture):
+        folder = directory / "dp0" / name / module
+        folder.mkdir(parents=True)
+        tokens = values.unflatten(0, mask.shape)[mask] if values.ndim == 2 else values[mask]
+        torch.save(_fill(tokens, size), folder / "rank0.pt")
+    lengths = [int(row.sum()) for row in mask]
+    positions = [place for length in lengths for place in range(length)]
+    meta = {
+        "req_ids": [str(row) for row in range(len(lengths))],
+        "positions": positions + [0] * (size - num_tokens),
+        "dp_rank": 0,
+    }
+    (directory / "dp0" / f"{name}_meta.json").write_text(json.dumps(meta))
+    path = directory.with_name(f"{directory.name}_map.yaml")
+    path.write_text(_MAP)
+    _, dump = open_sides(
+        golden.directory,
+        directory,
+        reference_reading=Reading(),
+        target_reading=Reading(names=NameMap.read(path)),
+    )
+    return dump
+
+
+def _shown_modules(capture: Capture) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "model.embed_tokens", capture.read_model(ModelSite.EMBEDDING)
+    for layer in capture.layers:
+        sites = capture.sites(layer)
+        for module, site in _MODULES.items():
+            if site in sites:
+                yield f"model.layers.{layer}.{module}", capture.read(layer, site)
+        yield f"model.layers.{layer}", capture.read(layer, Site.OUTPUT)
+    yield "model.norm", capture.read_model(ModelSite.FINAL_NORM)
+    yield "lm_head", capture.read_model(ModelSite.LOGITS)
+
+
+def _fill(tokens: torch.Tensor, size: int) -> torch.Tensor:
+    """[T,F] with padding behind it."""
+    return torch.cat((tokens, tokens.new_full((size - len(tokens), tokens.shape[1]), float("nan"))))

@@ -1,0 +1,87 @@
+"""Journal: a file of finished runs, so that a benchmark that was killed goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from faults.cases import Case
+from faults.dump_cases import DumpCase
+
+AnyCase = Case | DumpCase
+_ROOT = Path(__file__).parents[2]
+# They say what is to run, which the journal keeps in whole, and count and print what was judged.
+_COUNT = (
+    *("plan.py", "model_plan.py", "right_ports.py"),
+    *("tally.py", "dump_tally.py", "pass_tally.py", "joined.py", "curve.py", "table.py"),
+)
+_SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
+
+
+class Journal:
+    """A file of finished runs, one a line; what other code judged is not gone on with.
+
+    Args:
+        path: The file; None to keep nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._runs: dict[str, tuple[AnyCase, ...]] = {}
+        sources = digest_sources()
+        if path is None:
+            return
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines and _parsed(lines[0]) == {"sources": sources}:
+            for record in map(_parsed, lines[1:]):
+                if record is not None:
+                    self._runs[record["run"]] = tuple(_case(case) for case in record["cases"])
+        else:
+            path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
+
+    def find(self, run: str) -> tuple[AnyCase, ...] | None:
+        """The cases of a run that has finished; None where it has not."""
+        return self._runs.get(run)
+
+    def add(self, run: str, cases: Iterable[AnyCase]) -> None:
+        """Keep a finished run."""
+        self._runs[run] = tuple(cases)
+        if self._path is not None:
+            line = json.dumps({"run": run, "cases": [_as_record(case) for case in self._runs[run]]})
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+
+def digest_sources() -> str:
+    """sha256 over the code that runs and judges, and the limits that it judges by."""
+    digest = hashlib.sha256()
+    for folder in _SOURCES:
+        for path in sorted((_ROOT / folder).rglob("*.*")):
+            if path.suffix in (".py", ".yaml") and path.name not in _COUNT:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _parsed(line: str) -> Any:
+    """A line's record; None for the last one of a run that was killed while it wrote."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def _as_record(case: AnyCase) -> dict[str, Any]:
+    return {"kind_of_case": type(case).__name__, **asdict(case)}
+
+
+def _case(record: dict[str, Any]) -> AnyCase:
+    kinds: dict[str, type[Case] | type[DumpCase]] = {"Case": Case, "DumpCase": DumpCase}
+    kind = kinds[record["kind_of_case"]]
+    return kind.from_record({name: value for name, value in record.items() if name != "kind_of_case"})

@@ -1,0 +1,57 @@
+"""Learned: a model that was trained, in a folder with text that it was never shown, as mistakes are planted in it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.names import Q_PROJ, layer_prefix, scale_name
+from minimax_tools.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedModel:
+    """A folder that `mm2-split train` wrote.
+
+    Args:
+        folder: Its path, as text, so that a plan can be written down.
+        digest: First digits of the sha256 over its files: another training is another model.
+        num_layers: Of the model.
+        is_fp8: Whether its matrices are stored as FP8 codes with scales.
+    """
+
+    folder: str
+    digest: str
+    num_layers: int
+    is_fp8: bool
+
+    @classmethod
+    def open(cls, folder: Path) -> LearnedModel:
+        """Describe the model in a folder.
+
+        Raises:
+            CheckpointError: The folder holds no checkpoint.
+        """
+        spec = ModelSpec.from_folder(folder)
+        return cls(
+            folder=str(folder),
+            digest=_digest_folder(folder),
+            num_layers=spec.num_hidden_layers,
+            is_fp8=scale_name(layer_prefix(0) + Q_PROJ) in TensorIndex.from_folder(folder).entries,
+        )
+
+    @property
+    def name(self) -> str:
+        """For people: the folder's."""
+        return Path(self.folder).name
+
+
+def _digest_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

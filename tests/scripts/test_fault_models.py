@@ -1,0 +1,124 @@
+"""Mistakes are planted in models that were trained as in synthetic ones: on their text, and where they can show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from faults.learned import LearnedModel
+from faults.model_plan import name_left_out, plan_part_on_model
+from faults.plan import PARTS
+from faults.planted import PLANTS
+from faults.runs import PlannedRun
+from faults.scene import Scene, Stage, open_scene
+
+from minimax_tools.checkpoint.synthetic import synthesize
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.errors import CheckpointError
+from minimax_tools.tokenizer import encode_texts
+
+TEXT = "A port of a model is right where it differs from the model by rounding alone. " * 40
+BF16 = LearnedModel(folder="/models/a", digest="0" * 16, num_layers=5, is_fp8=False)
+FP8 = LearnedModel(folder="/models/b", digest="0" * 16, num_layers=5, is_fp8=True)
+
+
+def write_model(folder: Path, dtype: torch.dtype) -> Path:
+    model = SyntheticModel(num_hidden_layers=1, num_local_experts=8, intermediate_size=64)
+    synthesize(folder, model=model, dtype=dtype, shard_size_bytes=None, seed=3)
+    (folder / "held_out.txt").write_text(TEXT, encoding="utf-8")
+    return folder
+
+
+def runs_of(part: str, model: LearnedModel) -> list[PlannedRun]:
+    planned = plan_part_on_model(part, PLANTS, model, seed=0, asks_names=True)
+    return [run for run in planned if isinstance(run, PlannedRun)]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = write_model(tmp_path_factory.mktemp("learned") / "model", torch.bfloat16)
+    learned = LearnedModel.open(folder)
+    stage = Stage(name="learned", seed=2, lengths=(9, 4), num_layers=1, learned=learned)
+    with open_scene(stage, tmp_path_factory.mktemp("scratch")) as opened:
+        yield opened
+
+
+class TestLearnedModel:
+    @pytest.mark.parametrize(
+        ("dtype", "is_fp8"), [(torch.bfloat16, False), (torch.float8_e4m3fn, True)], ids=str
+    )
+    def test_folder_tells_how_it_is_stored(self, dtype: torch.dtype, is_fp8: bool, tmp_path: Path) -> None:
+        model = LearnedModel.open(write_model(tmp_path / "model", dtype))
+        assert (model.name, model.num_layers, model.is_fp8) == ("model", 1, is_fp8)
+
+    def test_other_text_is_another_model_to_the_journal(self, tmp_path: Path) -> None:
+        folder = write_model(tmp_path / "model", torch.bfloat16)
+        before = LearnedModel.open(folder)
+        (folder / "held_out.txt").write_text(TEXT + "More.", encoding="utf-8")
+        assert LearnedModel.open(folder).digest != before.digest
+
+    def test_folder_without_a_model_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError):
+            LearnedModel.open(tmp_path)
+
+
+class TestScene:
+    def test_rows_are_cut_from_the_text(self, scene: Scene) -> None:
+        (tokens,) = encode_texts(scene.folder, [TEXT], chat=False)
+        row = scene.inputs.input_ids[0].tolist()
+        assert scene.inputs.lengths == (9, 4)
+        assert any(tokens[start : start + 9] == row for start in range(len(tokens)))
+
+    def test_golden_measures_variants_as_users_get_them(self, scene: Scene) -> None:
+        assert scene.golden.description.floor_variants == ("nearest", "random_1")
+
+
+class TestPlan:
+    def test_mistakes_in_reading_fp8_are_left_out_of_a_model_in_bf16(self) -> None:
+        planted = {run.plant.name for run in runs_of("short", BF16) if run.plant}
+        left_out = set(name_left_out(PLANTS, BF16))
+        assert left_out == {name for name in left_out if name.startswith("fp8_")} != set()
+        assert not planted & left_out
+        assert "fp8_activations" in planted
+        assert name_left_out(PLANTS, FP8) == ()
+        assert left_out <= {run.plant.name for run in runs_of("short", FP8) if run.plant}
+
+    def test_rows_hold_1_to_500_tokens_and_decoded_ones(self) -> None:
+        totals = {sum(run.stage.lengths) for part in PARTS for run in runs_of(part, FP8) if run.plant}
+        assert {1, 4, 24, 500} <= totals
+        assert all(run.decodes for run in runs_of("decode", FP8))
+        goldens = {run.stage.attention for part in PARTS for run in runs_of(part, FP8) if run.plant}
+        assert goldens == {"sdpa", "eager"}
+
+    def test_right_ports_are_every_implementation_against_every_golden(self) -> None:
+        runs = runs_of("clean", BF16)
+        assert all(run.plant is None for run in runs)
+        stages = {(run.stage.lengths, run.stage.attention) for run in runs}
+        assert stages == {
+            (rows, golden)
+            for rows in ((1,), (4,), (24, 7), (96, 61, 7), (500,))
+            for golden in ("sdpa", "eager")
+        }
+        ports = {(Path(run.port).name, run.backend) for run in runs}
+        assert {("ranks of 2", "cpu"), ("ranks of 4", "cpu"), ("ranks of 4", "xla-cpu")} <= ports
+        for name in ("builtin", "reference", "planted", "minimal_port.py:DecoderLayer"):
+            assert {(name, "cpu"), (name, "xla-cpu")} <= ports
+        for name in ("EagerAttention", "EagerExperts", "BatchedExperts", "FlexAttention", "Same"):
+            assert (f"transformers_port.py:{name}", "cpu") in ports
+
+    def test_model_of_five_layers_gives_enough_right_layers_with_three_others(self) -> None:
+        assert 4 * 5 * len(runs_of("clean", BF16)) >= 3000
+
+    def test_no_two_runs_are_one_to_the_journal(self) -> None:
+        planned = [
+            repr(run)
+            for part in PARTS
+            for model in (BF16, FP8)
+            for run in plan_part_on_model(part, PLANTS, model, seed=0, asks_names=True)
+        ]
+        assert len(set(planned)) == len(planned)
