@@ -1,0 +1,6 @@
+"""Checkpoints that have learnt: text to train on, the training, and changes that keep what a model computes.
+
+- `corpus`: text that is on every machine, in passages; `token_stream`: its token ids, drawn from by a seed
+- `training`: AdamW, and the router's bias moved by load; `evaluation`: held-out text, and what experts are for
+- `learned_weights`: trained tensors as BF16 or block FP8; `learned`: the checkpoint with its held-out prompts
+"""
