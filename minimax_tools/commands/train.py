@@ -17,9 +17,7 @@ from minimax_tools.synthetic.learned import LearnedModel, train_checkpoint, trai
 from minimax_tools.synthetic.training import TrainingOptions
 
 _STORED_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
-_DEFAULTS = SyntheticModel(
-    num_hidden_layers=5, num_local_experts=16, intermediate_size=64, vocab_size=262
-)
+_DEFAULTS = SyntheticModel(num_hidden_layers=5, num_local_experts=16, intermediate_size=64, vocab_size=262)
 _QUANTITIES = {
     "num_hidden_layers": "Number of layers",
     "hidden_size": "Width of the residual stream",
@@ -68,8 +66,12 @@ def _quantities(command: Any) -> Any:
     help="Time to train for, instead of --steps: the first steps tell how many fit. Default: 10.",
 )
 @_quantities
-@click.option("--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Rows of a step.")
-@click.option("--seq-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a row.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Rows of a step."
+)
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a row."
+)
 @click.option(
     "--learning-rate",
     type=click.FloatRange(min=0, min_open=True),
@@ -81,6 +83,14 @@ def _quantities(command: Any) -> Any:
     default=0.003,
     show_default=True,
     help="Most that a step moves an expert's correction bias.",
+)
+@click.option(
+    "--massive-channels",
+    "num_massive_channels",
+    type=click.IntRange(min=0, max=16),
+    default=0,
+    show_default=True,
+    help="Channels of the residual stream that are massive from the start.",
 )
 @click.option(
     "--storage",
@@ -112,6 +122,7 @@ def train_command(
     fp8_output: Path | None,
     num_threads: int,
     learning_rate: float | None,
+    num_massive_channels: int,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -138,7 +149,9 @@ def train_command(
     outputs = {output: _STORED_DTYPES[storage]}
     if fp8_output is not None:
         outputs[fp8_output] = torch.float8_e4m3fn
-    learned = train_checkpoint(outputs, model=model, texts=texts, options=options)
+    learned = train_checkpoint(
+        outputs, model=model, texts=texts, options=options, num_massive_channels=num_massive_channels
+    )
     if as_json:
         record = training_record(learned, model=model, options=options)
         print_json({"folders": [str(folder) for folder in learned.folders], **record})

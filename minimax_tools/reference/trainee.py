@@ -54,7 +54,7 @@ class Trainee:
         losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), rows_BS[:, 1:].flatten(), reduction="none"
         )
-        return losses.unflatten(0, (rows_BS.shape[0], -1))
+        return losses.view(rows_BS.shape[0], -1)
 
     @property
     def choices(self) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ class Trainee:
         """
         for layer, choice in zip(self._layers(), self.choices, strict=True):
             load = torch.bincount(choice.flatten(), minlength=self._num_experts).float()
-            bias: torch.Tensor = layer.get_submodule("mlp").e_score_correction_bias
+            bias = layer.get_submodule("mlp").get_buffer("e_score_correction_bias")
             bias.add_(torch.sign(load.mean() - load), alpha=rate)
 
     @contextlib.contextmanager

@@ -131,7 +131,9 @@ def _run(trainee: Trainee, rows: torch.Tensor) -> tuple[float, list[torch.Tensor
         losses.append(trainee.token_losses(part).flatten())
         choices.append(trainee.choices)
     trainee.module.train(was_training)
-    return float(torch.cat(losses).double().mean()), [torch.cat(layer) for layer in zip(*choices, strict=True)]
+    return float(torch.cat(losses).double().mean()), [
+        torch.cat(layer) for layer in zip(*choices, strict=True)
+    ]
 
 
 def _load(choice: torch.Tensor, num_experts: int) -> tuple[float, ...]:

@@ -1,9 +1,9 @@
 """Learned checkpoints: a small MiniMax-M2 trained on text, in the hub's layout, with held-out prompts beside it.
 
-    FOLDER/model-*.safetensors, config.json, tokenizer.json    a checkpoint as any other
-    FOLDER/held_out.json    rows of text it never saw, for --prompts-file
-    FOLDER/held_out.txt     all text it never saw
-    FOLDER/training.json    options, text, versions, losses, experts
+FOLDER/model-*.safetensors, config.json, tokenizer.json    a checkpoint as any other
+FOLDER/held_out.json    rows of text it never saw, for --prompts-file
+FOLDER/held_out.txt     all text it never saw
+FOLDER/training.json    options, text, versions, losses, experts
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from minimax_tools.checkpoint.new_folder import new_folder, refuse_occupied
 from minimax_tools.checkpoint.synthetic import plan_tensors, write_json, write_shards
 from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.checkpoint.synthetic_tokenizer import find_token_ids, make_tokenizer, save_tokenizer
-from minimax_tools.errors import UsageError
 from minimax_tools.reference.trainee import Trainee
 from minimax_tools.synthetic.corpus import Corpus, read_corpus
 from minimax_tools.synthetic.evaluation import Evaluation, Rivals, evaluate, measure_rivals
 from minimax_tools.synthetic.learned_weights import LearnedWeights
+from minimax_tools.synthetic.massive_channels import plant_massive_channels
 from minimax_tools.synthetic.token_stream import TokenStream
 from minimax_tools.synthetic.training import TrainingCourse, TrainingOptions, train
 
@@ -58,6 +58,7 @@ def train_checkpoint(
     model: SyntheticModel,
     texts: tuple[str, ...],
     options: TrainingOptions,
+    num_massive_channels: int = 0,
 ) -> LearnedModel:
     """Train a model on `texts` and write it to every folder of `outputs`.
 
@@ -67,6 +68,7 @@ def train_checkpoint(
         model: The quantities.
         texts: Names of corpora, or files.
         options: The way it is trained.
+        num_massive_channels: Channels of the residual stream that are massive from the start.
 
     Raises:
         UsageError: A folder holds something, the quantities cannot be stored so, or there is too little text.
@@ -82,6 +84,8 @@ def train_checkpoint(
     # Small models start from wider numbers than MiniMax-M2's own 0.02.
     config["initializer_range"] = 0.5 / math.sqrt(model.hidden_size)
     trainee = Trainee(config, seed=options.seed)
+    if num_massive_channels:
+        plant_massive_channels(trainee, count=num_massive_channels, seed=options.seed)
     before = _evaluate(trainee, streams[1], model, options)
     course = train(trainee, streams[0], options)
     learned = LearnedModel(
@@ -93,7 +97,9 @@ def train_checkpoint(
         after=_evaluate(trainee, streams[1], model, options),
     )
     for folder, dtype in outputs.items():
-        _write(folder, learned, dtype=dtype, model=model, trainee=trainee, tokenizer=tokenizer, options=options)
+        _write(
+            folder, learned, dtype=dtype, model=model, trainee=trainee, tokenizer=tokenizer, options=options
+        )
     return learned
 
 

@@ -41,7 +41,7 @@ class TokenStream:
         """
         self._refuse_short(length)
         num_rows = min(most, len(self.ids) // length)
-        return self.ids[: num_rows * length].unflatten(0, (num_rows, length))
+        return self.ids[: num_rows * length].view(num_rows, length)
 
     @property
     def bytes_per_token(self) -> float:

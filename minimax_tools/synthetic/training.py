@@ -70,22 +70,20 @@ def train(trainee: Trainee, text: TokenStream, options: TrainingOptions) -> Trai
     while num_steps is None or step < num_steps:
         if step == _TIMED_STEPS[0]:
             timed_s = time.monotonic()
-        if num_steps is None and step == _TIMED_STEPS[1]:
-            num_steps = _reckon_steps(options.minutes, timed_s)
-            _log.info("%d steps: --steps %d trains the same model", num_steps, num_steps)
         share = _share(step, num_steps)
         for group in optimiser.param_groups:
             group["lr"] = options.learning_rate * share
-        rows = text.draw_rows(
-            num_rows=options.batch_size, length=options.seq_len + 1, generator=generator
-        )
+        rows = text.draw_rows(num_rows=options.batch_size, length=options.seq_len + 1, generator=generator)
         loss = trainee.token_losses(rows).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trainee.module.parameters(), _LARGEST_GRADIENT)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         trainee.balance(rate=options.bias_rate * share)
         step += 1
+        if num_steps is None and step == _TIMED_STEPS[1]:
+            num_steps = _reckon_steps(options.minutes, timed_s)
+            _log.info("%d steps: --steps %d trains the same model", num_steps, num_steps)
         recent += (float(loss.detach()) - recent) / min(step, _LOGGED_STEPS)
         if step % _LOGGED_STEPS == 0:
             _log.info("step %d of %s: loss %.3f, %.0f s", step, num_steps, recent, time.monotonic() - begun_s)
@@ -103,7 +101,10 @@ def _groups(module: torch.nn.Module) -> list[dict[str, object]]:
     named = list(module.named_parameters())
     decayed = {name for name, parameter in named if parameter.dim() > 1 and "embed" not in name}
     return [
-        {"params": [parameter for name, parameter in named if name in decayed], "weight_decay": _WEIGHT_DECAY},
+        {
+            "params": [parameter for name, parameter in named if name in decayed],
+            "weight_decay": _WEIGHT_DECAY,
+        },
         {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
     ]
 
