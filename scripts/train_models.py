@@ -1,10 +1,10 @@
-"""Train the learned models that BENCHMARKS.md tells of, each in BF16 and in block FP8: about ten minutes of one core each.
+"""Train the learned models that BENCHMARKS.md tells of, each in BF16 and in block FP8.
 
     python scripts/train_models.py --output-dir models            all of them, one after another
     python scripts/train_models.py --output-dir models b tiny     some of them
 
-One torch version gives the same weights on one kind of machine: one thread, a fixed number of steps, a seed for each
-model. `tiny` is the one that lies in tests/models/learned.
+Each takes one core for 5 to 20 minutes. One torch version gives the same weights on one kind of machine: one thread,
+a fixed number of steps, a seed for each model. `tiny` is the one that lies in tests/models/learned.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ RECIPES = {
     # Many heads, long text: the shape of the first report.
     "a": "--text prose --steps 798 --seed 0",
     # Widths of their own in every place, 32 experts, a vocabulary with merges, source code.
-    "b": "--text python-asyncio-and-email --steps 600 --seed 1 --hidden-size 384 --num-attention-heads 6 "
+    "b": "--text python-asyncio-and-email --steps 400 --seed 1 --hidden-size 384 --num-attention-heads 6 "
     "--num-hidden-layers 6 --num-local-experts 32 --intermediate-size 48 --vocab-size 512",
     # A wide residual stream with massive channels, few experts, the language of lawyers.
-    "c": "--text licences --steps 300 --seed 2 --hidden-size 1024 --num-hidden-layers 4 --num-local-experts 8 "
+    "c": "--text licences --steps 250 --seed 2 --hidden-size 1024 --num-hidden-layers 4 --num-local-experts 8 "
     "--num-experts-per-tok 2 --intermediate-size 128 --massive-channels 3",
     # Trained until its experts differ: more steps, two experts to a token.
-    "d": "--text python-standard-library --steps 3000 --seed 3 --num-attention-heads 4 --rotary-dim 64 "
+    "d": "--text python-standard-library --steps 2500 --seed 3 --num-attention-heads 4 --rotary-dim 64 "
     "--num-hidden-layers 4 --num-experts-per-tok 2 --vocab-size 512",
     # Small enough to be committed.
     "tiny": "--text prose --steps 4000 --seed 4 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -135,7 +137,6 @@ def train_command(
     """
     if num_steps is not None and minutes is not None:
         raise click.UsageError("--steps and --minutes exclude each other.")
-    torch.set_num_threads(num_threads)
     model = SyntheticModel(**{field.name: values[field.name] for field in fields(SyntheticModel)})
     options = TrainingOptions(
         num_steps=num_steps,
@@ -149,14 +150,26 @@ def train_command(
     outputs = {output: _STORED_DTYPES[storage]}
     if fp8_output is not None:
         outputs[fp8_output] = torch.float8_e4m3fn
-    learned = train_checkpoint(
-        outputs, model=model, texts=texts, options=options, num_massive_channels=num_massive_channels
-    )
-    if as_json:
+    with _threads(num_threads):
+        learned = train_checkpoint(
+            outputs, model=model, texts=texts, options=options, num_massive_channels=num_massive_channels
+        )
         record = training_record(learned, model=model, options=options)
+    if as_json:
         print_json({"folders": [str(folder) for folder in learned.folders], **record})
     else:
         click.echo("\n".join(_describe(learned)))
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Let torch compute with so many threads while the block lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _describe(learned: LearnedModel) -> list[str]:

@@ -167,7 +167,8 @@ def _draw_scale(width: int, generator: torch.Generator) -> torch.Tensor:
     choices = torch.tensor(_ORDINARY_EXPONENTS)
     exponents = choices[torch.randint(len(choices), (width,), generator=generator)]
     exponents[torch.randperm(width, generator=generator)[:_NUM_MASSIVE]] = _MASSIVE_EXPONENT
-    return 2.0**exponents
+    scale: torch.Tensor = 2.0**exponents
+    return scale
 
 
 def _for_query_heads(scale: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
