@@ -174,7 +174,8 @@ def _draw_scale(width: int, generator: torch.Generator) -> torch.Tensor:
 def _for_query_heads(scale: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     """A vector [K·D] for every query head of its group: [N·D]."""
     group = spec.num_attention_heads // spec.num_key_value_heads
-    return scale.unflatten(0, (-1, spec.head_dim)).repeat_interleave(group, dim=0).flatten()
+    heads: torch.Tensor = scale.view(-1, spec.head_dim)
+    return heads.repeat_interleave(group, dim=0).flatten()
 
 
 def _rows_of_heads(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
