@@ -7,5 +7,6 @@
   `stand_ins` for the rest, told apart by its `anatomy`
 - `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor; `variants`: other right ways to
   compute it in BF16, each a `variant_layer`; both are a `lone_layer`, fed by hand
+- `trainee`: transformers' whole MiniMax-M2 in float32, to be trained
 - `head`: final norm and lm_head in float32, a slab at a time
 """
