@@ -21,7 +21,7 @@ from typing import Any
 
 SCRIPTS = Path(__file__).parent
 LEARNED = SCRIPTS.parent / "tests" / "models" / "learned"
-PROMPTS = ("If the file cannot be ", "Return a list of ")
+PROMPTS = ("A class that ", "Return a list of ", "The default value is ")
 NUM_NEW_TOKENS = 24
 FAULTY_LAYER, FAULTY_SITE, FAULTY_NAME = 5, "moe_delta", "gate_up_swapped"
 
@@ -153,7 +153,7 @@ def _continue_real_text(demo: Demo) -> bool:
         *("--backend", "cpu"),
     )
     for prompt, row in zip(PROMPTS, golden["generation"]["rows"], strict=True):
-        print(f"  {prompt}→ {row['text']!r}")
+        print(f"  {prompt}→ {row['text'].splitlines()[0]}")
     alike = [(row["num_alike"], row["num_compared"]) for row in port["generated"]]
     told = " and ".join(f"{num_alike} of {num_compared}" for num_alike, num_compared in alike)
     print(f"mm2's own layer on the same prompts: {port['verdict']}, {told} generated tokens are the golden's")
