@@ -8,7 +8,7 @@ EXTRAS := golden,xla,dev
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test slow check fix clean
+.PHONY: help venv demo test slow models check fix clean
 
 help: ## List the targets
 	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
@@ -29,8 +29,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$(EXTRAS)]'
 	@touch $(STAMP)
 
-demo: $(STAMP) ## Find planted bugs in a toy port, start to end on the CPU
-	@echo "Running scripts/demo.py: writes a toy checkpoint, captures a golden, and finds planted bugs. CPU, 1-3 minutes."
+demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, start to end on the CPU
+	@echo "Running scripts/demo.py: writes a toy checkpoint, captures a golden, finds planted bugs, reads real text. CPU, 1-3 minutes."
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## Run the tests, without the slow ones
@@ -39,6 +39,10 @@ test: $(STAMP) ## Run the tests, without the slow ones
 
 slow: $(STAMP) ## Run the slow tests alone
 	$(BIN)/python -m pytest -q -rs -m slow
+
+models: $(STAMP) ## Train the learned models again, into mm2-models
+	@echo "Running scripts/train_models.py: five small models, 5-20 minutes of one core each, into mm2-models."
+	$(BIN)/python scripts/train_models.py
 
 check: $(STAMP) ## Check format, lint, types and floors
 	$(BIN)/ruff format --check .

@@ -17,6 +17,7 @@ The words:
 The folders:
 
 - `checkpoint`: checkpoints found, read, regrouped and made
+- `synthetic`: checkpoints that have learnt from text, and changes that keep what a model computes
 - `hub`: a hub's files, fetched and verified
 - `reference`: the decoder layer in plain PyTorch, and transformers' own
 - `split`: any causal language model as bottom, trunk and top

@@ -15,6 +15,7 @@ from minimax_tools.checkpoint.synthetic_model import PRESETS
 from minimax_tools.commands.extract import extract_command
 from minimax_tools.commands.fetch import fetch_command
 from minimax_tools.commands.plan import plan_command
+from minimax_tools.commands.train import train_command
 from minimax_tools.commands.verify import verify_command
 from minimax_tools.console import Mm2Group, print_json
 from minimax_tools.options import output_options, parse_size_option
@@ -102,6 +103,7 @@ def synthesize_command(
         )
 
 
+mm2_split.add_command(train_command)
 mm2_split.add_command(extract_command)
 mm2_split.add_command(plan_command)
 mm2_split.add_command(fetch_command)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent
+LEARNED = SCRIPTS.parent / "tests" / "models" / "learned"
+PROMPTS = ("A class that ", "Return a list of ", "The default value is ")
+NUM_NEW_TOKENS = 24
 FAULTY_LAYER, FAULTY_SITE, FAULTY_NAME = 5, "moe_delta", "gate_up_swapped"
 
 
@@ -87,6 +91,7 @@ def main() -> int:
     named = _diagnose(demo)
 
     found = _tell_what_others_would_say(demo)
+    continued = _continue_real_text(demo)
     _say("Where to go from here")
     print(f"captures: {demo.golden} (golden), {demo.device_run('builtin')}, {demo.device_run('swapped')}")
     print("next, on your own port:")
@@ -94,7 +99,7 @@ def main() -> int:
     print("  mm2-test sweep --model YOUR_CHECKPOINT --golden GOLDEN --target port.py:DecoderLayer   # on trn")
     print(f"  mm2-test component --layer {FAULTY_LAYER} --component experts …    # the blamed part alone")
     print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
-    if passed and failed and named and found:
+    if passed and failed and named and found and continued:
         return 0
     print("The demo did not go as it should: see above.", file=sys.stderr)
     return 1
@@ -134,6 +139,38 @@ def _tell_what_others_would_say(demo: Demo) -> bool:
     )
     print(f"mm2: {noise['verdict']}, to blame: {_blamed(noise)}")
     return cosine > 0.99 and _blamed(noise) == f"layer {FAULTY_LAYER}: {FAULTY_SITE}"
+
+
+def _continue_real_text(demo: Demo) -> bool:
+    """Print how a model that has learnt goes on with text, as golden and as port; whether both say the same."""
+    _say("7. Real text: a small model that learnt English from Python's manual (tests/models/learned)")
+    folder = demo.folder / "text"
+    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
+    given = ["--model", LEARNED, "--max-new-tokens", NUM_NEW_TOKENS, "--captures", folder]
+    golden = _json("mm2-gpu", "full", *given, *prompts)
+    port = _json(
+        *("mm2-test", "full", *given, "--golden", folder / "gpu_reference" / "full_model"),
+        *("--backend", "cpu"),
+    )
+    for prompt, row in zip(PROMPTS, golden["generation"]["rows"], strict=True):
+        print(f"  {prompt}→ {row['text'].splitlines()[0]}")
+    alike = [(row["num_alike"], row["num_compared"]) for row in port["generated"]]
+    told = " and ".join(f"{num_alike} of {num_compared}" for num_alike, num_compared in alike)
+    print(f"mm2's own layer on the same prompts: {port['verdict']}, {told} generated tokens are the golden's")
+    return bool(port["verdict"] == "pass" and all(found == wanted for found, wanted in alike))
+
+
+def _json(*arguments: object) -> dict[str, Any]:
+    """Show a command, run it, and return what it prints with --json."""
+    name, *rest = (str(argument) for argument in arguments)
+    print("$ " + shlex.join((name, *rest)), flush=True)
+    result = subprocess.run(
+        [_command(name), *rest, "--json", "--quiet"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if result.returncode not in (0, 1):
+        sys.exit(f"{name} ended with {result.returncode}")
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
 
 
 def _comparison(demo: Demo, name: str, criteria: str) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -48,6 +49,13 @@ class PlannedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class TensorMaker(Protocol):
+    """Makes the tensors of a model by their full names."""
+
+    def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticCheckpoint:
     """What was written; `size_bytes` counts the tensors' data."""
@@ -79,22 +87,38 @@ def synthesize(
     """
     plan = plan_tensors(model, dtype=dtype)
     size_bytes = sum(tensor.size_bytes for tensor in plan)
-    if shard_size_bytes is None:
-        shard_size_bytes = min(_HUB_SHARD_BYTES, -(-size_bytes // _LEAST_SHARDS))
-    shards = _split(plan, shard_size_bytes)
     weights = SyntheticWeights(model.spec(), seed=seed)
     remedy = "Name an --output with more room, or ask for fewer layers."
     with new_folder(output, size_bytes=size_bytes, remedy=remedy) as folder:
         ids = write_tokenizer(folder, vocab_size=model.vocab_size)
-        _write_json(folder / "config.json", model.config(dtype=dtype, token_ids=ids))
-        for file_name, shard in shards.items():
-            _write_shard(folder / file_name, shard, weights)
-            _log.info("%s: %d tensors", file_name, len(shard))
-        weight_map = {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard}
-        _write_json(folder / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
+        write_json(folder / "config.json", model.config(dtype=dtype, token_ids=ids))
+        num_shards = write_shards(folder, plan, weights, shard_size_bytes=shard_size_bytes)
     return SyntheticCheckpoint(
-        folder=output, num_tensors=len(plan), num_shards=len(shards), size_bytes=size_bytes
+        folder=output, num_tensors=len(plan), num_shards=num_shards, size_bytes=size_bytes
     )
+
+
+def write_shards(
+    folder: Path, plan: tuple[PlannedTensor, ...], weights: TensorMaker, *, shard_size_bytes: int | None
+) -> int:
+    """Write the planned tensors to safetensors shards with their index; return the number of shards.
+
+    Args:
+        folder: Where they go.
+        plan: The tensors in the order of writing.
+        weights: Makes each.
+        shard_size_bytes: As in `synthesize`.
+    """
+    size_bytes = sum(tensor.size_bytes for tensor in plan)
+    if shard_size_bytes is None:
+        shard_size_bytes = min(_HUB_SHARD_BYTES, -(-size_bytes // _LEAST_SHARDS))
+    shards = _split(plan, shard_size_bytes)
+    for file_name, shard in shards.items():
+        _write_shard(folder / file_name, shard, weights)
+        _log.info("%s: %d tensors", file_name, len(shard))
+    weight_map = {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard}
+    write_json(folder / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
+    return len(shards)
 
 
 def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedTensor, ...]:
@@ -134,7 +158,7 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedT
     return tuple(sorted(plan, key=lambda tensor: tensor.name))
 
 
-def write_tensor(file: BinaryIO, tensor: PlannedTensor, weights: SyntheticWeights) -> None:
+def write_tensor(file: BinaryIO, tensor: PlannedTensor, weights: TensorMaker) -> None:
     """Append a tensor's data, made part by part."""
     start = file.tell()
     for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
@@ -168,12 +192,13 @@ def _split(plan: tuple[PlannedTensor, ...], shard_size_bytes: int) -> dict[str, 
     }
 
 
-def _write_shard(path: Path, shard: list[PlannedTensor], weights: SyntheticWeights) -> None:
+def _write_shard(path: Path, shard: list[PlannedTensor], weights: TensorMaker) -> None:
     with path.open("wb") as file:
         file.write(encode_header(shard))
         for tensor in shard:
             write_tensor(file, tensor, weights)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a value as indented JSON that ends in a new line."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

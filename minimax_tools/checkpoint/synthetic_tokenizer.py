@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,13 +93,26 @@ def write_tokenizer(folder: Path, *, vocab_size: int) -> TokenIds:
     Raises:
         UsageError: The vocabulary has no room for 256 bytes and the special tokens.
     """
+    return save_tokenizer(folder, make_tokenizer([_TEXT], vocab_size=vocab_size))
+
+
+def make_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Tokenizer:
+    """Make a byte-level tokenizer whose merges are learnt from `texts`; every id is below `vocab_size`.
+
+    Raises:
+        UsageError: The vocabulary has no room for 256 bytes and the special tokens.
+    """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
             f"a vocabulary of {vocab_size} is too small for a tokenizer",
             expected=f"at least {MIN_VOCAB_SIZE}: every byte and the special tokens",
             next_step="Give a larger --vocab-size.",
         )
-    tokenizer = _train(vocab_size - len(_SPECIAL_TOKENS) - len(_TEXT_TOKENS))
+    return _train(texts, vocab_size=vocab_size - len(_SPECIAL_TOKENS) - len(_TEXT_TOKENS))
+
+
+def save_tokenizer(folder: Path, tokenizer: tokenizers.Tokenizer) -> TokenIds:
+    """Write tokenizer.json and tokenizer_config.json, with a chat template."""
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -109,11 +123,16 @@ def write_tokenizer(folder: Path, *, vocab_size: int) -> TokenIds:
         "chat_template": _CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return find_token_ids(tokenizer)
+
+
+def find_token_ids(tokenizer: tokenizers.Tokenizer) -> TokenIds:
+    """The ids of the special tokens in a tokenizer that was made here."""
     ids = tokenizer.get_vocab()
     return TokenIds(bos_token_id=ids[_BOS_TOKEN], eos_token_id=ids[_EOS_TOKEN])
 
 
-def _train(vocab_size: int) -> tokenizers.Tokenizer:
+def _train(texts: Iterable[str], *, vocab_size: int) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -122,7 +141,7 @@ def _train(vocab_size: int) -> tokenizers.Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([_TEXT], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     # After the text's own tokens, as in the hub's vocabulary.
     tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
     tokenizer.add_tokens(list(_TEXT_TOKENS))

@@ -8,5 +8,6 @@
 - `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor, a `lone_layer` that is fed by hand
 - `variants`: samples of other right ways to compute a layer in BF16, copies of a `rounded_layer` that differ in their
   `rounding`; `upcast`: its experts, and the twin's, in float32
+- `trainee`: transformers' whole MiniMax-M2 in float32, to be trained
 - `head`: final norm and lm_head in float32, a slab at a time
 """

@@ -1,0 +1,194 @@
+"""`mm2-split train`: a small MiniMax-M2 that has learnt from text, as a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.options import output_options
+from minimax_tools.synthetic.corpus import CORPORA
+from minimax_tools.synthetic.learned import LearnedModel, train_checkpoint, training_record
+from minimax_tools.synthetic.training import TrainingOptions
+
+_STORED_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
+_DEFAULTS = SyntheticModel(num_hidden_layers=5, num_local_experts=16, intermediate_size=64, vocab_size=262)
+_QUANTITIES = {
+    "num_hidden_layers": "Number of layers",
+    "hidden_size": "Width of the residual stream",
+    "num_attention_heads": "Number of query heads",
+    "num_key_value_heads": "Number of key and value heads",
+    "head_dim": "Width of a head",
+    "rotary_dim": "How much of a head is rotated",
+    "num_local_experts": "Number of experts",
+    "num_experts_per_tok": "Number of experts a token takes",
+    "intermediate_size": "Width of an expert",
+    "vocab_size": "Number of token ids; 262 are the bytes and the special tokens",
+}
+_LEARNING_RATE_OF_WIDTH = 0.5
+
+
+def _quantities(command: Any) -> Any:
+    for name, text in reversed(_QUANTITIES.items()):
+        command = click.option(
+            f"--{name.replace('_', '-')}",
+            name,
+            type=click.IntRange(min=1),
+            default=getattr(_DEFAULTS, name),
+            show_default=True,
+            help=f"{text}.",
+        )(command)
+    return command
+
+
+@click.command("train", cls=Mm2Command)
+@click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="A new folder."
+)
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    default=("prose",),
+    show_default=True,
+    metavar="NAME|FILE",
+    help=f"Text to train on; repeat for several. {', '.join(CORPORA)}, or a UTF-8 file.",
+)
+@click.option("--steps", "num_steps", type=click.IntRange(min=1), help="Number of training steps.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Time to train for, instead of --steps: the first steps tell how many fit. Default: 10.",
+)
+@_quantities
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Rows of a step."
+)
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a row."
+)
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    help="AdamW's highest rate. Default: 0.5 / hidden size.",
+)
+@click.option(
+    "--bias-rate",
+    type=click.FloatRange(min=0),
+    default=0.003,
+    show_default=True,
+    help="Most that a step moves an expert's correction bias.",
+)
+@click.option(
+    "--massive-channels",
+    "num_massive_channels",
+    type=click.IntRange(min=0, max=16),
+    default=0,
+    show_default=True,
+    help="Channels of the residual stream that are massive from the start.",
+)
+@click.option(
+    "--storage",
+    type=click.Choice(list(_STORED_DTYPES)),
+    default="bf16",
+    show_default=True,
+    help="How linear layers are stored.",
+)
+@click.option(
+    "--fp8-output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A further new folder: the same model in block FP8.",
+)
+@click.option(
+    "--num-threads",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Threads to train with; other numbers give other last bits.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and rows.")
+@output_options
+def train_command(
+    output: Path,
+    texts: tuple[str, ...],
+    num_steps: int | None,
+    minutes: float | None,
+    storage: str,
+    fp8_output: Path | None,
+    num_threads: int,
+    learning_rate: float | None,
+    num_massive_channels: int,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Train a small MiniMax-M2 on text and write it as a checkpoint, with prompts that it never saw.
+
+    transformers' own model is trained, in float32 on the CPU (extra golden). One seed, torch version and number of
+    threads give the same weights.
+
+    Example: mm2-split train --output learned --text prose --minutes 10
+    """
+    if num_steps is not None and minutes is not None:
+        raise click.UsageError("--steps and --minutes exclude each other.")
+    model = SyntheticModel(**{field.name: values[field.name] for field in fields(SyntheticModel)})
+    options = TrainingOptions(
+        num_steps=num_steps,
+        minutes=minutes if minutes is not None or num_steps is not None else 10.0,
+        batch_size=values["batch_size"],
+        seq_len=values["seq_len"],
+        learning_rate=learning_rate or _LEARNING_RATE_OF_WIDTH / model.hidden_size,
+        bias_rate=values["bias_rate"],
+        seed=values["seed"],
+    )
+    outputs = {output: _STORED_DTYPES[storage]}
+    if fp8_output is not None:
+        outputs[fp8_output] = torch.float8_e4m3fn
+    with _threads(num_threads):
+        learned = train_checkpoint(
+            outputs, model=model, texts=texts, options=options, num_massive_channels=num_massive_channels
+        )
+        record = training_record(learned, model=model, options=options)
+    if as_json:
+        print_json({"folders": [str(folder) for folder in learned.folders], **record})
+    else:
+        click.echo("\n".join(_describe(learned)))
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Let torch compute with so many threads while the block lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _describe(learned: LearnedModel) -> list[str]:
+    course, after = learned.course, learned.after
+    lines = [
+        f"{', '.join(str(folder) for folder in learned.folders)}: {course.num_steps} steps, "
+        f"{course.num_tokens} tokens, {course.duration_s:.0f} s",
+        f"loss {course.loss:.3f} nats per token over the last steps",
+        f"held-out text: {after.bits_per_byte:.3f} bits per byte "
+        f"({learned.before.bits_per_byte:.2f} before training; unigrams {learned.rivals.unigram:.2f}, "
+        f"lzma {learned.rivals.lzma:.2f})",
+        f"with the experts of another token: {after.bits_per_byte_random_experts:.3f} bits per byte",
+        "layer  load (1 is even)  bits of the token in an expert, before → after  of the next token",
+    ]
+    for index, (was, layer) in enumerate(zip(learned.before.layers, after.layers, strict=True)):
+        low, high = layer.load_range
+        lines.append(
+            f"{index:5}  {low:.2f} to {high:.2f}      {was.token_information:.2f} → "
+            f"{layer.token_information:.2f}  {was.next_token_information:.2f} → "
+            f"{layer.next_token_information:.2f}"
+        )
+    return lines

@@ -1,0 +1,175 @@
+"""Text to train on: named corpora that are on every machine with Python, and files of the user's own.
+
+A paragraph that occurs twice is kept once. The rest is cut into passages of about 4 kB at line ends, and every
+twentieth passage is held out: never trained on.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.metadata
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from minimax_tools.errors import UsageError
+
+_PASSAGE_BYTES = 4096
+_HELD_OUT_EVERY = 20
+_LEAST_PASSAGES = 2
+_LICENCE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A text with the name it came under."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Text of one name: passages to train on, and passages held out."""
+
+    name: str
+    training: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the passages to train on: the corpora depend on the machine's Python."""
+        digest = hashlib.sha256()
+        for passage in self.training:
+            digest.update(passage.encode() + b"\0")
+        return digest.hexdigest()
+
+    @property
+    def training_bytes(self) -> int:
+        """Size of the passages to train on, in UTF-8."""
+        return sum(len(passage.encode()) for passage in self.training)
+
+
+def read_corpus(texts: tuple[str, ...]) -> Corpus:
+    """Read the corpora or files `texts`, one after another, as one corpus.
+
+    Args:
+        texts: Names out of `CORPORA`, or paths of UTF-8 files.
+
+    Raises:
+        UsageError: A name is neither, a file cannot be read, or there is too little text.
+    """
+    documents = [document for text in texts for document in _documents(text)]
+    passages = list(_cut("\n\n".join(_new_paragraphs(documents))))
+    if len(passages) < _LEAST_PASSAGES:
+        raise UsageError(
+            f"--text {' '.join(texts)} holds too little text",
+            expected=f"more than {_PASSAGE_BYTES} bytes: a part of it is held out",
+            found=f"{sum(len(passage.encode()) for passage in passages)} bytes",
+        )
+    # A short text gives its last passage.
+    held_out = {i for i in range(len(passages)) if i % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1}
+    held_out = held_out or {len(passages) - 1}
+    return Corpus(
+        name="+".join(texts),
+        training=tuple(passage for i, passage in enumerate(passages) if i not in held_out),
+        held_out=tuple(passages[i] for i in sorted(held_out)),
+    )
+
+
+def _documents(text: str) -> Iterator[Document]:
+    if text in CORPORA:
+        yield from CORPORA[text]()
+        return
+    try:
+        yield Document(name=text, text=Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--text {text} cannot be read",
+            expected=f"a UTF-8 file, or one of {', '.join(CORPORA)}",
+            found=str(error),
+        ) from error
+
+
+def _new_paragraphs(documents: list[Document]) -> Iterator[str]:
+    """Paragraphs of the documents, each once."""
+    seen: set[str] = set()
+    for document in documents:
+        for paragraph in document.text.split("\n\n"):
+            key = " ".join(paragraph.split())
+            if key and key not in seen:
+                seen.add(key)
+                yield paragraph.strip("\n")
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Passages of whole lines, each at least 4 kB but the last."""
+    lines: list[str] = []
+    size_bytes = 0
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        size_bytes += len(line.encode())
+        if size_bytes >= _PASSAGE_BYTES:
+            yield "".join(lines)
+            lines, size_bytes = [], 0
+    if lines:
+        yield "".join(lines)
+
+
+def _standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _sources(*packages: str) -> Iterator[Document]:
+    """Sources of packages of the standard library, sorted by name."""
+    for package in packages:
+        for path in sorted((_standard_library() / package).glob("*.py")):
+            yield Document(name=f"{package}/{path.name}", text=path.read_text(encoding="utf-8"))
+
+
+def _prose() -> Iterator[Document]:
+    """Python's manual as `help()` shows it, then the docstrings of the standard library's modules."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield Document(name=f"topics/{name}", text=topics[name])
+    for path in sorted(_standard_library().glob("*.py")):
+        yield Document(name=f"docstrings/{path.name}", text="\n\n".join(_docstrings(path)) + "\n")
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = ast.get_docstring(node) if isinstance(node, documented) else None
+        # One line says little that its function's name does not.
+        if text and "\n" in text:
+            yield text
+
+
+def _licences() -> Iterator[Document]:
+    """Licences of Python itself and of every installed distribution, each text once."""
+    seen: set[str] = set()
+    own = _standard_library() / "LICENSE.txt"
+    found = [own] if own.is_file() else []
+    for distribution in importlib.metadata.distributions():
+        names = [file for file in distribution.files or () if file.name.upper().startswith(_LICENCE_NAMES)]
+        found += [Path(str(distribution.locate_file(name))) for name in names]
+    for path in sorted(found, key=lambda path: path.parts[-3:]):
+        text = path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else ""
+        if text and text not in seen:
+            seen.add(text)
+            yield Document(name=str(path), text=text)
+
+
+CORPORA: Mapping[str, Callable[[], Iterator[Document]]] = MappingProxyType(
+    {
+        "prose": _prose,
+        "python-asyncio-and-email": lambda: _sources("asyncio", "email"),
+        "python-standard-library": lambda: _sources("."),
+        "character-tables": lambda: _sources("encodings"),
+        "licences": _licences,
+    }
+)

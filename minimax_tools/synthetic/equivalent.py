@@ -1,0 +1,190 @@
+"""Changes of a checkpoint's tensors that keep what the model computes.
+
+    scale_norms        a norm's channels times powers of two, what reads them divided by these   exact: the same bits
+    scale_values       rows of v_proj against columns of o_proj                                  exact
+    scale_experts      rows of w3 against columns of w2                                          exact
+    scale_keys         k_norm against q_norm; a rotated pair of channels is scaled alike         exact
+    scale_stream       embedding, o_proj, w2 and eps: the whole residual stream                  exact
+    permute_experts    experts in another order                                       up to the order of summation
+    permute_heads      key-value groups, and query heads within a group               up to the order of summation
+    permute_channels   the residual stream's channels                                 up to the order of summation
+
+A power of two changes no mantissa, so that products and sums keep their bits as long as nothing leaves the range of
+the dtype. Single channels of the residual stream cannot be scaled this way: RMSNorm's mean mixes them. No exact change
+gives an attention sink, because softmax sees only what the change must keep.
+
+H hidden, N heads, K kv heads, D head_dim, E experts, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from minimax_tools.checkpoint import names
+from minimax_tools.spec import ModelSpec
+
+Tensors = dict[str, torch.Tensor]
+# Changes tensors and the values of config.json in place; draws by a generator.
+Change = Callable[[Tensors, dict[str, Any], ModelSpec, torch.Generator], None]
+
+# Exponents of two: of most channels, and of the few massive ones.
+_ORDINARY_EXPONENTS = (-1, 0, 1)
+_MASSIVE_EXPONENT = 6
+_NUM_MASSIVE = 3
+_STREAM_EXPONENT = 5
+
+
+def scale_norms(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
+    """Scale the channels of every norm of the stream, three of them by 64, and undo it in what reads them."""
+    for layer in range(spec.num_hidden_layers):
+        prefix = names.layer_prefix(layer)
+        attention = [prefix + name for name in (names.Q_PROJ, names.K_PROJ, names.V_PROJ)]
+        experts = [
+            prefix + names.expert_weight(expert, matrix)
+            for expert in range(spec.num_local_experts)
+            for matrix in (names.EXPERT_GATE, names.EXPERT_UP)
+        ]
+        _scale_norm(tensors, prefix + names.INPUT_NORM, attention, generator)
+        _scale_norm(tensors, prefix + names.POST_NORM, [prefix + names.GATE, *experts], generator)
+    _scale_norm(tensors, names.FINAL_NORM, [names.LM_HEAD], generator)
+
+
+def scale_values(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
+    """Scale the rows of v_proj, and undo it in the columns of o_proj."""
+    for layer in range(spec.num_hidden_layers):
+        prefix = names.layer_prefix(layer)
+        scale = _draw_scale(spec.key_value_width, generator)
+        _multiply(tensors, prefix + names.V_PROJ, scale[:, None])
+        _multiply(tensors, prefix + names.O_PROJ, 1 / _for_query_heads(scale, spec))
+
+
+def scale_experts(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
+    """Scale the rows of every expert's w3, and undo it in the columns of w2."""
+    for layer in range(spec.num_hidden_layers):
+        for expert in range(spec.num_local_experts):
+            prefix = names.layer_prefix(layer)
+            scale = _draw_scale(spec.intermediate_size, generator)
+            _multiply(tensors, prefix + names.expert_weight(expert, names.EXPERT_UP), scale[:, None])
+            _multiply(tensors, prefix + names.expert_weight(expert, names.EXPERT_DOWN), 1 / scale)
+
+
+def scale_keys(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
+    """Scale k_norm, and undo it in q_norm: keys gain massive channels, attention's scores stay."""
+    half = spec.rotary_dim // 2
+    for layer in range(spec.num_hidden_layers):
+        prefix = names.layer_prefix(layer)
+        scale = _draw_scale(spec.key_value_width, generator).unflatten(0, (-1, spec.head_dim))
+        # Rotation mixes channel i with i + rotary_dim / 2.
+        scale[:, half : 2 * half] = scale[:, :half]
+        _multiply(tensors, prefix + names.K_NORM, scale.flatten())
+        _multiply(tensors, prefix + names.Q_NORM, 1 / _for_query_heads(scale.flatten(), spec))
+
+
+def scale_stream(tensors: Tensors, config: dict[str, Any], spec: ModelSpec, _: torch.Generator) -> None:
+    """Scale all that enters the residual stream by 32, and every norm's eps by 32².
+
+    q_proj and k_proj are scaled alike, because their norms share the eps.
+    """
+    factor = torch.tensor(2.0**_STREAM_EXPONENT)
+    config["rms_norm_eps"] = spec.rms_norm_eps * float(factor) ** 2
+    _multiply(tensors, names.EMBEDDING, factor)
+    for layer in range(spec.num_hidden_layers):
+        prefix = names.layer_prefix(layer)
+        for name in (names.O_PROJ, names.Q_PROJ, names.K_PROJ):
+            _multiply(tensors, prefix + name, factor)
+        for expert in range(spec.num_local_experts):
+            _multiply(tensors, prefix + names.expert_weight(expert, names.EXPERT_DOWN), factor)
+
+
+def permute_experts(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
+    """Put every layer's experts into another order, with their rows of gate and bias."""
+    for layer in range(spec.num_hidden_layers):
+        prefix = names.layer_prefix(layer)
+        order = torch.randperm(spec.num_local_experts, generator=generator)
+        for name in (names.GATE, names.CORRECTION_BIAS):
+            _take(tensors, prefix + name, order, dim=0)
+        for matrix in names.EXPERT_MATRICES:
+            old = [tensors[prefix + names.expert_weight(expert, matrix)] for expert in order.tolist()]
+            for expert, tensor in enumerate(old):
+                tensors[prefix + names.expert_weight(expert, matrix)] = tensor
+
+
+def permute_heads(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
+    """Put key-value groups into another order, and the query heads within each group."""
+    group = spec.num_attention_heads // spec.num_key_value_heads
+    for layer in range(spec.num_hidden_layers):
+        prefix = names.layer_prefix(layer)
+        groups = torch.randperm(spec.num_key_value_heads, generator=generator)
+        within = torch.stack([torch.randperm(group, generator=generator) for _ in groups])
+        keys = _rows_of_heads(groups, spec.head_dim)
+        queries = _rows_of_heads((groups[:, None] * group + within).flatten(), spec.head_dim)
+        for name in (names.K_PROJ, names.V_PROJ, names.K_NORM):
+            _take(tensors, prefix + name, keys, dim=0)
+        for name in (names.Q_PROJ, names.Q_NORM):
+            _take(tensors, prefix + name, queries, dim=0)
+        _take(tensors, prefix + names.O_PROJ, queries, dim=1)
+
+
+def permute_channels(
+    tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator
+) -> None:
+    """Put the residual stream's channels into another order, the same in all layers."""
+    order = torch.randperm(spec.hidden_size, generator=generator)
+    for name, tensor in tensors.items():
+        if name.endswith((names.Q_NORM, names.K_NORM, names.CORRECTION_BIAS)):
+            continue
+        writes = name.endswith((names.O_PROJ, f".{names.EXPERT_DOWN}.weight")) or tensor.dim() == 1
+        _take(tensors, name, order, dim=0 if writes else 1)
+
+
+CHANGES: Mapping[str, Change] = MappingProxyType(
+    {
+        "scale_norms": scale_norms,
+        "scale_values": scale_values,
+        "scale_experts": scale_experts,
+        "scale_keys": scale_keys,
+        "scale_stream": scale_stream,
+        "permute_experts": permute_experts,
+        "permute_heads": permute_heads,
+        "permute_channels": permute_channels,
+    }
+)
+
+
+def _scale_norm(tensors: Tensors, norm: str, readers: list[str], generator: torch.Generator) -> None:
+    scale = _draw_scale(len(tensors[norm]), generator)
+    _multiply(tensors, norm, scale)
+    for name in readers:
+        _multiply(tensors, name, 1 / scale)
+
+
+def _draw_scale(width: int, generator: torch.Generator) -> torch.Tensor:
+    """Powers of two [width], three of them massive, where there are more than three."""
+    choices = torch.tensor(_ORDINARY_EXPONENTS)
+    exponents = choices[torch.randint(len(choices), (width,), generator=generator)]
+    exponents[torch.randperm(width, generator=generator)[:_NUM_MASSIVE]] = _MASSIVE_EXPONENT
+    scale: torch.Tensor = 2.0**exponents
+    return scale
+
+
+def _for_query_heads(scale: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """A vector [K·D] for every query head of its group: [N·D]."""
+    group = spec.num_attention_heads // spec.num_key_value_heads
+    heads: torch.Tensor = scale.view(-1, spec.head_dim)
+    return heads.repeat_interleave(group, dim=0).flatten()
+
+
+def _rows_of_heads(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
+
+
+def _multiply(tensors: Tensors, name: str, scale: torch.Tensor) -> None:
+    tensors[name] = tensors[name] * scale.to(tensors[name].dtype)
+
+
+def _take(tensors: Tensors, name: str, order: torch.Tensor, *, dim: int) -> None:
+    tensors[name] = tensors[name].index_select(dim, order)

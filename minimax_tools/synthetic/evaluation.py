@@ -1,0 +1,157 @@
+"""Held-out text judged by a trained model: bits per byte beside its rivals', and how its experts differ.
+
+Experts are specialised when they depend on the token, and when others will not do:
+
+    information   mutual information in bits between a token and one of its experts, less that of shuffled experts
+    random        held-out bits per byte when each token is given the experts of another token, its weights kept
+"""
+
+from __future__ import annotations
+
+import lzma
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.reference.trainee import Trainee
+from minimax_tools.synthetic.corpus import Corpus
+from minimax_tools.synthetic.token_stream import TokenStream
+
+_MOST_TOKENS = 32_768
+_ROWS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerExperts:
+    """The experts that one layer chose over held-out text.
+
+    Args:
+        load: Share of the choices that each expert got; they add up to 1.
+        token_information: Mutual information in bits between a token and one of its experts, without what
+            chance alone gives.
+        next_token_information: The same between the next token and the experts.
+    """
+
+    load: tuple[float, ...]
+    token_information: float
+    next_token_information: float
+
+    @property
+    def load_range(self) -> tuple[float, float]:
+        """Least and largest load, where 1 is an even share."""
+        return min(self.load) * len(self.load), max(self.load) * len(self.load)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out text as a model sees it; `layers` tells of the experts of each layer."""
+
+    num_tokens: int
+    bits_per_byte: float
+    bits_per_byte_random_experts: float
+    layers: tuple[LayerExperts, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rivals:
+    """Bits per byte of the same held-out text without a model.
+
+    Args:
+        unigram: Entropy of the bytes' frequencies in the training text, as a code for the held-out text.
+        lzma: Growth of the compressed training text when the held-out text is appended.
+    """
+
+    unigram: float
+    lzma: float
+
+
+def evaluate(trainee: Trainee, text: TokenStream, *, length: int, num_experts: int, seed: int) -> Evaluation:
+    """Judge at most 32 768 tokens of held-out `text`, in rows of `length`.
+
+    Args:
+        trainee: The model.
+        text: Held-out text.
+        length: Tokens of a row.
+        num_experts: Number of experts of a layer.
+        seed: Seed of the shuffles.
+    """
+    rows = text.cut_rows(length=length + 1, most=max(1, _MOST_TOKENS // length))
+    generator = torch.Generator().manual_seed(seed)
+
+    def exchange(experts: torch.Tensor) -> torch.Tensor:
+        return experts[torch.randperm(len(experts), generator=generator)]
+
+    loss, choices = _run(trainee, rows)
+    with trainee.rerouted(exchange):
+        random_loss, _ = _run(trainee, rows)
+    now, following = rows[:, :-1].flatten(), rows[:, 1:].flatten()
+    layers = tuple(
+        LayerExperts(
+            load=_load(choice, num_experts),
+            token_information=_information(now, choice, generator),
+            next_token_information=_information(following, choice, generator),
+        )
+        for choice in choices
+    )
+    per_byte = 1 / math.log(2) / text.bytes_per_token
+    return Evaluation(
+        num_tokens=rows[:, 1:].numel(),
+        bits_per_byte=loss * per_byte,
+        bits_per_byte_random_experts=random_loss * per_byte,
+        layers=layers,
+    )
+
+
+def measure_rivals(corpus: Corpus) -> Rivals:
+    """Code the held-out text of a corpus by unigrams and by lzma, both knowing the training text."""
+    training = "".join(corpus.training).encode()
+    held_out = "".join(corpus.held_out).encode()
+    counts = Counter(training)
+    # One more of each byte, so that none is impossible.
+    total = len(training) + 256
+    unigram = sum(-math.log2((counts[byte] + 1) / total) for byte in held_out) / len(held_out)
+    grown = len(_compress(training + held_out)) - len(_compress(training))
+    return Rivals(unigram=unigram, lzma=8 * grown / len(held_out))
+
+
+def _compress(data: bytes) -> bytes:
+    # The dictionary holds the whole text.
+    return lzma.compress(data, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 25}])
+
+
+@torch.no_grad()
+def _run(trainee: Trainee, rows: torch.Tensor) -> tuple[float, list[torch.Tensor]]:
+    """Mean loss in nats per token, and the experts [T,k] of every layer."""
+    was_training = trainee.module.training
+    trainee.module.eval()
+    losses, choices = [], []
+    for part in rows.split(_ROWS_AT_ONCE):
+        losses.append(trainee.token_losses(part).flatten())
+        choices.append(trainee.choices)
+    trainee.module.train(was_training)
+    return float(torch.cat(losses).double().mean()), [
+        torch.cat(layer) for layer in zip(*choices, strict=True)
+    ]
+
+
+def _load(choice: torch.Tensor, num_experts: int) -> tuple[float, ...]:
+    counts = torch.bincount(choice.flatten(), minlength=num_experts).double()
+    return tuple((counts / counts.sum()).tolist())
+
+
+def _information(tokens: torch.Tensor, choice: torch.Tensor, generator: torch.Generator) -> float:
+    """Mutual information in bits, less that of the same experts dealt to other tokens: what chance gives."""
+    shuffled = choice[torch.randperm(len(choice), generator=generator)]
+    return _mutual_information(tokens, choice) - _mutual_information(tokens, shuffled)
+
+
+def _mutual_information(tokens: torch.Tensor, choice: torch.Tensor) -> float:
+    num_experts = int(choice.max()) + 1
+    cells = (tokens[:, None] * num_experts + choice).flatten()
+    joint = torch.bincount(cells, minlength=(int(tokens.max()) + 1) * num_experts).double()
+    joint = joint.unflatten(0, (-1, num_experts)) / joint.sum()
+    expected = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True)
+    seen = joint > 0
+    return float((joint[seen] * (joint[seen] / expected[seen]).log2()).sum())

@@ -1,0 +1,176 @@
+"""Learned checkpoints: a small MiniMax-M2 trained on text, in the hub's layout, with held-out prompts beside it.
+
+FOLDER/model-*.safetensors, config.json, tokenizer.json    a checkpoint as any other
+FOLDER/held_out.json    rows of text it never saw, for --prompts-file
+FOLDER/held_out.txt     all text it never saw
+FOLDER/training.json    options, text, versions, losses, experts
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+
+from minimax_tools.checkpoint.new_folder import new_folder, refuse_occupied
+from minimax_tools.checkpoint.synthetic import plan_tensors, write_json, write_shards
+from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.checkpoint.synthetic_tokenizer import find_token_ids, make_tokenizer, save_tokenizer
+from minimax_tools.reference.trainee import Trainee
+from minimax_tools.synthetic.corpus import Corpus, read_corpus
+from minimax_tools.synthetic.evaluation import Evaluation, Rivals, evaluate, measure_rivals
+from minimax_tools.synthetic.learned_weights import LearnedWeights
+from minimax_tools.synthetic.massive_channels import plant_massive_channels
+from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.training import TrainingCourse, TrainingOptions, train
+
+_log = logging.getLogger(__name__)
+
+HELD_OUT_PROMPTS = "held_out.json"
+HELD_OUT_TEXT = "held_out.txt"
+TRAINING_RECORD = "training.json"
+# Tokens of the held-out prompts.
+PROMPT_LENGTHS = (157, 1, 4, 61, 500, 17)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedModel:
+    """What was trained: how the training went, and what the model makes of text that it never saw."""
+
+    folders: tuple[Path, ...]
+    course: TrainingCourse
+    corpus: Corpus
+    rivals: Rivals
+    before: Evaluation
+    after: Evaluation
+
+
+def train_checkpoint(
+    outputs: dict[Path, torch.dtype],
+    *,
+    model: SyntheticModel,
+    texts: tuple[str, ...],
+    options: TrainingOptions,
+    num_massive_channels: int = 0,
+) -> LearnedModel:
+    """Train a model on `texts` and write it to every folder of `outputs`.
+
+    Args:
+        outputs: Folders that do not exist yet or are empty, each with the dtype that its linear layers are stored
+            in: bfloat16, float8_e4m3fn or float32. Router gate and correction bias are float32 always.
+        model: The quantities.
+        texts: Names of corpora, or files.
+        options: The way it is trained.
+        num_massive_channels: Channels of the residual stream that are massive from the start.
+
+    Raises:
+        UsageError: A folder holds something, the quantities cannot be stored so, or there is too little text.
+        MissingExtraError: transformers or accelerate is not installed.
+        CheckpointError: The checkpoint cannot be written.
+    """
+    _refuse_useless(outputs, model)
+    corpus = read_corpus(texts)
+    tokenizer = make_tokenizer(corpus.training, vocab_size=model.vocab_size)
+    streams = [TokenStream(part, tokenizer=tokenizer) for part in (corpus.training, corpus.held_out)]
+    _log.info("%s: %d tokens to train on, %d held out", corpus.name, *(len(stream.ids) for stream in streams))
+    config = model.config(dtype=torch.float32, token_ids=find_token_ids(tokenizer))
+    # Small models start from wider numbers than MiniMax-M2's own 0.02.
+    config["initializer_range"] = 0.5 / math.sqrt(model.hidden_size)
+    trainee = Trainee(config, seed=options.seed)
+    if num_massive_channels:
+        plant_massive_channels(trainee, count=num_massive_channels, seed=options.seed)
+    before = _evaluate(trainee, streams[1], model, options)
+    course = train(trainee, streams[0], options)
+    learned = LearnedModel(
+        folders=tuple(outputs),
+        course=course,
+        corpus=corpus,
+        rivals=measure_rivals(corpus),
+        before=before,
+        after=_evaluate(trainee, streams[1], model, options),
+    )
+    for folder, dtype in outputs.items():
+        _write(
+            folder, learned, dtype=dtype, model=model, trainee=trainee, tokenizer=tokenizer, options=options
+        )
+    return learned
+
+
+def _refuse_useless(outputs: dict[Path, torch.dtype], model: SyntheticModel) -> None:
+    """See before the training whether what comes of it can be written."""
+    for folder, dtype in outputs.items():
+        refuse_occupied(folder)
+        plan_tensors(model, dtype=dtype)
+
+
+def _evaluate(
+    trainee: Trainee, text: TokenStream, model: SyntheticModel, options: TrainingOptions
+) -> Evaluation:
+    return evaluate(
+        trainee, text, length=options.seq_len, num_experts=model.num_local_experts, seed=options.seed
+    )
+
+
+def _write(
+    output: Path,
+    learned: LearnedModel,
+    *,
+    dtype: torch.dtype,
+    model: SyntheticModel,
+    trainee: Trainee,
+    tokenizer: tokenizers.Tokenizer,
+    options: TrainingOptions,
+) -> None:
+    plan = plan_tensors(model, dtype=dtype)
+    size_bytes = sum(tensor.size_bytes for tensor in plan)
+    with new_folder(output, size_bytes=size_bytes, remedy="Name an --output with more room.") as folder:
+        ids = save_tokenizer(folder, tokenizer)
+        write_json(folder / "config.json", model.config(dtype=dtype, token_ids=ids))
+        write_shards(folder, plan, LearnedWeights(trainee.tensors()), shard_size_bytes=None)
+        held_out = "".join(learned.corpus.held_out)
+        (folder / HELD_OUT_TEXT).write_text(held_out, encoding="utf-8")
+        prompts = json.dumps(cut_prompts(learned.corpus, tokenizer), indent=1, ensure_ascii=False)
+        (folder / HELD_OUT_PROMPTS).write_text(prompts + "\n", encoding="utf-8")
+        write_json(folder / TRAINING_RECORD, training_record(learned, model=model, options=options))
+
+
+def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """Held-out rows of 1 to 500 tokens, each out of another passage as far as there are enough."""
+    prompts = []
+    for number, length in enumerate(PROMPT_LENGTHS):
+        passage = corpus.held_out[number * len(corpus.held_out) // len(PROMPT_LENGTHS)]
+        offsets = tokenizer.encode(passage).offsets
+        prompts.append(passage[: offsets[min(length, len(offsets)) - 1][1]])
+    return prompts
+
+
+def training_record(
+    learned: LearnedModel, *, model: SyntheticModel, options: TrainingOptions
+) -> dict[str, Any]:
+    """What training.json tells."""
+    return {
+        "model": asdict(model),
+        "options": {**asdict(options), "num_steps": learned.course.num_steps, "minutes": None},
+        "text": {
+            "name": learned.corpus.name,
+            "training_bytes": learned.corpus.training_bytes,
+            "sha256": learned.corpus.sha256,
+        },
+        "course": asdict(learned.course),
+        "rivals": asdict(learned.rivals),
+        "before": asdict(learned.before),
+        "after": asdict(learned.after),
+        "machine": {
+            "torch": torch.__version__,
+            "num_threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "python": platform.python_version(),
+        },
+    }

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint import names
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import UsageError
+from minimax_tools.reference.causal_model import Implementation, load_whole, read_causal_config
+from minimax_tools.synthetic.equivalent import CHANGES
+from minimax_tools.synthetic.learned import LearnedModel
+from minimax_tools.synthetic.rewriting import rewrite_checkpoint
+
+EXACT = [name for name in CHANGES if name.startswith("scale")]
+IDS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    implementation = Implementation(dtype=dtype, attn="sdpa", experts="grouped_mm")
+    config = read_causal_config(folder)
+    model: Any = load_whole(folder, config, implementation=implementation, show_progress=False)
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found.float()
+
+
+def rewritten(source: Path, tmp_path: Path, *changes: str) -> Path:
+    rewrite_checkpoint(source, tmp_path / "changed", changes=changes, seed=7)
+    return tmp_path / "changed"
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_powers_of_two_keep_every_bit(
+    name: str, dtype: torch.dtype, learned_bf16: Path, tmp_path: Path
+) -> None:
+    changed = rewritten(learned_bf16, tmp_path, name)
+    assert torch.equal(logits(changed, dtype), logits(learned_bf16, dtype))
+
+
+@pytest.mark.parametrize("name", sorted(set(CHANGES) - set(EXACT)))
+def test_permutation_keeps_logits_up_to_the_order_of_summation(
+    name: str, learned_float32: Path, tmp_path: Path
+) -> None:
+    before = logits(learned_float32, torch.float32)
+    after = logits(rewritten(learned_float32, tmp_path, name), torch.float32)
+    assert float((after - before).abs().max()) < 1e-4 * float(before.abs().max())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_changes_the_weights(name: str, learned_bf16: Path, tmp_path: Path) -> None:
+    changed = rewritten(learned_bf16, tmp_path, name)
+    with CheckpointReader(learned_bf16) as before, CheckpointReader(changed) as after:
+        assert before.index.names == after.index.names
+        assert any(not torch.equal(before.read(name), after.read(name)) for name in before.index.names)
+
+
+def test_scaled_norms_have_massive_channels(learned_bf16: Path, tmp_path: Path) -> None:
+    changed = rewritten(learned_bf16, tmp_path, "scale_norms")
+    with CheckpointReader(changed) as reader:
+        weight = reader.read(names.layer_prefix(0) + names.INPUT_NORM).float().abs()
+    assert int((weight > 20 * weight.median()).sum()) == 3
+
+
+def test_half_a_change_is_none(learned_float32: Path, tmp_path: Path) -> None:
+    # A check of the check: the same scales without what undoes them.
+    before = logits(learned_float32, torch.float32)
+    changed = rewritten(learned_float32, tmp_path, "scale_stream")
+    (changed / "config.json").write_text((learned_float32 / "config.json").read_text())
+    assert not torch.equal(logits(changed, torch.float32), before)
+
+
+def test_fp8_is_refused(learned: LearnedModel, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="are FP8.*expected BF16 or float32.*BF16 copy"):
+        rewritten(learned.folders[1], tmp_path, "scale_norms")
+
+
+def test_unknown_change_is_refused(learned_bf16: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no change scale_all.*expected of scale_norms"):
+        rewritten(learned_bf16, tmp_path, "scale_all")
