@@ -4,8 +4,8 @@
 - `pairing`: whether two captures may be judged at all, and which layers that gives
 - `sides`: the two captures, with the `batch` of real tokens that they have in common
 - `opening`: both sides, as a command names them and whichever tool wrote them
-- `feed`: what a layer was fed; `incoming`: the error of what another layer handed on; `own_input`: a layer's golden on
-  the port's own input
+- `feed`: what a layer was fed; `incoming`: the error of what another layer handed on; `own_input` and
+  `own_head`: the golden of a layer, and of what lies behind the last one, on the port's own values
 - `layer_judge`, `model_judge`: the sites of a layer and those outside; `judge`: one site, by noise (`noise_judge`) or
   by the five classic `criteria`
 - `noise`: ρ, in units of what BF16 costs, from the `norms` of rows and the `layer_floor` that the golden kept;

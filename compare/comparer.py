@@ -33,6 +33,7 @@ from compare.notes import (
     side_notes,
     unfinished_notes,
 )
+from compare.own_head import on_own_output
 from compare.own_input import on_own_input
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
 from compare.refed_judge import Refed, judge_refed
@@ -245,16 +246,19 @@ def _compare_model(sides: Sides, sites: tuple[ModelSite, ...]) -> _Part:
     if not sides.target.model_sites():
         return _absent(sides.target, None, tuple(str(site) for site in sites))
     last_layer = max(declared_layers(sides.target))
+    is_head = ModelSite.EMBEDDING not in sites
+    own = on_own_output(sides, last_layer) if is_head and sites else None
+    sides = sides if own is None else own
     judge = ModelJudge(sides, last_layer=last_layer)
     judged = {site: judge.judge(site) for site in sites}
-    is_fed_unknown = ModelSite.EMBEDDING not in sites and Site.OUTPUT not in sides.target.sites(last_layer)
+    is_fed_unknown = is_head and Site.OUTPUT not in sides.target.sites(last_layer)
     left = leave_undecided(judged, sides.target) if is_fed_unknown else judged
     results = tuple(left.values())
     failing = [result for result in results if result.status is SiteStatus.FAIL]
     return _Part(
         results=results,
         blame=tuple(Blame(layer=None, sites=(result.site,), reason=result.reason) for result in failing[:1]),
-        is_handed_on=ModelSite.EMBEDDING not in sites,
+        is_handed_on=is_head and own is None,
         num_undecided=sum(left[site] is not judged[site] for site in left),
     )
 

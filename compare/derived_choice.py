@@ -45,7 +45,7 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
         IncomparableError: The weights are another model's.
         CheckpointError: They cannot be read.
     """
-    if sides.weights is None or sides.criteria.name == "classic":
+    if sides.weights is None or sides.is_classic:
         return None
     shown = {site: sides.read_rows(layer, site) for site in (Site.ROUTER_LOGITS, Site.POST_NORM)}
     usable = {

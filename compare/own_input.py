@@ -133,7 +133,7 @@ def on_own_input(sides: Sides, layer: int) -> Sides | None:
         CheckpointError: They cannot be read.
     """
     golden, source = sides.reference, sides.weights
-    if source is None or sides.criteria.name == "classic" or not isinstance(golden, Capture):
+    if source is None or sides.is_classic or not isinstance(golden, Capture):
         return None
     fed = sides.read_rows(layer, Site.INPUT)
     if fed is None or not bool(fed[1].isfinite().all()):

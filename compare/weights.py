@@ -12,8 +12,9 @@ import torch
 
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.checkpoint.hub import resolve_model
+from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, IncomparableError
 from minimax_tools.options import DTYPES
@@ -34,8 +35,30 @@ class GoldenWeights:
     tensors: Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadWeights:
+    """The weights behind the last layer, in the dtype that the golden computed in.
+
+    Args:
+        spec: The model.
+        norm: [H], of the final norm.
+        lm_head: [vocab,H].
+    """
+
+    spec: ModelSpec
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+
+
 class WeightSource(Protocol):
     """Gives the weights that a golden computed with, layer by layer."""
+
+    def open_head(self, reference: CaptureSource) -> AbstractContextManager[HeadWeights]:
+        """The weights behind the last layer.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
 
     def open_layer(self, layer: int, reference: CaptureSource) -> AbstractContextManager[GoldenWeights]:
         """A layer's weights.
@@ -62,12 +85,30 @@ class CheckpointWeights:
         layers = range(layer, layer + 1)
         folder = resolve_model(self.model, layers=layers)
         spec = ModelSpec.from_folder(folder)
-        description = reference.known_description
-        dtype = DTYPES[description.provenance.dtypes["weights"] if description else "bfloat16"]
         with CheckpointReader(folder, layers=layers) as reader:
-            tensors = LayerTensors.open(reader, spec, layer, dtype)
+            tensors = LayerTensors.open(reader, spec, layer, _computed_dtype(reference))
             refuse_other_model(reference, ModelFingerprint.of(reader, spec, layers), self.model)
             yield GoldenWeights(spec=spec, tensors=tensors)
+
+    @contextmanager
+    def open_head(self, reference: CaptureSource) -> Iterator[HeadWeights]:
+        """The weights behind the last layer (see `WeightSource`)."""
+        spec = ModelSpec.from_folder(resolve_config(self.model))
+        last = spec.num_hidden_layers - 1
+        folder = resolve_model(self.model, layers=range(last, last + 1))
+        with CheckpointReader(folder, layers=range(last, last + 1)) as reader:
+            lm_head = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
+            dtype = _computed_dtype(reference)
+            yield HeadWeights(
+                spec=spec,
+                norm=reader.read_weight(FINAL_NORM, dtype),
+                lm_head=reader.read_weight(lm_head, dtype),
+            )
+
+
+def _computed_dtype(reference: CaptureSource) -> torch.dtype:
+    description = reference.known_description
+    return DTYPES[description.provenance.dtypes["weights"] if description else "bfloat16"]
 
 
 def find_weights(
