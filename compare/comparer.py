@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from compare.batch import Batch
 from compare.blame import blame_layer, excused_sites
-from compare.coverage import is_proved, unproved_notes
+from compare.coverage import is_proved, unproved_notes, word_tokens
 from compare.criteria import layers_without_output
 from compare.curve import measure_point, trace_curve
 from compare.feed import Feed, read_feed
@@ -178,6 +178,7 @@ def compare_captures(
         ),
         router_dtypes=router_dtypes,
         generated=generated,
+        tokens=word_tokens(reference, target),
     )
 
 

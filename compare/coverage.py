@@ -1,4 +1,4 @@
-"""Coverage: which compared layers a pass would stand on.
+"""Coverage: what a pass stands on, and which compared layers it would not stand on.
 
 A layer is proved by its end: what leaves it shows every mistake in it. A layer whose end was judged on no token may be
 wrong, whatever passes before. So may one that was handed the errors of other layers, where no checkpoint tells what a
@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compare.sides import Sides
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.inputs import word_positions
 from minimax_tools.results import SiteResult
 from minimax_tools.sites import Site
 
@@ -26,6 +29,15 @@ def is_proved(results: Sequence[SiteResult]) -> bool:
     by_site = {Site(one.site): one for one in results}
     ends = [by_site[site] for site in _ENDS if site in by_site] or list(results[-1:])
     return any(one.status.is_compared for one in ends)
+
+
+def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
+    """The tokens that both sides computed, such as `81 at positions 0-47`; empty where neither side is mm2's own."""
+    for source in (reference, target):
+        if isinstance(source, Capture):
+            inputs = source.read_inputs()
+            return f"{int(inputs.attention_mask.sum())} at {word_positions(inputs)}"
+    return ""
 
 
 def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:

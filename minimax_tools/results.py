@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from minimax_tools.metrics import PairMetrics
+from minimax_tools.sites import Site
 
 
 class Verdict(str, Enum):
@@ -389,6 +390,7 @@ class Comparison:
         notes: What a reader must know beside the verdict.
         router_dtypes: Parts of the router that the port holds in another dtype.
         generated: What both sides generated, prompt by prompt.
+        tokens: The real tokens of the batch, such as `81 at positions 0-47`; empty where no side tells.
     """
 
     reference: str
@@ -402,6 +404,14 @@ class Comparison:
     notes: tuple[str, ...] = ()
     router_dtypes: tuple[RouterDtype, ...] = ()
     generated: tuple[GeneratedRow, ...] = ()
+    tokens: str = ""
+
+    @property
+    def shows_outputs_only(self) -> bool:
+        """Whether of the layers nothing was judged but what leaves them."""
+        judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
+        declared = {site.site for site in self.sites if site.layer is not None}
+        return judged == {str(Site.OUTPUT)} != declared
 
     @property
     def compared(self) -> int:

@@ -73,6 +73,7 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
     return {
         "verdict": comparison.verdict.value,
         "compared": comparison.compared,
+        "tokens": comparison.tokens,
         "of": comparison.of,
         "blame": to_json(comparison.blame),
         "blame_groups": to_json(comparison.blame_groups),

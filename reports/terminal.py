@@ -62,6 +62,7 @@ def render_comparison(
             ("reference", comparison.reference),
             ("target", comparison.target),
             ("criteria", comparison.criteria),
+            *([("tokens", comparison.tokens)] if comparison.tokens else []),
         ]
     )
     _draw_blame(canvas, comparison)
@@ -86,6 +87,8 @@ def _headline(comparison: Comparison) -> str:
     for site in comparison.sites:
         if site.status is worst:
             return f"{verdict}: first at {word_place(site.layer, [site.site])}"
+    if comparison.shows_outputs_only and comparison.verdict is Verdict.PASS:
+        return f"{verdict}: outputs only, {comparison.compared} of {_count(comparison.of, 'site')}"
     return verdict
 
 

@@ -57,6 +57,15 @@ def test_right_model_passes_whatever_it_shows(run_full: Callable[[str], Any], sh
     assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
 
 
+def test_pass_says_what_it_stands_on(run_full: Callable[[str], Any], golden: Path, command: Command) -> None:
+    _, record, run = run_full(f"Nothing_at_{LAYER}_outputs")
+    assert record["tokens"] == "81 at positions 0-47"
+    shown = command(mm2_compare, "--gpu-path", golden, "--neuron-path", run)
+    first, *_ = shown.stdout.splitlines()
+    assert first == f"PASS: outputs only, {record['compared']} of {record['of']} sites"
+    assert "81 at positions 0-47" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("mistake", "site"),
     [
