@@ -9,7 +9,7 @@
 - `layer_judge`, `model_judge`: the sites of a layer and those outside; `judge`: one site, by noise (`noise_judge`) or
   by the five classic `criteria`
 - `noise`: ρ, in units of what BF16 costs, from the `norms` of rows and the `layer_floor` that the golden kept;
-  `structure`: ρ of averages, which systematic mistakes survive and noise does not; `interval`: how far ρ is known
+  `interval`: how far ρ is known
 - `limits`: what right ports stay below, by site and figure; `limit`: one of them, by what is averaged and how much is
   judged; `terms`: what else they hang on; `limits_file`: read from calibration.yaml or a file of one's own
 - `routing`: expert sets, and which flips the noise explains; `replay`: the golden with the port's own experts, from

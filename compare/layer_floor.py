@@ -142,6 +142,20 @@ class LayerFloor:
             stored = self.statistic(variant_name(variant, error_name(site)))
             refuse_torn_floor(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
 
+    def structure(self, site: Site) -> tuple[float, ...] | None:
+        """How many times as far as the golden's the averages of its variants stray, each at least 1.
+
+        Of `Structure.figures`, the largest of all variants; None of a golden that measured none.
+        """
+        found = [
+            self._reference.read_floor(self._layer, variant_name(variant, structure_name(site)))
+            for variant in self._variants
+        ]
+        measured = [figures for figures in found if figures is not None]
+        if not measured:
+            return None
+        return tuple(torch.stack(measured).amax(dim=0).clamp(min=1.0).tolist())
+
     def _of_variant(self, variant: str, name: str) -> torch.Tensor:
         found = self.statistic(variant_name(variant, name))
         if found is None:

@@ -184,6 +184,7 @@ class LayerJudge:
             twin=exact,
             floor=floor,
             widest=self._floor.widened_squares(site),
+            widest_averages=self._floor.structure(site),
             incoming=self._incoming,
         )
 

@@ -13,8 +13,8 @@ import torch
 from compare.incoming import Incoming
 from compare.interval import rho_interval
 from compare.norms import Squares, square_difference, square_rows
-from compare.structure import Structure, measure_structure
 from minimax_tools.results import NoiseRatio
+from minimax_tools.structure import Structure, measure_structure
 
 _TINY = 1e-300
 # Relative L2 error of one rounding to BF16, of normally distributed values.
@@ -33,6 +33,8 @@ class Rows:
         twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
         floor: (reference − twin)² summed per token, where it was kept or summed already.
         widest: (golden or variant − twin)² summed per token, the largest of them; None of a golden without variants.
+        widest_averages: How many times as far as the golden's the averages of its variants stray, in the order of
+            `Structure.figures`; None where that was not measured.
         incoming: Error of the input that a chained layer was handed; None in isolated runs.
         stored_dtype: What the golden holds it in, where `reference` is of another dtype.
     """
@@ -44,6 +46,7 @@ class Rows:
     twin: torch.Tensor | None = None
     floor: Squares | None = None
     widest: Squares | None = None
+    widest_averages: tuple[float, ...] | None = None
     incoming: Incoming | None = None
     stored_dtype: torch.dtype | None = None
 
@@ -95,7 +98,8 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     structure = _structure(rows)
     if structure is not None and rows.widest is not None:
         # What strays further does so in its averages too.
-        structure = structure.divided(_rho(floor.widest(rows.widest).whole, floor.whole))
+        widened_by = _rho(floor.widest(rows.widest).whole, floor.whole)
+        structure = structure.divided(rows.widest_averages or (widened_by,) * len(structure.figures))
     return NoiseRatio(
         whole=_rho(error.whole, widened.whole),
         ordinary=_rho(error.ordinary, widened.ordinary),

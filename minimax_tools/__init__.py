@@ -8,7 +8,8 @@ The words:
   `default_rows`: those that nobody names
 - `tokenizer` and `chat`: text to token ids, by the checkpoint's own files
 - `provenance`: what made a capture; `results`: what a comparison found
-- `metrics`: what tensors measure; `floor`: what BF16 alone cost the golden
+- `metrics`: what tensors measure; `floor`: what BF16 alone cost the golden; `structure`: averages that systematic
+  mistakes survive and noise does not
 - `memory`: what this process holds, held at most and may hold; `memory_usage`: one reading of it; `cgroup`:
   what a container allows; `size`: bytes read and worded; `progress`: a run over layers, watched
 - `core_pool`: threads, one on each core; `compiled`: loops made machine code

@@ -4,7 +4,8 @@ Names in a layer's floor file (float32 [B,S], zero on padding): `<site>.error` â
 channels, `<site>.error_ordinary` and `<site>.error_massive` the same over the ordinary and over the massive
 ones, `router_margin` the distance between the k-th and the (k+1)-th biased score in float32, `router_noise`
 the error of BF16 on the scores that compete there. `<variant>/<site>.error_ordinary` and so on are the same of another
-right way to compute the layer in BF16, past the golden's choice of experts.
+right way to compute the layer in BF16, past the golden's choice of experts, and `<variant>/<site>.structure` (float32
+[4]) its averages over the golden's, as `Structure.figures` gives them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from minimax_tools.sites import ModelSite, Site
+from minimax_tools.structure import measure_structure
 
 # A channel is massive where its RMS over the tokens is this many times the median channel's.
 MASSIVE_RATIO = 20.0
@@ -37,6 +39,11 @@ def ordinary_error_name(site: Site | ModelSite) -> str:
 def massive_error_name(site: Site | ModelSite) -> str:
     """Name of a site's error norms over the massive channels alone."""
     return f"{site}.error_massive"
+
+
+def structure_name(site: Site) -> str:
+    """Name of a variant's averages over the golden's at a site."""
+    return f"{site}.structure"
 
 
 def variant_name(variant: str, name: str) -> str:
@@ -74,7 +81,7 @@ def floor_statistics(
         attention_mask: int64 [B,S].
         correction_bias: float32 [E].
         num_experts_per_tok: k.
-        golden: BF16 tensors by site whose massive channels count, where they are not the computed ones.
+        golden: BF16 tensors by site that the computed ones are a variant of; None where they are the golden's own.
     """
     real = attention_mask.bool()
     statistics: dict[str, torch.Tensor] = {}
@@ -82,6 +89,11 @@ def floor_statistics(
         if site in computed and site not in _WITHOUT_ERROR:
             massive = None if golden is None else massive_channels(token_rows(golden[site], site)[real])
             statistics |= error_norms(site, computed[site], exact, real=real, massive=massive)
+            if golden is not None and massive is not None:
+                sides = (token_rows(side[site], site)[real] for side in (twin, golden, computed))
+                structure = measure_structure(*sides, massive=massive)
+                if structure is not None:
+                    statistics[structure_name(site)] = torch.tensor(structure.figures)
     return statistics | _router_statistics(
         computed, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
     )

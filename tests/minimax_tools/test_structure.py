@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compare.interval import rho_interval
-from compare.structure import Structure, measure_structure
+from minimax_tools.structure import Structure, measure_structure
 
 TOKENS, CHANNELS = 160, 256
 

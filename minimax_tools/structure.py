@@ -9,6 +9,7 @@ Shapes: T judged tokens, F channels of a site.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,15 +36,23 @@ class Structure:
     channel_worst: float
     worst_channel: int
 
-    def divided(self, divisor: float) -> Structure:
-        """The same in a unit that is so many times as large."""
+    def divided(self, divisors: Sequence[float]) -> Structure:
+        """The same, each of `figures` in a unit that is so many times as large."""
+        token_gain, channel_gain, channel_offset, channel_worst = (
+            figure / divisor for figure, divisor in zip(self.figures, divisors, strict=True)
+        )
         return replace(
             self,
-            token_gain=self.token_gain / divisor,
-            channel_gain=self.channel_gain / divisor,
-            channel_offset=self.channel_offset / divisor,
-            channel_worst=self.channel_worst / divisor,
+            token_gain=token_gain,
+            channel_gain=channel_gain,
+            channel_offset=channel_offset,
+            channel_worst=channel_worst,
         )
+
+    @property
+    def figures(self) -> tuple[float, float, float, float]:
+        """The gains of tokens and of channels, the channels' offset, and the worst channel's error."""
+        return self.token_gain, self.channel_gain, self.channel_offset, self.channel_worst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
