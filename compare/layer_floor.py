@@ -27,6 +27,7 @@ from minimax_tools.floor import (
     error_name,
     massive_error_name,
     ordinary_error_name,
+    structure_name,
     variant_name,
 )
 from minimax_tools.sites import Site
