@@ -23,7 +23,7 @@ from minimax_tools.errors import CannotRunError
 from neuron.devices.crew import attempt_store, leave_word, tell_end
 from neuron.process.ending import describe_end, describe_timeout
 from neuron.process.record import StatusRecord
-from neuron.process.status import RECORD_VARIABLE
+from neuron.process.status import RECORD_VARIABLE, discard_output
 
 _HOST = "127.0.0.1"
 # What ends a process, and must end its ranks with it, which are in sessions of their own.
@@ -161,9 +161,13 @@ def _wait(ranks: Sequence[_Rank], store: Any) -> int:
                 _has_ended(rank.process, _GRACE_S)
             return exit_code
         if failed is not None:
+            # Rank 0 may be about to say the same.
+            ranks[0].process.kill()
+            ranks[0].process.wait()
+            discard_output()
             cause = leave_word(store, {"rank": failed, "text": failures[failed]})
             raise CannotRunError(
-                f"rank {cause['rank']} of {len(ranks)} failed: {cause['text']}",
+                f"rank {cause['rank']} failed: {cause['text']}",
                 next_step="Run the same command again: it resumes after the layers that are stored.",
             )
         time.sleep(_POLL_S)

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from neuron.process.record import Status, StatusRecord
 
 # The variable that gives a rank the record of mm2, which started it and supervises it.
 RECORD_VARIABLE = "MM2_STATUS_DESCRIPTOR"
+# The name of the memory file that holds back a command's standard output.
+HELD_BACK = "mm2-output"
 # Asks for the Python stack. A real-time signal: ports and libraries use the others.
 STACK_SIGNAL = signal.SIGRTMAX - 3
 # PR_SET_PDEATHSIG of prctl(2).
@@ -94,6 +97,13 @@ def run_told(command: Callable[[], object], record: StatusRecord, *, parent: int
     sys.stderr.flush()
     _teller.tell(replace(_teller.status, exit_code=exit_code, num_output_bytes=_output_size()))
     sys.exit(exit_code)
+
+
+def discard_output() -> None:
+    """Drop what this process and its own have written to standard output, where a supervisor holds that back."""
+    if HELD_BACK in str(Path("/proc/self/fd/1").readlink()):
+        os.ftruncate(1, 0)
+        os.lseek(1, 0, os.SEEK_SET)
 
 
 def _exit_code(end: SystemExit) -> int:

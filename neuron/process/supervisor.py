@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from neuron.process.record import Status, StatusRecord
-from neuron.process.status import STACK_SIGNAL, run_told
+from neuron.process.status import HELD_BACK, STACK_SIGNAL, run_told
 
 if TYPE_CHECKING:
     from minimax_tools.errors import CannotRunError
@@ -69,7 +69,7 @@ class _Child:
 
     def __init__(self, command: Callable[[], object], *, held_back: bool) -> None:
         self.record = StatusRecord.create()
-        self._output = os.memfd_create("mm2-output") if held_back else None
+        self._output = os.memfd_create(HELD_BACK) if held_back else None
         self._timeout: Status | None = None
         self._interrupts: list[float] = []
         self._stopped_by: int | None = None

@@ -258,7 +258,7 @@ def test_port_dies_with_its_supervisor(started: Start) -> None:
             "os._exit(0) if self.ranks.rank else None",
             "exit code 0, without a verdict, while running layer 2",
         ),
-        ("while self.ranks.rank: pass", "1 of 2 failed: running layer 2"),
+        ("while self.ranks.rank: pass", "rank 1 failed: running layer 2"),
     ],
 )
 def test_rank_that_ends_or_hangs_fails_the_run(
