@@ -152,7 +152,6 @@ _NOISE_COLUMNS: Mapping[str, str] = {
     "rho_channel_offset": "channel_offset",
     "rho_channel_worst": "channel_worst",
     "rho_worst_channel": "worst_channel",
-    "rho_num_averaged": "num_averaged",
     "rho_is_widened": "is_widened",
 }
 _ROUTING_COLUMNS = (

@@ -87,7 +87,8 @@ class TestDeviceRun:
         assert (exit_code, record["verdict"], record["compared"], record["of"]) == (0, "pass", 1, 1)
         (site,) = record["sites"]
         assert (site["layer"], site["site"]) == (2, "output")
-        assert site["noise"]["whole"] == pytest.approx(1.0)
+        # The golden's variants stray a little further than the golden, which the run repeats.
+        assert 0.6 < site["noise"]["whole"] <= 1.0
         assert record["notes"] == [
             "one side does not record its model and tokens: that they agree was not checked",
             "device run: its layout has no digests; that its files are as they were written was not checked",
@@ -166,7 +167,7 @@ class TestDeviceRun:
         exit_code, record = compare(command, golden, target)
         assert (exit_code, record["verdict"]) == (0, "warn")
 
-    def test_whole_model_run_is_chained_and_its_onset_is_blamed(
+    def test_layers_of_a_whole_model_run_are_judged_on_its_own_values(
         self, golden: Path, source: Capture, command: Command, tmp_path: Path
     ) -> None:
         target = write_golden(tmp_path / "run", source)
@@ -174,7 +175,8 @@ class TestDeviceRun:
         for layer in (1, 2, 3):
             torch.save(3 * source.read(layer, Site.OUTPUT), target / f"layer_{layer}_output.pt")
         exit_code, record = compare(command, golden, target)
-        assert (exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [1])
+        # Each puts out three times what a right layer makes of a third of what it was fed.
+        assert (exit_code, [blame["layer"] for blame in record["blame"]]) == (1, [1, 2, 3])
 
 
 class TestGolden:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.tampering import make_old
 
 from minimax_tools.capture.generation import GENERATION_NAME
 from minimax_tools.results import Comparison
@@ -74,6 +78,7 @@ def test_figures_of_a_site_that_is_nan_throughout_are_not_drawn(copyist: Any, ju
 def test_tokens_that_the_golden_did_not_generate_are_noted(copyist: Any, judge: Any) -> None:
     run = copyist.device_run()
     assert not any("generated no tokens" in note for note in judge(run).notes)
+    make_old(run)
     row = {"prompt_ids": [1, 2], "generated_ids": [3], "text": None, "likeliest": []}
     record = {"rows": [row], "sampling": {"do_sample": False}}
     (run / GENERATION_NAME).write_text(json.dumps(record), encoding="utf-8")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -54,41 +53,6 @@ def twin() -> torch.Tensor:
 @pytest.fixture
 def reference(twin: torch.Tensor) -> torch.Tensor:
     return twin.bfloat16()
-
-
-class TestReplayed:
-    """Tokens whose golden keeps the rounding error of other experts, which an average tells from the port's."""
-
-    def rows(self, twin: torch.Tensor, *, num_replayed: int, gain: float = 1.0) -> Rows:
-        target = (gain * twin * (1 + 2e-3 * random(TOKENS, CHANNELS, seed=2))).float()
-        golden = twin * (1 + 2e-3 * random(TOKENS, CHANNELS, seed=3))
-        replayed = torch.arange(TOKENS) < num_replayed
-        # As much noise, but none of it along the token: its scale is far better than the port's.
-        massive = massive_channels(golden)
-        ordinary = twin * ~massive
-        along = ((golden - twin) * ordinary).sum(-1, keepdim=True) / ordinary.square().sum(-1, keepdim=True)
-        golden = torch.where(replayed[:, None], golden - along * ordinary, golden)
-        return replace(rows_with(target, reference=golden, twin=twin), replayed=replayed)
-
-    def test_averages_leave_them_out_and_the_error_itself_does_not(self, twin: torch.Tensor) -> None:
-        rows = self.rows(twin, num_replayed=TOKENS // 2)
-        noise, unaware = noise_ratio(rows), noise_ratio(replace(rows, replayed=None))
-        assert noise.num_averaged == TOKENS // 2
-        assert noise.token_gain is not None
-        assert unaware.token_gain is not None
-        assert noise.token_gain < 1.5
-        assert unaware.token_gain > noise.token_gain
-        assert noise.whole == unaware.whole
-
-    def test_wrong_scale_of_the_others_is_seen(self, twin: torch.Tensor) -> None:
-        found = noise_ratio(self.rows(twin, num_replayed=TOKENS // 2, gain=1.002))
-        assert found.token_gain is not None
-        assert found.token_gain > 3.0
-
-    def test_where_none_are_left_there_is_no_average(self, twin: torch.Tensor) -> None:
-        noise = noise_ratio(self.rows(twin, num_replayed=TOKENS))
-        assert (noise.token_gain, noise.channel_worst, noise.num_averaged) == (None, None, None)
-        assert 0.8 < noise.whole < 1.3
 
 
 class TestWhole:

@@ -105,12 +105,6 @@ class TestNoise:
         for figure in STRUCTURE_FIGURES:
             assert judge(replace(CLEAN, **{figure: 50.0}), metrics, num_tokens=4)[0] is SiteStatus.PASS
 
-    def test_averages_are_judged_by_the_tokens_that_they_are_of(self, metrics: PairMetrics) -> None:
-        bad = replace(CLEAN, token_gain=50.0)
-        assert judge(replace(bad, num_averaged=10), metrics)[0] is SiteStatus.PASS
-        few, many = (judge(replace(bad, num_averaged=count), metrics)[2] for count in (20, 200))
-        assert few.limit > many.limit
-
     def test_failure_says_how_much_and_what_was_allowed(self, metrics: PairMetrics) -> None:
         limit = limit_of("whole", metrics)
         _, reason, _ = judge(replace(CLEAN, whole=54.3), metrics)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click.testing
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.tampering import write_manifest
+
 from compare.cli import main as mm2_compare
+from minimax_tools.capture.manifest import Manifest
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
@@ -153,16 +159,9 @@ class TestWithoutCheckpoint:
 def _forget_model(capture: Path, copy: Path) -> None:
     """A copy of a capture on a machine that does not have the checkpoint."""
     copy.mkdir()
-    for path in capture.iterdir():
-        if path.suffix == ".safetensors":
-            (copy / path.name).hardlink_to(path)
-    manifest = json.loads((capture / "manifest.json").read_text())
-
-    def forget(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                key: "/not/here" if key == "model_source" else forget(item) for key, item in value.items()
-            }
-        return value
-
-    (copy / "manifest.json").write_text(json.dumps(forget(manifest)))
+    for path in capture.glob("*.safetensors"):
+        (copy / path.name).hardlink_to(path)
+    manifest = Manifest.read(capture)
+    provenance = replace(manifest.description.provenance, model_source="/not/here")
+    description = replace(manifest.description, provenance=provenance)
+    write_manifest(copy, replace(manifest, description=description, certificate=None))

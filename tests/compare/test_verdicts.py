@@ -53,12 +53,14 @@ class TestSmallMistakes:
         assert site.nearest is not None
         assert (site.status, site.nearest.figure) == (SiteStatus.FAIL, "channel_offset")
 
-    def test_golden_itself_passes_with_its_interval_around_one(self, copyist: Any, judge: Judge) -> None:
+    def test_golden_itself_passes_with_its_interval_at_one_or_below(self, copyist: Any, judge: Judge) -> None:
         comparison = judge(copyist.device_run())
         assert comparison.verdict is Verdict.PASS
         noises = [site.noise for site in comparison.sites if site.noise is not None]
         assert all(noise.interval is not None for noise in noises)
-        assert all(low <= 1.0 <= high for noise in noises for low, high in [noise.interval or (0, 0)])
+        # Its variants stray as far or further.
+        assert all(low <= noise.whole <= high for noise in noises for low, high in [noise.interval or (0, 0)])
+        assert all(0.6 < noise.whole <= 1.0 for noise in noises)
 
 
 class TestSeveralCulprits:

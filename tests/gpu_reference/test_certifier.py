@@ -225,7 +225,7 @@ def test_a_golden_without_twins_is_computed_once_more(
 def test_a_golden_certifies_itself_where_it_is_asked_to(command: Any, toy: Path, tmp_path: Path) -> None:
     arguments = ("--model", toy, "--layer", 1, "--seq-len", "12", "--output-dir", tmp_path / "one", "--quiet")
     result = command(mm2_gpu, "single-layer", *arguments, "--certify")
-    assert "certificate  13 of 13 checks passed" in result.stdout
+    assert "certificate  14 of 14 checks passed" in result.stdout
     assert command(mm2_gpu, "single-layer", *arguments, "--certify", "--no-save").exit_code == 2
 
 
@@ -265,6 +265,6 @@ def test_a_device_run_is_no_golden(command: Any, tampered: Path) -> None:
 
 def test_text_has_a_line_for_each_check(command: Any, tampered: Path) -> None:
     result = command(mm2_gpu, "certify", "--golden", tampered, "--quiet")
-    assert ": certified, 9 of 13 checks passed; not checked: " in result.stdout
+    assert ": certified, 10 of 14 checks passed; not checked: " in result.stdout
     assert "  [not checked] reference_layer: no model was given" in result.stdout
     assert "certificate  9 of 13" in command(mm2_gpu, "show", tampered).stdout

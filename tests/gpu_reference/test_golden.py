@@ -206,7 +206,7 @@ def unfinished(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--seed", "1"], "input_source, inputs_digest"),
         (["--padding-side", "left"], "inputs_digest"),
         (["--sites", "layer"], "run.sites"),
-        (["--noise-floor", "stats"], "noise_floor"),
+        (["--noise-floor", "stats"], "floor_variants, noise_floor"),
     ],
 )
 def test_other_options_start_anew_and_say_why(

@@ -88,7 +88,7 @@ class TestShow:
     def test_whole_golden_is_verified(self, scene: Scene) -> None:
         outcome = scene.show(scene.golden("certified"))
         assert outcome.exit_code == 0
-        assert "13 of 13 checks passed" in outcome.text
+        assert "14 of 14 checks passed" in outcome.text
         num_stored = len(Manifest.read(scene.golden("certified")).entries)
         line = next(line for line in outcome.text.splitlines() if "tensors match" in line)
         assert int(line.split()[1]) > 2 * num_stored
@@ -103,7 +103,7 @@ class TestShow:
         outcome = scene.show(golden)
         assert outcome.exit_code == 3
         assert "VOID" in outcome.text
-        assert "13 of 13 checks passed;" not in outcome.text
+        assert "14 of 14 checks passed;" not in outcome.text
         assert ("DAMAGED" in outcome.text) != is_signed
 
     def test_older_golden_says_what_it_lacks(self, scene: Scene, tmp_path: Path) -> None:

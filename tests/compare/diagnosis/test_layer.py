@@ -22,7 +22,14 @@ from minimax_tools.spec import ModelSpec
 
 LAYER = 1
 # What a short prompt without early flips does not show.
-FAINT = {"padding_mask_missing", "swiglu_clamped", "norm_eps", "router_low_precision", "expert_capacity"}
+FAINT = {
+    "rope_positions_clamped",
+    "padding_mask_missing",
+    "swiglu_clamped",
+    "norm_eps",
+    "router_low_precision",
+    "expert_capacity",
+}
 
 
 @pytest.fixture(scope="module")
