@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from compare.layer_floor import LayerFloor
 from compare.noise import Rows
-from compare.norms import Squares, square_difference, square_rows
+from compare.norms import square_difference
 from compare.routing import expert_shares, flipped_tokens
 from compare.sides import Sides
 from compare.weights import GoldenWeights, WeightSource
@@ -23,6 +24,7 @@ from minimax_tools.sites import Site
 
 # Of these the other experts' products must be computed; of the router's weights its logits tell all.
 _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
+_TINY = 1e-300
 
 
 class Replay:
@@ -106,8 +108,16 @@ class Replay:
             floor=None if rows.floor is None else rows.floor.put(tokens, error),
             widest=None
             if rows.widest is None
-            else rows.widest.put(tokens, error.widest(_to_size(rows.widest, rows, tokens, exact))),
+            else rows.widest.put(tokens, error.times(self._logit_growth()[tokens])),
         )
+
+    def _logit_growth(self) -> torch.Tensor:
+        """How many times as far as the golden's the logits of its variants stray, squared: float64 [T], at least 1."""
+        floor = LayerFloor(self._sides.reference, self._sides.batch, layer=self._layer)
+        own, widest = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
+        if own is None or widest is None:
+            return torch.ones(len(self.flipped), dtype=torch.float64)
+        return (widest.whole / own.whole.clamp(min=_TINY)).clamp(min=1.0)
 
     def _behind(
         self, site: Site, experts: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: Rows
@@ -202,10 +212,3 @@ def _put(rows: torch.Tensor, tokens: torch.Tensor, values: torch.Tensor) -> torc
     changed = rows.clone()
     changed[tokens] = values.to(rows.dtype)
     return changed
-
-
-def _to_size(floor: Squares, rows: Rows, tokens: torch.Tensor, exact: torch.Tensor) -> Squares:
-    """A floor of the golden's own choice at some tokens, to the size of what replaces it there."""
-    before = square_rows(rows.reference[tokens].float(), massive=rows.massive).whole
-    after = square_rows(exact, massive=rows.massive).whole
-    return floor.select(tokens).times(after / before)

@@ -82,7 +82,8 @@ def test_right_experts_behind_a_wrong_choice_are_as_good_as_the_golden(
         assert (result.status, result.num_set_aside) == (SiteStatus.PASS, 0)
         assert result.num_replayed == routing.num_flipped > 50
         assert result.noise is not None
-        assert 0.8 < result.noise.whole < 1.2
+        # In units of the variant that strays furthest.
+        assert 0.6 < result.noise.whole < 1.2
         assert result.noise.token_worst < 2.5
 
 
