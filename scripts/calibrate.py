@@ -21,7 +21,7 @@ from typing import Any
 from calibration_text import limits_text
 from clean_ports import GOLDENS, MODES, SHAPES, Bench, Setting, clean_ports
 from figures import describe_machine
-from fit_limits import Table, fit_floorless, fit_ratios, widen
+from fit_limits import Table, capped, fit_floorless, fit_ratios, widen
 from measure_noise import FLOORS, measure
 
 from compare.limits import RATIO_FIGURES, NoiseLimits, SiteLimits
@@ -62,6 +62,9 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
     tables["without_floor"] = fit_floorless(records, tables["isolated"])
     if before is not None:
         tables = _widen_all(tables, before)
+    for figures in tables["without_floor"].values():
+        if "relative_l2" in figures:
+            figures["relative_l2"] = capped(figures["relative_l2"])
     if any(record["floor"] == "full_variants" for record in records):
         tables |= fit_variants(records)
     runs = {(*_run_of(record), record["layer"]) for record in records}

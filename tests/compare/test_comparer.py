@@ -58,7 +58,8 @@ class TestIsolated:
         assert all(site.status is SiteStatus.PASS for site in comparison.sites)
         noises = [site.noise for site in comparison.sites if site.noise]
         assert len(noises) == NUM_LAYERS * (NUM_SITES - 1)
-        assert max(noise.whole for noise in noises) == 1.0
+        # In units of the golden's variants, of which some stray further than the golden.
+        assert 0.6 < max(noise.whole for noise in noises) <= 1.0
 
     def test_faulty_site_is_blamed_and_told_by_its_scale(self, copyist: Any, judge: Judge) -> None:
         comparison = judge(copyist.device_run({(2, Site.ATTN_DELTA): scaled(0.9)}))

@@ -98,7 +98,10 @@ def test_scale_that_is_off_by_less_than_the_noise_is_found_all_the_same(copyist:
 def test_variants_that_stray_less_change_no_figure(copyist: Any, judge: Judge) -> None:
     port = copyist.device_run({(LAYER, SITE): stray(copyist, 1.2)})
     varied = add_variants(copyist.golden(describe=named("eager")), {"eager": 0.9})
-    mine, theirs = judge(port, reference=varied), judge(port)
+    mine, theirs = (
+        judge(port, reference=varied),
+        judge(port, reference=copyist.golden(describe=named(), name="plain")),
+    )
     assert site_of(mine).noise is not None
     for figure in ("whole", "ordinary", "token_median", "token_worst", "token_gain"):
         assert getattr(site_of(mine).noise, figure) == pytest.approx(
@@ -121,12 +124,13 @@ def test_flips_are_explained_by_the_noise_of_variants_too(copyist: Any, judge: J
         assert site_of(judge(port, reference=golden), Site.ROUTER_EXPERTS).status is status
 
 
-def test_report_tells_of_the_variants(copyist: Any, judge: Judge) -> None:
+def test_report_tells_of_a_golden_without_variants(copyist: Any, judge: Judge) -> None:
     port = copyist.device_run()
     varied = add_variants(copyist.golden(describe=named("eager", "halves")), {"eager": 1.1, "halves": 1.0})
     notes = " ".join(judge(port, reference=varied).notes)
-    assert "noise floor of 2 variants (eager, halves)" in notes
-    assert "variant" not in " ".join(judge(port).notes)
+    assert "more coarsely" not in notes
+    plain = copyist.golden(describe=named(), name="plain")
+    assert "measured no other right roundings" in " ".join(judge(port, reference=plain).notes)
 
 
 def test_variant_that_the_manifest_names_and_no_file_holds_is_damage(copyist: Any, judge: Judge) -> None:

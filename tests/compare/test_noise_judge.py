@@ -37,6 +37,7 @@ CLEAN = NoiseRatio(
     channel_offset=1.0,
     channel_worst=1.0,
     worst_channel=23,
+    is_widened=True,
 )
 
 

@@ -24,6 +24,9 @@ LAYER = 1
 # What a short prompt without early flips does not show.
 FAINT = {
     "rope_positions_clamped",
+    "rope_positions_low_precision",
+    "rope_positions_modulo",
+    "rope_positions_counted",
     "padding_mask_missing",
     "swiglu_clamped",
     "norm_eps",
