@@ -128,7 +128,9 @@ class TestWithoutCheckpoint:
         result = command(
             mm2_compare, "--gpu-path", lost / golden.name, "--neuron-path", lost / run.name, "--json"
         )
-        return result.exit_code, json.loads(result.stdout)
+        record = json.loads(result.stdout)
+        assert "error" not in record, record
+        return result.exit_code, record
 
     @pytest.mark.parametrize("name", ["Nothing", "SwappedGateUp", "NoCorrectionBias", "AttentionScale"])
     @pytest.mark.parametrize("shows", ["", "_without_experts", "_outputs"])
