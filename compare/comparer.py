@@ -31,6 +31,7 @@ from compare.notes import (
     unfinished_notes,
 )
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
+from compare.proving import proved
 from compare.refed_judge import Refed, judge_refed
 from compare.router_dtypes import find_router_dtypes
 from compare.sides import Sides
@@ -72,6 +73,7 @@ class _Part:
     num_undecided: int = 0
 
 
+@proved
 def compare_captures(
     reference: CaptureSource,
     target: CaptureSource,

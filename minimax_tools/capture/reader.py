@@ -5,6 +5,7 @@ Whatever is read is held against its digest first (see `proof`): a tensor that i
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -75,6 +76,14 @@ class Capture:
                 next_step=f"{self._proof.next_step} If you changed it on purpose: mm2-gpu certify --golden "
                 f"{self.directory}.",
             )
+
+    def proving_beside(self) -> AbstractContextManager[None]:
+        """Check digests on a thread while a block goes on, which ends once all that was read in it is proved.
+
+        Raises:
+            CaptureError: At its end: something is not what was written, whatever the block came to.
+        """
+        return self._proof.beside()
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         """Sites stored for a layer, in execution order."""

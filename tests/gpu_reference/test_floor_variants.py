@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from damage.tampering import sign
 
 from gpu_reference.cli import main
 from gpu_reference.golden import GoldenRequest, open_golden
@@ -192,12 +196,14 @@ class TestCertified:
 
     def change(self, directory: Path, name: str, how: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         path = directory / "layer_1.floor.safetensors"
-        tensors = load_file(path)
+        tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
         if how is None:
             del tensors[name]
         else:
             tensors[name] = how(tensors[name])
+        path.unlink()
         save_file(tensors, path)
+        sign(directory)
 
     def test_right_variants_pass(self, copy: Path, command: Any) -> None:
         found = self.check(command, copy)["floor_variants"]
