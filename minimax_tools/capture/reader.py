@@ -238,6 +238,9 @@ class Capture:
         if self.description.noise_floor != "full":
             return None
         twin = self._read_optional(file, str(site), place=place)
+        if twin is None and entry is not None and site is not ModelSite.EMBEDDING:
+            # An older manifest does not list it; it kept the floor whole all the same.
+            raise self._absent(file, str(site), layer=entry.layer)
         if twin is not None:
             self._proof.check_twin(
                 site,
@@ -267,9 +270,10 @@ class Capture:
             self._proof.check_tensor(file, name, tensor, place=place)
         return tensor
 
-    def _absent(self, file: str, name: str) -> CaptureError:
+    def _absent(self, file: str, name: str, *, layer: int | None = None) -> CaptureError:
+        where = "" if layer is None else f" of layer {layer}"
         return CaptureError(
-            f"{self._proof.owner} is damaged: {file} holds no tensor {name!r}",
+            f"{self._proof.owner} is damaged: {file} holds no tensor {name!r}{where}",
             next_step=self._proof.next_step,
         )
 
