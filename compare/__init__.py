@@ -3,6 +3,7 @@
 - `comparer`: every layer-site pair of a run, a verdict and the blame; `notes`: what to know beside
 - `pairing`: whether two captures may be judged at all, and which layers that gives
 - `sides`: the two captures, with the `batch` of real tokens that they have in common
+- `proving`: no verdict before all that was read is proved; `proven_floor`: a golden must agree with its own floor
 - `opening`: both sides, as a command names them and whichever tool wrote them
 - `feed`: what a layer was fed; `incoming`: the error of what another layer handed on; `own_input` and
   `own_head`: the golden of a layer, and of what lies behind the last one, on the port's own values

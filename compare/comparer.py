@@ -36,6 +36,7 @@ from compare.notes import (
 from compare.own_head import on_own_output
 from compare.own_input import on_own_input
 from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
+from compare.proving import proved
 from compare.refed_judge import Refed, judge_refed
 from compare.router_dtypes import find_router_dtypes
 from compare.sides import Sides
@@ -82,6 +83,7 @@ class _Part:
     is_proved: bool = True
 
 
+@proved
 def compare_captures(
     reference: CaptureSource,
     target: CaptureSource,

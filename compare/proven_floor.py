@@ -40,13 +40,18 @@ def refuse_other_floor(
         layer: The layer; None outside the layers.
         site: The site.
         measured: (golden − twin)² summed per token.
-        stored: The distances of the same tokens, [T]; None where there are none.
+        stored: The distances of the same tokens, [T]; None where there are none, though it kept a twin.
 
     Raises:
-        CaptureError: They are others.
+        CaptureError: They are others, or none.
     """
     if stored is None:
-        return
+        group = _group(layer)
+        raise CaptureError(
+            f"the golden {golden.directory} is damaged: {group}.floor.safetensors holds no {error_name(site)}, and "
+            f"{group}.fp32.safetensors a float32 twin of {_place(site, layer)}",
+            next_step=_AGAIN,
+        )
     # A golden's NaN is refused where its values are judged.
     is_finite = measured.whole.isfinite()
     found, expected = measured.whole.sqrt()[is_finite], stored.double()[is_finite]
@@ -198,7 +203,7 @@ def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def _damaged(
     golden: CaptureSource, what: str, layer: int | None, *, expected: torch.Tensor, found: torch.Tensor
 ) -> CaptureError:
-    group = "model" if layer is None else f"layer_{layer}"
+    group = _group(layer)
     return CaptureError(
         f"the golden {golden.directory} was damaged or changed after it was made: {what} "
         f"({group}.safetensors, {group}.fp32.safetensors, {group}.floor.safetensors)",
@@ -206,6 +211,10 @@ def _damaged(
         found=f"{float(found.norm()):.6g}",
         next_step=_AGAIN,
     )
+
+
+def _group(layer: int | None) -> str:
+    return "model" if layer is None else f"layer_{layer}"
 
 
 def _place(site: Site | ModelSite, layer: int | None) -> str:

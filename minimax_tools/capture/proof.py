@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,6 +22,9 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.floor import token_rows
 from minimax_tools.metrics import TensorStatistics
 from minimax_tools.sites import ModelSite, Site
+
+# A file's name, a tensor's, and which file that is: its inode, time and size.
+_Key = tuple[str, str, int, int, int]
 
 _CHUNK_BYTES = 1 << 24
 _WITHOUT_TWIN = (str(Site.INPUT), str(ModelSite.EMBEDDING))
@@ -46,7 +51,9 @@ class Proof:
             for name, digest in file.tensors
         }
         self._texts = {} if manifest.digests is None else dict(manifest.digests.texts)
-        self._proved: set[tuple[str, str, int, int, int]] = set()
+        self._proved: set[_Key] = set()
+        self._pending: dict[_Key, Future[None]] = {}
+        self._hasher: ThreadPoolExecutor | None = None
         self._is_certified: bool | None = None
 
     @property
@@ -74,17 +81,7 @@ class Proof:
         Raises:
             CaptureError: It is another one.
         """
-        key = self._key(entry.file, entry.site)
-        if key in self._proved:
-            return
-        self._check_digest(entry.file, _place(entry.site, entry.layer), tensor, entry.digest)
-        if self._needs_statistics(entry) and not _resembles(tensor, entry.statistics):
-            raise CaptureError(
-                f"{self.owner} was changed after it was written: {_place(entry.site, entry.layer)} in {entry.file} "
-                "has other statistics than its manifest says",
-                next_step=self.next_step,
-            )
-        self._proved.add(key)
+        self._once(self._key(entry.file, entry.site), lambda: self._check_entry(entry, tensor))
 
     def check_tensor(self, file: str, name: str, tensor: torch.Tensor, *, place: str) -> None:
         """Pass where a tensor that no entry describes has its digest, or there is none to hold it against.
@@ -98,20 +95,16 @@ class Proof:
         Raises:
             CaptureError: It is another one, or the manifest does not list it.
         """
-        key = self._key(file, name)
-        if key in self._proved:
-            return
         if self._manifest.digests is None:
             self._check_certified_file(file)
-        else:
-            expected = self._digests.get((file, name))
-            if expected is None:
-                raise CaptureError(
-                    f"{self.owner} was changed after it was written: {place} in {file} has no digest in its manifest",
-                    next_step=self.next_step,
-                )
-            self._check_digest(file, place, tensor, expected)
-        self._proved.add(key)
+            return
+        expected = self._digests.get((file, name))
+        if expected is None:
+            raise CaptureError(
+                f"{self.owner} was changed after it was written: {place} in {file} has no digest in its manifest",
+                next_step=self.next_step,
+            )
+        self._once(self._key(file, name), lambda: self._check_digest(file, place, tensor, expected))
 
     def check_absent(self, file: str, name: str, *, place: str) -> None:
         """Pass where the manifest does not list a tensor that its file lacks.
@@ -198,6 +191,46 @@ class Proof:
         has_twin = self._manifest.description.noise_floor == "full" and entry.site not in _WITHOUT_TWIN
         return self._is_golden and not has_twin and not self.is_certified
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Check digests on a thread while the block goes on; it ends once all that was read in it is proved.
+
+        Raises:
+            CaptureError: Something is not what was written, whatever the block came to.
+        """
+        if self._hasher is not None:
+            yield
+            return
+        with ThreadPoolExecutor(1) as self._hasher:
+            try:
+                yield
+            finally:
+                self._hasher = None
+                pending, self._pending = self._pending, {}
+                for key, check in pending.items():
+                    check.result()
+                    self._proved.add(key)
+
+    def _once(self, key: _Key, check: Callable[[], None]) -> None:
+        """Run a check that did not pass before: now, or on the thread."""
+        if key in self._proved or key in self._pending:
+            return
+        if self._hasher is not None:
+            self._pending[key] = self._hasher.submit(check)
+            return
+        check()
+        self._proved.add(key)
+
+    def _check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
+        place = _place(entry.site, entry.layer)
+        self._check_digest(entry.file, place, tensor, entry.digest)
+        if self._needs_statistics(entry) and not _resembles(tensor, entry.statistics):
+            raise CaptureError(
+                f"{self.owner} was changed after it was written: {place} in {entry.file} has other statistics than its "
+                "manifest says",
+                next_step=self.next_step,
+            )
+
     def _no_twin(self, place: str, file: str, *, expected: str, found: str) -> CaptureError:
         return CaptureError(
             f"{self.owner} is damaged: {place} in {file} is no float32 twin",
@@ -220,20 +253,23 @@ class Proof:
     def _check_certified_file(self, file: str) -> None:
         """Hold a whole file against its certificate, where it has one."""
         certificate = self._manifest.certificate
-        key = self._key(file, "")
-        if certificate is None or key in self._proved or not self.is_certified:
+        if certificate is None or not self.is_certified:
             return
-        expected, found = certificate.files.get(file), digest_file(self._directory / file)
-        if expected != found:
-            raise CaptureError(
-                f"{self.owner} was damaged or changed after it was certified: {file}",
-                expected="no such file" if expected is None else f"sha256 {expected[:16]}…",
-                found=f"sha256 {found[:16]}…",
-                next_step=self.next_step,
-            )
-        self._proved.add(key)
+        expected = certificate.files.get(file)
 
-    def _key(self, file: str, name: str) -> tuple[str, str, int, int, int]:
+        def check() -> None:
+            found = digest_file(self._directory / file)
+            if expected != found:
+                raise CaptureError(
+                    f"{self.owner} was damaged or changed after it was certified: {file}",
+                    expected="no such file" if expected is None else f"sha256 {expected[:16]}…",
+                    found=f"sha256 {found[:16]}…",
+                    next_step=self.next_step,
+                )
+
+        self._once(self._key(file, ""), check)
+
+    def _key(self, file: str, name: str) -> _Key:
         """A tensor of a file as it is now: what replaces the file is checked again."""
         try:
             status = (self._directory / file).stat()

@@ -5,6 +5,7 @@ Whatever is read is held against its digest first (see `proof`): a tensor that i
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -75,6 +76,14 @@ class Capture:
                 next_step=f"{self._proof.next_step} If you changed it on purpose: mm2-gpu certify --golden "
                 f"{self.directory}.",
             )
+
+    def proving_beside(self) -> AbstractContextManager[None]:
+        """Check digests on a thread while a block goes on, which ends once all that was read in it is proved.
+
+        Raises:
+            CaptureError: At its end: something is not what was written, whatever the block came to.
+        """
+        return self._proof.beside()
 
     def sites(self, layer: int) -> tuple[Site, ...]:
         """Sites stored for a layer, in execution order."""
@@ -229,6 +238,9 @@ class Capture:
         if self.description.noise_floor != "full":
             return None
         twin = self._read_optional(file, str(site), place=place)
+        if twin is None and entry is not None and site is not ModelSite.EMBEDDING:
+            # An older manifest does not list it; it kept the floor whole all the same.
+            raise self._absent(file, str(site), layer=entry.layer)
         if twin is not None:
             self._proof.check_twin(
                 site,
@@ -258,9 +270,10 @@ class Capture:
             self._proof.check_tensor(file, name, tensor, place=place)
         return tensor
 
-    def _absent(self, file: str, name: str) -> CaptureError:
+    def _absent(self, file: str, name: str, *, layer: int | None = None) -> CaptureError:
+        where = "" if layer is None else f" of layer {layer}"
         return CaptureError(
-            f"{self._proof.owner} is damaged: {file} holds no tensor {name!r}",
+            f"{self._proof.owner} is damaged: {file} holds no tensor {name!r}{where}",
             next_step=self._proof.next_step,
         )
 

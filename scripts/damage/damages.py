@@ -36,6 +36,7 @@ class Damage:
         named: What a refusal must name, beside the capture.
         of_golden: Whether the golden is damaged; else the device run.
         in_stats: Whether a golden is damaged that kept the floor's distances alone, without twins.
+        is_provable_when_old: Whether it shows without digests of twins and floors.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Damage:
     named: tuple[str, ...] = ()
     of_golden: bool = True
     in_stats: bool = False
+    is_provable_when_old: bool = True
 
 
 def _zero(tensor: torch.Tensor) -> torch.Tensor:
@@ -243,7 +245,11 @@ _UNSIGNABLE = (
         name="one bit of the values", apply=lambda directory: flip_byte(directory, _VALUES), named=(_VALUES,)
     ),
     Damage(
-        name="one bit of the twins", apply=lambda directory: flip_byte(directory, _TWINS), named=(_TWINS,)
+        name="one bit of the twins",
+        apply=lambda directory: flip_byte(directory, _TWINS),
+        named=(_TWINS,),
+        # Less than the distances are known by.
+        is_provable_when_old=False,
     ),
     Damage(name="values cut off", apply=lambda directory: cut_file(directory, _VALUES), named=(_VALUES,)),
     Damage(name="twins cut off", apply=lambda directory: cut_file(directory, _TWINS), named=(_TWINS,)),

@@ -196,11 +196,12 @@ class TestCertified:
 
     def change(self, directory: Path, name: str, how: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         path = directory / "layer_1.floor.safetensors"
-        tensors = load_file(path)
+        tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
         if how is None:
             del tensors[name]
         else:
             tensors[name] = how(tensors[name])
+        path.unlink()
         save_file(tensors, path)
         sign(directory)
 

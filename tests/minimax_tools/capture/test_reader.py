@@ -87,7 +87,8 @@ def test_floor_that_is_promised_and_missing_is_an_error(
     with open_capture(tmp_path / "full", describe(noise_floor="full"), inputs=inputs) as writer:
         writer.write_layer(0, layer_of(0), twin={}, floor={})
     capture = Capture.open(tmp_path / "full")
-    assert capture.read_twin(0, Site.OUTPUT) is None
+    with pytest.raises(CaptureError, match=r"layer_0\.fp32\.safetensors holds no tensor 'output' of layer 0"):
+        capture.read_twin(0, Site.OUTPUT)
     (tmp_path / "full/layer_0.fp32.safetensors").unlink()
     with pytest.raises(CaptureError, match=r"layer_0\.fp32\.safetensors cannot be read"):
         capture.read_twin(0, Site.OUTPUT)
