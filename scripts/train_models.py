@@ -2,6 +2,7 @@
 
     python scripts/train_models.py --output-dir models            all of them, one after another
     python scripts/train_models.py --output-dir models b tiny     some of them
+    python scripts/train_models.py --output-dir models --table    what those that are there have learnt
 
 Each takes one core for 5 to 20 minutes. One torch version gives the same weights on one kind of machine: one thread,
 a fixed number of steps, a seed for each model. `tiny` is the one that lies in tests/models/learned.
@@ -10,11 +11,13 @@ a fixed number of steps, a seed for each model. `tiny` is the one that lies in t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 RECIPES = {
     # Many heads, long text: the shape of the first report.
@@ -43,10 +46,16 @@ def main() -> int:
     parser.add_argument(
         "--output-dir", type=Path, default=Path("mm2-models"), help="gets learned_MODEL and learned_MODEL_fp8"
     )
+    parser.add_argument(
+        "--table", action="store_true", help="print what the models there have learnt, and train none"
+    )
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.models) - set(RECIPES))
     if unknown:
         parser.error(f"there is no model {', '.join(unknown)}; there are {', '.join(RECIPES)}")
+    if arguments.table:
+        print_table(arguments.output_dir, arguments.models or list(RECIPES))
+        return 0
     for name in arguments.models or RECIPES:
         output = arguments.output_dir / f"learned_{name}"
         command = ["train", "--output", str(output), "--fp8-output", f"{output}_fp8", "--num-threads", "1"]
@@ -54,6 +63,46 @@ def main() -> int:
         if code:
             return code
     return 0
+
+
+def print_table(folder: Path, models: list[str]) -> None:
+    """Print the records of trained models as a table in Markdown; models that are not there are left out."""
+    print(
+        "| model | shape | text, MB | tokens | loss | bits per byte | others' experts | lzma | unigram | information |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name in models:
+        path = folder / f"learned_{name}" / "training.json"
+        if path.exists():
+            print(_row(name, json.loads(path.read_text(encoding="utf-8"))))
+
+
+def _row(name: str, record: dict[str, Any]) -> str:
+    model, text, after = record["model"], record["text"], record["after"]
+    shape = (
+        f"{model['num_hidden_layers']} layers of {model['hidden_size']}, "
+        f"{model['num_attention_heads']}/{model['num_key_value_heads']} heads of {model['head_dim']}, "
+        f"{model['num_experts_per_tok']} of {model['num_local_experts']} experts of {model['intermediate_size']}"
+    )
+    information = [
+        "{:.2f} → {:.2f}".format(
+            *(record[when]["layers"][layer]["token_information"] for when in ("before", "after"))
+        )
+        for layer in (0, -1)
+    ]
+    cells = (
+        name,
+        shape,
+        f"{text['name']}, {text['training_bytes'] / 1e6:.1f}",
+        f"{record['course']['num_tokens'] / 1e6:.2f} M",
+        f"{record['course']['loss']:.2f}",
+        f"{after['bits_per_byte']:.2f}",
+        f"{after['bits_per_byte_random_experts']:.2f}",
+        f"{record['rivals']['lzma']:.2f}",
+        f"{record['rivals']['unigram']:.2f}",
+        ", ".join(information),
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def _run(arguments: list[str]) -> int:

@@ -22,4 +22,6 @@ def test_demo_passes_the_right_port_and_blames_the_wrong_one(tmp_path: Path) -> 
     assert "FAIL: layer 5, moe_delta" in result.stdout
     assert "Layer 5 matches gate_up_swapped" in result.stdout
     assert "mm2: fail, to blame: layer 5: moe_delta" in result.stdout
+    assert "A class that → implements an iterable" in result.stdout
+    assert "pass, 16 of 16 and 16 of 16" in result.stdout
     assert (folder / "captures" / "gpu_reference" / "full_model" / "manifest.json").exists()

@@ -79,3 +79,16 @@ def test_unknown_model_is_refused_before_any_training(arguments: list[str], tmp_
     assert result.returncode == 2
     assert "there is no model nameless; there are a, b, c, d, tiny" in result.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_table_tells_of_the_models_that_are_there(tmp_path: Path) -> None:
+    (tmp_path / "learned_tiny").symlink_to(LEARNED)
+    result = subprocess.run(
+        [sys.executable, SCRIPT, "--output-dir", tmp_path, "--table"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *_, row = result.stdout.splitlines()
+    assert row.startswith("| tiny | 4 layers of 128, 4/2 heads of 32, 2 of 8 experts of 64 | prose, ")
+    assert len(result.stdout.splitlines()) == 3
