@@ -18,6 +18,7 @@ from figures import Figure, print_figures
 from compare.comparer import compare_captures
 from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.judge import Criteria
+from compare.weights import CheckpointWeights
 from minimax_tools.results import Comparison, SiteResult, Verdict
 
 
@@ -82,7 +83,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench.build(setting, Path(scratch))
             for port, mode, run in bench.run_ports(ports, Path(scratch) / "run"):
-                comparison = compare_captures(bench.golden, run, criteria=criteria, layer_pattern="layer_*")
+                comparison = compare_captures(
+                    bench.golden,
+                    run,
+                    criteria=criteria,
+                    layer_pattern="layer_*",
+                    weights=CheckpointWeights(model=str(bench.folder)),
+                )
                 tally[f"{port}, {mode}"].add(comparison)
                 print(f"{setting}: {port}, {mode}: {comparison.verdict} {comparison.blame}", file=sys.stderr)
     figures = [figure for name in sorted(tally) for figure in tally[name].figures(name)]
