@@ -21,9 +21,9 @@ from compare.proven_floor import (
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
 from minimax_tools.floor import (
-    NUM_COMPETITORS,
     ROUTER_MARGIN,
     ROUTER_NOISE,
+    competing_places,
     error_name,
     massive_error_name,
     ordinary_error_name,
@@ -116,12 +116,13 @@ class LayerFloor:
         logits = golden.read(self._layer, site)
         scores, exact = (self._batch.rows(side, site).float().sigmoid() for side in (logits, twin))
         errors = (scores - exact).abs()
-        refuse_other_router_noise(
-            golden, self._layer, errors=errors, stored=stored, num_competing=2 * NUM_COMPETITORS
-        )
         chosen, margin = golden.read_twin(self._layer, Site.ROUTER_EXPERTS), self.statistic(ROUTER_MARGIN)
         if chosen is None or margin is None or Site.ROUTER_EXPERTS not in golden.sites(self._layer):
             return
+        places = competing_places(chosen.shape[-1], errors.shape[-1])
+        refuse_other_router_noise(
+            golden, self._layer, errors=errors, stored=stored, num_competing=places.stop - places.start
+        )
         own = golden.read(self._layer, Site.ROUTER_EXPERTS)
         mine, exactly = (self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (own, chosen))
         refuse_other_choice(golden, self._layer, mine, exactly, errors=errors, margin=margin)

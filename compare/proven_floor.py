@@ -139,17 +139,15 @@ def refuse_other_router_noise(
         layer: The layer.
         errors: |golden − twin| of every expert's score, [T,E].
         stored: The noise that the golden stored, [T].
-        num_competing: How many scores compete.
+        num_competing: How many scores compete; none where all experts are chosen.
 
     Raises:
         CaptureError: It is not.
     """
-    if errors.shape[-1] <= num_competing:
-        # All may be chosen, and none competes.
-        smallest = torch.zeros_like(stored)
-    else:
-        smallest = errors.kthvalue(num_competing, dim=-1).values
-    is_possible = (stored <= errors.amax(dim=-1) + _SCORE_SLACK) & (stored >= smallest - _SCORE_SLACK)
+    smallest, largest = torch.zeros_like(stored), torch.zeros_like(stored)
+    if num_competing:
+        smallest, largest = errors.kthvalue(num_competing, dim=-1).values, errors.amax(dim=-1)
+    is_possible = (stored <= largest + _SCORE_SLACK) & (stored >= smallest - _SCORE_SLACK)
     if not bool(is_possible.all()):
         token = int((~is_possible).nonzero()[0])
         raise CaptureError(

@@ -22,7 +22,7 @@ MASSIVE_RATIO = 20.0
 ROUTER_MARGIN = "router_margin"
 ROUTER_NOISE = "router_noise"
 # Scores this close behind the k-th are in competition with it, counted in experts on either side.
-NUM_COMPETITORS = 4
+_NUM_COMPETITORS = 4
 _WITHOUT_ERROR = (Site.ROUTER_EXPERTS,)
 
 
@@ -153,6 +153,13 @@ def choice_margin(scores: torch.Tensor, k: int) -> torch.Tensor:
     return best[..., k - 1] - best[..., k]
 
 
+def competing_places(k: int, num_experts: int) -> slice:
+    """The experts, by descending biased score, that compete for the last of k places; none where all are chosen."""
+    if k >= num_experts:
+        return slice(0, 0)
+    return slice(max(k - _NUM_COMPETITORS, 0), min(k + _NUM_COMPETITORS, num_experts))
+
+
 def _on_real(statistic: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """A statistic [B,S] with zeros on padding, whatever stood there: NaN too."""
     return torch.where(real, statistic, 0.0)
@@ -164,6 +171,5 @@ def _routing(scores: torch.Tensor, noisy: torch.Tensor, k: int) -> tuple[torch.T
     if k >= scores.shape[-1]:
         return margin, torch.zeros(scores.shape[:2])
     order = scores.argsort(dim=-1, descending=True)
-    near = order[..., max(k - NUM_COMPETITORS, 0) : k + NUM_COMPETITORS]
-    error = (noisy - scores).gather(-1, near).abs()
+    error = (noisy - scores).gather(-1, order[..., competing_places(k, scores.shape[-1])]).abs()
     return margin, error.amax(dim=-1)

@@ -9,6 +9,7 @@ from minimax_tools.floor import (
     MASSIVE_RATIO,
     ROUTER_MARGIN,
     ROUTER_NOISE,
+    competing_places,
     error_name,
     floor_statistics,
     massive_channels,
@@ -146,3 +147,13 @@ class TestRouting:
         found = statistics({Site.ROUTER_LOGITS: logits}, {Site.ROUTER_LOGITS: logits}, k=EXPERTS)
         assert bool(found[ROUTER_MARGIN][REAL].isinf().all())
         assert not found[ROUTER_NOISE].any()
+
+
+@pytest.mark.parametrize(
+    ("k", "num_experts", "places"), [(8, 256, (4, 12)), (2, 16, (0, 6)), (6, 8, (2, 8)), (4, 4, (0, 0))]
+)
+def test_as_many_experts_compete_as_there_are_places_around_the_last(
+    k: int, num_experts: int, places: tuple[int, int]
+) -> None:
+    found = competing_places(k, num_experts)
+    assert (found.start, found.stop) == places
