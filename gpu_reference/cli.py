@@ -32,7 +32,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, capture_directory
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.index import find_absent_shards
-from minimax_tools.console import Mm2Group, print_json, show_warnings_only
+from minimax_tools.console import Mm2Group, end_command, print_json, show_warnings_only
 from minimax_tools.detail import shows_details, shows_pictures
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.memory import MemoryBudget
@@ -150,7 +150,7 @@ def show(directory: Path, as_json: bool, **reading: Any) -> None:
     else:
         click.echo(render_capture(source, inspection) + _word(generated))
     if is_damaged(source, inspection):
-        raise SystemExit(CaptureError.exit_code)
+        end_command(CaptureError.exit_code)
 
 
 main.add_command(certify_command)

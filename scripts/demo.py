@@ -148,7 +148,7 @@ def _continue_real_text(demo: Demo) -> bool:
     folder = demo.folder / "text"
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
     given = ["--model", LEARNED, "--max-new-tokens", NUM_NEW_TOKENS, "--captures", folder]
-    golden = _json("mm2-gpu", "full", *given, *prompts, "--floor-variants")
+    golden = _json("mm2-gpu", "full", *given, *prompts)
     port = _json(
         *("mm2-test", "full", *given, "--golden", folder / "gpu_reference" / "full_model"),
         *("--backend", "cpu"),

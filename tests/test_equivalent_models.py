@@ -49,7 +49,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         model = root / "model"
         rewrite_checkpoint(LEARNED, model, changes=CHAINS[request.param], seed=1)
     arguments = ["extract-all", "--model", model, "--prompts-file", LEARNED / "held_out.json"]
-    arguments += ["--max-length", 96, "--floor-variants", "--output-dir", root / "golden", "--quiet"]
+    arguments += ["--max-length", 96, "--output-dir", root / "golden", "--quiet"]
     result = click.testing.CliRunner().invoke(mm2_gpu, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return Written(model=model, golden=root / "golden")

