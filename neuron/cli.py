@@ -225,7 +225,7 @@ def show(directory: Path, map_template: bool, as_json: bool, **reading: Any) -> 
     else:
         click.echo(render_capture(source, inspection))
     if is_damaged(source, inspection):
-        raise SystemExit(CaptureError.exit_code)
+        end_command(CaptureError.exit_code)
 
 
 main.add_command(bisect_command)

@@ -24,7 +24,7 @@ from figures import describe_machine
 from fit_limits import Table, capped, fit_floorless, fit_ratios, widen
 from measure_noise import FLOORS, measure
 
-from compare.limits import RATIO_FIGURES, NoiseLimits, SiteLimits
+from compare.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits, SiteLimits
 from compare.limits_file import read_limits
 from minimax_tools.provenance import library_versions
 
@@ -62,9 +62,7 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
     tables["without_floor"] = fit_floorless(records, tables["isolated"])
     if before is not None:
         tables = _widen_all(tables, before)
-    for figures in tables["without_floor"].values():
-        if "relative_l2" in figures:
-            figures["relative_l2"] = capped(figures["relative_l2"])
+    _cap_floorless(tables["without_floor"], tables["isolated"], records)
     if any(record["floor"] == "full_variants" for record in records):
         tables |= fit_variants(records)
     runs = {(*_run_of(record), record["layer"]) for record in records}
@@ -111,6 +109,19 @@ def _widen_all(tables: Mapping[str, Table], before: NoiseLimits) -> dict[str, Ta
     names = ("isolated", "isolated_estimated", "chained", "chained_estimated", "without_floor")
     earlier = {name: _as_table(getattr(before, name)) for name in names}
     return {name: widen(tables[name], table) if name in tables else table for name, table in earlier.items()}
+
+
+def _cap_floorless(table: Table, ratios: Table, records: Sequence[dict[str, Any]]) -> None:
+    """Cap the limits of errors by the largest that BF16 cost a golden at each site."""
+    floors: dict[str, float] = {}
+    for record in records:
+        floor = record.get("floor_relative") or 0.0
+        floors[record["site"]] = max(floors.get(record["site"], 0.0), floor)
+    for site, figures in table.items():
+        if "relative_l2" in figures:
+            rho = ratios.get(site, {}).get("whole", ratios[ALL_SITES]["whole"]).usual
+            largest = max(floors.values()) if site == ALL_SITES else floors.get(site, 0.0)
+            figures["relative_l2"] = capped(figures["relative_l2"], largest=largest, rho=rho)
 
 
 def _as_table(limits: SiteLimits) -> Table:

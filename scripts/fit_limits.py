@@ -44,9 +44,8 @@ _FLOORLESS_MARGIN = 1.5
 # Of less than a few roundings to BF16 nothing tells what grew: a site's own error, which its limit holds already, would
 # be taken for what became of the error that was handed on.
 _LEAST_HANDED_ON = 5e-3
-# How far beyond what is usual an error without a floor may lie, at the rarest chance: of single tokens of trained
-# models the largest measured was 2.4 times.
-_FURTHEST = 4.0
+# How far beyond the largest that was measured the limit of an error without a floor may lie, at the rarest chance.
+_FURTHEST = 1.25
 _RAREST = 1e-8
 _WORST_OF = {"token_worst": "tokens", "channel_worst": "channels"}
 # A figure of k routing weights is of too few values to speak for other sites.
@@ -240,13 +239,19 @@ def _fit_relative(records: Sequence[Record], ratios: Table) -> Limit | None:
     )
 
 
-def capped(limit: Limit) -> Limit:
-    """A limit on an error that nowhere lies further than `_FURTHEST` times beyond what is usual.
+def capped(limit: Limit, *, largest: float, rho: float) -> Limit:
+    """A limit on an error that nowhere lies far beyond the largest that was measured.
 
     Models differ more than the tokens of one do, and the logarithm of what they differ by is not normal: a deviation
     that is extrapolated to a single token would let any error pass.
+
+    Args:
+        limit: As it was fitted.
+        largest: The golden's largest error at the site, of any number of tokens.
+        rho: What ports that are right come to in units of the golden's error.
     """
-    reach = math.log(_FURTHEST) / quantile(_RAREST)
+    furthest = _FURTHEST * _FLOORLESS_MARGIN * float(np.hypot(1.0, rho)) * largest
+    reach = math.log(max(furthest / limit.usual, _FURTHEST)) / quantile(_RAREST)
     spread = min(limit.spread, reach)
     return replace(
         limit, spread=_rounded(spread), token_spread=_rounded(min(limit.token_spread, reach - spread))

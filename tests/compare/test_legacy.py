@@ -187,9 +187,9 @@ class TestGolden:
         exit_code, record = compare(command, reference, write_single_layer(tmp_path / "right", source, 2))
         assert (exit_code, record["verdict"], record["compared"]) == (0, "pass", 1)
         assert any(note.startswith("the golden kept no noise floor") for note in record["notes"])
-        wrong = write_single_layer(
-            tmp_path / "wrong", source, 2, output_hidden_states=wrong_output(source, 2)
-        )
+        # Without a floor and of a backend that nobody names, a tenth of the output is beyond doubt.
+        output = 0.9 * source.read(2, Site.OUTPUT)
+        wrong = write_single_layer(tmp_path / "wrong", source, 2, output_hidden_states=output)
         exit_code, record = compare(command, reference, wrong)
         assert (exit_code, record["verdict"]) == (1, "fail")
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.tampering import write_manifest
 
 from compare.cli import main as mm2_compare
-from minimax_tools.capture.manifest import Manifest
+from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]
@@ -129,7 +129,7 @@ class TestWithoutCheckpoint:
             mm2_compare, "--gpu-path", lost / golden.name, "--neuron-path", lost / run.name, "--json"
         )
         record = json.loads(result.stdout)
-        assert "error" not in record, record
+        assert "error" not in record, record["error"]
         return result.exit_code, record
 
     @pytest.mark.parametrize("name", ["Nothing", "SwappedGateUp", "NoCorrectionBias", "AttentionScale"])
@@ -161,8 +161,9 @@ class TestWithoutCheckpoint:
 def _forget_model(capture: Path, copy: Path) -> None:
     """A copy of a capture on a machine that does not have the checkpoint."""
     copy.mkdir()
-    for path in capture.glob("*.safetensors"):
-        (copy / path.name).hardlink_to(path)
+    for path in capture.iterdir():
+        if path.suffix in (".safetensors", ".json") and path.name != MANIFEST_NAME:
+            (copy / path.name).hardlink_to(path)
     manifest = Manifest.read(capture)
     provenance = replace(manifest.description.provenance, model_source="/not/here")
     description = replace(manifest.description, provenance=provenance)
