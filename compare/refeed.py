@@ -102,6 +102,8 @@ class Refeed:
                     massive=selected.massive,
                     places=selected.places,
                     floor=floor,
+                    # The limits are those of the golden's floor: it is the widened one that was scaled.
+                    widest=None if selected.widest is None else floor,
                     stored_dtype=selected.dtype,
                 )
             elif number == 0:

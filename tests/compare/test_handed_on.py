@@ -132,7 +132,7 @@ class TestCulprits:
         return change
 
     def test_trace_of_a_culprit_behind_sites_that_pass_is_not_a_second_one(self, blamed: Any) -> None:
-        carried = {Site.ATTN_CONTEXT: 1.7, Site.ATTN_DELTA: 1.7, Site.ATTN_RESIDUAL: 2.3}
+        carried = {Site.ATTN_CONTEXT: 1.7, Site.ATTN_DELTA: 1.7, Site.ATTN_RESIDUAL: 1.95}
         assert blamed(carried) == [("attn_residual",)]
         assert blamed({Site.Q_ROPE: 20.0, **carried}) == [("q_rope",)]
 

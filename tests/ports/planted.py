@@ -287,6 +287,16 @@ class LaterRowsDiffer(Planted):
             return delta
 
 
+class LaterRowsDouble(Planted):
+    """X7, by far: each token is wrong by itself beyond doubt."""
+
+    class moe_class(port.Moe):  # noqa: N801
+        def forward(self, states):
+            delta = super().forward(states)
+            delta[1:] = delta[1:] * 2
+            return delta
+
+
 class NanInOneRow(Planted):
     """EP5: a corrupted payload."""
 

@@ -113,7 +113,7 @@ def test_a_mistake_without_a_name_is_given_its_place(
     toy: Path, golden: Path, command: Command, tmp_path: Path
 ) -> None:
     run = ["sweep", "--layers", "1:2", "--model", toy, "--golden", golden, "--backend", "cpu", "--quiet"]
-    target = f"{PLANTED}:LaterRowsDiffer"
+    target = f"{PLANTED}:LaterRowsDouble"
     assert command(mm2_test, *run, "--target", target, "--output-dir", tmp_path / "run").exit_code == 1
     paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "run")
     result = command(mm2_diagnose, *paths, "--mistake", "gelu_activation", "--quiet")
