@@ -259,3 +259,12 @@ class TestIncoming:
         handed = fed.clone()
         handed[0, 0] = bad
         assert not measure_incoming(fed, handed).is_finite
+
+
+def test_averages_of_few_channels_are_told_by_token_alone() -> None:
+    twin = random(TOKENS, 2, seed=0).float()
+    golden, port = (twin * (1 + 2e-3 * random(TOKENS, 2, seed=seed)).float() for seed in (1, 2))
+    noise = noise_ratio(rows_with(port, reference=golden, twin=twin))
+    assert (noise.channel_gain, noise.channel_offset) == (None, None)
+    assert noise.token_gain is not None
+    assert noise.channel_worst is not None
