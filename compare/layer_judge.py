@@ -94,14 +94,15 @@ class LayerJudge:
         terms = self.terms(site)
         if site not in _PAST_A_FLIP or self._criteria.name == "classic":
             return judge_values(result, rows, criteria=self._criteria, terms=terms)
-        replayed = None if self._replay is None else self._replay.tokens(site)
+        replay = self._replay_of(site)
+        replayed = None if replay is None else replay.tokens(site)
         return judge_values(
             replace(result, num_replayed=0 if replayed is None else int(replayed.sum())),
             rows,
             criteria=self._criteria,
             terms=terms,
             set_aside=self._find_set_aside(replayed),
-            replayed=None if self._replay is None else self._replay.rows(site, rows),
+            replayed=None if replay is None else replay.rows(site, rows),
         )
 
     def judged_rows(self, site: Site) -> Rows | None:
@@ -114,11 +115,10 @@ class LayerJudge:
         rows = self.stored_rows(site)
         if site not in _PAST_A_FLIP:
             return rows
-        if self._replay is None:
-            set_aside = self._find_set_aside(None)
-        else:
-            set_aside = self._find_set_aside(self._replay.tokens(site))
-            rows = self._replay.rows(site, rows)
+        replay = self._replay_of(site)
+        set_aside = self._find_set_aside(None if replay is None else replay.tokens(site))
+        if replay is not None:
+            rows = replay.rows(site, rows)
         return rows if set_aside is None else rows.select(~set_aside)
 
     def _judge_experts(self, result: SiteResult) -> SiteResult:
@@ -199,10 +199,14 @@ class LayerJudge:
         exact = None if twin is None else align_by_expert(twin, mine)
         return align_by_expert(reference, mine), align_by_expert(target, theirs), exact
 
+    def _replay_of(self, site: Site) -> Replay | None:
+        """What replays a site behind the choice; the weights of experts that nobody shows are in no known order."""
+        return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
+
     def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
         """Tokens past a flip that are not replayed; tokens that may flip where the port does not show its experts."""
-        if self._replay is not None and replayed is not None:
-            left_out = self._replay.flipped & ~replayed
+        if self._replay is not None:
+            left_out = self._replay.flipped if replayed is None else self._replay.flipped & ~replayed
             return left_out if self._derived is None else left_out | ~self._derived.is_sure
         return None if self.router_noise is None else self.router_noise.is_fragile()
 

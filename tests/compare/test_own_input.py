@@ -57,7 +57,7 @@ def places(record: dict[str, Any]) -> list[tuple[int, str]]:
     return [(blame["layer"], blame["sites"][-1]) for blame in record["blame"]]
 
 
-@pytest.mark.parametrize("shows", ["", "_without_experts", "_outputs"])
+@pytest.mark.parametrize("shows", ["", "_without_experts", "_without_choice", "_outputs"])
 def test_right_model_passes_whatever_it_shows(run_full: Callable[[str], Any], shows: str) -> None:
     exit_code, record, _ = run_full(f"Nothing_at_{LAYER}{shows}")
     assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
@@ -98,11 +98,18 @@ def test_one_wrong_token_is_blamed(run_full: Callable[[str], Any]) -> None:
     assert (exit_code, places(record)) == (1, [(LAYER, "moe_delta")])
 
 
-@pytest.mark.parametrize("mistake", ["SwappedGateUp", "NoCorrectionBias"])
+@pytest.mark.parametrize(
+    ("mistake", "shows"),
+    [
+        ("SwappedGateUp", "without_experts"),
+        ("NoCorrectionBias", "without_experts"),
+        ("SwappedGateUp", "without_choice"),
+    ],
+)
 def test_mistake_of_the_experts_shows_where_their_choice_does_not(
-    run_full: Callable[[str], Any], mistake: str
+    run_full: Callable[[str], Any], mistake: str, shows: str
 ) -> None:
-    exit_code, record, _ = run_full(f"{mistake}_at_{LAYER}_without_experts")
+    exit_code, record, _ = run_full(f"{mistake}_at_{LAYER}_{shows}")
     assert (exit_code, places(record)) == (1, [(LAYER, "moe_delta")])
     assert "router_experts" in record["blame"][0]["sites"]
 

@@ -1,8 +1,8 @@
 """Whole models of the example port with a planted mistake in one layer, as targets that their names describe.
 
-`SwappedGateUp_at_2` shows all sites, `SwappedGateUp_at_2_without_experts` hides the choice of experts, and
-`SwappedGateUp_at_2_outputs` shows its output alone; `SwappedGateUp_at_1_and_3` is wrong in two layers, and
-`Nothing_at_2` and so on plant nothing.
+`SwappedGateUp_at_2` shows all sites, `SwappedGateUp_at_2_without_experts` hides the choice of experts and their
+weights, `SwappedGateUp_at_2_without_choice` the choice alone, and `SwappedGateUp_at_2_outputs` shows its output alone.
+`SwappedGateUp_at_1_and_3` is wrong in two layers, and `Nothing_at_2` and so on plant nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import planted
 
-_NAME = re.compile(r"(?P<mistake>\w+?)_at_(?P<layers>\d+(_and_\d+)*)(_(?P<shows>outputs|without_experts))?")
-_HIDDEN = ("router_experts", "router_weights")
+_NAME = re.compile(
+    r"(?P<mistake>\w+?)_at_(?P<layers>\d+(_and_\d+)*)(_(?P<shows>outputs|without_experts|without_choice))?"
+)
+_HIDDEN = {"without_experts": ("router_experts", "router_weights"), "without_choice": ("router_experts",)}
 
 
 class OneToken(planted.Planted):
@@ -42,7 +44,8 @@ def __getattr__(name):
         if found["shows"] == "outputs":
             module.sites = {}
         elif found["shows"]:
-            module.sites = {site: place for site, place in module.sites.items() if site not in _HIDDEN}
+            hidden = _HIDDEN[found["shows"]]
+            module.sites = {site: place for site, place in module.sites.items() if site not in hidden}
         return module
 
     return build
