@@ -235,7 +235,7 @@ def _judge_excused(
 
 
 def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]) -> tuple[Blame, ...]:
-    """Of a layer that was handed errors of others: only what made a NaN or Inf itself is sure to be wrong."""
+    """Keep, of a layer that was handed errors of others, only what made a NaN or Inf itself is sure to be wrong."""
     made = {
         str(site)
         for site, one in results.items()
@@ -280,7 +280,7 @@ def _blame_tokens(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> tu
 
 
 def _is_chained(target: CaptureSource, parts: list[_Part]) -> bool:
-    """Whether layers were fed each other's outputs, or nobody knows what: limits on outputs then blame nobody."""
+    """Return whether layers were fed each other's outputs, or nobody knows what: limits then blame nobody."""
     description = target.known_description
     if description is not None:
         return description.run.mode is Mode.CHAINED

@@ -21,7 +21,7 @@ _ENDS = (Site.MOE_DELTA, Site.OUTPUT)
 
 
 def is_proved(results: Sequence[SiteResult]) -> bool:
-    """Whether the end of a layer was judged, on at least one token.
+    """Return whether the end of a layer was judged, on at least one token.
 
     Args:
         results: Of the sites that its run computes, in execution order; none of a layer that has not run.
@@ -44,7 +44,7 @@ def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
 
 
 def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
-    """Which layers no verdict stands on, and what would settle them."""
+    """Return which layers no verdict stands on, and what would settle them."""
     if not layers:
         return ()
     names = ", ".join(str(layer) for layer in layers)

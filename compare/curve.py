@@ -24,7 +24,7 @@ _TINY = 1e-300
 def measure_point(
     sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, incoming: Incoming | None
 ) -> CurvePoint | None:
-    """How far a layer's output is from the golden's; None where it was not judged.
+    """Return how far a layer's output is from the golden's; None where it was not judged.
 
     Args:
         sides: The captures; the golden's own values, not those on the port's input.

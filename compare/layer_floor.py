@@ -145,7 +145,7 @@ class LayerFloor:
             refuse_torn_floor(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
 
     def structure(self, site: Site) -> tuple[float, ...] | None:
-        """How many times as far as the golden's the averages of its variants stray, each at least 1.
+        """Return how many times as far as the golden's the averages of its variants stray, each at least 1.
 
         Of `Structure.figures`, the largest of all variants; None of a golden that measured none.
         """

@@ -62,7 +62,7 @@ class LayerJudge:
 
     @property
     def _hides_experts(self) -> bool:
-        """Whether the port does not show its choice, and shows something behind it."""
+        """Return whether the port does not show its choice, and shows something behind it."""
         held, shown = self._reference.sites(self._layer), self._target.sites(self._layer)
         return (
             Site.ROUTER_EXPERTS in held
@@ -200,7 +200,7 @@ class LayerJudge:
         return align_by_expert(reference, mine), align_by_expert(target, theirs), exact
 
     def _replay_of(self, site: Site) -> Replay | None:
-        """What replays a site behind the choice; the weights of experts that nobody shows are in no known order."""
+        """Return what replays a site behind the choice; weights of experts that nobody shows have no order."""
         return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
 
     def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:

@@ -99,7 +99,7 @@ def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 
 def _variant_notes(description: Description) -> tuple[str, ...]:
-    """Whether other right ways to compute its layers were measured, which limits are much tighter for."""
+    """Return whether other right ways to compute its layers were measured, which limits are much tighter for."""
     if description.floor_variants:
         return ()
     return (
@@ -156,7 +156,7 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 
 def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """What was read without a digest to hold it against."""
+    """Return what was read without a digest to hold it against."""
     notes = []
     for name, source in (("golden", reference), ("device run", target)):
         if not isinstance(source, Capture):

@@ -54,7 +54,7 @@ class OwnHeadGolden(Capture):
 
     @property
     def description(self) -> Description:
-        """What the golden is, with a noise floor that is kept whole."""
+        """Return what the golden is, with a noise floor that is kept whole."""
         if self._is_float32:
             return self.manifest.description
         return replace(self.manifest.description, noise_floor="full")
@@ -65,7 +65,7 @@ class OwnHeadGolden(Capture):
         return self._output if is_fed else super().read(layer, site)
 
     def model_sites(self) -> tuple[ModelSite, ...]:
-        """Those of the golden, and all behind the last layer."""
+        """Return those of the golden, and all behind the last layer."""
         held = super().model_sites()
         return tuple(site for site in ModelSite if site in held or site in self._twin)
 

@@ -61,7 +61,7 @@ class OwnInputGolden(Capture):
 
     @property
     def description(self) -> Description:
-        """What the golden is, with a noise floor that is kept whole."""
+        """Return what the golden is, with a noise floor that is kept whole."""
         if self._is_float32:
             return self.manifest.description
         return replace(self.manifest.description, noise_floor="full", floor_variants=(_VARIANT,))

@@ -112,7 +112,7 @@ class Replay:
         )
 
     def _logit_growth(self) -> torch.Tensor:
-        """How many times as far as the golden's the logits of its variants stray, squared: float64 [T], at least 1."""
+        """Return the squared error of variants' logits over the golden's: float64 [T], at least 1."""
         floor = LayerFloor(self._sides.reference, self._sides.batch, layer=self._layer)
         own, widest = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
         if own is None or widest is None:
@@ -122,7 +122,7 @@ class Replay:
     def _behind(
         self, site: Site, experts: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, ...]:
-        """What a site behind the experts is with each of their outputs [t,H]: exact, and rounded in several ways."""
+        """Return a site behind the experts for each of their outputs [t,H]: exact, and rounded in several ways."""
         if site is Site.MOE_DELTA:
             return experts
         exact, mine = self._read(Site.ATTN_RESIDUAL), self._read_reference(Site.ATTN_RESIDUAL)
@@ -171,7 +171,7 @@ class Replay:
         return self._opened
 
     def _compute_experts(self, weights: GoldenWeights) -> tuple[torch.Tensor, ...] | None:
-        """What the port's experts give, [t,H] each: exactly, rounded to nearest, and with a random variant."""
+        """Return what the port's experts give, [t,H] each: exactly, rounded to nearest, and with a random variant."""
         tokens, states, logits = self._tokens, self._read(Site.POST_NORM), self._logits
         mine, mine_logits = (self._read_reference(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
         if states is None or logits is None or mine is None or mine_logits is None:

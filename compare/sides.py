@@ -26,7 +26,7 @@ class Sides:
 
     @property
     def is_classic(self) -> bool:
-        """Whether the five classic limits judge."""
+        """Return whether the five classic limits judge."""
         return self.criteria.name == "classic"
 
     def terms(self, *, hides_flips: bool = False) -> Terms:

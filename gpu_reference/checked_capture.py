@@ -122,7 +122,7 @@ class CheckedCapture:
                     self._finite.faults.append(f"{count} of {entry.site}")
 
     def checks(self) -> list[Check]:
-        """What reading showed so far, the digests of everything that it stored among it."""
+        """Return what reading showed so far, the digests of everything that it stored among it."""
         inspection = inspect_capture(self.capture)
         self._digests.count, self._digests.faults = inspection.num_tensors, list(inspection.faults)
         return [

@@ -117,7 +117,7 @@ class Footprint:
 
     @property
     def _variant_bytes(self) -> int:
-        """What the variants take side by side: their sites, what their experts compute, and attention's scores."""
+        """Return what the variants take side by side: sites, what their experts compute, attention's scores."""
         num_variants = len(self.floor_variants)
         spec = self.spec
         num_routed = self.inputs.input_ids.numel() * spec.num_experts_per_tok

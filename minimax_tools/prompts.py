@@ -56,7 +56,7 @@ class InputRequest:
 
     @property
     def names_rows(self) -> bool:
-        """Whether the rows are the user's own, and not the default ones."""
+        """Return whether the rows are the user's own, and not the default ones."""
         return self.has_text or bool(self.input_ids) or bool(self.seq_lens)
 
     @property

@@ -408,7 +408,7 @@ class Comparison:
 
     @property
     def shows_outputs_only(self) -> bool:
-        """Whether of the layers nothing was judged but what leaves them."""
+        """Return whether of the layers nothing was judged but what leaves them."""
         judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
         declared = {site.site for site in self.sites if site.layer is not None}
         return judged == {str(Site.OUTPUT)} != declared

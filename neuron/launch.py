@@ -52,7 +52,7 @@ class _Rank:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it runs, and not in code of the port's: it may wait for another rank."""
+        """Return whether it runs, and not in code of the port's: it may wait for another rank."""
         return self.process.poll() is None and not self.record.read().is_in_port
 
     def failure(self) -> str | None:

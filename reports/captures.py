@@ -65,7 +65,7 @@ def capture_record(source: CaptureSource, inspection: Inspection | None = None) 
 
 
 def is_damaged(source: CaptureSource, inspection: Inspection | None) -> bool:
-    """Whether reading all of a capture showed faults, or its certificate speaks of other tensors than it lists."""
+    """Return whether reading all of a capture showed faults, or its certificate speaks of other tensors."""
     if not isinstance(source, Capture) or inspection is None:
         return False
     is_void = source.manifest.certificate is not None and not source.manifest.is_certified
@@ -200,7 +200,7 @@ def _word_certificate(capture: Capture, inspection: Inspection | None) -> str:
 
 
 def _word_digests(capture: Capture, inspection: Inspection | None) -> str:
-    """Whether the files are those that were written, such as `96 tensors match`."""
+    """Return whether the files are those that were written, such as `96 tensors match`."""
     older = "" if capture.has_digests else "; twins and floors have none, made by an older mm2"
     if inspection is None:
         return f"not verified here: mm2-test show verifies them{older}"

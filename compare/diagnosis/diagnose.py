@@ -170,7 +170,7 @@ def _diagnose_model(
     model: Path,
     mistakes: Sequence[ModelMistake],
 ) -> tuple[tuple[SiteDiagnosis, ...], tuple[str, ...]]:
-    """What lies outside the layers, each site on the port's own input to it; and why one could not be judged."""
+    """Return what lies outside the layers, each site on the port's own input to it; and why one could not be judged."""
     target = sides.target
     held = [site for site in ModelSite if site in golden.model_sites() and site in target.model_sites()]
     if not held:
@@ -192,7 +192,7 @@ def _diagnose_model(
 
 
 def _is_explained(blame: Blame, layers: Sequence[LayerDiagnosis], sites: Sequence[SiteDiagnosis]) -> bool:
-    """Whether a named mistake explains what the comparison blames."""
+    """Return whether a named mistake explains what the comparison blames."""
     if blame.layer is not None:
         return any(one.named for one in layers if one.layer == blame.layer)
     return any(one.named for one in sites if one.site in blame.sites)

@@ -95,7 +95,7 @@ class LayerDiagnosis:
 
     @property
     def is_right(self) -> bool:
-        """Whether there is nothing to explain: nobody blames it, and its error is that of a right layer."""
+        """Return whether there is nothing to explain: nobody blames it, and its error is that of a right layer."""
         return not self.named and not self.is_blamed and self.unexplained <= LIMITS.leaves
 
     @classmethod
@@ -123,7 +123,7 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteDiagnosis:
-    """What was found of one site outside the layers, judged on the port's own input to it.
+    """Findings at one site outside the layers, judged on the port's own input to it.
 
     Args:
         site: The site.
@@ -145,7 +145,7 @@ class SiteDiagnosis:
 
     @property
     def is_right(self) -> bool:
-        """Whether the site is right by what the port fed it; unless it is blamed, it may be a little off."""
+        """Return whether the site is right by what the port fed it; unless it is blamed, it may be a little off."""
         limit = LIMITS.leaves if self.is_blamed else _CLEARLY_WRONG
         return not self.named and self.unexplained <= limit
 

@@ -29,7 +29,7 @@ class LayerGroup:
 
     @property
     def is_right(self) -> bool:
-        """Whether there is nothing to explain."""
+        """Return whether there is nothing to explain."""
         return self.layers[0].is_right
 
     @property

@@ -14,7 +14,7 @@ from minimax_tools.sites import ModelSite, Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What reading all of a capture showed.
+    """Results of reading all of a capture.
 
     Args:
         num_tensors: Tensors that match their digests.

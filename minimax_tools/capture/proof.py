@@ -70,7 +70,7 @@ class Proof:
 
     @property
     def is_certified(self) -> bool:
-        """Whether a certificate speaks of what the manifest lists."""
+        """Return whether a certificate speaks of what the manifest lists."""
         if self._is_certified is None:
             self._is_certified = self._manifest.is_certified
         return self._is_certified
@@ -184,7 +184,7 @@ class Proof:
         self._proved.add(key)
 
     def _needs_statistics(self, entry: Entry) -> bool:
-        """Whether only its statistics would show that a golden's tensor was changed along with its digest.
+        """Return whether only its statistics would show that a golden's tensor was changed along with its digest.
 
         A certificate speaks of both; and where twins are kept, the floor tells.
         """
@@ -314,7 +314,7 @@ def _count_wrong(
 
 
 def _resembles(tensor: torch.Tensor, statistics: TensorStatistics) -> bool:
-    """Whether a tensor has the extremes and the norm that were noted of it."""
+    """Return whether a tensor has the extremes and the norm that were noted of it."""
     if tensor.numel() == 0:
         return True
     low, high = (float(value) for value in tensor.aminmax())

@@ -60,7 +60,7 @@ class Capture:
 
     @property
     def has_digests(self) -> bool:
-        """Whether inputs, twins and floors have digests too; older captures have those of sites alone."""
+        """Return whether inputs, twins and floors have digests too; older captures have those of sites alone."""
         return self.manifest.digests is not None
 
     def refuse_void_certificate(self) -> None:
@@ -211,7 +211,7 @@ class Capture:
         return self._read_optional(INPUTS_NAME, "hidden_states", place="hidden_states")
 
     def read_generation(self) -> Generation | None:
-        """What was generated behind the prompts; None where nothing was.
+        """Return what was generated behind the prompts; None where nothing was.
 
         Raises:
             CaptureError: The file is damaged.

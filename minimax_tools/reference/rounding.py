@@ -20,7 +20,7 @@ _GOLDEN_RATIO = 2654435761
 
 
 class RoundingKind(IntEnum):
-    """How a copy rounds; the copies of a batch lie in this order."""
+    """A way to round; the copies of a batch lie in this order."""
 
     EXACT = 0
     NEAREST = 1

@@ -24,7 +24,7 @@ _MANY_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertRounding:
-    """How each token's experts round.
+    """Roundings of each token's experts.
 
     Args:
         rounding: Rounds rows.

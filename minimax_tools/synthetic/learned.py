@@ -42,7 +42,7 @@ PROMPT_LENGTHS = (157, 1, 4, 61, 500, 17)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
-    """What was trained: how the training went, and what the model makes of text that it never saw."""
+    """Return what was trained: how the training went, and what the model makes of text that it never saw."""
 
     folders: tuple[Path, ...]
     course: TrainingCourse
@@ -154,7 +154,7 @@ def cut_prompts(corpus: Corpus, tokenizer: tokenizers.Tokenizer) -> list[str]:
 def training_record(
     learned: LearnedModel, *, model: SyntheticModel, options: TrainingOptions
 ) -> dict[str, Any]:
-    """What training.json tells."""
+    """Return what training.json tells."""
     return {
         "model": asdict(model),
         "options": {**asdict(options), "num_steps": learned.course.num_steps, "minutes": None},

@@ -29,7 +29,7 @@ _TIMEOUT_STEP = f"Allow more with --layer-timeout SECONDS; 0 sets no limit. {_RE
 
 
 def describe_end(exit_code: int, status: Status) -> str:
-    """How a process ended, and what it did last: "it was ended by SIGSEGV (…) while running layer 3 of …".
+    """Return how a process ended, and what it did last: "it was ended by SIGSEGV (…) while running layer 3 of …".
 
     Args:
         exit_code: Its exit code; of one that a signal ended, the signal's number below zero.
@@ -45,7 +45,7 @@ def describe_end(exit_code: int, status: Status) -> str:
 
 
 def describe_timeout(status: Status) -> str:
-    """What took too long: "running layer 3 of … took more than 60 s"."""
+    """Return what took too long: "running layer 3 of … took more than 60 s"."""
     return f"{status.activity} took more than {status.limit_s:g} s"
 
 

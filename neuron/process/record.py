@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What a process is doing.
+    """Return what a process is doing.
 
     Args:
         activity: As in "running layer 3 of target port.py:Layer"; empty while mm2 is at work between layers.
@@ -102,7 +102,7 @@ class StatusRecord:
         return self._latest
 
     def read_stack(self) -> str:
-        """What faulthandler wrote of the process's Python stack; empty where it wrote nothing."""
+        """Return what faulthandler wrote of the process's Python stack; empty where it wrote nothing."""
         return os.pread(self.descriptor, _MOST_STACK, _SIZE).decode(errors="replace")
 
     def close(self) -> None:

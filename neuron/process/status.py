@@ -114,7 +114,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _output_size() -> int:
-    """How much was written to standard output, where that is a file."""
+    """Return how much was written to standard output, where that is a file."""
     about = os.fstat(1)
     return about.st_size if stat.S_ISREG(about.st_mode) else 0
 

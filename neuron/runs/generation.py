@@ -97,7 +97,7 @@ def generate_greedily(
 
 
 def _positions_left(inputs: Inputs, spec: ModelSpec) -> list[int]:
-    """How many tokens can follow each row."""
+    """Return how many tokens can follow each row."""
     return [
         num_positions_left(positions[-1], spec.max_position_embeddings)
         for positions in inputs.row_positions()

@@ -29,7 +29,7 @@ _SAME_PORT = Path(__file__).parents[1] / "examples" / "transformers_port.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What comparing showed.
+    """Return what comparing showed.
 
     Args:
         exit_code: Of `mm2-compare`.

@@ -127,22 +127,22 @@ class Case:
 
     @property
     def is_alarmed(self) -> bool:
-        """Whether mm2 fails the layer, with all sites shown or by its output alone."""
+        """Return whether mm2 fails the layer, with all sites shown or by its output alone."""
         return self.is_detected or self.black_box_detected
 
     @property
     def is_nothing_else_blamed(self) -> bool:
-        """Whether no site is blamed but those where it lives."""
+        """Return whether no site is blamed but those where it lives."""
         return {site for sites in self.blamed for site in sites} <= set(self.sites)
 
     @property
     def is_learned(self) -> bool:
-        """Whether its weights were learned, and not drawn by chance."""
+        """Return whether its weights were learned, and not drawn by chance."""
         return bool(self.model)
 
     @property
     def is_passed(self) -> bool:
-        """Whether the run that it belongs to ends with exit code 0."""
+        """Return whether the run that it belongs to ends with exit code 0."""
         return bool(self.verdict) and Verdict(self.verdict).exit_code == 0
 
     @property

@@ -62,7 +62,7 @@ class Death:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether earlier layers have run by then."""
+        """Return whether earlier layers have run by then."""
         return self.place == "run"
 
     def write(self, folder: Path) -> str:

@@ -62,7 +62,7 @@ class DumpCase:
 
     @property
     def is_mistake(self) -> bool:
-        """Whether a layer is wrong."""
+        """Return whether a layer is wrong."""
         return self.kind in ("catalogued", "uncatalogued")
 
     @property
@@ -73,27 +73,27 @@ class DumpCase:
 
     @property
     def is_above_floor(self) -> bool:
-        """Whether what the view shows of the mistake is more than BF16 costs there."""
+        """Return whether what the view shows of the mistake is more than BF16 costs there."""
         return self.is_mistake and self.effect >= 1.0
 
     @property
     def is_passed(self) -> bool:
-        """Whether mm2-compare would end with exit code 0."""
+        """Return whether mm2-compare would end with exit code 0."""
         return Verdict(self.verdict).exit_code == 0
 
     @property
     def is_detected(self) -> bool:
-        """Whether mm2 says that the port differs."""
+        """Return whether mm2 says that the port differs."""
         return self.verdict == Verdict.FAIL
 
     @property
     def is_layer_named(self) -> bool:
-        """Whether the wrong layer is blamed, and no other place is."""
+        """Return whether the wrong layer is blamed, and no other place is."""
         return {layer for layer, _ in self.blamed} == {self.layer}
 
     @property
     def is_site_named(self) -> bool:
-        """Whether what is blamed is where the mistake lives, and nothing else."""
+        """Return whether what is blamed is where the mistake lives, and nothing else."""
         named = {site for _, sites in self.blamed for site in sites}
         return self.is_layer_named and named <= set(self.sites)
 

@@ -50,7 +50,7 @@ class PlannedDump:
 
     @property
     def backend(self) -> str:
-        """Where it runs."""
+        """Return where it runs."""
         return "cpu"
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
 
 
 def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
-    """What went wrong, each with a word for it."""
+    """Return what went wrong, each with a word for it."""
     for case in cases:
         if case.is_above_floor and case.is_passed:
             yield "false pass", case

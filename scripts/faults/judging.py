@@ -44,7 +44,7 @@ class LayerVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """What was said of a run.
+    """Return what was said of a run.
 
     Args:
         verdict: The conclusion.

@@ -72,7 +72,7 @@ def plan_decoding(stage: Stage, plants: tuple[Plant, ...]) -> Iterator[PlannedRu
 
 
 def shows_on(plant: Plant, stage: Stage) -> bool:
-    """Whether a plant can show on a stage, by the rows' padding and positions, and by whether weights are FP8."""
+    """Return whether a plant can show on a stage, by the rows' padding and positions, and FP8 weights."""
     is_padded = stage.padding_side == "left" or not plant.needs_left_padding
     is_far = stage.has_far_positions or not plant.needs_far_positions
     return is_padded and is_far and (stage.is_fp8 or not plant.needs_fp8)

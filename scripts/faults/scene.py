@@ -53,12 +53,12 @@ class Stage:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the model's matrices are stored as FP8 codes with scales; those of synthetic ones are."""
+        """Return whether the model's matrices are stored as FP8 codes with scales; those of synthetic ones are."""
         return self.learned is None or self.learned.is_fp8
 
     @property
     def has_far_positions(self) -> bool:
-        """Whether some prompt begins far from position 0."""
+        """Return whether some prompt begins far from position 0."""
         return any(self.start_positions)
 
     def model(self) -> SyntheticModel:

@@ -12,7 +12,7 @@ _OUTPUTS = frozenset({Site.INPUT, Site.OUTPUT})
 
 
 def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
-    """The same capture of a port that does not show some sites of its layers; what lies outside them stays."""
+    """Return the same capture of a port that does not show some sites of its layers; what lies outside them stays."""
     names = {str(site) for site in hidden}
     manifest = replace(
         capture.manifest,
@@ -25,7 +25,7 @@ def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
 
 
 def as_black_box(capture: Capture) -> Capture:
-    """The same capture of a port that shows of its layers the output and nothing else."""
+    """Return the same capture of a port that shows of its layers the output and nothing else."""
     return hide_sites(capture, [site for site in Site if site not in _OUTPUTS])
 
 

@@ -123,7 +123,7 @@ def test_mistake_shows_in_a_model_that_shows_outputs_alone(
 
 
 class TestWithoutCheckpoint:
-    """What a capture alone cannot prove is never passed."""
+    """Return what a capture alone cannot prove is never passed."""
 
     def compare(
         self, command: Command, golden: Path, run: Path, tmp_path: Path

@@ -55,7 +55,7 @@ EVERY_COMMAND = ("bisect", "sweep", "component", "full", "trace", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended."""
+    """Return how a command ended."""
 
     exit_code: int
     stdout: str

@@ -57,7 +57,7 @@ class SiteCase:
     notes: tuple[str, ...] = ()
 
     def may_have(self, mistake: ModelMistake) -> bool:
-        """Whether a mistake can show here: one of the final norm does at the logits where the norm is not held."""
+        """Return whether a mistake can show here: one of the final norm does at logits where it is not held."""
         return mistake.site is self.site or (self.is_through_norm and mistake.site is ModelSite.FINAL_NORM)
 
     def predict(self, mistake: ModelMistake, parameters: Parameters) -> torch.Tensor | None:
@@ -143,7 +143,7 @@ class ModelCases:
         return (rows[:, self._columns] if site is ModelSite.LOGITS else rows).float()
 
     def _scene(self, side: CaptureSource, *, has_norm: bool) -> ModelScene:
-        """What one side computed from, all real tokens; the final norm from the states where the port lacks it."""
+        """Return what one side computed from, all real tokens; the final norm computed where the port lacks it."""
         inputs = self._golden.read_inputs()
         ids = inputs.input_ids[inputs.attention_mask.bool()]
         prompts = inputs.attention_mask.bool().nonzero()[:, 0]

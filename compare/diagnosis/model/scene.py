@@ -53,7 +53,7 @@ class ModelScene:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unit:
-    """What noise comes to at a site, channel by channel.
+    """Noise at a site, channel by channel.
 
     Args:
         variance: Mean square of the golden's own error, at least of one rounding: float32 [F].

@@ -22,7 +22,7 @@ _SAME = 1.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Score:
-    """How well a mistake explains the port.
+    """A mistake's fit to the port.
 
     Args:
         order: Its place in the catalogue.

@@ -45,7 +45,7 @@ class ModelWeights:
 
     @property
     def has_head(self) -> bool:
-        """Whether the checkpoint stores a head of its own."""
+        """Return whether the checkpoint stores a head of its own."""
         return names.LM_HEAD in self._reader.index.entries
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What is read of a capture is what was written, or it is refused by name."""
+"""Return what is read of a capture is what was written, or it is refused by name."""
 
 from __future__ import annotations
 
