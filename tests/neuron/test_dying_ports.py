@@ -193,6 +193,8 @@ def started(small: Path, tmp_path: Path) -> Iterator[Start]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            # Tests that a shell runs in the background are left with interrupts ignored, and so would be the run.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         supervisors.append(supervisor)
         deadline = time.monotonic() + DEADLINE_S
