@@ -235,7 +235,7 @@ def _judge_excused(
 
 
 def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]) -> tuple[Blame, ...]:
-    """Keep, of a layer that was handed errors of others, only what made a NaN or Inf itself is sure to be wrong."""
+    """Keep the blame of sites that made a NaN or Inf: of a layer that was handed errors, they alone are sure."""
     made = {
         str(site)
         for site, one in results.items()

@@ -12,6 +12,7 @@ import torch
 
 from compare.incoming import measure_incoming
 from compare.sides import Sides
+from compare.terms import computes_in_float32
 from compare.weights import HeadWeights
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
@@ -40,7 +41,7 @@ class OwnHeadGolden(Capture):
         self._output = fed.masked_fill(~real[..., None], 0.0)
         head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
         self._twin = head.run(self._output)
-        self._is_float32 = golden.description.provenance.dtypes["weights"] == "float32"
+        self._is_float32 = computes_in_float32(golden)
         self._rounded = self._twin if self._is_float32 else self._round(head)
         self._floor: dict[str, torch.Tensor] = {}
         if not self._is_float32:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from typing import Any
 
 import torch
 
 from compare.sides import Sides
+from compare.terms import computes_in_float32
 from compare.weights import GoldenWeights
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
-from minimax_tools.floor import ROUTER_MARGIN, floor_statistics, variant_name
+from minimax_tools.floor import floor_statistics, variant_statistics
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import RoundingKind
 from minimax_tools.sites import Site
@@ -47,7 +48,7 @@ class OwnInputGolden(Capture):
         fed = target.read(layer, Site.INPUT).reshape(*inputs.batch_shape, -1)
         self._layer = layer
         self._input = fed.masked_fill(is_padding[..., None], 0.0)
-        self._is_float32 = golden.description.provenance.dtypes["weights"] == "float32"
+        self._is_float32 = computes_in_float32(golden)
         kinds = (
             (RoundingKind.EXACT,)
             if self._is_float32
@@ -57,7 +58,9 @@ class OwnInputGolden(Capture):
             self._input, inputs, router_experts=None
         )
         self._rounded = others[0] if others else self._twin
-        self._floor = {} if self._is_float32 else self._measure_floor(others, weights)
+        self._floor: Mapping[str, torch.Tensor] = {}
+        if not self._is_float32:
+            self._floor = self._measure_floor(others[1], weights, inputs.attention_mask)
 
     @property
     def description(self) -> Description:
@@ -93,28 +96,15 @@ class OwnInputGolden(Capture):
         return self._floor.get(name)
 
     def _measure_floor(
-        self, computed: list[dict[Site, torch.Tensor]], weights: GoldenWeights
+        self, variant: Mapping[Site, torch.Tensor], weights: GoldenWeights, mask: torch.Tensor
     ) -> Mapping[str, torch.Tensor]:
-        statistics: dict[str, torch.Tensor] = {}
-        for name, sites in zip((None, _VARIANT), computed, strict=True):
-            measured = floor_statistics(
-                sites,
-                self._twin,
-                attention_mask=self._mask,
-                correction_bias=weights.tensors[CORRECTION_BIAS].float(),
-                num_experts_per_tok=weights.spec.num_experts_per_tok,
-                golden=self._rounded,
-            )
-            if name is not None:
-                measured.pop(ROUTER_MARGIN, None)
-            statistics |= {
-                key if name is None else variant_name(name, key): value for key, value in measured.items()
-            }
-        return statistics
-
-    @cached_property
-    def _mask(self) -> torch.Tensor:
-        return self.read_attention_mask()
+        layer: dict[str, Any] = {
+            "attention_mask": mask,
+            "correction_bias": weights.tensors[CORRECTION_BIAS].float(),
+            "num_experts_per_tok": weights.spec.num_experts_per_tok,
+        }
+        own = floor_statistics(self._rounded, self._twin, **layer)
+        return own | variant_statistics({_VARIANT: variant}, self._twin, golden=self._rounded, **layer)
 
 
 def on_own_input(sides: Sides, layer: int) -> Sides | None:

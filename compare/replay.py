@@ -39,7 +39,7 @@ class Replay:
     def __init__(self, sides: Sides, *, layer: int, experts: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._sides = sides
         self._layer = layer
-        self._mine, self._theirs = (side.long() for side in experts)
+        self._theirs = experts[1].long()
         self.flipped = flipped_tokens(*experts)
         self._logits = self._read(Site.ROUTER_LOGITS)
         self._tokens = self.flipped & self._are_experts()

@@ -10,7 +10,7 @@ import torch
 
 from gpu_reference.weights import GoldenWeights
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
-from minimax_tools.floor import ROUTER_MARGIN, error_norms, floor_statistics, variant_name
+from minimax_tools.floor import error_norms, floor_statistics, variant_statistics
 from minimax_tools.inputs import Inputs
 from minimax_tools.memory import give_back_freed_pages
 from minimax_tools.reference.head import Float32Head
@@ -99,7 +99,6 @@ class NoiseFloor:
         if not self.variants:
             return {}
         weights = self.weights.layer(layer)
-        bias = weights[CORRECTION_BIAS].cpu()
         computed = run_variants(
             self.variants,
             captured[Site.INPUT].to(device),
@@ -109,19 +108,15 @@ class NoiseFloor:
             router_experts=captured[Site.ROUTER_EXPERTS],
             layer=layer,
         )
-        statistics: dict[str, torch.Tensor] = {}
-        for name, sites in computed.items():
-            measured = floor_statistics(
-                {site: sites[site].cpu() for site in twin if site in captured},
-                twin,
-                attention_mask=self.inputs.attention_mask,
-                correction_bias=bias,
-                num_experts_per_tok=self.spec.num_experts_per_tok,
-                golden=captured,
-            )
-            # The margin is the twin's: it is one for all.
-            measured.pop(ROUTER_MARGIN, None)
-            statistics |= {variant_name(name, key): value for key, value in measured.items()}
+        wanted = [site for site in twin if site in captured]
+        statistics = variant_statistics(
+            {name: {site: sites[site].cpu() for site in wanted} for name, sites in computed.items()},
+            twin,
+            attention_mask=self.inputs.attention_mask,
+            correction_bias=weights[CORRECTION_BIAS].cpu(),
+            num_experts_per_tok=self.spec.num_experts_per_tok,
+            golden=captured,
+        )
         # What ran before left memory in pieces that nothing large fits into.
         give_back_freed_pages()
         return statistics

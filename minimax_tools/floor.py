@@ -99,6 +99,41 @@ def floor_statistics(
     )
 
 
+def variant_statistics(
+    computed: Mapping[str, Mapping[Site, torch.Tensor]],
+    twin: Mapping[Site, torch.Tensor],
+    *,
+    attention_mask: torch.Tensor,
+    correction_bias: torch.Tensor,
+    num_experts_per_tok: int,
+    golden: Mapping[Site, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Measure the floor statistics of a layer's variants, under names that begin with the variant's.
+
+    Args:
+        computed: Tensors by variant and site, of the sites to measure.
+        twin: Float32 tensors by site.
+        attention_mask: int64 [B,S].
+        correction_bias: float32 [E].
+        num_experts_per_tok: k.
+        golden: The golden's tensors by site.
+    """
+    statistics: dict[str, torch.Tensor] = {}
+    for name, sites in computed.items():
+        measured = floor_statistics(
+            sites,
+            twin,
+            attention_mask=attention_mask,
+            correction_bias=correction_bias,
+            num_experts_per_tok=num_experts_per_tok,
+            golden=golden,
+        )
+        # The margin is the twin's: it is one for all.
+        measured.pop(ROUTER_MARGIN, None)
+        statistics |= {variant_name(name, key): value for key, value in measured.items()}
+    return statistics
+
+
 def _router_statistics(
     reference: Mapping[Site, torch.Tensor],
     twin: Mapping[Site, torch.Tensor],
