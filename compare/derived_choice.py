@@ -1,6 +1,7 @@
 """DerivedChoice: the experts that a port must have chosen, by what it shows of its router.
 
 A dump often keeps the router's logits, or what the router was fed, and not the choice. A right router chooses by them.
+Where the choice is shown too, the two must agree: no rounding of the hidden states stands between them.
 T real tokens, E experts, k experts per token, H hidden.
 """
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compare.routing import flipped_tokens
 from compare.sides import Sides
 from compare.weights import GoldenWeights
 from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE
@@ -34,6 +36,15 @@ class DerivedChoice:
     experts: torch.Tensor
     is_sure: torch.Tensor
 
+    def completed(self, other: DerivedChoice | None) -> DerivedChoice:
+        """This choice, and the other's where this one is not sure."""
+        if other is None:
+            return self
+        return DerivedChoice(
+            experts=self.experts.where(self.is_sure[:, None], other.experts),
+            is_sure=self.is_sure | other.is_sure,
+        )
+
 
 def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
     """The choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
@@ -57,6 +68,29 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
         return None
     with sides.weights.open_layer(layer, sides.reference) as weights:
         return _derive(usable, weights)
+
+
+def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torch.Tensor | None:
+    """Tokens whose experts are not those that the port's own logits and the right correction bias give: bool [T].
+
+    Args:
+        sides: The captures.
+        layer: The layer.
+        experts: The port's, [T,k].
+
+    Returns:
+        None where the port does not show its logits, or nobody knows the bias.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    rows = sides.read_rows(layer, Site.ROUTER_LOGITS)
+    if sides.weights is None or rows is None or not bool(rows[1].isfinite().all()):
+        return None
+    with sides.weights.open_layer(layer, sides.reference) as weights:
+        derived = _derive({Site.ROUTER_LOGITS: rows[1].float()}, weights)
+    return derived.is_sure & flipped_tokens(derived.experts, experts)
 
 
 def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedChoice:

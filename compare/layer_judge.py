@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 
 from compare.criteria import OUTPUTS_ALONE
-from compare.derived_choice import derive_choice
+from compare.derived_choice import DerivedChoice, derive_choice, find_contradictions
 from compare.feed import Feed
 from compare.judge import find_mismatch, judge_values
 from compare.layer_floor import LayerFloor
+from compare.nearest_choice import find_nearest_choice
 from compare.noise import Rows
 from compare.noise_judge import judge_routing
 from compare.norms import Squares
@@ -53,12 +54,30 @@ class LayerJudge:
         self._floor = LayerFloor(sides.reference, sides.batch, layer=layer)
         self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
         self.router_noise = self._read_router_noise()
-        self._derived = derive_choice(sides, layer) if self._hides_experts else None
+        self._derived = self._derive_choice() if self._hides_experts else None
         choices = self._experts
         if self._derived is not None:
             mine = self._reference.read(layer, Site.ROUTER_EXPERTS)
             choices = self._batch.rows(mine, Site.ROUTER_EXPERTS), self._derived.experts
         self._replay = None if choices is None else Replay(sides, layer=layer, experts=choices)
+
+    def _derive_choice(self) -> DerivedChoice | None:
+        """What the port chose, by its router; where that does not tell, by what left its experts."""
+        derived = derive_choice(self._sides, self._layer)
+        noise = self.router_noise
+        is_told = derived is not None and bool(derived.is_sure.all())
+        if is_told or noise is None or self._incoming is not None or self._sides.is_classic:
+            return derived
+        for site in (Site.MOE_DELTA, Site.OUTPUT):
+            shown = self._sides.read_rows(self._layer, site)
+            if shown is None or not bool(shown[1].isfinite().all()):
+                continue
+            rows = self.stored_rows(site)
+            if not rows.has_floor:
+                return derived
+            nearest = find_nearest_choice(self._sides, self._layer, site=site, rows=rows, noise=noise)
+            return nearest if derived is None else derived.completed(nearest)
+        return derived
 
     @property
     def _hides_experts(self) -> bool:
@@ -123,10 +142,28 @@ class LayerJudge:
 
     def _judge_experts(self, result: SiteResult) -> SiteResult:
         assert self._experts is not None, "both sides hold experts of one shape here"
-        noise = self.router_noise
-        if noise is not None and self._replay is not None and self._criteria.name != "classic":
-            noise = replace(noise, scores=self._replay.scores)
-        return self.judge_choice(result, self._experts[0], noise)
+        noise, replay = self.router_noise, self._replay
+        if self._criteria.name == "classic" or replay is None or not bool(replay.flipped.any()):
+            return self.judge_choice(result, self._experts[0], noise)
+        if noise is not None:
+            noise = replace(noise, scores=replay.scores)
+        judged = self.judge_choice(result, self._experts[0], noise)
+        if judged.status is SiteStatus.FAIL:
+            return judged
+        contradictions = find_contradictions(self._sides, self._layer, self._experts[1])
+        if contradictions is None or not bool(contradictions.any()):
+            return judged
+        return replace(judged, status=SiteStatus.FAIL, reason=self._tell_contradictions(contradictions))
+
+    def _tell_contradictions(self, contradictions: torch.Tensor) -> str:
+        places = self._batch.places(
+            self._reference.read(self._layer, Site.ROUTER_EXPERTS), Site.ROUTER_EXPERTS
+        )
+        row, position = places[contradictions.nonzero()[0, 0]].tolist()
+        return (
+            f"{int(contradictions.sum())} of {len(contradictions)} tokens chose other experts than the port's own "
+            f"logits and the checkpoint's correction bias give (the first: row {row}, position {position})"
+        )
 
     def judge_choice(
         self, result: SiteResult, experts: torch.Tensor, noise: RouterNoise | None

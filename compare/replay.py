@@ -143,17 +143,10 @@ class Replay:
         return ((self._theirs >= 0) & (self._theirs < self._logits.shape[-1])).all(dim=-1)
 
     def _read(self, site: Site) -> torch.Tensor | None:
-        """The best that is known of what the golden computed with, [T,F] float32: its twin, else the golden."""
-        twin = self._sides.reference.read_twin(self._layer, site)
-        if twin is not None:
-            return self._sides.batch.rows(twin, site).float()
-        return self._read_reference(site)
+        return self._sides.read_exact(self._layer, site)
 
     def _read_reference(self, site: Site) -> torch.Tensor | None:
-        reference = self._sides.reference
-        if site not in reference.sites(self._layer):
-            return None
-        return self._sides.batch.rows(reference.read(self._layer, site), site).float()
+        return self._sides.read_golden(self._layer, site)
 
     def _shares(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         """What the port's experts count by the golden's logits, [t,k], in ascending order of the experts."""

@@ -39,8 +39,13 @@ class RouterNoise:
 
     def is_within_reach(self, margin: torch.Tensor) -> torch.Tensor:
         """Tokens on which noise may turn a margin [T] round: bool [T]."""
+        return margin.double() <= self.reach
+
+    @property
+    def reach(self) -> torch.Tensor:
+        """The widest margin that noise may turn round: float64 [T]."""
         reach = _NOISE_FACTOR * torch.quantile(self.noise.double(), _NOISE_QUANTILE)
-        return margin.double() <= (reach if self.widening is None else reach * self.widening)
+        return reach.expand(len(self.noise)) if self.widening is None else reach * self.widening
 
     def flip_margin(self, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """What noise must overcome to turn one choice [T,k] into the other, [T].

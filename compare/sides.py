@@ -46,3 +46,14 @@ class Sides:
         if find_mismatch(reference, target) is not None:
             return None
         return self.batch.rows(reference, site), self.batch.rows(target, site)
+
+    def read_golden(self, layer: int, site: Site) -> torch.Tensor | None:
+        """The golden's real rows, [T,F] float32; None where it lacks them."""
+        if site not in self.reference.sites(layer):
+            return None
+        return self.batch.rows(self.reference.read(layer, site), site).float()
+
+    def read_exact(self, layer: int, site: Site) -> torch.Tensor | None:
+        """The best that is known of what the golden computed with, [T,F] float32: its twin, else the golden."""
+        twin = self.reference.read_twin(layer, site)
+        return self.read_golden(layer, site) if twin is None else self.batch.rows(twin, site).float()

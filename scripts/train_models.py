@@ -31,6 +31,10 @@ RECIPES = {
     # Trained until its experts differ: more steps, two experts to a token.
     "d": "--text python-standard-library --steps 2500 --seed 3 --num-attention-heads 4 --rotary-dim 64 "
     "--num-hidden-layers 4 --num-experts-per-tok 2 --vocab-size 512",
+    # Eight experts to a token, as MiniMax-M2 itself has, out of many small ones.
+    "e": "--text licences --steps 700 --seed 5 --hidden-size 384 --num-attention-heads 12 --num-key-value-heads 2 "
+    "--head-dim 32 --rotary-dim 16 --num-hidden-layers 4 --num-local-experts 64 --num-experts-per-tok 8 "
+    "--intermediate-size 32 --vocab-size 384",
     # Small enough to be committed.
     "tiny": "--text prose --steps 4000 --seed 4 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "
     "--rotary-dim 16 --num-hidden-layers 4 --num-local-experts 8 --num-experts-per-tok 2 --vocab-size 320",

@@ -67,9 +67,15 @@ class DumpCase:
 
     @property
     def effect(self) -> float:
-        """The largest effect that the view can show: where the mistake lives, or at the layer's output."""
-        seen = [site for site in (*self.sites, "output") if site in self.shown]
-        return max((self.effects.get(site, 0.0) for site in seen), default=0.0)
+        """The largest effect that the view can show: where the mistake lives, or at the layer's output.
+
+        The output shows no more of it than there is: experts that noise exchanges as well show there as much.
+        """
+        own = {site: self.effects.get(site, 0.0) for site in self.sites}
+        seen = [effect for site, effect in own.items() if site in self.shown]
+        if "output" in self.shown:
+            seen.append(min(self.effects.get("output", 0.0), max(own.values(), default=0.0)))
+        return max(seen, default=0.0)
 
     @property
     def is_above_floor(self) -> bool:

@@ -10,19 +10,25 @@ from faults.cases import Case
 from faults.dump_cases import DumpCase
 from faults.joined import PASSED, TRIED, Joined
 
+# Right ports come to 1.5 of the golden's own error over all tokens; a mistake as large as the floor leaves 1.4.
+_BEYOND_DOUBT = 2.0
+
 
 def give_pass_figures(
     cases: Sequence[Case], dumps: Sequence[DumpCase], joined: Sequence[Joined] = ()
 ) -> Iterator[Figure]:
     """Count wrong things and those that pass: ports once for each run, dumps once for each view of a run.
 
-    A thing is wrong where a mistake changes more than BF16 costs at a site that is shown. A port that shows its
-    output alone is told of separately: it may hide what its output hardly shows.
+    A thing is wrong where a mistake changes twice what BF16 costs at a site that is shown: two right implementations
+    may differ by less. What changes once to twice as much is told of separately, and so is a port that shows its
+    output alone: it may hide what its output hardly shows.
     """
-    ports = _wrong_runs(cases)
-    wrong_dumps = [case for case in dumps if case.is_above_floor]
+    ports = _by_run([case for case in cases if _effect(case) >= _BEYOND_DOUBT])
+    faint = _by_run([case for case in cases if 1.0 <= _effect(case) < _BEYOND_DOUBT])
+    wrong_dumps = [case for case in dumps if case.is_mistake and case.effect >= _BEYOND_DOUBT]
+    faint_dumps = [case for case in dumps if case.is_above_floor and case.effect < _BEYOND_DOUBT]
     counts = {
-        "ports": (len(ports), sum(all(case.is_passed for case in run) for run in ports)),
+        "ports": (len(ports), _count_passed(ports)),
         "dumps": (len(wrong_dumps), sum(case.is_passed for case in wrong_dumps)),
         **{one.benchmark: (one.num_tried, one.num_passed) for one in joined},
     }
@@ -34,20 +40,32 @@ def give_pass_figures(
     for name, (number, passed) in counts.items():
         if number:
             yield Figure.plain(f"{PASSED}_of_{number}_{name}", passed)
+    if faint or faint_dumps:
+        passed = _count_passed(faint) + sum(case.is_passed for case in faint_dumps)
+        yield Figure.plain(f"passed_near_the_floor_of_{len(faint) + len(faint_dumps)}", passed)
     boxes = _wrong_boxes(cases)
     if boxes:
         passed = sum(all(case.black_box_verdict in ("pass", "warn") for case in run) for run in boxes)
         yield Figure.plain(f"{PASSED}_of_{len(boxes)}_black_boxes", passed)
 
 
-def _wrong_runs(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases above the floor, run by run."""
-    return _by_run([case for case in cases if case.is_above_floor or case.is_pair_above_floor])
+def _effect(case: Case) -> float:
+    """Return what is wrong with a layer, in multiples of what BF16 costs; of two mistakes the larger one."""
+    if case.halves:
+        return max(case.effects.get(site, 0.0) for sites in case.halves for site in sites)
+    return case.effect if case.is_mistake else 0.0
+
+
+def _count_passed(runs: Sequence[Sequence[Case]]) -> int:
+    return sum(all(case.is_passed for case in run) for run in runs)
 
 
 def _wrong_boxes(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases whose output alone differs by more than the floor, run by run."""
-    return _by_run([case for case in cases if case.is_above_floor and case.is_distinguishable])
+    """Cases whose output alone differs beyond doubt, run by run."""
+    wrong = [case for case in cases if case.is_mistake]
+    return _by_run(
+        [case for case in wrong if min(case.effect, case.effects.get("output", 0.0)) >= _BEYOND_DOUBT]
+    )
 
 
 def _by_run(cases: Sequence[Case]) -> list[list[Case]]:
