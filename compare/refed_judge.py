@@ -95,9 +95,6 @@ def _judge(
     if site is Site.ROUTER_EXPERTS:
         choice = None if judge.router_noise is None else refeed.choice(judge.router_noise)
         return None if choice is None else Refed(result=_told(judge.judge_choice(result, *choice)))
-    if site is Site.ATTN_CONTEXT and _decodes(sides):
-        # What decoded rows attend to is not what the capture shows of the rows before them.
-        return None
     stored = judge.stored_rows(site)
     if not stored.has_floor:
         return None
@@ -116,8 +113,3 @@ def _told(result: SiteResult) -> SiteResult:
     inputs = sorted(SITE_INPUTS[Site(result.site)], key=lambda site: site.order)
     fed = ", ".join(str(site) for site in inputs)
     return replace(result, reason=f"{result.reason}, given the port's own {fed}") if result.reason else result
-
-
-def _decodes(sides: Sides) -> bool:
-    description = sides.target.known_description
-    return description is not None and description.run.decode_rows > 0

@@ -21,15 +21,18 @@ from compare.upstream import Upstream, Values
 from compare.weights import GoldenWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.names import CORRECTION_BIAS
+from minimax_tools.decoded_rows import decoded_rows
 from minimax_tools.floor import choice_margin, token_rows
 from minimax_tools.inputs import Inputs
 from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.reference.upcast import upcast_experts
+from minimax_tools.run import Mode
 from minimax_tools.sites import SITE_INPUTS, Site
 
 # Experts are read for so many tokens and no more: those that are furthest off, and others evenly spread.
 _MOST_FURTHEST, _MOST_SPREAD = 64, 192
 _TINY = 1e-300
+_KEYS_AND_VALUES = (Site.K_ROPE, Site.V_PROJ)
 
 
 class Refeed:
@@ -55,6 +58,7 @@ class Refeed:
         self._open_weights = open_weights
         inputs = golden.read_inputs()
         self._position_ids = sides.batch.tokens(inputs.position_ids)
+        self._is_decoded = _find_decoded(sides, inputs.attention_mask)
         self._prompt_of = sides.batch.tokens(
             torch.arange(inputs.batch_size)[:, None].expand(inputs.batch_shape)
         )
@@ -145,10 +149,10 @@ class Refeed:
         router = self._read(Site.ROUTER_WEIGHTS) if site is Site.MOE_DELTA else None
         variants = upstream.variants(doubted, router)
         first = next(variants)
-        yield first, self._compute(site, first, tokens)
+        yield first, self._compute(site, first, tokens, mine=upstream.mine)
         if site is not Site.MOE_DELTA:
             for values in variants:
-                yield values, self._compute(site, values, tokens)
+                yield values, self._compute(site, values, tokens, mine=upstream.mine)
             return
         others = list(variants)
         if others:
@@ -159,14 +163,31 @@ class Refeed:
             computed = self._run(site, joined, self._position_ids[tokens].repeat(len(others)))
             yield from zip(others, computed.chunk(len(others)), strict=True)
 
-    def _compute(self, site: Site, values: Values, tokens: torch.Tensor) -> torch.Tensor:
+    def _compute(self, site: Site, values: Values, tokens: torch.Tensor, *, mine: Values) -> torch.Tensor:
         """The site's rows, [t,F] float32 (experts int64), of the `tokens`, bool [T]."""
         if site is not Site.ATTN_CONTEXT:
             return self._run(site, _select(values, tokens), self._position_ids[tokens])
         prompts = [self._prompt_of == prompt for prompt in self._prompt_of[tokens].unique().tolist()]
-        return torch.cat(
-            [self._run(site, _select(values, prompt), self._position_ids[prompt]) for prompt in prompts]
-        )
+        return torch.cat([self._attend(_select(values, one), _select(mine, one), one) for one in prompts])
+
+    def _attend(self, values: Values, mine: Values, prompt: torch.Tensor) -> torch.Tensor:
+        """Attention over one prompt, [t,F], from its values [t,…]; decoded rows from the golden's past and their own.
+
+        Args:
+            values: What the port computed it from.
+            mine: The golden's, from which it decoded.
+            prompt: The prompt's tokens, bool [T].
+        """
+        positions = self._position_ids[prompt]
+        context = self._run(Site.ATTN_CONTEXT, values, positions)
+        for token in self._is_decoded[prompt].nonzero()[:, 0].tolist():
+            known = slice(token + 1)
+            past = {site: mine[site][known].clone() for site in _KEYS_AND_VALUES}
+            for site, rows in past.items():
+                rows[token] = values[site][token]
+            of_token = {**{site: rows[known] for site, rows in values.items()}, **past}
+            context[token] = self._run(Site.ATTN_CONTEXT, of_token, positions[known])[-1]
+        return context
 
     def _run(self, site: Site, values: Values, position_ids: torch.Tensor) -> torch.Tensor:
         """The site's rows [t,F] as if all were one prompt without padding; most stages heed no other token."""
@@ -188,12 +209,24 @@ class Refeed:
         They are rounded relative to their size, which then counts in full.
         """
         queries = _lengths(values[Site.Q_ROPE]) / _lengths(mine[Site.Q_ROPE])
+        theirs, own = _lengths(values[Site.K_ROPE]), _lengths(mine[Site.K_ROPE])
         growth = torch.ones_like(queries)
         for prompt in self._prompt_of.unique().tolist():
             tokens = self._prompt_of == prompt
-            longest = [_lengths(side[Site.K_ROPE][tokens]).cummax(dim=0).values for side in (values, mine)]
-            growth[tokens] = (queries[tokens] * longest[0] / longest[1]).clamp(min=1.0)
+            longest, before = (side[tokens].cummax(dim=0).values for side in (theirs, own))
+            longest = torch.where(self._is_decoded[tokens], torch.maximum(before, theirs[tokens]), longest)
+            growth[tokens] = (queries[tokens] * longest / before).clamp(min=1.0)
         return growth
+
+
+def _find_decoded(sides: Sides, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return the tokens that the port decoded from the golden's keys and values, bool [T], by the mask [B,S]."""
+    description = sides.target.known_description
+    is_decoded = torch.zeros_like(attention_mask, dtype=torch.bool)
+    if description is not None and description.run.decode_rows and description.run.mode is Mode.ISOLATED:
+        rows = decoded_rows(attention_mask, description.run.decode_rows)
+        is_decoded[:, rows.start : rows.stop] = True
+    return sides.batch.tokens(is_decoded)
 
 
 def _select(values: Values, tokens: torch.Tensor) -> Values:

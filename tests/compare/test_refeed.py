@@ -157,6 +157,13 @@ def test_decoded_rows_attend_to_what_was_cached(
     assert blamed(comparison) == [("k_norm",)]
 
 
+def test_attention_of_decoded_rows_is_blamed_behind_wrong_keys(
+    run_port: RunPort, judge: Judge, toy: Path
+) -> None:
+    run = run_port("ScaledKeysAndDecodedScores", "--decode", 3, file="diagnosed.py")
+    assert blamed(judge(run, model=toy)) == [("k_norm",), ("attn_context",)]
+
+
 def test_diagnosis_names_both(run_port: RunPort, toy: Path, golden: Path, command: Command) -> None:
     paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", run_port("NormPerRankAndSwappedGateUp"))
     tried = ("--mistake", "qk_norm_per_rank", "--mistake", "gate_up_swapped", "--mistake", "gelu_activation")

@@ -134,3 +134,17 @@ class ScaledKeys(cached_port.DecoderLayer):
     def convert_state_dict(self, tensors, config, layer_idx):
         state = super().convert_state_dict(tensors, config, layer_idx)
         return {**state, "self_attn.k_norm.weight": state["self_attn.k_norm.weight"] * 1.5}
+
+
+class ScaledKeysAndDecodedScores(ScaledKeys):
+    """Its decoded rows, besides, scale their scores by another width than head_dim."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        attend = self.self_attn.attend
+
+        def attend_wrongly(q, k, v, attention_mask):
+            decodes = k.shape[2] > q.shape[2]
+            return attend(q * 0.5 if decodes else q, k, v, attention_mask)
+
+        self.self_attn.attend = attend_wrongly
