@@ -39,8 +39,9 @@ def judge_refed(
 ) -> Mapping[Site, Refed]:
     """Judge failing sites of one layer by what the port itself computed them from.
 
-    Left out are those that cannot be judged so: the golden is not mm2's own or kept no floor, a side lacks what the
-    site is computed from, it is no number there, or nobody knows the weights.
+    Left out are those that cannot be judged so: the golden is not mm2's own, a side lacks what the site is computed
+    from, it is no number there, or nobody knows the weights; and, of a golden without a floor, the choice of experts
+    and attention.
 
     Args:
         sites: Those that other failing ones excuse, in execution order.
@@ -96,8 +97,6 @@ def _judge(
         choice = None if judge.router_noise is None else refeed.choice(judge.router_noise)
         return None if choice is None else Refed(result=_told(judge.judge_choice(result, *choice)))
     stored = judge.stored_rows(site)
-    if not stored.has_floor:
-        return None
     first: Refed | None = None
     for rows in refeed.rows(site, stored, doubted=doubted):
         judged = judge_values(result, rows, criteria=sides.criteria, terms=judge.terms(site))

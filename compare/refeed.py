@@ -9,6 +9,7 @@ T real tokens, t those that are judged, E experts, k experts per token, F channe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -79,7 +80,8 @@ class Refeed:
 
         Args:
             site: Any whose values are judged.
-            stored: As both sides stored them; they have a floor.
+            stored: As both sides stored them. Without a floor they are judged by their relative error, which does not
+                know how attention's scores are rounded: of `attn_context` nothing is then told.
             doubted: Sites that are wrong by themselves.
 
         Yields:
@@ -87,7 +89,7 @@ class Refeed:
             where a side lacks what the site is computed from.
         """
         upstream = self._read(site)
-        if upstream is None:
+        if upstream is None or (site is Site.ATTN_CONTEXT and not stored.has_floor):
             return
         tokens = upstream.usable
         if site is Site.MOE_DELTA:
@@ -96,6 +98,12 @@ class Refeed:
             return
         selected = stored.select(tokens)
         for number, (values, computed) in enumerate(self._compute_variants(site, upstream, tokens, doubted)):
+            if not stored.has_floor:
+                if bool(computed.isfinite().all()):
+                    yield replace(selected, reference=computed, stored_dtype=selected.dtype)
+                elif number == 0:
+                    return
+                continue
             floor = foreseen_error_at(selected, computed)
             if site is Site.ATTN_CONTEXT:
                 floor = floor.times(self._score_growth(values, upstream.mine)[tokens].square())
