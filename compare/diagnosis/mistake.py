@@ -35,6 +35,8 @@ class Mistake:
         candidates: The parameters to try.
         fitted: The parameter that is searched between the candidates, on a logarithmic scale; None for none.
         is_whole: Whether that parameter is a whole number.
+        is_rounding: Whether it rounds values that BF16 noise reaches: its error hangs on their last bits, and can be
+            foretold in part alone.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Mistake:
     sources: tuple[str, ...] = ()
     fitted: str | None = None
     is_whole: bool = False
+    is_rounding: bool = False
 
     def hypotheses(self, scene: Scene) -> tuple[Hypothesis, ...]:
         """This mistake with each of its candidates."""
@@ -78,6 +81,11 @@ class Hypothesis:
     def sites(self) -> frozenset[Site]:
         """The sites at which it first shows."""
         return self.change.sites
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it is one mistake, which rounds values."""
+        return len(self.mistakes) == 1 and self.mistakes[0].is_rounding
 
     @property
     def is_of_attention(self) -> bool:

@@ -24,6 +24,8 @@ class NamingLimits:
         faint_z: Least z of a mistake below that; some 300 hypotheses are tried on a layer.
         faint_amplitude: By how much its amplitude may differ from 1.
         faint_share: Least share of the whole error's energy that it must take away there.
+        rounding_amplitude: By how much the amplitude of a rounding may differ from 1.
+        rounding_share: Least share of the whole error's energy that a rounding must take away above the noise.
         alike: Least share of the largest likeness of any hypothesis that a mistake must have: with less it is close to
             what happened at most.
         same: What a later candidate of a mistake must leave, in squares, to be better than an earlier one.
@@ -41,6 +43,8 @@ class NamingLimits:
     faint_z: float = 8.0
     faint_amplitude: float = 0.3
     faint_share: float = 0.02
+    rounding_amplitude: float = 0.5
+    rounding_share: float = 0.2
     alike: float = 0.8
     same: float = 0.98
     resembling: float = 1.1
@@ -51,6 +55,13 @@ LIMITS = NamingLimits()
 
 def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
     """Whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
+    if score.hypothesis.is_rounding and score.unexplained <= limits.faint_below:
+        return (
+            score.z >= limits.faint_z
+            and abs(score.amplitude - 1.0) <= limits.rounding_amplitude
+            and score.explains
+            >= (limits.rounding_share if score.unexplained >= limits.clear else limits.faint_share)
+        )
     # Where a large part of the stream is wrong, BF16 costs more than in the golden.
     most = min(max(limits.leaves, limits.leaves_of_large * score.unexplained), limits.most_leaves)
     if not score.leaves <= most or not score.explains > 0.0:
@@ -82,9 +93,14 @@ def best_first(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> list[S
 
 def name_mistakes(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> tuple[Score, ...]:
     """The scores that explain the port: the best, and those that resemble it; none where nothing does."""
-    alike = limits.alike * max((score.likeness for score in scores), default=0.0)
+    likeness = max((score.likeness for score in scores), default=0.0)
+    # One token that goes to other experts may look like any rounding, by chance.
+    beyond_chance = max((score.likeness for score in scores if score.z >= limits.faint_z), default=0.0)
     explaining = [
-        score for score in best_first(scores) if is_explanation(score, limits) and score.likeness >= alike
+        score
+        for score in best_first(scores)
+        if is_explanation(score, limits)
+        and score.likeness >= limits.alike * (beyond_chance if score.hypothesis.is_rounding else likeness)
     ]
     if not explaining:
         return ()

@@ -70,6 +70,29 @@ class LowPrecisionSum(planted.Planted):
             return total.unflatten(0, states.shape[:2])
 
 
+def in_fp8(states):
+    """What is left of states [...,C] in FP8 (e4m3), with a scale for every 128 channels."""
+    groups = states.float().unflatten(-1, (-1, min(128, states.shape[-1])))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448.0
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(states.dtype)
+
+
+class BlackBoxOfFp8Activations(planted.BlackBox):
+    """The experts' products read activations in FP8; seen from outside."""
+
+    class mistake(planted.Planted):  # noqa: N801
+        class moe_class(port.Moe):  # noqa: N801
+            def forward(self, states):
+                _, weights, experts = self.router(states.flatten(0, 1))
+                self.router.forward, own = lambda _: (None, weights, experts), self.router.forward
+                output = super().forward(in_fp8(states))
+                self.router.forward = own
+                return output
+
+            def activate(self, gate, up):
+                return in_fp8(super().activate(gate, up))
+
+
 class BlackBoxPair(planted.BlackBox):
     """QN6 and X1 together, seen from outside."""
 

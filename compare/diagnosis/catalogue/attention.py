@@ -191,6 +191,7 @@ ATTENTION_MISTAKES = (
         what="Scores and softmax are in BF16.",
         look_at="the dtype of the softmax",
         build=lambda: _attending(is_low_precision=True),
+        is_rounding=True,
     ),
     Mistake(
         name="attention_heads_missing",

@@ -248,5 +248,6 @@ EXPERT_MISTAKES = (
         what="The sum over experts is rounded to BF16 after each of them.",
         look_at="the dtype in which the experts' outputs are added",
         build=lambda: Change(stages={Site.MOE_DELTA: _accumulated}),
+        is_rounding=True,
     ),
 )

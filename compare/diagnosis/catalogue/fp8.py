@@ -149,5 +149,6 @@ FP8_MISTAKES = (
         what="The experts' activations are quantised to FP8, one scale for each token and 128 channels.",
         look_at="whether the matmul is FP8 on both sides",
         build=_activations,
+        is_rounding=True,
     ),
 )

@@ -263,6 +263,7 @@ NORM_MISTAKES = (
         what="The q/k norms square and average in BF16.",
         look_at="the dtype of the squares and of the mean in q_norm and k_norm",
         build=lambda: _norms(_low_precision, *_HEADS),
+        is_rounding=True,
         sources=("vllm#27627",),
     ),
     Mistake(

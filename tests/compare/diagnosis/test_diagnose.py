@@ -127,6 +127,16 @@ def test_mistake_below_the_noise_is_named_where_its_layer_is_asked_for(
     assert record["diagnosis"][0]["z"] > 8
 
 
+def test_rounding_that_noise_changes_is_named_by_the_part_that_can_be_foretold(diagnose: Diagnose) -> None:
+    mistakes = ("fp8_activations", "moe_delta_scaled", "gelu_activation", "router_low_precision")
+    options = [part for mistake in mistakes for part in ("--mistake", mistake)]
+    _, record = diagnose("BlackBoxOfFp8Activations", "--layer", LAYER, *options, ports="diagnosed.py")
+    (found,) = record["diagnosis"]
+    assert found["mistake"] == "fp8_activations"
+    assert 0.5 < found["amplitude"] < 1.1
+    assert found["z"] > 8
+
+
 def test_parameter_far_from_all_candidates_is_found_before_what_only_resembles_it(diagnose: Diagnose) -> None:
     mistakes = ("norm_eps", "post_norm_slice_twice", "gelu_activation", "moe_delta_scaled")
     options = [part for mistake in mistakes for part in ("--mistake", mistake)]
