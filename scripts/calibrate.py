@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ from minimax_tools.provenance import library_versions
 
 # Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit
 # on another backend must be broken by half as much again.
-_SCALARS = {"level": 1e-3, "float32": 1e-5, "slack": 1.5}
+_SCALARS = {"level": 1e-4, "float32": 1e-5, "slack": 1.5}
+# Models stray apart as their layers do, and there are few of them: where nothing was fitted, right ports came to 1.02 of
+# the limits, twice in 1 400 layers of two trained models.
+_MODEL_MARGIN = 1.05
 
 
 def main() -> int:
@@ -88,7 +92,19 @@ def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
     """The limits of isolated layers whose golden's floor is widened by variants."""
     widened = fit_ratios(records, mode="isolated", floor="full_variants")
     estimated = _fit_estimated(records, widened, mode="isolated", floor="stats_variants")
-    return {"isolated_variants": widened, "isolated_variants_estimated": estimated}
+    tables = {"isolated_variants": widened, "isolated_variants_estimated": estimated}
+    return {name: with_model_margin(table) for name, table in tables.items()}
+
+
+def with_model_margin(table: Table) -> Table:
+    """The same limits with room for models that were not measured; averages have a margin of their own."""
+    return {
+        site: {
+            figure: replace(limit, usual=_MODEL_MARGIN * limit.usual) if figure in RATIO_FIGURES else limit
+            for figure, limit in own.items()
+        }
+        for site, own in table.items()
+    }
 
 
 def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str, floor: str) -> Table:

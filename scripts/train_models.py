@@ -35,6 +35,10 @@ RECIPES = {
     "e": "--text licences --steps 700 --seed 5 --hidden-size 384 --num-attention-heads 12 --num-key-value-heads 2 "
     "--head-dim 32 --rotary-dim 16 --num-hidden-layers 4 --num-local-experts 64 --num-experts-per-tok 8 "
     "--intermediate-size 32 --vocab-size 384",
+    # Wide heads, one for keys and values of four, and massive channels.
+    "f": "--text prose --steps 500 --seed 6 --hidden-size 512 --num-attention-heads 4 --num-key-value-heads 1 "
+    "--head-dim 128 --rotary-dim 64 --num-hidden-layers 6 --num-local-experts 24 --num-experts-per-tok 6 "
+    "--intermediate-size 64 --vocab-size 448 --massive-channels 2",
     # Small enough to be committed.
     "tiny": "--text prose --steps 4000 --seed 4 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "
     "--rotary-dim 16 --num-hidden-layers 4 --num-local-experts 8 --num-experts-per-tok 2 --vocab-size 320",
