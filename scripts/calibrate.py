@@ -32,7 +32,7 @@ from minimax_tools.provenance import library_versions
 # Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit
 # on another backend must be broken by half as much again.
 _SCALARS = {"level": 1e-4, "float32": 1e-5, "slack": 1.5}
-# Models stray apart as their layers do, and there are few of them: where nothing was fitted, right ports came to 1.02 of
+# Models stray apart as their layers do, and few were measured: where nothing was fitted, right ports came to 1.02 of
 # the limits, twice in 1 400 layers of two trained models.
 _MODEL_MARGIN = 1.05
 
