@@ -2,7 +2,7 @@
 
 Where two scores are so close that noise may turn them round, a port that is right may have chosen either. So every
 choice within reach is computed, and the port is held against the one that it came nearest to. A token is set aside only
-where there are too many of them.
+where there are too many of them, or too many such tokens: then the port is wrong, which the others show.
 T real tokens, n of them with several choices, c choices of those, E experts, k experts per token, H hidden.
 """
 
@@ -25,6 +25,8 @@ from minimax_tools.sites import Site
 # A token so near to the golden, in units of what rounding may cost there, has its experts.
 _PLAINLY_ALIKE = 1.2
 _MOST_CHOICES = 24
+# Of a port that is right few tokens are not; of one that is wrong so many tell it.
+_MOST_TOKENS = 256
 
 
 def find_nearest_choice(
@@ -61,11 +63,11 @@ def find_nearest_choice(
         scores = logits.sigmoid() + weights.tensors[CORRECTION_BIAS].float()
         choices = {
             token: _choices_within(scores[token], experts[token], float(reach[token]))
-            for token in is_open.nonzero()[:, 0].tolist()
+            for token in _evenly_spread(is_open.nonzero()[:, 0], _MOST_TOKENS).tolist()
         }
         known = {token: found for token, found in choices.items() if found is not None}
-        is_sure = torch.ones_like(is_open)
-        is_sure[[token for token, found in choices.items() if found is None]] = False
+        is_sure = ~is_open
+        is_sure[list(known)] = True
         if not known:
             return DerivedChoice(experts=experts, is_sure=is_sure)
         tokens = torch.tensor([token for token, found in known.items() for _ in found])
@@ -90,6 +92,13 @@ def _read_stream(sides: Sides, layer: int, site: Site) -> torch.Tensor | None:
     if residual is not None or output is None or added is None:
         return residual
     return output - added
+
+
+def _evenly_spread(tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """Return at most so many of the tokens."""
+    if len(tokens) <= most:
+        return tokens
+    return tokens[torch.linspace(0, len(tokens) - 1, most).round().long()]
 
 
 def _choices_within(scores: torch.Tensor, chosen: torch.Tensor, reach: float) -> torch.Tensor | None:
