@@ -39,6 +39,10 @@ RECIPES = {
     "f": "--text prose --steps 500 --seed 6 --hidden-size 512 --num-attention-heads 4 --num-key-value-heads 1 "
     "--head-dim 128 --rotary-dim 64 --num-hidden-layers 6 --num-local-experts 24 --num-experts-per-tok 6 "
     "--intermediate-size 64 --vocab-size 448 --massive-channels 2",
+    # Deep for its width, one expert in eight chosen, a vocabulary of its own.
+    "g": "--text python-asyncio-and-email --steps 600 --seed 7 --hidden-size 256 --num-attention-heads 8 "
+    "--num-key-value-heads 4 --head-dim 32 --rotary-dim 32 --num-hidden-layers 8 --num-local-experts 24 "
+    "--num-experts-per-tok 3 --intermediate-size 96 --vocab-size 640",
     # Small enough to be committed.
     "tiny": "--text prose --steps 4000 --seed 4 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "
     "--rotary-dim 16 --num-hidden-layers 4 --num-local-experts 8 --num-experts-per-tok 2 --vocab-size 320",
