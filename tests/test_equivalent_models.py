@@ -29,6 +29,8 @@ WRONG = {
     f"{PLANTED}:SwappedGateUp": "moe_delta",
     f"{PLANTED}:TiledKeyValueHeads": "attn_context",
     f"{PLANTED}:KeyNormDivisor": "k_norm",
+    # In the last layers hardly a choice hangs on the bias: the port's own logits tell.
+    f"{PLANTED}:NoCorrectionBias": "router_experts",
 }
 
 
@@ -69,13 +71,6 @@ def test_wrong_port_fails_at_the_same_site_in_every_layer(
     assert record["verdict"] == "fail"
     assert [blame["layer"] for blame in record["blame"]] == [0, 1, 2, 3]
     assert all(blame["sites"][0] == site for blame in record["blame"])
-
-
-def test_fault_near_the_noise_is_blamed_alike(written: Written, command: Command, tmp_path: Path) -> None:
-    """The bias of the first layers is what few choices hang on, and that of the last what none do."""
-    record = sweep(f"{PLANTED}:NoCorrectionBias", written, command, tmp_path)
-    blamed = [(blame["layer"], blame["sites"][0]) for blame in record["blame"]]
-    assert blamed == [(0, "router_experts"), (1, "router_experts")]
 
 
 def sweep(target: str, written: Written, command: Command, tmp_path: Path) -> dict[str, Any]:
