@@ -41,7 +41,7 @@ from compare.refed_judge import Refed, judge_refed
 from compare.router_dtypes import find_router_dtypes
 from compare.sides import Sides
 from compare.undecided import leave_undecided, undecided_notes
-from compare.weights import WeightSource
+from compare.weights import WeightSource, keep_layer_open
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results import Blame, Comparison, CurvePoint, GeneratedRow, SiteResult, SiteStatus, Verdict
 from minimax_tools.run import Mode
@@ -109,6 +109,18 @@ def compare_captures(
         UsageError: No layer matches the pattern.
         CaptureError: A file is missing or damaged.
     """
+    with keep_layer_open(weights) as source:
+        return _compare(reference, target, criteria=criteria, layer_pattern=layer_pattern, weights=source)
+
+
+def _compare(
+    reference: CaptureSource,
+    target: CaptureSource,
+    *,
+    criteria: Criteria,
+    layer_pattern: str,
+    weights: WeightSource | None,
+) -> Comparison:
     notes = refuse_foreign(reference, target)
     layers = select_layers(reference, target, layer_pattern)
     model = _declared_model_sites(target) if layers == declared_layers(target) else ()

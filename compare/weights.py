@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.hub import resolve_config, resolve_model
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -73,11 +74,14 @@ class WeightSource(Protocol):
 class CheckpointWeights:
     """The weights of a checkpoint; of a hub's model the shards of the layers asked for are fetched.
 
+    The headers of a checkpoint that is whole are read once.
+
     Args:
         model: A folder, or a hub's id.
     """
 
     model: str
+    _whole: dict[Path, TensorIndex] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @contextmanager
     def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
@@ -85,7 +89,7 @@ class CheckpointWeights:
         layers = range(layer, layer + 1)
         folder = resolve_model(self.model, layers=layers)
         spec = ModelSpec.from_folder(folder)
-        with CheckpointReader(folder, layers=layers) as reader:
+        with self._open(folder, layers) as reader:
             tensors = LayerTensors.open(reader, spec, layer, _computed_dtype(reference))
             refuse_other_model(reference, ModelFingerprint.of(reader, spec, layers), self.model)
             yield GoldenWeights(spec=spec, tensors=tensors)
@@ -96,7 +100,7 @@ class CheckpointWeights:
         spec = ModelSpec.from_folder(resolve_config(self.model))
         last = spec.num_hidden_layers - 1
         folder = resolve_model(self.model, layers=range(last, last + 1))
-        with CheckpointReader(folder, layers=range(last, last + 1)) as reader:
+        with self._open(folder, range(last, last + 1)) as reader:
             lm_head = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
             dtype = _computed_dtype(reference)
             yield HeadWeights(
@@ -104,6 +108,41 @@ class CheckpointWeights:
                 norm=reader.read_weight(FINAL_NORM, dtype),
                 lm_head=reader.read_weight(lm_head, dtype),
             )
+
+    def _open(self, folder: Path, layers: range) -> CheckpointReader:
+        reader = CheckpointReader(folder, index=self._whole.get(folder), layers=layers)
+        if not reader.index.absent:
+            self._whole[folder] = reader.index
+        return reader
+
+
+@contextmanager
+def keep_layer_open(source: WeightSource | None) -> Iterator[WeightSource | None]:
+    """Give a source that keeps the layer open which was asked for last: several parts of a judgement ask for it."""
+    with ExitStack() as stack:
+        yield None if source is None else _Kept(source, stack)
+
+
+class _Kept:
+    """A source whose last layer stays open; no two are open at once."""
+
+    def __init__(self, source: WeightSource, stack: ExitStack) -> None:
+        self._source = source
+        self._stack = stack
+        self._key: tuple[int, Path] | None = None
+        self._weights: GoldenWeights | None = None
+
+    def open_head(self, reference: CaptureSource) -> AbstractContextManager[HeadWeights]:
+        return self._source.open_head(reference)
+
+    @contextmanager
+    def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
+        key = (layer, reference.directory)
+        if self._weights is None or key != self._key:
+            self._stack.close()
+            self._weights = self._stack.enter_context(self._source.open_layer(layer, reference))
+            self._key = key
+        yield self._weights
 
 
 def _computed_dtype(reference: CaptureSource) -> torch.dtype:

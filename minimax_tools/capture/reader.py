@@ -5,8 +5,10 @@ Whatever is read is held against its digest first (see `proof`): a tensor that i
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +21,9 @@ from minimax_tools.inputs import Inputs
 from minimax_tools.run import Mode
 from minimax_tools.sites import ModelSite, Site
 
+# Of a layer: its sites, its twins and its floor; the inputs, and what lies outside the layers.
+_MOST_OPEN = 8
+
 
 class Capture:
     """A capture directory opened for reading."""
@@ -28,6 +33,7 @@ class Capture:
         self.manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
         self._proof = Proof(directory, manifest)
+        self._files = _OpenFiles(directory)
 
     @classmethod
     def open(cls, directory: Path) -> Capture:
@@ -278,16 +284,44 @@ class Capture:
         )
 
     def _fetch(self, file: str, name: str) -> torch.Tensor | None:
-        path = self.directory / file
         try:
-            with safe_open(path, framework="pt") as tensors:
-                if name not in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                    return None
-                tensor: torch.Tensor = tensors.get_tensor(name)
-                return tensor
+            return self._files.read(file, name)
         except (OSError, SafetensorError) as error:
             raise CaptureError(
                 f"{self._proof.owner} is damaged: {file} cannot be read",
                 found=str(error),
                 next_step=self._proof.next_step,
             ) from error
+
+
+class _OpenFiles:
+    """The safetensors files of a directory that were read last, each open as long as it is the same file.
+
+    Args:
+        directory: Where they lie.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._opened: OrderedDict[str, tuple[tuple[int, ...], Any, frozenset[str]]] = OrderedDict()
+
+    def read(self, file: str, name: str) -> torch.Tensor | None:
+        """A tensor; None where the file holds none of that name.
+
+        Raises:
+            OSError: There is no such file, or it cannot be read.
+            SafetensorError: It is damaged.
+        """
+        path = self._directory / file
+        status = path.stat()
+        is_same = (status.st_ino, status.st_mtime_ns, status.st_size)
+        kept = self._opened.pop(file, None)
+        if kept is None or kept[0] != is_same:
+            tensors: Any = safe_open(path, framework="pt")
+            kept = is_same, tensors, frozenset(tensors.keys())
+        self._opened[file] = kept
+        if len(self._opened) > _MOST_OPEN:
+            self._opened.popitem(last=False)
+        _, opened, names = kept
+        tensor: torch.Tensor | None = opened.get_tensor(name) if name in names else None
+        return tensor
