@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,8 @@ from minimax_tools.sites import ModelSite, Site
 
 # Of a layer: its sites, its twins and its floor; the inputs, and what lies outside the layers.
 _MOST_OPEN = 8
+# To copy so much takes less than to map the file again.
+_SMALL_BYTES = 2**20
 
 
 class Capture:
@@ -323,5 +325,11 @@ class _OpenFiles:
         if len(self._opened) > _MOST_OPEN:
             self._opened.popitem(last=False)
         _, opened, names = kept
-        tensor: torch.Tensor | None = opened.get_tensor(name) if name in names else None
-        return tensor
+        if name not in names:
+            return None
+        tensor: torch.Tensor = opened.get_tensor(name)
+        if tensor.nbytes <= _SMALL_BYTES:
+            return tensor.clone()
+        # What is read twice from one mapping is one memory, which a caller may change.
+        anew: Any = safe_open(path, framework="pt")
+        return cast("torch.Tensor", anew.get_tensor(name))
