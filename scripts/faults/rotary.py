@@ -84,6 +84,9 @@ class WrongSlice(Arithmetic):
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         width = self.rotary_width()
+        if heads.shape[-1] < 2 * width:
+            # There is no second slice to turn.
+            return super().rotate(heads, positions)
         angles = self.angles(positions)
         second = self.turn(heads[..., width : 2 * width], angles)
         wrong = torch.cat((heads[..., :width], second, heads[..., 2 * width :]), dim=-1)
