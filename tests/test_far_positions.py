@@ -32,6 +32,7 @@ MISTAKES = {
     "CountedPositions": ["q_rope", "k_rope"],
     "WindowOf128": ["attn_context"],
 }
+COMMONEST = ("ModuloPositions", "CountedPositions", "WindowOf128")
 RIGHT = [
     "builtin",
     "reference",
@@ -85,7 +86,13 @@ def test_default_golden_says_its_positions_and_is_certified(far_golden: Path) ->
     assert {str(check.outcome) for check in certificate.checks} == {"passed"}
 
 
-@pytest.mark.parametrize(("name", "sites"), MISTAKES.items(), ids=MISTAKES)
+@pytest.mark.parametrize(
+    ("name", "sites"),
+    [
+        pytest.param(name, sites, id=name, marks=() if name in COMMONEST else pytest.mark.slow)
+        for name, sites in MISTAKES.items()
+    ],
+)
 def test_mistake_far_out_is_blamed_on_the_default_golden_alone(
     name: str, sites: list[str], golden: Path, far_golden: Path, judge: Judge
 ) -> None:
@@ -96,7 +103,13 @@ def test_mistake_far_out_is_blamed_on_the_default_golden_alone(
     assert [(blame["layer"], blame["sites"]) for blame in far["blame"]] == [(LAYER, [site]) for site in sites]
 
 
-@pytest.mark.parametrize("target", RIGHT, ids=lambda target: target.split("/")[-1])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(target, id=target.split("/")[-1], marks=() if number % 2 else pytest.mark.slow)
+        for number, target in enumerate(RIGHT)
+    ],
+)
 def test_right_port_passes_far_out(target: str, far_golden: Path, judge: Judge) -> None:
     record = judge(target, far_golden)
     assert (record["exit_code"], record["verdict"], record["blame"]) == (0, "pass", [])

@@ -139,8 +139,15 @@ class TestWithoutCheckpoint:
         assert "error" not in record, record["error"]
         return result.exit_code, record
 
-    @pytest.mark.parametrize("name", ["Nothing", "SwappedGateUp", "NoCorrectionBias", "AttentionScale"])
-    @pytest.mark.parametrize("shows", ["", "_without_experts", "_outputs"])
+    @pytest.mark.parametrize(
+        ("name", "shows"),
+        [
+            *(("Nothing", shows) for shows in ("", "_without_experts", "_outputs")),
+            *(("SwappedGateUp", shows) for shows in ("_without_experts", "_outputs")),
+            ("NoCorrectionBias", "_without_experts"),
+            ("AttentionScale", "_outputs"),
+        ],
+    )
     def test_no_chain_passes_and_nobody_is_blamed(
         self,
         run_full: Callable[[str], Any],

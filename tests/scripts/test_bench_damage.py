@@ -44,7 +44,7 @@ def test_damage_is_refused_by_name_and_is_nobodys_fault(scene: Scene, damage: Da
 
 
 @pytest.mark.parametrize(
-    "damage", [one for one in DAMAGES if one.of_golden][::3], ids=lambda damage: damage.name
+    "damage", [one for one in DAMAGES if one.of_golden][::5], ids=lambda damage: damage.name
 )
 def test_damage_of_a_certified_golden_is_refused(scene: Scene, damage: Damage, tmp_path: Path) -> None:
     outcome = scene.judge("certified", damage, tmp_path / "scratch")
@@ -115,6 +115,7 @@ class TestShow:
         assert "twins and floors have none, made by an older mm2" in outcome.text
 
 
+@pytest.mark.slow
 def test_benchmark_counts_what_passed() -> None:
     words = ["--json", "--states", "plain", "--damages", "floor zeroed", "twin cast to int8"]
     result = subprocess.run(

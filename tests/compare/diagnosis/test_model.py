@@ -150,7 +150,13 @@ EMBEDDINGS: dict[str, tuple[Callable[[Port], torch.Tensor], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", EMBEDDINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if number % 3 == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for number, name in enumerate(EMBEDDINGS)
+    ],
+)
 def test_embedding_is_named(name: str, port: Port, diagnose: Diagnose) -> None:
     make, parameters = EMBEDDINGS[name]
     exit_code, record = diagnose(port.embed(make(port)))
