@@ -43,6 +43,10 @@ RECIPES = {
     "g": "--text python-asyncio-and-email --steps 600 --seed 7 --hidden-size 256 --num-attention-heads 8 "
     "--num-key-value-heads 4 --head-dim 32 --rotary-dim 32 --num-hidden-layers 8 --num-local-experts 24 "
     "--num-experts-per-tok 3 --intermediate-size 96 --vocab-size 640",
+    # Four times as many experts as are usual here, three of them to a token, short training.
+    "h": "--text prose --steps 400 --seed 8 --hidden-size 384 --num-attention-heads 12 --num-key-value-heads 4 "
+    "--head-dim 32 --rotary-dim 16 --num-hidden-layers 5 --num-local-experts 48 --num-experts-per-tok 3 "
+    "--intermediate-size 64 --vocab-size 512",
     # Small enough to be committed.
     "tiny": "--text prose --steps 4000 --seed 4 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "
     "--rotary-dim 16 --num-hidden-layers 4 --num-local-experts 8 --num-experts-per-tok 2 --vocab-size 320",
