@@ -36,8 +36,8 @@ _SCALARS = {"level": 1e-4, "float32": 1e-5, "slack": 1.5}
 # Models stray apart as their layers do, and few were measured. Where nothing was fitted, right ports came to 1.02 of
 # the limits of errors and to 1.13 of those of averages, four times in 2 250 layers of three trained models.
 _ERROR_MARGIN, _AVERAGE_MARGIN = 1.1, 1.2
-# The error of one token in a few dozen channels strays by about this much from draw to draw. The floor is the largest of
-# three draws, so that most figures are below 1 and do not show it.
+# The error of one token in a few dozen channels strays by about this much from draw to draw. The floor is the largest
+# of three draws, so that most figures are below 1 and do not show it.
 _TOKEN_SPREAD = 0.1
 
 
