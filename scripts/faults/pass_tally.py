@@ -24,7 +24,8 @@ def give_pass_figures(
     output alone: it may hide what its output hardly shows.
     """
     ports = _by_run([case for case in cases if _effect(case) >= _BEYOND_DOUBT])
-    faint = _by_run([case for case in cases if 1.0 <= _effect(case) < _BEYOND_DOUBT])
+    clear = {run[0].run for run in ports}
+    faint = _by_run([case for case in cases if _effect(case) >= 1.0 and case.run not in clear])
     wrong_dumps = [case for case in dumps if case.is_mistake and case.effect >= _BEYOND_DOUBT]
     faint_dumps = [case for case in dumps if case.is_above_floor and case.effect < _BEYOND_DOUBT]
     counts = {

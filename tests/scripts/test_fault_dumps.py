@@ -160,6 +160,26 @@ class TestFalsePasses:
         figures = {figure.figure: figure.value for figure in give_pass_figures([passed], [])}
         assert (figures["false_passes"], figures["false_passes_of_1_black_boxes"]) == (0, 1)
 
+    def test_what_two_right_ports_may_differ_by_is_told_apart(self) -> None:
+        faint = replace(PORT, run="another", effects={"moe_delta": 1.5}, verdict="pass")
+        # The run is wrong beyond doubt in another layer.
+        beside = replace(PORT, layer=0, effects={"moe_delta": 1.5})
+        dump = replace(DUMP, effects={"moe_delta": 1.5}, verdict="pass")
+        figures = {figure.figure: figure.value for figure in give_pass_figures([PORT, beside, faint], [dump])}
+        assert (figures["wrong_things"], figures["false_passes"]) == (1, 0)
+        assert figures["passed_near_the_floor_of_2"] == 2
+
+    def test_output_shows_no_more_of_a_mistake_than_there_is(self) -> None:
+        # One token that goes to other experts, as noise sends one too.
+        flipped = replace(
+            DUMP,
+            sites=("router_experts",),
+            shown=("output",),
+            effects={"router_experts": 1.0, "output": 6.0},
+            verdict="pass",
+        )
+        assert flipped.effect == 1.0
+
     def test_faint_mistakes_are_no_wrong_things(self) -> None:
         faint = replace(PORT, effects={"moe_delta": 0.4}, verdict="pass")
         assert list(give_pass_figures([faint], [])) == []

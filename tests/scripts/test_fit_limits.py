@@ -122,7 +122,9 @@ def test_goldens_with_variants_have_limits_of_their_own(tmp_path: Path) -> None:
     assert others is not None
     assert own is not None
     assert others.usual == pytest.approx(1.3, rel=0.03)
-    assert own.usual == pytest.approx(1.0, rel=0.03)
+    # With room for models that were not measured, and for single tokens.
+    assert own.usual == pytest.approx(1.1, rel=0.03)
+    assert own.token_spread >= 0.1
 
 
 def test_limits_measured_before_stay_and_grow_no_tighter(tmp_path: Path) -> None:
