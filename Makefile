@@ -41,7 +41,7 @@ slow: $(STAMP) ## Run the slow tests alone
 	$(BIN)/python -m pytest -q -rs -m slow
 
 models: $(STAMP) ## Train the learned models again, into mm2-models
-	@echo "Running scripts/train_models.py: nine small models, 5-20 minutes of one core each, into mm2-models."
+	@echo "Running scripts/train_models.py: ten small models, 5-20 minutes of one core each, into mm2-models."
 	$(BIN)/python scripts/train_models.py
 
 check: $(STAMP) ## Check format, lint, types and floors

@@ -33,9 +33,10 @@ from minimax_tools.provenance import library_versions
 # Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit
 # on another backend must be broken by half as much again.
 _SCALARS = {"level": 1e-4, "float32": 1e-5, "slack": 1.5}
-# Models stray apart as their layers do, and few were measured. Where nothing was fitted, right ports came to 1.02 of
-# the limits of errors and to 1.13 of those of averages, four times in 2 250 layers of three trained models.
-_ERROR_MARGIN, _AVERAGE_MARGIN = 1.1, 1.2
+# Models stray apart as their layers do, and few were measured; the rounding of a few keys is shared by all tokens behind
+# them, so that averages over many tokens stray as a single value does. Where nothing was fitted, right ports came to 1.2
+# of the limits of errors and to 1.5 of those of averages, eight times in 4 300 layers of five trained models.
+_ERROR_MARGIN, _AVERAGE_MARGIN = 1.25, 2.0
 # The error of one token in a few dozen channels strays by about this much from draw to draw. The floor is the largest
 # of three draws, so that most figures are below 1 and do not show it.
 _TOKEN_SPREAD = 0.1
