@@ -48,8 +48,8 @@ RECIPES = {
     "--head-dim 32 --rotary-dim 16 --num-hidden-layers 5 --num-local-experts 48 --num-experts-per-tok 3 "
     "--intermediate-size 64 --vocab-size 512",
     # Narrow and deeper, half of its heads' dims turned, two of many experts.
-    "i": "--text python-standard-library --steps 900 --seed 9 --hidden-size 256 --num-attention-heads 6 "
-    "--num-key-value-heads 3 --head-dim 64 --rotary-dim 32 --num-hidden-layers 6 --num-local-experts 40 "
+    "i": "--text python-standard-library --steps 900 --seed 9 --hidden-size 256 --num-attention-heads 8 "
+    "--num-key-value-heads 2 --head-dim 64 --rotary-dim 32 --num-hidden-layers 6 --num-local-experts 40 "
     "--num-experts-per-tok 5 --intermediate-size 64 --vocab-size 576",
     # Small enough to be committed.
     "tiny": "--text prose --steps 4000 --seed 4 --hidden-size 128 --num-attention-heads 4 --head-dim 32 "
