@@ -132,12 +132,12 @@ class TestCulprits:
         return change
 
     def test_trace_of_a_culprit_behind_sites_that_pass_is_not_a_second_one(self, blamed: Any) -> None:
-        carried = {Site.ATTN_CONTEXT: 1.7, Site.ATTN_DELTA: 1.7, Site.ATTN_RESIDUAL: 1.95}
+        carried = {Site.ATTN_CONTEXT: 2.3, Site.ATTN_DELTA: 2.3, Site.ATTN_RESIDUAL: 2.75}
         assert blamed(carried) == [("attn_residual",)]
         assert blamed({Site.Q_ROPE: 20.0, **carried}) == [("q_rope",)]
 
     def test_culprits_of_attention_and_experts_are_both_named(self, blamed: Any) -> None:
-        strong, weak = 20.0, 1.0
+        strong, weak = 20.0, 1.3
         for attention, experts in ((strong, weak), (weak, strong)):
             found = blamed({Site.Q_ROPE: attention, Site.MOE_DELTA: experts})
             assert found == [("q_rope",), ("moe_delta",)]
