@@ -139,6 +139,7 @@ class _Kept:
     def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
         key = (layer, reference.directory)
         if self._weights is None or key != self._key:
+            self._weights = None
             self._stack.close()
             self._weights = self._stack.enter_context(self._source.open_layer(layer, reference))
             self._key = key
