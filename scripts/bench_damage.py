@@ -16,6 +16,7 @@ from pathlib import Path
 
 from damage.damages import DAMAGES
 from damage.scene import STATES, open_scene
+from faults.joined import PASSED, TRIED
 from figures import Figure, print_figures
 
 
@@ -49,8 +50,8 @@ def main() -> int:
                     print(f"{state}: {damage.name}: exit code {outcome.exit_code}", file=sys.stderr)
                     print(outcome.text if outcome.exit_code == 3 else "", file=sys.stderr)
     figures = [
-        Figure.plain("damaged_captures", len(codes)),
-        Figure.exactly("false_passes", codes.count(0), 0),
+        Figure.plain(TRIED, len(codes)),
+        Figure.exactly(PASSED, codes.count(0), 0),
         Figure.exactly("blamed_ports", codes.count(1), 0),
         Figure.exactly("other_exits", sum(code not in (0, 1, 3) for code in codes), 0),
         Figure.exactly("damage_not_named", num_unnamed, 0),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from faults.deaths import DEATHS, LAYER, Death
+from faults.joined import PASSED, TRIED
 from figures import Figure, print_figures
 
 from minimax_tools.checkpoint.synthetic import synthesize
@@ -83,8 +84,8 @@ def give_figures(runs: list[_Run]) -> list[Figure]:
     """The figures of the runs."""
     kept = [run.keeps_layers for run in runs if run.keeps_layers is not None]
     figures = [
-        Figure.plain("runs_of_dying_ports", len(runs)),
-        Figure.exactly("false_passes", sum(run.exit_code == 0 or run.says_pass for run in runs), 0),
+        Figure.plain(TRIED, len(runs)),
+        Figure.exactly(PASSED, sum(run.exit_code == 0 or run.says_pass for run in runs), 0),
         Figure.exactly("false_fails", sum(run.exit_code == 1 for run in runs), 0),
         Figure.at_least("layer_named", sum(run.is_named for run in runs) / len(runs), 1.0),
     ]

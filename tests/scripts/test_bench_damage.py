@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.damages import DAMAGES, Damage
 from damage.scene import STATES, Scene, open_scene
 from damage.tampering import exchange_files, make_old, sign
+from faults.joined import TRIED, Joined
 
 from minimax_tools.capture.manifest import Manifest
 
@@ -116,11 +117,14 @@ class TestShow:
 
 
 @pytest.mark.slow
-def test_benchmark_counts_what_passed() -> None:
+def test_benchmark_counts_what_passed_and_can_be_joined(tmp_path: Path) -> None:
     words = ["--json", "--states", "plain", "--damages", "floor zeroed", "twin cast to int8"]
     result = subprocess.run(
         [sys.executable, SCRIPT, *words], capture_output=True, text=True, check=False, timeout=300
     )
     figures = {one["figure"]: one["value"] for one in json.loads(result.stdout)["figures"]}
-    assert (result.returncode, figures["damaged_captures"]) == (0, 2)
-    assert {name for name, value in figures.items() if value} == {"damaged_captures"}
+    assert (result.returncode, figures[TRIED]) == (0, 2)
+    assert {name for name, value in figures.items() if value} == {TRIED}
+    (tmp_path / "damage.json").write_text(result.stdout)
+    joined = Joined.read(tmp_path / "damage.json")
+    assert (joined.benchmark, joined.num_tried, joined.num_passed) == ("damage", 2, 0)
