@@ -34,7 +34,7 @@ demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, start to 
 	$(BIN)/python scripts/demo.py
 
 test: $(STAMP) ## Run the tests, without the slow ones and those of check
-	@echo "Running the tests, 4-8 minutes on 2 cores; what needs a device or a checkpoint is skipped and says why."
+	@echo "Running the tests, 5-9 minutes on 2 cores; what needs a device or a checkpoint is skipped and says why."
 	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py
 
 slow: $(STAMP) ## Run the slow tests alone
