@@ -45,7 +45,11 @@ def test_damage_is_refused_by_name_and_is_nobodys_fault(scene: Scene, damage: Da
 
 
 @pytest.mark.parametrize(
-    "damage", [one for one in DAMAGES if one.of_golden][::5], ids=lambda damage: damage.name
+    "damage",
+    [
+        pytest.param(damage, id=damage.name, marks=() if number % 2 == 0 else pytest.mark.slow)
+        for number, damage in enumerate([one for one in DAMAGES if one.of_golden][::3])
+    ],
 )
 def test_damage_of_a_certified_golden_is_refused(scene: Scene, damage: Damage, tmp_path: Path) -> None:
     outcome = scene.judge("certified", damage, tmp_path / "scratch")
