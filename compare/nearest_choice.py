@@ -50,9 +50,11 @@ def find_nearest_choice(
     """
     mine = sides.read_golden(layer, Site.ROUTER_EXPERTS)
     fed = {one: sides.read_exact(layer, one) for one in (Site.POST_NORM, Site.ROUTER_LOGITS)}
-    stream = _read_stream(sides, layer, site)
+    stream = None if site is Site.MOE_DELTA else sides.read_stream(layer, is_exact=True)
     states, logits = fed[Site.POST_NORM], fed[Site.ROUTER_LOGITS]
-    if sides.weights is None or mine is None or states is None or logits is None or stream is None:
+    if sides.weights is None or mine is None or states is None or logits is None:
+        return None
+    if stream is None and site is Site.OUTPUT:
         return None
     experts = mine.long()
     reach = noise.reach
@@ -75,23 +77,14 @@ def find_nearest_choice(
         added = upcast_experts(
             weights.tensors, states[tokens], candidates, expert_shares(logits[tokens].sigmoid(), candidates)
         )
-    distance = square_difference(stream[tokens] + added, rows.target[tokens], massive=rows.massive).whole
+    if stream is not None:
+        added = stream[tokens] + added
+    distance = square_difference(added, rows.target[tokens], massive=rows.massive).whole
     nearest = experts.clone()
     for token in known:
         of_token = (tokens == token).nonzero()[:, 0]
         nearest[token] = candidates[of_token[distance[of_token].argmin()]]
     return DerivedChoice(experts=nearest, is_sure=is_sure)
-
-
-def _read_stream(sides: Sides, layer: int, site: Site) -> torch.Tensor | None:
-    """Return what the experts' sum is added to at a site, as exactly as the golden tells: float32 [T,H]."""
-    added = sides.read_exact(layer, Site.MOE_DELTA)
-    if site is Site.MOE_DELTA:
-        return None if added is None else torch.zeros_like(added)
-    residual, output = (sides.read_exact(layer, one) for one in (Site.ATTN_RESIDUAL, Site.OUTPUT))
-    if residual is not None or output is None or added is None:
-        return residual
-    return output - added
 
 
 def _evenly_spread(tokens: torch.Tensor, most: int) -> torch.Tensor:

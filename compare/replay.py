@@ -125,14 +125,9 @@ class Replay:
         """Return a site behind the experts for each of their outputs [t,H]: exact, and rounded in several ways."""
         if site is Site.MOE_DELTA:
             return experts
-        exact, mine = self._read(Site.ATTN_RESIDUAL), self._read_reference(Site.ATTN_RESIDUAL)
-        if exact is None or mine is None:
-            # The stream is what is left of the output without what the golden's own experts added.
-            twin_delta, delta = self._read(Site.MOE_DELTA), self._read_reference(Site.MOE_DELTA)
-            assert twin_delta is not None, "the golden holds what its experts added"
-            assert delta is not None, "the golden holds what its experts added"
-            twin = rows.reference.float() if rows.twin is None else rows.twin
-            exact, mine = twin - twin_delta, rows.reference.float() - delta
+        exact, mine = (self._sides.read_stream(self._layer, is_exact=is_exact) for is_exact in (True, False))
+        assert exact is not None, "the golden holds what its experts added"
+        assert mine is not None, "the golden holds what its experts added"
         rounded = ((mine[tokens] + one).to(rows.dtype).float() for one in experts[1:])
         return (exact[tokens] + experts[0], *rounded)
 

@@ -57,3 +57,18 @@ class Sides:
         """The best that is known of what the golden computed with, [T,F] float32: its twin, else the golden."""
         twin = self.reference.read_twin(layer, site)
         return self.read_golden(layer, site) if twin is None else self.batch.rows(twin, site).float()
+
+    def read_stream(self, layer: int, *, is_exact: bool) -> torch.Tensor | None:
+        """Read what the experts' sum is added to, [T,H] float32: the residual, else the output without that sum.
+
+        Args:
+            layer: The layer.
+            is_exact: Whether to read the best that is known of it, and not what the golden holds.
+        """
+        read = self.read_exact if is_exact else self.read_golden
+        residual, output, added = (
+            read(layer, site) for site in (Site.ATTN_RESIDUAL, Site.OUTPUT, Site.MOE_DELTA)
+        )
+        if residual is not None or output is None or added is None:
+            return residual
+        return output - added
