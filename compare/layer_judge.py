@@ -62,7 +62,7 @@ class LayerJudge:
         self._replay = None if choices is None else Replay(sides, layer=layer, experts=choices)
 
     def _derive_choice(self) -> DerivedChoice | None:
-        """What the port chose, by its router; where that does not tell, by what left its experts."""
+        """Derive the port's choice from its router; where that does not tell, from what left its experts."""
         derived = derive_choice(self._sides, self._layer)
         noise = self.router_noise
         is_told = derived is not None and bool(derived.is_sure.all())
@@ -156,14 +156,16 @@ class LayerJudge:
         return replace(judged, status=SiteStatus.FAIL, reason=self._tell_contradictions(contradictions))
 
     def _tell_contradictions(self, contradictions: torch.Tensor) -> str:
-        places = self._batch.places(
-            self._reference.read(self._layer, Site.ROUTER_EXPERTS), Site.ROUTER_EXPERTS
-        )
-        row, position = places[contradictions.nonzero()[0, 0]].tolist()
+        row, position = self._choice_places()[contradictions.nonzero()[0, 0]].tolist()
         return (
             f"{int(contradictions.sum())} of {len(contradictions)} tokens chose other experts than the port's own "
             f"logits and the checkpoint's correction bias give (the first: row {row}, position {position})"
         )
+
+    def _choice_places(self) -> torch.Tensor:
+        """Row and position of each token whose experts both sides hold, [T,2]."""
+        experts = self._reference.read(self._layer, Site.ROUTER_EXPERTS)
+        return self._batch.places(experts, Site.ROUTER_EXPERTS)
 
     def judge_choice(
         self, result: SiteResult, experts: torch.Tensor, noise: RouterNoise | None
@@ -176,10 +178,7 @@ class LayerJudge:
             noise: How close that choice is; None where the golden kept no floor.
         """
         assert self._experts is not None, "both sides hold experts of one shape here"
-        places = self._batch.places(
-            self._reference.read(self._layer, Site.ROUTER_EXPERTS), Site.ROUTER_EXPERTS
-        )
-        routing = compare_routing(experts, self._experts[1], noise, places=places)
+        routing = compare_routing(experts, self._experts[1], noise, places=self._choice_places())
         if self._criteria.name == "classic":
             status, reason = SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
         else:

@@ -9,7 +9,6 @@ T real tokens, t those that are judged, E experts, k experts per token, F channe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -98,16 +97,11 @@ class Refeed:
             return
         selected = stored.select(tokens)
         for number, (values, computed) in enumerate(self._compute_variants(site, upstream, tokens, doubted)):
-            if not stored.has_floor:
-                if bool(computed.isfinite().all()):
-                    yield replace(selected, reference=computed, stored_dtype=selected.dtype)
-                elif number == 0:
-                    return
-                continue
-            floor = foreseen_error_at(selected, computed)
-            if site is Site.ATTN_CONTEXT:
+            floor = foreseen_error_at(selected, computed) if stored.has_floor else None
+            if floor is not None and site is Site.ATTN_CONTEXT:
                 floor = floor.times(self._score_growth(values, upstream.mine)[tokens].square())
-            if bool(computed.isfinite().all() & floor.whole.isfinite().all()):
+            is_finite = computed.isfinite().all() & (floor is None or floor.whole.isfinite().all())
+            if bool(is_finite):
                 yield Rows(
                     reference=computed,
                     target=selected.target,
