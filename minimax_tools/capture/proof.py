@@ -33,6 +33,16 @@ _BLOCK_ELEMENTS = 1 << 17
 _STATISTICS_TOLERANCE = 1e-4
 
 
+def file_state(path: Path) -> tuple[int, int, int]:
+    """Return what changes when a file is replaced or written: its inode, when it was modified, and its size in bytes.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 class Proof:
     """Checks what is read of one capture.
 
@@ -272,12 +282,11 @@ class Proof:
     def _key(self, file: str, name: str) -> _Key:
         """A tensor of a file as it is now: what replaces the file is checked again."""
         try:
-            status = (self._directory / file).stat()
+            return file, name, *file_state(self._directory / file)
         except OSError as error:
             raise CaptureError(
                 f"{self.owner} is damaged: {file} cannot be read", found=str(error), next_step=self.next_step
             ) from error
-        return file, name, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def digest_file(path: Path) -> str:

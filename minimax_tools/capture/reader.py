@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
-from minimax_tools.capture.proof import Proof
+from minimax_tools.capture.proof import Proof, file_state
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.inputs import Inputs
 from minimax_tools.run import Mode
@@ -315,12 +315,11 @@ class _OpenFiles:
             SafetensorError: It is damaged.
         """
         path = self._directory / file
-        status = path.stat()
-        is_same = (status.st_ino, status.st_mtime_ns, status.st_size)
+        state = file_state(path)
         kept = self._opened.pop(file, None)
-        if kept is None or kept[0] != is_same:
+        if kept is None or kept[0] != state:
             tensors: Any = safe_open(path, framework="pt")
-            kept = is_same, tensors, frozenset(tensors.keys())
+            kept = state, tensors, frozenset(tensors.keys())
         self._opened[file] = kept
         if len(self._opened) > _MOST_OPEN:
             self._opened.popitem(last=False)
