@@ -15,35 +15,22 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from calibration_text import limits_text
 from clean_ports import GOLDENS, MODES, SHAPES, Bench, Setting, clean_ports
 from figures import describe_machine
-from fit_limits import Table, capped, fit_floorless, fit_ratios, widen
+from fit_limits import Table, capped, fit_floorless, fit_ratios, widen, with_model_margin
 from measure_noise import FLOORS, measure
 
-from compare.limit import Limit
-from compare.limits import ALL_SITES, RATIO_FIGURES, STRUCTURE_FIGURES, NoiseLimits, SiteLimits
+from compare.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits, SiteLimits
 from compare.limits_file import read_limits
 from minimax_tools.provenance import library_versions
 
 # Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit
 # on another backend must be broken by half as much again.
 _SCALARS = {"level": 1e-3, "float32": 1e-5, "slack": 1.5}
-# Models stray apart as their layers do, and few were measured; the rounding of a few keys is shared by all tokens
-# behind them, so that averages over many tokens stray as a single value does. Where nothing was fitted, right ports
-# came to 1.1 of the limits of errors, 1.2 of those of single tokens and 1.5 of those of averages.
-_MARGINS = {
-    **dict.fromkeys(RATIO_FIGURES, 1.15),
-    **dict.fromkeys(("token_p99", "token_worst"), 1.25),
-    **dict.fromkeys(STRUCTURE_FIGURES, 2.0),
-}
-# The error of one token in a few dozen channels strays by about this much from draw to draw. The floor is the largest
-# of three draws, so that most figures are below 1 and do not show it.
-_TOKEN_SPREAD = 0.1
 
 
 def main() -> int:
@@ -103,20 +90,6 @@ def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
     estimated = _fit_estimated(records, widened, mode="isolated", floor="stats_variants")
     tables = {"isolated_variants": widened, "isolated_variants_estimated": estimated}
     return {name: with_model_margin(table) for name, table in tables.items()}
-
-
-def with_model_margin(table: Table) -> Table:
-    """The same limits with room for models that were not measured."""
-
-    def widened(figure: str, limit: Limit) -> Limit:
-        least = _TOKEN_SPREAD if figure in RATIO_FIGURES else 0.0
-        return replace(
-            limit, usual=_MARGINS[figure] * limit.usual, token_spread=max(limit.token_spread, least)
-        )
-
-    return {
-        site: {figure: widened(figure, limit) for figure, limit in own.items()} for site, own in table.items()
-    }
 
 
 def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str, floor: str) -> Table:
