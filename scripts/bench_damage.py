@@ -1,4 +1,4 @@
-"""Return how many damaged captures mm2 judges as if they were whole.
+"""Counts the damaged captures that mm2 judges as if they were whole.
 
 A golden and a device run of a right port are damaged in every way that `damage.damages` lists: twins, floors, values
 and inputs, with and without new digests in the manifest, of goldens that are certified or not, and of such as an older

@@ -84,7 +84,7 @@ class Hypothesis:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is one mistake, which rounds values."""
+        """Return whether it is one mistake, which rounds values."""
         return len(self.mistakes) == 1 and self.mistakes[0].is_rounding
 
     @property

@@ -42,7 +42,7 @@ PROMPT_LENGTHS = (157, 1, 4, 61, 500, 17)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedModel:
-    """Return what was trained: how the training went, and what the model makes of text that it never saw."""
+    """Model that was trained: how the training went, and what the model makes of text that it never saw."""
 
     folders: tuple[Path, ...]
     course: TrainingCourse

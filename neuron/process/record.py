@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Return what a process is doing.
+    """State of a process.
 
     Args:
         activity: As in "running layer 3 of target port.py:Layer"; empty while mm2 is at work between layers.

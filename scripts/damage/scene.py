@@ -29,7 +29,7 @@ _SAME_PORT = Path(__file__).parents[1] / "examples" / "transformers_port.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Return what comparing showed.
+    """Result of a comparison.
 
     Args:
         exit_code: Of `mm2-compare`.

@@ -20,7 +20,7 @@ FACTORS = (0.5, 0.63, 0.8, 0.9, 1.0, 1.12, 1.25, 1.6, 2.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """Return what all limits times a factor would have said.
+    """Detection and false alarms with all limits times a factor.
 
     Args:
         factor: The factor.

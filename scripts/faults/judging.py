@@ -44,7 +44,7 @@ class LayerVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """Return what was said of a run.
+    """Verdict on a run.
 
     Args:
         verdict: The conclusion.

@@ -63,9 +63,12 @@ def _count_passed(runs: Sequence[Sequence[Case]]) -> int:
 
 def _wrong_boxes(cases: Sequence[Case]) -> list[list[Case]]:
     """Cases whose output alone differs beyond doubt, run by run."""
-    wrong = [case for case in cases if case.is_mistake]
     return _by_run(
-        [case for case in wrong if min(case.effect, case.effects.get("output", 0.0)) >= _BEYOND_DOUBT]
+        [
+            case
+            for case in cases
+            if case.is_mistake and min(case.effect, case.effects.get("output", 0.0)) >= _BEYOND_DOUBT
+        ]
     )
 
 

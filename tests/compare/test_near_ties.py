@@ -45,7 +45,7 @@ def tie(source: Capture) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def exchanged(source: Capture, toy: Path, tie: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """That token with its last expert exchanged for the next one: its experts [k], and the layer's output [H]."""
+    """Experts [k] and the layer's output [H] of that token, its last expert exchanged for the next one."""
     twins = {site: source.read_twin(LAYER, site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS)}
     states, logits = (twin[tie][None] for twin in twins.values() if twin is not None)
     with CheckpointWeights(model=str(toy)).open_layer(LAYER, source) as weights:

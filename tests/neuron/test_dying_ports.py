@@ -55,7 +55,7 @@ EVERY_COMMAND = ("bisect", "sweep", "component", "full", "trace", "weights")
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """Return how a command ended."""
+    """End of a command."""
 
     exit_code: int
     stdout: str

@@ -71,7 +71,7 @@ class LowPrecisionSum(planted.Planted):
 
 
 def in_fp8(states):
-    """What is left of states [...,C] in FP8 (e4m3), with a scale for every 128 channels."""
+    """Round states [...,C] to FP8 (e4m3), with a scale for every 128 channels."""
     groups = states.float().unflatten(-1, (-1, min(128, states.shape[-1])))
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448.0
     return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(states.dtype)

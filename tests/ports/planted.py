@@ -281,20 +281,19 @@ class LaterRowsDiffer(Planted):
     """X7: a kernel whose result depends on the place in the batch."""
 
     class moe_class(port.Moe):  # noqa: N801
+        factor = 1.05
+
         def forward(self, states):
             delta = super().forward(states)
-            delta[1:] = delta[1:] * 1.05
+            delta[1:] = delta[1:] * self.factor
             return delta
 
 
-class LaterRowsDouble(Planted):
+class LaterRowsDouble(LaterRowsDiffer):
     """X7, by far: each token is wrong by itself beyond doubt."""
 
-    class moe_class(port.Moe):  # noqa: N801
-        def forward(self, states):
-            delta = super().forward(states)
-            delta[1:] = delta[1:] * 2
-            return delta
+    class moe_class(LaterRowsDiffer.moe_class):  # noqa: N801
+        factor = 2
 
 
 class NanInOneRow(Planted):

@@ -1,4 +1,4 @@
-"""Return what is read of a capture is what was written, or it is refused by name."""
+"""Tensors that are read of a capture are those that were written, or are refused by name."""
 
 from __future__ import annotations
 
