@@ -8,14 +8,14 @@ from typing import Any
 import click
 
 from compare.comparer import compare_captures
-from compare.limits_file import CALIBRATION
-from compare.opening import open_named_sides, opening_options
+from compare.limits.limits_file import CALIBRATION
 from compare.options import criteria_options, read_criteria
-from compare.weights import find_weights
+from compare.sides.golden_weights import find_weights
+from compare.sides.opening import open_named_sides, opening_options
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
-from minimax_tools.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import captures_option, output_options
 from minimax_tools.errors import UsageError
-from minimax_tools.options import captures_option, output_options
 from reports.data import comparison_record, write_report
 from reports.terminal import render_comparison
 

@@ -6,18 +6,18 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from compare.batch import Batch
-from compare.blame import blame_layer, excused_sites
-from compare.coverage import is_proved, unproved_notes, word_tokens
-from compare.criteria import layers_without_output
-from compare.curve import measure_point, trace_curve
-from compare.feed import Feed, read_feed
-from compare.groups import group_blame
-from compare.judge import Criteria
-from compare.layer_judge import LayerJudge
-from compare.limits import NOISE_FIGURES
-from compare.locate import locate_blamed
-from compare.model_judge import ModelJudge
+from compare.blame.blame import blame_layer, excused_sites
+from compare.blame.groups import group_blame
+from compare.blame.location import locate_blamed
+from compare.blame.recomputed_judge import Refed, judge_refed
+from compare.chains.curve import measure_point, trace_curve
+from compare.judging.coverage import is_proved, unproved_notes, word_tokens
+from compare.judging.layer_judge import LayerJudge
+from compare.judging.model_judge import ModelJudge
+from compare.judging.router_dtypes import find_router_dtypes
+from compare.judging.undecided import leave_undecided, undecided_notes
+from compare.limits.criteria import Criteria, layers_without_output
+from compare.limits.limits import NOISE_FIGURES
 from compare.notes import (
     backend_notes,
     certificate_notes,
@@ -33,19 +33,26 @@ from compare.notes import (
     side_notes,
     unfinished_notes,
 )
-from compare.own_head import on_own_output
-from compare.own_input import on_own_input
-from compare.pairing import declared_layers, is_finished, refuse_foreign, select_layers
-from compare.proving import proved
-from compare.refed_judge import Refed, judge_refed
-from compare.router_dtypes import find_router_dtypes
-from compare.sides import Sides
-from compare.undecided import leave_undecided, undecided_notes
-from compare.weights import WeightSource, keep_layer_open
+from compare.sides.batch import Batch
+from compare.sides.golden_weights import WeightSource, keep_layer_open
+from compare.sides.layer_input import Feed, read_feed
+from compare.sides.own_head import on_own_output
+from compare.sides.own_input import on_own_input
+from compare.sides.pairing import declared_layers, is_finished, refuse_foreign, select_layers
+from compare.sides.proving import proved
+from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.results import Blame, Comparison, CurvePoint, GeneratedRow, SiteResult, SiteStatus, Verdict
-from minimax_tools.run import Mode
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.run import Mode
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.results.results import (
+    Blame,
+    Comparison,
+    CurvePoint,
+    GeneratedRow,
+    SiteResult,
+    SiteStatus,
+    Verdict,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from compare.pairing import is_finished
-from compare.sides import Sides
-from compare.terms import backend_of, computes_in_float32
-from minimax_tools.capture.foreign.capture import ForeignCapture
+from compare.limits.limit_context import backend_of, computes_in_float32
+from compare.sides.pairing import is_finished
+from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.model.sites import Site
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
-from minimax_tools.results import Blame, RouterDtype, SiteResult
-from minimax_tools.sites import Site
+from minimax_tools.results.results import Blame, RouterDtype, SiteResult
 from reports.wording import word_layers
 
 

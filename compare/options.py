@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits
-from compare.judge import Criteria
-from compare.limits_file import read_limits
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits, Criteria
+from compare.limits.limits_file import read_limits
+from minimax_tools.command_line.options import stack_options
 from minimax_tools.errors import UsageError
-from minimax_tools.options import stack_options
 
 _NAMES = ("noise", "classic")
 _LIMITS = (

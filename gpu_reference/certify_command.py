@@ -8,20 +8,20 @@ from typing import Any
 
 import click
 
-from gpu_reference.certifier import Certifier
-from gpu_reference.layer_certifier import GoldenModel
+from gpu_reference.certification.certifier import Certifier
+from gpu_reference.certification.layer_certifier import GoldenModel
 from minimax_tools.capture.certificate import Certificate, Outcome
 from minimax_tools.capture.manifest import Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
 from minimax_tools.capture.writer import store_certificate
-from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import captures_option, optional_model_option, output_options
+from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import IncomparableError
-from minimax_tools.options import captures_option, optional_model_option, output_options
-from minimax_tools.progress import LayerProgress
-from minimax_tools.spec import ModelSpec
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.model.spec import ModelSpec
 
 _MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKED: "[not checked]"}
 

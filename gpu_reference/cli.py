@@ -14,29 +14,25 @@ import click
 import torch
 
 from gpu_reference.certify_command import certify_command, certify_golden
-from gpu_reference.generation import Sampling, generate
-from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest
+from gpu_reference.golden.generation import Sampling, generate
+from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.model.model import GoldenModelRequest
+from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import golden_options, planned_golden_options, sampling_options
-from gpu_reference.pipeline import capture_by_ranks
-from gpu_reference.placement import Placement, parse_placement
-from gpu_reference.plan_check import validate_plan
+from gpu_reference.pipeline.pipeline import capture_by_ranks
+from gpu_reference.pipeline.plan_check import validate_plan
 from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
 from gpu_reference.ranks.ranks import ToldError, open_ranks
-from gpu_reference.stream_choice import choose_part_streaming, choose_streaming, is_whole
+from gpu_reference.streaming.stream_choice import choose_part_streaming, choose_streaming, is_whole
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, capture_directory
-from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.index import find_absent_shards
-from minimax_tools.console import Mm2Group, end_command, print_json, show_warnings_only
-from minimax_tools.detail import shows_details, shows_pictures
-from minimax_tools.errors import CaptureError, UsageError
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.options import (
+from minimax_tools.command_line.console import Mm2Group, end_command, print_json, show_warnings_only
+from minimax_tools.command_line.detail import shows_details, shows_pictures
+from minimax_tools.command_line.options import (
     layer_option,
     output_options,
     read_input_request,
@@ -45,14 +41,18 @@ from minimax_tools.options import (
     reading_options,
     span_options,
 )
+from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
+from minimax_tools.dumps.opening import open_source
+from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.model.run import Run, full_run, multi_layer_run, single_layer_run
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.progress import LayerProgress, NoProgress, Progress
-from minimax_tools.prompts import build_inputs
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
-from minimax_tools.run import Run, full_run, multi_layer_run, single_layer_run
 from minimax_tools.slices.verification_text import render_run
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.text.prompts import build_inputs
 from reports.captures import capture_record, is_damaged, render_capture, render_statistics, statistics_record
 
 Options = dict[str, Any]

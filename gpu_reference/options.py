@@ -1,4 +1,4 @@
-"""The options of `mm2-gpu` alone; those it shares with other commands are in `minimax_tools.options`."""
+"""The options of `mm2-gpu` alone; those it shares with other commands are in `minimax_tools.command_line.options`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from gpu_reference.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
-from gpu_reference.stream_choice import STREAM_MODES
-from minimax_tools.options import (
+from gpu_reference.model.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
+from gpu_reference.streaming.stream_choice import STREAM_MODES
+from minimax_tools.command_line.options import (
     input_options,
     memory_budget_option,
     model_option,

@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import PRESETS
+from minimax_tools.command_line.console import Mm2Group, print_json
+from minimax_tools.command_line.options import output_options, parse_size_option
 from minimax_tools.commands.extract import extract_command
 from minimax_tools.commands.fetch import fetch_command
 from minimax_tools.commands.plan import plan_command
 from minimax_tools.commands.train import train_command
 from minimax_tools.commands.verify import verify_command
-from minimax_tools.console import Mm2Group, print_json
-from minimax_tools.options import output_options, parse_size_option
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import PRESETS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

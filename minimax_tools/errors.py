@@ -9,7 +9,7 @@
         ├── GoldenRefusedError  a golden fell into one of the known traps
         ├── TargetError         the port under test could not be built or loaded
         ├── BackendError        the device asked for is not there
-        ├── MemoryBudgetError   what comes next would break the memory budget
+        ├── MemoryBudgetError   what comes next would break the memory budget (in machine/memory.py)
         └── MissingExtraError   a package that this command needs is not installed
 
 A message has three parts: what and where, expected against found, the next step.
@@ -17,10 +17,14 @@ A message has three parts: what and where, expected against found, the next step
 
 from __future__ import annotations
 
-from minimax_tools.extras import install_command
-from minimax_tools.size import word_size
+from collections.abc import Mapping
+from types import MappingProxyType
 
 _NUM_FAULTS_SHOWN = 12
+# As in pyproject.toml; the packages by name, because mm2 itself is not on the package index.
+EXTRA_REQUIREMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"golden": ("accelerate>=1.0", "transformers>=5.23"), "xla": ("torch==2.9.*", "torch_xla==2.9.*")}
+)
 
 
 class Mm2Error(Exception):
@@ -95,41 +99,6 @@ class BackendError(CannotRunError):
     """The device backend asked for is not available here."""
 
 
-class MemoryBudgetError(CannotRunError):
-    """What comes next would take the process above its memory budget; nothing was allocated for it yet.
-
-    Args:
-        purpose: What the memory is for, as in "reading layer 7".
-        needed_bytes: How much more it takes.
-        in_use_bytes: The process's anonymous memory now.
-        promised_bytes: What is reserved and not filled yet.
-        limit_bytes: The budget.
-    """
-
-    def __init__(
-        self, purpose: str, *, needed_bytes: int, in_use_bytes: int, promised_bytes: int, limit_bytes: int
-    ) -> None:
-        self.purpose = purpose
-        self.needed_bytes = needed_bytes
-        self.in_use_bytes = in_use_bytes
-        self.promised_bytes = promised_bytes
-        self.limit_bytes = limit_bytes
-        total_bytes = in_use_bytes + promised_bytes + needed_bytes
-        promised = f", {word_size(promised_bytes)} reserved and not filled yet" if promised_bytes else ""
-        super().__init__(
-            f"{purpose} would break the memory budget",
-            expected=f"at most {word_size(limit_bytes)}",
-            found=(
-                f"{word_size(in_use_bytes)} in use{promised} and {word_size(needed_bytes)} more needed: "
-                f"{word_size(total_bytes - limit_bytes)} too much"
-            ),
-            next_step=(
-                f"Allow {_round_up(total_bytes)} or more, or ask for less at a time: "
-                "no prefetch, fewer or shorter prompts."
-            ),
-        )
-
-
 class MissingExtraError(CannotRunError):
     """A package that this command needs is not installed."""
 
@@ -140,15 +109,14 @@ class MissingExtraError(CannotRunError):
         )
 
 
+def install_command(extra: str) -> str:
+    """The pip command that installs what `extra` needs."""
+    return "pip install " + " ".join(f"'{requirement}'" for requirement in EXTRA_REQUIREMENTS[extra])
+
+
 def list_faults(faults: list[str]) -> str:
     """Faults as one text for an error's `found`: as many as a reader can take in, and how many more there are."""
     shown = faults[:_NUM_FAULTS_SHOWN]
     if len(faults) > len(shown):
         shown.append(f"and {len(faults) - len(shown)} more")
     return "; ".join(shown)
-
-
-def _round_up(num_bytes: int) -> str:
-    """The least size that is not below `num_bytes` and has one decimal, as an option takes it: `12.4GB`."""
-    step = max(1000 ** ((len(str(num_bytes)) - 1) // 3) // 10, 1)
-    return word_size(-(-num_bytes // step) * step).replace(" ", "")

@@ -21,15 +21,15 @@ import psutil
 import torch
 
 from minimax_tools.capture.manifest import dtype_name
-from minimax_tools.checkpoint.names import expected_layer_shapes
-from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
+from minimax_tools.command_line.progress import word_duration
 from minimax_tools.errors import BackendError, MissingExtraError
-from minimax_tools.memory import available_bytes
-from minimax_tools.progress import word_duration
-from minimax_tools.prompts import InputRequest, build_inputs
+from minimax_tools.machine.memory import available_bytes
+from minimax_tools.machine.size import word_size
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import expected_layer_shapes
+from minimax_tools.model.weight_size import layer_bytes, vocabulary_bytes
 from minimax_tools.provenance import library_versions, numeric_environment
-from minimax_tools.size import word_size
-from minimax_tools.spec import ModelSpec
+from minimax_tools.text.prompts import InputRequest, build_inputs
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.machine import Machine
 from neuron.ports.targets import find_target

@@ -14,21 +14,15 @@ from click.core import ParameterSource
 
 from compare.comparer import compare_captures
 from compare.options import read_criteria
-from compare.weights import CheckpointWeights
+from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.capture.locate import open_source
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
-from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.console import Mm2Group, end_command, print_json
-from minimax_tools.errors import CannotRunError, CaptureError, TargetError
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.native_output import output_set_aside
-from minimax_tools.options import (
+from minimax_tools.command_line.console import Mm2Group, end_command, print_json
+from minimax_tools.command_line.options import (
     dtype_option,
     layer_option,
     optional_model_option,
@@ -39,9 +33,13 @@ from minimax_tools.options import (
     reading_options,
     span_options,
 )
-from minimax_tools.progress import LayerProgress
-from minimax_tools.results import Comparison
-from minimax_tools.run import (
+from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.dumps.opening import open_source
+from minimax_tools.errors import CannotRunError, CaptureError, TargetError
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.model.run import (
     Component,
     Run,
     component_run,
@@ -50,8 +48,10 @@ from minimax_tools.run import (
     single_layer_run,
     sweep_run,
 )
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.results.results import Comparison
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.check import Level, check_machine, worst
 from neuron.commands.bisect_layers import bisect_command
 from neuron.commands.trace import trace_command

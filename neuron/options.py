@@ -10,9 +10,7 @@ import click
 
 from compare.options import criteria_options
 from minimax_tools.capture.reader import Capture
-from minimax_tools.errors import UsageError
-from minimax_tools.inputs import Inputs
-from minimax_tools.options import (
+from minimax_tools.command_line.options import (
     input_options,
     memory_budget_option,
     model_option,
@@ -22,8 +20,10 @@ from minimax_tools.options import (
     stack_options,
     store_options,
 )
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.spec import ModelSpec
+from minimax_tools.errors import UsageError
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.prompts import InputRequest, build_inputs
 from neuron.devices.backend import Backend
 from neuron.process.record import LAYER_TIMEOUT_S
 from neuron.process.status import limit_layers

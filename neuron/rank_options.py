@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import click
 
-from minimax_tools.console import end_command, given_arguments, show_warnings_only, speak_as
+from minimax_tools.command_line.console import end_command, given_arguments, show_warnings_only, speak_as
+from minimax_tools.command_line.options import DTYPES, stack_options
 from minimax_tools.errors import CannotRunError, UsageError
-from minimax_tools.native_output import native_output_dropped
-from minimax_tools.options import DTYPES, stack_options
+from minimax_tools.machine.native_output import native_output_dropped
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.crew import RankFailedError
 from neuron.devices.distributed import refuse_launched

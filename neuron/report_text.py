@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from minimax_tools.size import word_size
+from minimax_tools.machine.size import word_size
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import CaptureEffect, LayerProfile, RunReport
 from reports.canvas import Canvas, Column, Row

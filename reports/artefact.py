@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from minimax_tools.errors import CannotRunError
-from minimax_tools.whole_file import whole_file
+from minimax_tools.machine.whole_file import whole_file
 
 
 def write_artefact(path: Path, text: str) -> Path:

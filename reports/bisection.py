@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from minimax_tools.floor import MASSIVE_RATIO
-from minimax_tools.probes import Bisection, Chain, Finding, Probe
-from minimax_tools.results import Verdict
-from minimax_tools.span import Span
+from minimax_tools.metrics.noise_floor import MASSIVE_RATIO
+from minimax_tools.model.span import Span
+from minimax_tools.results.probes import Bisection, Chain, Finding, Probe
+from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
 from reports.wording import word_figure

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from minimax_tools.capture.foreign.capture import ForeignCapture
 from minimax_tools.capture.inspection import Inspection
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.sites import SITE_LEVELS, Site
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.model.sites import SITE_LEVELS, Site
 from reports.canvas import Canvas, Column, Row
 from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
 from reports.dumps import dump_record, render_dump

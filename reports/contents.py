@@ -10,8 +10,8 @@ import torch
 from minimax_tools.capture.manifest import Entry, dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.metrics import TensorStatistics, measure_tensor
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.metrics.pair_metrics import TensorStatistics, measure_tensor
+from minimax_tools.model.sites import ModelSite, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minimax_tools.results import Curve, CurvePoint
+from minimax_tools.results.results import Curve, CurvePoint
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure
 

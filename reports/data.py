@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.metrics import PairMetrics
-from minimax_tools.results import Comparison, SiteResult, SiteStatus
+from minimax_tools.metrics.pair_metrics import PairMetrics
+from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 from reports.artefact import write_artefact
 from reports.json_values import to_json
 from reports.wording import word_index

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from minimax_tools.capture.foreign.capture import ForeignCapture
-from minimax_tools.capture.foreign.module_name import find_layer, word_module
-from minimax_tools.capture.foreign.piece import Piece
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.dumps.module_name import find_layer, word_module
+from minimax_tools.dumps.piece import Piece
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_layers, word_shape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from minimax_tools.results import Comparison, Flip, NoiseRatio, SiteResult, SiteStatus
+from minimax_tools.results.results import Comparison, Flip, NoiseRatio, SiteResult, SiteStatus
 from reports.canvas import Canvas, Column, Row
 from reports.metric_columns import METRIC_COLUMNS, METRIC_LEGEND, metric_cells
 from reports.wording import word_figure, word_fraction, word_index

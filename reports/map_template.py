@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from minimax_tools.capture.foreign.capture import ForeignCapture
-from minimax_tools.capture.foreign.usual_names import INPUT_IDS
 from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.dumps.usual_names import INPUT_IDS
 from minimax_tools.errors import UsageError
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
 from reports.dumps import list_lines
 from reports.wording import word_shape
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minimax_tools.results import SiteResult
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.results.results import SiteResult
 from reports.canvas import Column
 from reports.wording import word_figure, word_fraction
 

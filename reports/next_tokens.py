@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minimax_tools.results import Comparison, GeneratedRow, LogitsResult, SiteStatus
+from minimax_tools.results.results import Comparison, GeneratedRow, LogitsResult, SiteStatus
 from reports.canvas import Canvas
 from reports.wording import word_figure
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
-from minimax_tools.results import BlameGroup, Comparison, NoiseRatio, SiteStatus, Verdict
+from minimax_tools.results.results import BlameGroup, Comparison, NoiseRatio, SiteStatus, Verdict
 from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 # More in a row than these are told by the first and the last.
 _MOST_NAMED_SITES = 4

@@ -1,8 +1,8 @@
-"""How far chains of layers drift in ports that are right: what the limits in compare/chain_limits.py leave room for.
+"""The drift of chains of layers in right ports, for which compare/chains/chain_limits.py leaves room.
 
 Right ports run in chains from the golden's input at every layer, on synthetic models of several seeds and
 shapes. For each length of a chain it prints the largest of each part of the error, in the unit of
-`compare.chain_noise`, and how much of the output that unit is; the limits are twice the figures that the default
+`compare.chains.chain_noise`, and how much of the output that unit is; the limits are twice the figures that the default
 settings gave. `--json` prints one object.
 """
 
@@ -21,17 +21,17 @@ from clean_ports import SHAPES as CLEAN_SHAPES
 from cpu_golden import capture_cpu_golden
 from figures import Figure, print_figures
 
-from compare.batch import Batch
-from compare.chain_limits import LONGEST_CHAIN, chain_limits
-from compare.chain_noise import PARTS, ChainError, measure_error, measure_unit
+from compare.chains.chain_limits import LONGEST_CHAIN, chain_limits
+from compare.chains.chain_noise import PARTS, ChainError, measure_error, measure_unit
+from compare.sides.batch import Batch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.prompts import InputRequest
-from minimax_tools.sites import Site
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.text.prompts import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
 from neuron.runs.chain_runner import ChainRequest, ChainRunner

@@ -16,10 +16,9 @@ from clean_ports import GOLDENS, SHAPES, Bench, Setting, clean_ports
 from figures import Figure, print_figures
 
 from compare.comparer import compare_captures
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.judge import Criteria
-from compare.weights import CheckpointWeights
-from minimax_tools.results import Comparison, SiteResult, Verdict
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.sides.golden_weights import CheckpointWeights
+from minimax_tools.results.results import Comparison, SiteResult, Verdict
 
 
 class Tally:

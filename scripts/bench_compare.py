@@ -25,11 +25,11 @@ from figures import Figure, print_figures
 from peaks import watch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.metrics import compare_tensors, sample_centres, sum_pair
-from minimax_tools.pair_sums import PairSums, Tolerance
-from minimax_tools.prompts import InputRequest
+from minimax_tools.metrics.pair_metrics import compare_tensors, sample_centres, sum_pair
+from minimax_tools.metrics.pair_sums import PairSums, Tolerance
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.text.prompts import InputRequest
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

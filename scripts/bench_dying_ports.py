@@ -20,8 +20,8 @@ from faults.deaths import DEATHS, LAYER, Death
 from faults.joined import PASSED, TRIED
 from figures import Figure, print_figures
 
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 _LAYER_TIMEOUT_S = 5
 _CAPTURING = {

@@ -28,7 +28,7 @@ from loading.models import measure_full_size, measure_split
 from loading.scales import SCALES
 from loading.speed import measure_dequantising, measure_offload, measure_stream, measure_warm_load
 
-from minimax_tools.checkpoint.synthetic import FP8
+from minimax_tools.synthetic.checkpoint import FP8
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp8": FP8})
 

@@ -1,6 +1,6 @@
 """Measures how far ports that are right go, and writes the limits of the verdict that follow.
 
-    python scripts/calibrate.py --measurements FILE.jsonl --output compare/calibration.yaml
+    python scripts/calibrate.py --measurements FILE.jsonl --output compare/limits/calibration.yaml
 
 Every run adds its records to the file of measurements, and the limits are fitted to all that it holds: a calibration
 may be made in several sittings, and on several machines (on a Neuron device: --backends neuron-xla). `--before` takes
@@ -24,8 +24,8 @@ from figures import describe_machine
 from fit_limits import Table, capped, fit_floorless, fit_ratios, widen, with_model_margin
 from measure_noise import FLOORS, measure
 
-from compare.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits, SiteLimits
-from compare.limits_file import read_limits
+from compare.limits.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits, SiteLimits
+from compare.limits.limits_file import read_limits
 from minimax_tools.provenance import library_versions
 
 # Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit

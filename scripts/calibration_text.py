@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from compare.limit import Limit
+from compare.limits.limit import Limit
 
 _HEADING = """\
 # What ports that are right stay below: mm2's limits, and a file that --criteria reads.

@@ -19,13 +19,13 @@ from text_rows import request_text_rows
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.prompts import InputRequest
+from minimax_tools.model.run import full_run, sweep_run
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
-from minimax_tools.run import full_run, sweep_run
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.text.prompts import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
 from neuron.runs.device_request import DeviceRequest

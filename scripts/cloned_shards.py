@@ -21,10 +21,10 @@ import torch
 from reflinks import BLOCK_BYTES, clone_range
 
 from minimax_tools.checkpoint.header import encode_header
-from minimax_tools.checkpoint.names import layer_of
-from minimax_tools.checkpoint.synthetic import FP8, PlannedTensor, plan_tensors, write_tensor
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.checkpoint.synthetic_weights import SyntheticWeights
+from minimax_tools.model.weight_names import layer_of
+from minimax_tools.synthetic.checkpoint import FP8, PlannedTensor, plan_tensors, write_tensor
+from minimax_tools.synthetic.random_weights import SyntheticWeights
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 _log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest
-from gpu_reference.placement import Placement
+from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.model.model import GoldenModelRequest
+from gpu_reference.model.placement import Placement
 from minimax_tools.capture.reader import Capture
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.run import full_run
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.run import full_run
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.prompts import InputRequest, build_inputs
 
 
 def capture_cpu_golden(

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from compare.limit import Limit, quantile
-from compare.limits import (
+from compare.limits.limit import Limit, quantile
+from compare.limits.limits import (
     ALL_SITES,
     FEWEST_FOR_STRUCTURE,
     NOISE_FIGURES,
     RATIO_FIGURES,
     STRUCTURE_FIGURES,
 )
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
 
 Record = Mapping[str, Any]
 Table = dict[str, dict[str, Limit]]

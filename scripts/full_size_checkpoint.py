@@ -44,13 +44,13 @@ from reflinks import (
 )
 
 from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
-from minimax_tools.checkpoint.synthetic import FP8
-from minimax_tools.checkpoint.synthetic_model import PRESETS, SyntheticModel
-from minimax_tools.checkpoint.synthetic_tokenizer import write_tokenizer
-from minimax_tools.checkpoint.synthetic_weights import SyntheticWeights
-from minimax_tools.console import Mm2Command, print_json
+from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.options import output_options
 from minimax_tools.errors import UsageError
-from minimax_tools.options import output_options
+from minimax_tools.synthetic.checkpoint import FP8
+from minimax_tools.synthetic.random_weights import SyntheticWeights
+from minimax_tools.synthetic.toy_model import PRESETS, SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import write_tokenizer
 
 RECORD_FILE = "full_size_checkpoint.json"
 _DISTINCT_LAYERS = 4

@@ -15,13 +15,12 @@ import torch
 from clean_ports import Bench, CleanPort, Setting
 
 from compare.comparer import compare_captures
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.judge import Criteria
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
-from minimax_tools.floor import error_name, token_rows
-from minimax_tools.results import SiteResult
-from minimax_tools.sites import Site
+from minimax_tools.metrics.noise_floor import error_name, token_rows
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import SiteResult
 
 # A floor that variants widen is named apart: it is another unit.
 FLOORS = ("full", "stats", "off", "full_variants", "stats_variants")

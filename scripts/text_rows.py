@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.prompts import InputRequest
-from minimax_tools.tokenizer import encode_texts
+from minimax_tools.text.prompts import InputRequest
+from minimax_tools.text.tokenizer import encode_texts
 
 HELD_OUT_NAME = "held_out.txt"
 

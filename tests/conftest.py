@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 Command = Callable[..., click.testing.Result]
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
 
 BUCKET = 64
 SHARDED = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, Site.ATTN_CONTEXT)

@@ -13,7 +13,7 @@ import pytest
 from compare.diagnosis.cli import main as mm2_diagnose
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.reader import Capture
-from minimax_tools.inputs import word_positions
+from minimax_tools.model.inputs import word_positions
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]

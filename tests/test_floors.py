@@ -30,7 +30,10 @@ DEVICE_LIBRARIES = frozenset(
 GOLDEN_LIBRARIES = frozenset({"transformers", "accelerate"})
 HOMES = {
     **dict.fromkeys(DEVICE_LIBRARIES, ("neuron/",)),
-    **dict.fromkeys(GOLDEN_LIBRARIES, ("gpu_reference/", "minimax_tools/reference/")),
+    **dict.fromkeys(
+        GOLDEN_LIBRARIES,
+        ("gpu_reference/", "minimax_tools/reference/", "minimax_tools/split/", "minimax_tools/synthetic/"),
+    ),
 }
 NAMELESS = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 
@@ -239,7 +242,7 @@ def test_every_package_is_looked_at() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "violation"),
     [
-        ("minimax_tools/span.py", "import reports.page", "span.py:1: minimax_tools imports reports"),
+        ("minimax_tools/model/span.py", "import reports.page", "span.py:1: minimax_tools imports reports"),
         ("minimax_tools/capture/cli.py", "import reports.page", "minimax_tools imports reports"),
         ("reports/page.py", "from compare import noise", "page.py:1: reports imports compare"),
         (
@@ -247,9 +250,13 @@ def test_every_package_is_looked_at() -> None:
             "def f():\n    import neuron.devices.runtime",
             "noise.py:2: compare imports neuron",
         ),
-        ("compare/noise.py", "from gpu_reference.golden import Golden", "compare imports gpu_reference"),
-        ("gpu_reference/golden.py", "import compare", "gpu_reference imports compare"),
-        ("neuron/runs/runner.py", "import gpu_reference.golden", "neuron imports gpu_reference"),
+        (
+            "compare/noise.py",
+            "from gpu_reference.golden.golden import Golden",
+            "compare imports gpu_reference",
+        ),
+        ("gpu_reference/golden/golden.py", "import compare", "gpu_reference imports compare"),
+        ("neuron/runs/runner.py", "import gpu_reference.golden.golden", "neuron imports gpu_reference"),
         (
             "reports/page.py",
             "if TYPE_CHECKING:\n    from neuron.run import Run",
@@ -264,7 +271,11 @@ def test_every_package_is_looked_at() -> None:
         ("scripts/demo.py", "import tests.conftest", "demo.py:1: nobody imports tests"),
         ("neuron/runs/runner.py", "from .layer import Layer", "runner.py:1: relative import of layer"),
         ("tests/test_x.py", "from . import conftest", "test_x.py:1: relative import"),
-        ("compare/noise.py", "def f():\n    import torch_xla", "noise.py:2: torch_xla belongs in neuron/"),
+        (
+            "compare/noise.py",
+            "def f():\n    import torch_xla",
+            "noise.py:2: torch_xla belongs in neuron/",
+        ),
         (
             "neuron/devices/runtime.py",
             "import torch_xla.core",
@@ -286,7 +297,7 @@ def test_every_package_is_looked_at() -> None:
             "libneuronxla is imported outside",
         ),
         (
-            "minimax_tools/spec.py",
+            "minimax_tools/model/spec.py",
             "def f():\n    import transformers",
             "transformers belongs in gpu_reference/",
         ),
@@ -295,7 +306,11 @@ def test_every_package_is_looked_at() -> None:
             "if TYPE_CHECKING:\n    import accelerate",
             "accelerate belongs in gpu_reference/",
         ),
-        ("gpu_reference/golden.py", "from transformers import AutoModel", "transformers is imported outside"),
+        (
+            "gpu_reference/golden/golden.py",
+            "from transformers import AutoModel",
+            "transformers is imported outside",
+        ),
         ("compare/utils.py", "", "compare/utils.py: utils names nothing"),
         ("reports/_helpers.py", "", "reports/_helpers.py: _helpers names nothing"),
         ("neuron/common/rank.py", "", "neuron/common/rank.py"),
@@ -311,9 +326,9 @@ def test_planted_violation_is_named(tmp_path: Path, name: str, text: str, violat
     ("name", "text"),
     [
         ("minimax_tools/cli.py", "import reports.page\nprint(1)"),
-        ("neuron/runs/runner.py", "import compare.noise, reports.page, minimax_tools.span"),
+        ("neuron/runs/runner.py", "import compare.noise, reports.page, minimax_tools.model.span"),
         ("neuron/devices/runtime.py", "def f():\n    import torch_xla.core"),
-        ("gpu_reference/golden.py", "def f():\n    import transformers, accelerate"),
+        ("gpu_reference/golden/golden.py", "def f():\n    import transformers, accelerate"),
         ("minimax_tools/reference/modules.py", "if typing.TYPE_CHECKING:\n    import transformers"),
         ("scripts/demo.py", "import torch_xla, neuron.runs.runner\nprint(1)"),
     ],

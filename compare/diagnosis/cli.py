@@ -9,15 +9,15 @@ import click
 
 from compare.diagnosis.diagnose import diagnose
 from compare.diagnosis.report import catalogue_record, diagnosis_record, render_catalogue, render_diagnosis
-from compare.opening import open_named_sides, opening_options
-from compare.pairing import select_layers
+from compare.sides.opening import open_named_sides, opening_options
+from compare.sides.pairing import select_layers
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
-from minimax_tools.checkpoint.hub import resolve_model
-from minimax_tools.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import captures_option, optional_model_option, output_options
+from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import UsageError
-from minimax_tools.options import captures_option, optional_model_option, output_options
-from minimax_tools.progress import LayerProgress
+from minimax_tools.hub.checkpoint_folder import resolve_model
 
 
 @click.command(cls=Mm2Command)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 
-from compare.batch import Batch
 from compare.comparer import compare_captures
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
 from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, SiteDiagnosis
 from compare.diagnosis.layer_case import LayerCase
@@ -20,19 +18,20 @@ from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.search import search_site
 from compare.diagnosis.naming import LIMITS
 from compare.diagnosis.search import search_layer
-from compare.feed import Feed, read_feed
-from compare.judge import Criteria
-from compare.sides import Sides
-from compare.weights import CheckpointWeights, refuse_other_model
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.sides.batch import Batch
+from compare.sides.golden_weights import CheckpointWeights, refuse_other_model
+from compare.sides.layer_input import Feed, read_feed
+from compare.sides.sides import Sides
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
-from minimax_tools.progress import NoProgress, Progress
-from minimax_tools.results import Blame, Comparison, SiteStatus
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.results.results import Blame, Comparison, SiteStatus
 from reports.wording import word_layers
 
 

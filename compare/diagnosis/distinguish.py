@@ -13,8 +13,8 @@ from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Parameters
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

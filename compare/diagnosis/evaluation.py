@@ -16,9 +16,9 @@ import torch
 
 from compare.diagnosis.expert_pass import ExpertJob, Recipe
 from compare.diagnosis.layer_weights import LayerWeights
-from minimax_tools.floor import token_rows
-from minimax_tools.sites import SITE_INPUTS, Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.model.spec import ModelSpec
 
 
 class Part(str, Enum):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from compare.diagnosis.layer_weights import LayerWeights
-from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
-from minimax_tools.core_pool import CorePool
+from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 
 # From gate [n,I], up [n,I] and the shares [n] of these experts to what the down projection is fed, [n,I].
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

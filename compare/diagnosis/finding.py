@@ -10,8 +10,8 @@ from compare.diagnosis.mistake import Value
 from compare.diagnosis.naming import LIMITS
 from compare.diagnosis.search import Outcome
 from compare.diagnosis.trial import Score
-from minimax_tools.results import Blame
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.results.results import Blame
 
 # ρ on its own input from which a site is wrong that no comparison blames and no mistake explains: a right port may sum
 # in BF16, or round once more.

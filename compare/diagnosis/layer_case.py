@@ -9,23 +9,23 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from compare.batch import Batch
 from compare.diagnosis.catalogue.fp8 import is_fp8
 from compare.diagnosis.evaluation import Evaluation, Node, Scene, with_given
 from compare.diagnosis.layer_weights import LayerWeights
 from compare.diagnosis.stages import STAGES
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
-from compare.feed import fed_sites
-from compare.judge import find_mismatch
+from compare.sides.batch import Batch
+from compare.sides.layer_input import fed_sites
+from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.decoded_rows import decoded_rows
+from minimax_tools.command_line.options import DTYPES
 from minimax_tools.errors import IncomparableError
-from minimax_tools.options import DTYPES
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.inputs import decoded_rows
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 
 # Their values are choices, or lie in an order of the port's own.
 _NOT_JUDGED = (Site.INPUT, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)

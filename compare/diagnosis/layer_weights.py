@@ -13,9 +13,9 @@ import torch
 
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise, scale_shape
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import layer_prefix, scale_name
 
 # From the codes [R,C] and their scales, one per block of 128 x 128, to the values [R,C] of any float dtype.
 Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from compare.diagnosis.evaluation import Change, Scene
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 Value = int | float | str
 Parameters = Mapping[str, Value]

@@ -11,7 +11,7 @@ from compare.diagnosis.layer_case import spread_places
 from compare.diagnosis.mistake import Hypothesis, Mistake
 from compare.diagnosis.naming import LIMITS, best_first, is_proof, name_mistakes
 from compare.diagnosis.trial import Score, Trial
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
 

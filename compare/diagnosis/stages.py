@@ -12,9 +12,9 @@ import torch
 
 from compare.diagnosis.evaluation import Evaluation, Node, Part, Stage
 from compare.diagnosis.expert_pass import run_experts
-from compare.routing import expert_shares
-from minimax_tools.checkpoint import names
-from minimax_tools.sites import Site
+from compare.judging.routing import expert_shares
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
 
 _BLOCK_QUERIES = 256
 
@@ -161,7 +161,7 @@ def router_scores(evaluation: Evaluation) -> torch.Tensor:
 
 def correction_bias(evaluation: Evaluation) -> torch.Tensor:
     """[E]."""
-    return evaluation.weights.kept_value(names.CORRECTION_BIAS)
+    return evaluation.weights.kept_value(weight_names.CORRECTION_BIAS)
 
 
 def norm_stage(source: Site, weight: str) -> Stage:
@@ -201,19 +201,19 @@ def _moe_delta(at: Evaluation) -> torch.Tensor:
 
 STAGES: Mapping[Node, Stage] = MappingProxyType(
     {
-        Site.INPUT_NORM: norm_stage(Site.INPUT, names.INPUT_NORM),
-        Site.Q_PROJ: product_stage(Site.INPUT_NORM, names.Q_PROJ),
-        Site.K_PROJ: product_stage(Site.INPUT_NORM, names.K_PROJ),
-        Site.V_PROJ: product_stage(Site.INPUT_NORM, names.V_PROJ),
-        Site.Q_NORM: norm_stage(Site.Q_PROJ, names.Q_NORM),
-        Site.K_NORM: norm_stage(Site.K_PROJ, names.K_NORM),
+        Site.INPUT_NORM: norm_stage(Site.INPUT, weight_names.INPUT_NORM),
+        Site.Q_PROJ: product_stage(Site.INPUT_NORM, weight_names.Q_PROJ),
+        Site.K_PROJ: product_stage(Site.INPUT_NORM, weight_names.K_PROJ),
+        Site.V_PROJ: product_stage(Site.INPUT_NORM, weight_names.V_PROJ),
+        Site.Q_NORM: norm_stage(Site.Q_PROJ, weight_names.Q_NORM),
+        Site.K_NORM: norm_stage(Site.K_PROJ, weight_names.K_NORM),
         Site.Q_ROPE: rope_stage(Site.Q_NORM),
         Site.K_ROPE: rope_stage(Site.K_NORM),
         Site.ATTN_CONTEXT: attend,
-        Site.ATTN_DELTA: product_stage(Site.ATTN_CONTEXT, names.O_PROJ),
+        Site.ATTN_DELTA: product_stage(Site.ATTN_CONTEXT, weight_names.O_PROJ),
         Site.ATTN_RESIDUAL: _attn_residual,
-        Site.POST_NORM: norm_stage(Site.ATTN_RESIDUAL, names.POST_NORM),
-        Site.ROUTER_LOGITS: product_stage(Site.POST_NORM, names.GATE),
+        Site.POST_NORM: norm_stage(Site.ATTN_RESIDUAL, weight_names.POST_NORM),
+        Site.ROUTER_LOGITS: product_stage(Site.POST_NORM, weight_names.GATE),
         Site.ROUTER_EXPERTS: _router_experts,
         Site.ROUTER_WEIGHTS: _router_weights,
         Part.EXPERT_INPUT: lambda at: at[Site.POST_NORM],

@@ -16,7 +16,7 @@ from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.stages import STAGES
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 _MOST_BYTES = 1_500_000_000
 _DRAWS = 6

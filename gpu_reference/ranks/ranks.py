@@ -32,7 +32,7 @@ from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.ranks.stopper import StoppedError, Stopper
 from gpu_reference.ranks.watch import DONE, FAILED, SILENT_S, Watch
 from minimax_tools.errors import BackendError, CannotRunError, Mm2Error, UsageError
-from minimax_tools.native_output import native_output_dropped
+from minimax_tools.machine.native_output import native_output_dropped
 
 _POLL_S = 0.02
 # How long the ranks, all there, may take to find each other: the store, and the process group.

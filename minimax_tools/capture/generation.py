@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import CaptureError
-from minimax_tools.inputs import Inputs
-from minimax_tools.tokenizer import decode_rows, has_tokenizer
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 
 GENERATION_NAME = "generation.json"
 

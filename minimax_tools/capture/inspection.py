@@ -9,7 +9,7 @@ from typing import Any
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,10 @@ import torch
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, TensorDigest
 from minimax_tools.errors import CaptureError, Mm2Error
-from minimax_tools.metrics import TensorStatistics, measure_tensor
+from minimax_tools.metrics.pair_metrics import TensorStatistics, measure_tensor
+from minimax_tools.model.run import Run
+from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.provenance import Provenance
-from minimax_tools.run import Run
-from minimax_tools.sites import Site, parse_site
 
 MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"

@@ -19,9 +19,9 @@ from minimax_tools.capture.digests import TensorDigest
 from minimax_tools.capture.manifest import Entry, Manifest, describe_tensor
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
-from minimax_tools.floor import token_rows
-from minimax_tools.metrics import TensorStatistics
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.metrics.pair_metrics import TensorStatistics
+from minimax_tools.model.sites import ModelSite, Site
 
 # A file's name, a tensor's, and which file that is: its inode, time and size.
 _Key = tuple[str, str, int, int, int]

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimax_tools.errors import CannotRunError
-from minimax_tools.whole_file import whole_file
+from minimax_tools.machine.whole_file import whole_file
 
 RECORDS_FOLDER = "read_records"
 

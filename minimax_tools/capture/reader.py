@@ -17,9 +17,9 @@ from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.proof import Proof, file_state
 from minimax_tools.errors import CaptureError, IncomparableError
-from minimax_tools.inputs import Inputs
-from minimax_tools.run import Mode
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.run import Mode
+from minimax_tools.model.sites import ModelSite, Site
 
 # Of a layer: its sites, its twins and its floor; the inputs, and what lies outside the layers.
 _MOST_OPEN = 8

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.taps import Tap
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.capture.lock import LOCK_NAME
 from minimax_tools.capture.manifest import MANIFEST_NAME, Description, Manifest
 from minimax_tools.capture.parts import merge_parts
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.replacement import is_temporary
 from minimax_tools.errors import CaptureError
-from minimax_tools.sites import Site
+from minimax_tools.machine.folder_lock import LOCK_NAME
+from minimax_tools.machine.replacement import is_temporary
+from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.lock import read_owner
 from minimax_tools.capture.manifest import Entry, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.folder_lock import read_owner
 
 # NFS trusts what it knows of a directory for a minute at most, unless it is mounted otherwise.
 SETTLING_S = 75.0

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from minimax_tools.capture.manifest import Description
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
 
 
 class CaptureSource(Protocol):

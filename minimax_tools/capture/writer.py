@@ -14,7 +14,6 @@ import torch
 
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests
-from minimax_tools.capture.lock import locked_directory
 from minimax_tools.capture.manifest import (
     INPUTS_NAME,
     MANIFEST_NAME,
@@ -26,11 +25,12 @@ from minimax_tools.capture.manifest import (
 from minimax_tools.capture.parts import manifest_with, remove_parts
 from minimax_tools.capture.read_record import remove_records
 from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.replacement import remove_temporaries, replacing
 from minimax_tools.capture.resumption import HiddenStates, clear_capture, find_resumable
 from minimax_tools.errors import CaptureError
-from minimax_tools.inputs import Inputs
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.machine.folder_lock import locked_directory
+from minimax_tools.machine.replacement import remove_temporaries, replacing
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import ModelSite, Site
 
 
 class CaptureWriter:
@@ -73,7 +73,7 @@ class CaptureWriter:
             layer: The layer's number.
             tensors: CPU tensors by site.
             twin: Float32 twins by site, where the noise floor is kept whole.
-            floor: Per-token floor statistics by name (see `minimax_tools.floor`).
+            floor: Per-token floor statistics by name (see `minimax_tools.metrics.noise_floor`).
             not_exposed: Sites that were wanted and are not exposed.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
 

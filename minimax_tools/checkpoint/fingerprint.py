@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.names import (
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CaptureError
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
     GATE,
     INPUT_NORM,
@@ -23,10 +27,6 @@ from minimax_tools.checkpoint.names import (
     Q_NORM,
     layer_prefix,
 )
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CaptureError
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
 
 FINGERPRINTED_NAMES = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_BIAS)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from minimax_tools.compiled import compiled
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.compiled import compiled
+from minimax_tools.model.spec import ModelSpec
 
 BLOCK_SIZE = 128
 

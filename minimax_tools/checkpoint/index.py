@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from minimax_tools.checkpoint.header import TensorEntry, read_header
-from minimax_tools.checkpoint.names import SCALE_SUFFIX, layer_of, layer_prefix
 from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefix
 
 INDEX_FILE = "model.safetensors.index.json"
 

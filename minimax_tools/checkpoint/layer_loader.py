@@ -9,9 +9,9 @@ from types import TracebackType
 import torch
 
 from minimax_tools.checkpoint.layer_storage import PACKED_DTYPE, LayerStorage
-from minimax_tools.checkpoint.names import EXPERT_MATRICES, EXPERTS, expert_weight, layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import Jobs, ReadingPool
+from minimax_tools.model.weight_names import EXPERT_MATRICES, EXPERTS, expert_weight, layer_prefix, scale_name
 
 
 class LayerLoader:

@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 
 from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
-from minimax_tools.checkpoint.names import (
+from minimax_tools.checkpoint.regroup import down_places, gate_up_places
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
     EXPERT_DOWN,
     EXPERT_GATE,
     EXPERT_UP,
@@ -24,8 +26,6 @@ from minimax_tools.checkpoint.names import (
     expert_weight,
     scale_name,
 )
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
-from minimax_tools.spec import ModelSpec
 
 _GATE_UP_PROJ, _DOWN_PROJ = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _HUB_MOE, _MODULE_MOE = "block_sparse_moe.", "mlp."

@@ -12,11 +12,11 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader, find_scale
 from minimax_tools.checkpoint.transpose import copy_matrix
 from minimax_tools.errors import CheckpointError, list_faults
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes, layer_prefix, scale_name
 
 _DTYPES = (torch.bfloat16, torch.float32)
 

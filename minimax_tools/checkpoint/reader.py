@@ -16,10 +16,10 @@ import torch
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise, scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.names import scale_name
 from minimax_tools.checkpoint.shard_files import ShardFiles
 from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.weight_names import scale_name
 
 # What a weight may be stored as; other types hold codes whose meaning mm2 does not know.
 WEIGHT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from types import TracebackType
 
-from minimax_tools.core_pool import CorePool
+from minimax_tools.machine.core_pool import CorePool
 
 Jobs = list[Future[None]]
 

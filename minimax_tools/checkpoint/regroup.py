@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors, copy_weight
-from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 
 
 def group_gate_up(

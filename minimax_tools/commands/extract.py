@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
+from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.options import output_options, parse_size_option
+from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.commands.plan_option import plan_option
-from minimax_tools.console import Mm2Command, print_json
 from minimax_tools.errors import UsageError
-from minimax_tools.options import output_options, parse_size_option
+from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.progress import LayerProgress
-from minimax_tools.size import word_size
 from minimax_tools.slices.cut import FileFormat
 from minimax_tools.slices.extract import DEFAULT_FOLDER, cut_slice
 from minimax_tools.slices.folder import SliceFolder, write_slice

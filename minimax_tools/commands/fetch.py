@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
+from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.detail import shows_details, shows_pictures
+from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.commands.plan_option import plan_option
-from minimax_tools.console import Mm2Command, print_json
-from minimax_tools.detail import shows_details, shows_pictures
 from minimax_tools.errors import UsageError
-from minimax_tools.options import output_options
+from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.progress import LayerProgress
-from minimax_tools.size import word_size
 from minimax_tools.slices.download import Download, DownloadedFile, Repository
 from minimax_tools.slices.extract import DEFAULT_FOLDER
 from minimax_tools.slices.fetch import FetchedSlice, fetch_slice, fetch_slice_ranges

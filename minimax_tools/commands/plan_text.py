@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.machine.size import word_size
+from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.size import word_size
-from minimax_tools.span import Span
 
 _SIZES = ("stored", "loaded", "KV", "activations")
 _WORK = ("parameters", "GFLOPs/token")

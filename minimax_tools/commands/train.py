@@ -11,11 +11,11 @@ from typing import Any
 import click
 import torch
 
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.console import Mm2Command, print_json
-from minimax_tools.options import output_options
+from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.options import output_options
 from minimax_tools.synthetic.corpus import CORPORA
 from minimax_tools.synthetic.learned import LearnedModel, train_checkpoint, training_record
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.training import TrainingOptions
 
 _STORED_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}

@@ -17,8 +17,8 @@ from minimax_tools.hub.access import HubAccess, hub_tools
 from minimax_tools.hub.attempts import Attempts
 from minimax_tools.hub.faults import is_transient, translate
 from minimax_tools.hub.transfer import HubCommit, HubFile, HubTransfer
-from minimax_tools.size import word_size
-from minimax_tools.whole_file import whole_file
+from minimax_tools.machine.size import word_size
+from minimax_tools.machine.whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 

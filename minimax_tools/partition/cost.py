@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.architecture import Architecture
 from minimax_tools.checkpoint.fp8 import scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.names import (
+from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.param_mapper import ParamMapper
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
     EMBEDDING,
     EXPERTS,
     FINAL_NORM,
@@ -29,9 +32,6 @@ from minimax_tools.checkpoint.names import (
     layer_prefix,
     scale_name,
 )
-from minimax_tools.checkpoint.param_mapper import ParamMapper
-from minimax_tools.errors import CheckpointError, list_faults
-from minimax_tools.spec import ModelSpec
 
 # As config.json names them.
 _STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import UsageError, list_faults
-from minimax_tools.size import parse_size
-from minimax_tools.span import Span
+from minimax_tools.machine.size import parse_size
+from minimax_tools.model.span import Span
 
 MAX_NODES = 64
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.architecture import Architecture
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.param_mapper import ParamMapper
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, list_faults
+from minimax_tools.machine.whole_file import whole_file
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.param_mapper import ParamMapper
 from minimax_tools.partition.cost import (
     PART_EMBEDDING,
     ModelCost,
@@ -31,7 +32,6 @@ from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan_faults import find_entry_faults, find_holding_faults, find_stage_faults
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice, belongs
 from minimax_tools.partition.planners import Stage, plan_stages, stage_cost
-from minimax_tools.whole_file import whole_file
 
 # A plan is read together with its slices.
 __all__ = ["PartitionPlan", "PlannedTensor", "Slice", "assign_tensors", "make_plan"]

@@ -9,10 +9,10 @@ from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import UsageError, list_faults
+from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import PART_EMBEDDING, PartCost
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.planners import Stage
-from minimax_tools.span import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ from itertools import accumulate
 from types import MappingProxyType
 
 from minimax_tools.errors import CannotRunError, UsageError, list_faults
+from minimax_tools.machine.size import word_size
 from minimax_tools.partition.chain import Chain, count_room, divide, find_order
 from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.node import Node, check_nodes
-from minimax_tools.size import word_size
 
 # To one part in 10⁹ the slowest stage is the fastest possible: further than any throughput is known.
 _PRECISION = 1e-9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minimax_tools.sites import ModelSite
+from minimax_tools.model.sites import ModelSite
 
 _SLAB_ROWS = 16384
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 
 class ReferenceNorm(nn.Module):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
 from minimax_tools.reference.modules import LAYER_TAPS, recording_layer
-from minimax_tools.sites import Site
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2Config

@@ -18,7 +18,7 @@ import torch
 from minimax_tools.capture.recorder import Recorder, copy_to_host
 from minimax_tools.capture.taps import Tap
 from minimax_tools.errors import MissingExtraError
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2Config

@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.names import (
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
     EXPERT_MATRICES,
     GATE,
@@ -20,10 +23,7 @@ from minimax_tools.checkpoint.names import (
     POST_NORM,
     expert_weight,
 )
-from minimax_tools.inputs import Inputs
 from minimax_tools.reference.layer import ReferenceAttention, ReferenceExpert, ReferenceNorm, ReferenceRouter
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
 
 _ATTENTION = "self_attn."
 _Values = Mapping[Site, torch.Tensor]

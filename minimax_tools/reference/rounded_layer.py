@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
-from minimax_tools.checkpoint import names
-from minimax_tools.inputs import Inputs
+from minimax_tools.model import weight_names
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounding import Rounding, RoundingKind
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
 
 # Scores that are held at a time.
 _MOST_SCORES = 2**22
@@ -87,28 +87,28 @@ class _Pass:
         hidden = hidden_rsh.repeat(copies, 1, 1)
         mask = self.inputs.attention_mask.to(hidden.device)
         cos, sin = self._rotation(hidden.device)
-        sites = {Site.INPUT_NORM: self._norm(hidden, names.INPUT_NORM)}
+        sites = {Site.INPUT_NORM: self._norm(hidden, weight_names.INPUT_NORM)}
         for projection, weight in (
-            (Site.Q_PROJ, names.Q_PROJ),
-            (Site.K_PROJ, names.K_PROJ),
-            (Site.V_PROJ, names.V_PROJ),
+            (Site.Q_PROJ, weight_names.Q_PROJ),
+            (Site.K_PROJ, weight_names.K_PROJ),
+            (Site.V_PROJ, weight_names.V_PROJ),
         ):
             sites[projection] = self._round(linear(sites[Site.INPUT_NORM], self._weight(weight, hidden)))
-        sites[Site.Q_NORM] = self._norm(sites[Site.Q_PROJ], names.Q_NORM)
-        sites[Site.K_NORM] = self._norm(sites[Site.K_PROJ], names.K_NORM)
+        sites[Site.Q_NORM] = self._norm(sites[Site.Q_PROJ], weight_names.Q_NORM)
+        sites[Site.K_NORM] = self._norm(sites[Site.K_PROJ], weight_names.K_NORM)
         sites[Site.Q_ROPE] = self._rotate(sites[Site.Q_NORM], cos, sin)
         sites[Site.K_ROPE] = self._rotate(sites[Site.K_NORM], cos, sin)
         sites[Site.ATTN_CONTEXT] = self._attend(
             sites[Site.Q_ROPE], sites[Site.K_ROPE], self._heads(sites[Site.V_PROJ]), mask.repeat(copies, 1)
         )
         sites[Site.ATTN_DELTA] = self._add_halves(
-            sites[Site.ATTN_CONTEXT], self._weight(names.O_PROJ, hidden)
+            sites[Site.ATTN_CONTEXT], self._weight(weight_names.O_PROJ, hidden)
         )
         sites[Site.ATTN_RESIDUAL] = self._round(hidden + sites[Site.ATTN_DELTA])
-        sites[Site.POST_NORM] = self._norm(sites[Site.ATTN_RESIDUAL], names.POST_NORM)
-        sites[Site.ROUTER_LOGITS] = linear(sites[Site.POST_NORM], self._weight(names.GATE, hidden))
+        sites[Site.POST_NORM] = self._norm(sites[Site.ATTN_RESIDUAL], weight_names.POST_NORM)
+        sites[Site.ROUTER_LOGITS] = linear(sites[Site.POST_NORM], self._weight(weight_names.GATE, hidden))
         scores = sites[Site.ROUTER_LOGITS].sigmoid()
-        bias = self._weight(names.CORRECTION_BIAS, hidden)
+        bias = self._weight(weight_names.CORRECTION_BIAS, hidden)
         sites[Site.ROUTER_EXPERTS] = (scores + bias).topk(spec.num_experts_per_tok, dim=-1).indices
         if router_experts is None:
             lead = self.kinds.index(RoundingKind.NEAREST) if RoundingKind.NEAREST in self.kinds else 0

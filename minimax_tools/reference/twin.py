@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minimax_tools.checkpoint.names import ATTENTION_MATRICES, EXPERTS
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import ATTENTION_MATRICES, EXPERTS
 from minimax_tools.reference.lone_layer import LoneLayer
 from minimax_tools.reference.upcast import upcast_experts
-from minimax_tools.sites import Site
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2Config

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
-from minimax_tools.core_pool import CorePool
+from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.reference.rounding import Rounding
 
 # Half a megabyte in float32: it stays in a core's cache between the cast that writes it and the product that reads it.

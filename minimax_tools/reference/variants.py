@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 import torch
 
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import RoundingKind
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
 
 # How many a golden measures unless it is told otherwise.
 DEFAULT_NUM_VARIANTS = 2

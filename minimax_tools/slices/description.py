@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.whole_file import whole_file
+from minimax_tools.machine.whole_file import whole_file
 
 SLICE_FILE = "slice.json"
 SCHEMA_VERSION = 1

@@ -7,9 +7,9 @@ import hashlib
 import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.pickled_header import PickledEntry
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
+from minimax_tools.torch_files.header import PickledEntry
 
 _BUFFER_BYTES = 1 << 20
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimax_tools.checkpoint.hub import DESCRIBING_SUFFIXES, is_on_hub, work_on_hub
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, is_on_hub, work_on_hub
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.source import Source
 

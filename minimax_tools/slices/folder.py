@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 
 from minimax_tools.checkpoint.header import TensorEntry, encode_header
-from minimax_tools.checkpoint.hub import CONFIG_FILE, DESCRIBING_SUFFIXES
 from minimax_tools.checkpoint.index import INDEX_FILE
-from minimax_tools.checkpoint.new_folder import new_folder, sync_path
-from minimax_tools.checkpoint.pickled import PickledReader
-from minimax_tools.checkpoint.pickled_header import PickledEntry
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CheckpointError, UsageError
-from minimax_tools.progress import NoProgress, Progress
+from minimax_tools.hub.checkpoint_folder import CONFIG_FILE, DESCRIBING_SUFFIXES
+from minimax_tools.machine.new_folder import new_folder, sync_path
 from minimax_tools.slices.byte_ranges import copy_ranges, join_ranges
 from minimax_tools.slices.cut import PTH_FILE, FileFormat, SliceCut
 from minimax_tools.slices.description import SLICE_FILE, SliceDescription
 from minimax_tools.slices.digest import digest_tensor, tensor_bytes
+from minimax_tools.torch_files.header import PickledEntry
+from minimax_tools.torch_files.reader import PickledReader
 
 # What tells where tensors lie tells of the source's files, and the slice has its own.
 _INDEX_SUFFIX = ".index.json"

@@ -9,11 +9,11 @@ from types import MappingProxyType
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex, read_weight_map
-from minimax_tools.checkpoint.pickled_header import read_shard_header
 from minimax_tools.checkpoint.weight_files import WeightFiles
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
 from minimax_tools.slices.description import SLICE_FILE
+from minimax_tools.torch_files.header import read_shard_header
 
 
 def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.checkpoint.architecture import ARCHITECTURES, Architecture
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.hub import CONFIG_FILE, is_on_hub, resolve_config, work_on_hub
-from minimax_tools.checkpoint.hub_headers import read_hub_headers
 from minimax_tools.checkpoint.index import read_weight_map
 from minimax_tools.checkpoint.weight_files import WeightFiles
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.checkpoint_folder import CONFIG_FILE, is_on_hub, resolve_config, work_on_hub
+from minimax_tools.hub.headers import read_hub_headers
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
+from minimax_tools.model.architecture import ARCHITECTURES, Architecture
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
-from minimax_tools.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
 def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     if config["model_type"] not in ARCHITECTURES:
         # Needs transformers; the seven families by heart do not.
-        from minimax_tools.reference.module_tree import read_architecture
+        from minimax_tools.split.module_tree import read_architecture
 
         return read_architecture(folder)
     num_layers = config.get("num_hidden_layers") or config.get("n_layer")

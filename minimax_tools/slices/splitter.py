@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimax_tools.checkpoint.names import SCALE_SUFFIX, scale_name
+from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import UsageError, list_faults
+from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.partition.node import is_node_name
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.progress import NoProgress, Progress
 from minimax_tools.slices.cut import FileFormat, SliceCut
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.extract import DEFAULT_FOLDER

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.pickled import PickledReader
-from minimax_tools.checkpoint.pickled_header import read_pickled_index
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
 from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.partition.planned_slice import Slice
 from minimax_tools.slices.headers import read_slice_index
+from minimax_tools.torch_files.header import read_pickled_index
+from minimax_tools.torch_files.reader import PickledReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,10 @@ from itertools import combinations
 
 from minimax_tools.capture.read_record import ReadRecord
 from minimax_tools.errors import CannotRunError, UsageError
+from minimax_tools.machine.size import word_size
 from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.partition.planners import plan_stages
-from minimax_tools.size import word_size
 from minimax_tools.slices.download import Download
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import are_two_commits

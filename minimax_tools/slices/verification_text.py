@@ -20,10 +20,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 from minimax_tools.capture.read_record import ReadRecord
-from minimax_tools.checkpoint.architecture import Architecture
 from minimax_tools.errors import list_faults
+from minimax_tools.machine.size import word_size
+from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.size import word_size
 from minimax_tools.slices.download import Download, DownloadedFile
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.verdicts import Verdict, read_over_slice

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.capture.read_record import ReadRecord, read_records
-from minimax_tools.checkpoint.architecture import Architecture
-from minimax_tools.checkpoint.hub import is_on_hub
 from minimax_tools.errors import UsageError
 from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.checkpoint_folder import is_on_hub
+from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.cost import ModelCost, measure_costs
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.digest import digest_tensor, word_shape

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from minimax_tools.size import word_size
+from minimax_tools.machine.size import word_size
 from minimax_tools.split.devices import DeviceName
 from minimax_tools.split.part_folder import LoadedPart, read_part, write_part
 from minimax_tools.split.parts import Part

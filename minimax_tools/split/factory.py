@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minimax_tools.checkpoint.hub import resolve_config, resolve_model
-from minimax_tools.checkpoint.shard_loader import ShardLoader
 from minimax_tools.errors import CheckpointError, UsageError
-from minimax_tools.memory import MemoryBudget, MemoryTracker
-from minimax_tools.reference.causal_model import Implementation, is_quantised, read_causal_config
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.memory import MemoryBudget, MemoryTracker
+from minimax_tools.machine.size import parse_size
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.size import parse_size
+from minimax_tools.split.causal_model import Implementation, is_quantised, read_causal_config
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.devices import DeviceName, choose_devices
 from minimax_tools.split.narration import narrating
 from minimax_tools.split.part_folder import LoadedPart, refuse_foreign
 from minimax_tools.split.part_loading import load_part, load_parts_of_whole
 from minimax_tools.split.parts import Part, Role, plan_parts
+from minimax_tools.split.shard_loader import ShardLoader
 from minimax_tools.split.shards import Weights, first_dtype
 
 if TYPE_CHECKING:
-    from minimax_tools.reference.causal_model import CausalConfig
+    from minimax_tools.split.causal_model import CausalConfig
 
 logger = logging.getLogger(__name__)
 

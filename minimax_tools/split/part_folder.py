@@ -18,16 +18,16 @@ import torch
 
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError, Mm2Error, UsageError
+from minimax_tools.model.span import Span
 from minimax_tools.provenance import library_versions
-from minimax_tools.reference.causal_model import Implementation, read_causal_config
-from minimax_tools.reference.causal_part import ModelPart, build_part
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.span import Span
+from minimax_tools.split.causal_model import Implementation, read_causal_config
+from minimax_tools.split.causal_part import ModelPart, build_part
 from minimax_tools.split.parts import Part, Role
 from minimax_tools.split.tensor_file import read_tensor, write_tensors
 
 if TYPE_CHECKING:
-    from minimax_tools.reference.causal_model import CausalModel
+    from minimax_tools.split.causal_model import CausalModel
 
 logger = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minimax_tools.checkpoint.binding import Binding, plan_binding
-from minimax_tools.checkpoint.module_names import Slot
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.reference.causal_model import Implementation, load_whole
-from minimax_tools.reference.causal_part import ModelPart, build_part
-from minimax_tools.size import word_size
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.size import word_size
+from minimax_tools.split.binding import Binding, plan_binding
+from minimax_tools.split.causal_model import Implementation, load_whole
+from minimax_tools.split.causal_part import ModelPart, build_part
+from minimax_tools.split.module_names import Slot
 from minimax_tools.split.part_folder import LoadedPart
 from minimax_tools.split.parts import Part, Role
 from minimax_tools.split.shards import Weights, by_place
 
 if TYPE_CHECKING:
-    from minimax_tools.reference.causal_model import CausalConfig
+    from minimax_tools.split.causal_model import CausalConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from minimax_tools.errors import UsageError
-from minimax_tools.span import Span
+from minimax_tools.model.span import Span
 
 
 class Role(str, Enum):

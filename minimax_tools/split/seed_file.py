@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint.binding import TensorSource, plan_binding
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.module_names import ModuleNames
-from minimax_tools.checkpoint.pickled import PickledReader
 from minimax_tools.errors import CheckpointError, Mm2Error
-from minimax_tools.pickles.inert import InertRecord
-from minimax_tools.pickles.torch_file import read_structure, refusing
-from minimax_tools.reference.causal_model import Implementation, make_causal_config
-from minimax_tools.reference.causal_part import build_part
+from minimax_tools.model.span import Span
 from minimax_tools.reference.modules import require_golden_extra
-from minimax_tools.span import Span
+from minimax_tools.split.binding import TensorSource, plan_binding
+from minimax_tools.split.causal_model import Implementation, make_causal_config
+from minimax_tools.split.causal_part import build_part
+from minimax_tools.split.module_names import ModuleNames
 from minimax_tools.split.part_folder import LoadedPart
 from minimax_tools.split.parts import Part, Role
 from minimax_tools.split.shards import by_place, first_dtype
+from minimax_tools.torch_files.inert import InertRecord
+from minimax_tools.torch_files.reader import PickledReader
+from minimax_tools.torch_files.torch_file import read_structure, refusing
 
 _ROLE_KEYS = ("component", "component_type", "part", "role")
 

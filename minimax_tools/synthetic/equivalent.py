@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from minimax_tools.checkpoint import names
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model import weight_names
+from minimax_tools.model.spec import ModelSpec
 
 Tensors = dict[str, torch.Tensor]
 # Changes tensors and the values of config.json in place; draws by a generator.
@@ -41,47 +41,55 @@ _STREAM_EXPONENT = 5
 def scale_norms(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
     """Scale the channels of every norm of the stream, three of them by 64, and undo it in what reads them."""
     for layer in range(spec.num_hidden_layers):
-        prefix = names.layer_prefix(layer)
-        attention = [prefix + name for name in (names.Q_PROJ, names.K_PROJ, names.V_PROJ)]
-        experts = [
-            prefix + names.expert_weight(expert, matrix)
-            for expert in range(spec.num_local_experts)
-            for matrix in (names.EXPERT_GATE, names.EXPERT_UP)
+        prefix = weight_names.layer_prefix(layer)
+        attention = [
+            prefix + name for name in (weight_names.Q_PROJ, weight_names.K_PROJ, weight_names.V_PROJ)
         ]
-        _scale_norm(tensors, prefix + names.INPUT_NORM, attention, generator)
-        _scale_norm(tensors, prefix + names.POST_NORM, [prefix + names.GATE, *experts], generator)
-    _scale_norm(tensors, names.FINAL_NORM, [names.LM_HEAD], generator)
+        experts = [
+            prefix + weight_names.expert_weight(expert, matrix)
+            for expert in range(spec.num_local_experts)
+            for matrix in (weight_names.EXPERT_GATE, weight_names.EXPERT_UP)
+        ]
+        _scale_norm(tensors, prefix + weight_names.INPUT_NORM, attention, generator)
+        _scale_norm(
+            tensors, prefix + weight_names.POST_NORM, [prefix + weight_names.GATE, *experts], generator
+        )
+    _scale_norm(tensors, weight_names.FINAL_NORM, [weight_names.LM_HEAD], generator)
 
 
 def scale_values(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
     """Scale the rows of v_proj, and undo it in the columns of o_proj."""
     for layer in range(spec.num_hidden_layers):
-        prefix = names.layer_prefix(layer)
+        prefix = weight_names.layer_prefix(layer)
         scale = _draw_scale(spec.key_value_width, generator)
-        _multiply(tensors, prefix + names.V_PROJ, scale[:, None])
-        _multiply(tensors, prefix + names.O_PROJ, 1 / _for_query_heads(scale, spec))
+        _multiply(tensors, prefix + weight_names.V_PROJ, scale[:, None])
+        _multiply(tensors, prefix + weight_names.O_PROJ, 1 / _for_query_heads(scale, spec))
 
 
 def scale_experts(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
     """Scale the rows of every expert's w3, and undo it in the columns of w2."""
     for layer in range(spec.num_hidden_layers):
         for expert in range(spec.num_local_experts):
-            prefix = names.layer_prefix(layer)
+            prefix = weight_names.layer_prefix(layer)
             scale = _draw_scale(spec.intermediate_size, generator)
-            _multiply(tensors, prefix + names.expert_weight(expert, names.EXPERT_UP), scale[:, None])
-            _multiply(tensors, prefix + names.expert_weight(expert, names.EXPERT_DOWN), 1 / scale)
+            _multiply(
+                tensors, prefix + weight_names.expert_weight(expert, weight_names.EXPERT_UP), scale[:, None]
+            )
+            _multiply(
+                tensors, prefix + weight_names.expert_weight(expert, weight_names.EXPERT_DOWN), 1 / scale
+            )
 
 
 def scale_keys(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
     """Scale k_norm, and undo it in q_norm: keys gain massive channels, attention's scores stay."""
     half = spec.rotary_dim // 2
     for layer in range(spec.num_hidden_layers):
-        prefix = names.layer_prefix(layer)
+        prefix = weight_names.layer_prefix(layer)
         scale = _draw_scale(spec.key_value_width, generator).unflatten(0, (-1, spec.head_dim))
         # Rotation mixes channel i with i + rotary_dim / 2.
         scale[:, half : 2 * half] = scale[:, :half]
-        _multiply(tensors, prefix + names.K_NORM, scale.flatten())
-        _multiply(tensors, prefix + names.Q_NORM, 1 / _for_query_heads(scale.flatten(), spec))
+        _multiply(tensors, prefix + weight_names.K_NORM, scale.flatten())
+        _multiply(tensors, prefix + weight_names.Q_NORM, 1 / _for_query_heads(scale.flatten(), spec))
 
 
 def scale_stream(tensors: Tensors, config: dict[str, Any], spec: ModelSpec, _: torch.Generator) -> None:
@@ -91,42 +99,42 @@ def scale_stream(tensors: Tensors, config: dict[str, Any], spec: ModelSpec, _: t
     """
     factor = torch.tensor(2.0**_STREAM_EXPONENT)
     config["rms_norm_eps"] = spec.rms_norm_eps * float(factor) ** 2
-    _multiply(tensors, names.EMBEDDING, factor)
+    _multiply(tensors, weight_names.EMBEDDING, factor)
     for layer in range(spec.num_hidden_layers):
-        prefix = names.layer_prefix(layer)
-        for name in (names.O_PROJ, names.Q_PROJ, names.K_PROJ):
+        prefix = weight_names.layer_prefix(layer)
+        for name in (weight_names.O_PROJ, weight_names.Q_PROJ, weight_names.K_PROJ):
             _multiply(tensors, prefix + name, factor)
         for expert in range(spec.num_local_experts):
-            _multiply(tensors, prefix + names.expert_weight(expert, names.EXPERT_DOWN), factor)
+            _multiply(tensors, prefix + weight_names.expert_weight(expert, weight_names.EXPERT_DOWN), factor)
 
 
 def permute_experts(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
     """Put every layer's experts into another order, with their rows of gate and bias."""
     for layer in range(spec.num_hidden_layers):
-        prefix = names.layer_prefix(layer)
+        prefix = weight_names.layer_prefix(layer)
         order = torch.randperm(spec.num_local_experts, generator=generator)
-        for name in (names.GATE, names.CORRECTION_BIAS):
+        for name in (weight_names.GATE, weight_names.CORRECTION_BIAS):
             _take(tensors, prefix + name, order, dim=0)
-        for matrix in names.EXPERT_MATRICES:
-            old = [tensors[prefix + names.expert_weight(expert, matrix)] for expert in order.tolist()]
+        for matrix in weight_names.EXPERT_MATRICES:
+            old = [tensors[prefix + weight_names.expert_weight(expert, matrix)] for expert in order.tolist()]
             for expert, tensor in enumerate(old):
-                tensors[prefix + names.expert_weight(expert, matrix)] = tensor
+                tensors[prefix + weight_names.expert_weight(expert, matrix)] = tensor
 
 
 def permute_heads(tensors: Tensors, _: dict[str, Any], spec: ModelSpec, generator: torch.Generator) -> None:
     """Put key-value groups into another order, and the query heads within each group."""
     group = spec.num_attention_heads // spec.num_key_value_heads
     for layer in range(spec.num_hidden_layers):
-        prefix = names.layer_prefix(layer)
+        prefix = weight_names.layer_prefix(layer)
         groups = torch.randperm(spec.num_key_value_heads, generator=generator)
         within = torch.stack([torch.randperm(group, generator=generator) for _ in groups])
         keys = _rows_of_heads(groups, spec.head_dim)
         queries = _rows_of_heads((groups[:, None] * group + within).flatten(), spec.head_dim)
-        for name in (names.K_PROJ, names.V_PROJ, names.K_NORM):
+        for name in (weight_names.K_PROJ, weight_names.V_PROJ, weight_names.K_NORM):
             _take(tensors, prefix + name, keys, dim=0)
-        for name in (names.Q_PROJ, names.Q_NORM):
+        for name in (weight_names.Q_PROJ, weight_names.Q_NORM):
             _take(tensors, prefix + name, queries, dim=0)
-        _take(tensors, prefix + names.O_PROJ, queries, dim=1)
+        _take(tensors, prefix + weight_names.O_PROJ, queries, dim=1)
 
 
 def permute_channels(
@@ -135,9 +143,11 @@ def permute_channels(
     """Put the residual stream's channels into another order, the same in all layers."""
     order = torch.randperm(spec.hidden_size, generator=generator)
     for name, tensor in tensors.items():
-        if name.endswith((names.Q_NORM, names.K_NORM, names.CORRECTION_BIAS)):
+        if name.endswith((weight_names.Q_NORM, weight_names.K_NORM, weight_names.CORRECTION_BIAS)):
             continue
-        writes = name.endswith((names.O_PROJ, f".{names.EXPERT_DOWN}.weight")) or tensor.dim() == 1
+        writes = (
+            name.endswith((weight_names.O_PROJ, f".{weight_names.EXPERT_DOWN}.weight")) or tensor.dim() == 1
+        )
         _take(tensors, name, order, dim=0 if writes else 1)
 
 

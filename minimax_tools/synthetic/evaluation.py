@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.reference.trainee import Trainee
 from minimax_tools.synthetic.corpus import Corpus
 from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.trainee import Trainee
 
 _MOST_TOKENS = 32_768
 _ROWS_AT_ONCE = 8

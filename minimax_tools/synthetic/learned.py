@@ -19,16 +19,16 @@ from typing import Any
 import tokenizers
 import torch
 
-from minimax_tools.checkpoint.new_folder import new_folder, refuse_occupied
-from minimax_tools.checkpoint.synthetic import plan_tensors, write_json, write_shards
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.checkpoint.synthetic_tokenizer import find_token_ids, make_tokenizer, save_tokenizer
-from minimax_tools.reference.trainee import Trainee
+from minimax_tools.machine.new_folder import new_folder, refuse_occupied
+from minimax_tools.synthetic.checkpoint import plan_tensors, write_json, write_shards
 from minimax_tools.synthetic.corpus import Corpus, read_corpus
 from minimax_tools.synthetic.evaluation import Evaluation, Rivals, evaluate, measure_rivals
 from minimax_tools.synthetic.learned_weights import LearnedWeights
 from minimax_tools.synthetic.massive_channels import plant_massive_channels
 from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer, save_tokenizer
+from minimax_tools.synthetic.trainee import Trainee
 from minimax_tools.synthetic.training import TrainingCourse, TrainingOptions, train
 
 _log = logging.getLogger(__name__)

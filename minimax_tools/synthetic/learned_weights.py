@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from minimax_tools.checkpoint import names
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
+from minimax_tools.model import weight_names
 
 _LARGEST_CODE = 448.0
 
@@ -24,7 +24,7 @@ class LearnedWeights:
 
     def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """The tensor `name` of `shape` in `dtype`, whole; FP8 codes and their scales are made here."""
-        if name.endswith(names.SCALE_SUFFIX):
+        if name.endswith(weight_names.SCALE_SUFFIX):
             tensor = quantise(self._tensors[name.removesuffix("_scale_inv")])[1]
         elif dtype == torch.float8_e4m3fn:
             tensor = quantise(self._tensors[name])[0]

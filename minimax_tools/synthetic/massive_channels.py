@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from minimax_tools.reference.trainee import Trainee
+from minimax_tools.synthetic.trainee import Trainee
 
 _ORDINARY = 0.5  # root mean square of an ordinary channel of the embedding
 _MASSIVE = (32.0, -28.0, 24.0, -20.0)  # in turn; 40 to 64 times an ordinary channel

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.checkpoint.new_folder import new_folder
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import PlannedTensor, write_json, write_shards
 from minimax_tools.errors import UsageError
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import PlannedTensor, write_json, write_shards
 from minimax_tools.synthetic.equivalent import CHANGES
 
 _CONFIG = "config.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tokenizers
 import torch
 
-from minimax_tools.checkpoint.synthetic_tokenizer import find_token_ids
 from minimax_tools.errors import UsageError
+from minimax_tools.synthetic.toy_tokenizer import find_token_ids
 
 
 class TokenStream:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.reference.trainee import Trainee
 from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.trainee import Trainee
 
 _log = logging.getLogger(__name__)
 

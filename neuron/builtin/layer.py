@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import (
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
     GATE,
     INPUT_NORM,
@@ -29,7 +30,6 @@ from minimax_tools.checkpoint.names import (
     V_PROJ,
 )
 from minimax_tools.reference.layer import ReferenceLayer
-from minimax_tools.sites import Site
 from neuron.builtin.head_layout import Head, HeadLayout
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe, ranks_of
 from neuron.builtin.rank_cut import RankCut

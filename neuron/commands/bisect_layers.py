@@ -8,17 +8,13 @@ from typing import Any
 
 import click
 
-from compare.chain_limits import LONGEST_CHAIN, default_chain_length
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.judge import Criteria
+from compare.chains.chain_limits import LONGEST_CHAIN, default_chain_length
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE, capture_directory
-from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.console import Mm2Command, end_command, print_json
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.native_output import output_set_aside
-from minimax_tools.options import (
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import (
     dtype_option,
     memory_budget_option,
     model_option,
@@ -27,10 +23,13 @@ from minimax_tools.options import (
     span_options,
     store_options,
 )
-from minimax_tools.progress import LayerProgress
-from minimax_tools.run import bisect_run
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.model.run import bisect_run
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.options import backend_option, prefetch_option, target_option

@@ -8,11 +8,9 @@ from typing import Any
 import click
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.console import Mm2Command, print_json
-from minimax_tools.native_output import output_set_aside
-from minimax_tools.options import (
+from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.options import (
     dtype_option,
     input_options,
     layer_option,
@@ -20,9 +18,11 @@ from minimax_tools.options import (
     output_options,
     stack_options,
 )
-from minimax_tools.size import word_size
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.machine.size import word_size
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.runtime import open_runtime
 from neuron.options import read_inputs, target_option

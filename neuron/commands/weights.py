@@ -7,28 +7,33 @@ from typing import Any
 import click
 import torch
 
-from minimax_tools.checkpoint.hub import resolve_config, resolve_model
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import (
+    dtype_option,
+    memory_budget_option,
+    model_option,
+    output_options,
+)
 from minimax_tools.errors import UsageError
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.native_output import output_set_aside
-from minimax_tools.options import dtype_option, memory_budget_option, model_option, output_options
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime
 from neuron.options import target_option
-from neuron.origins.inspection import Inspection, inspect_weights
-from neuron.origins.port import TracedPort
-from neuron.origins.report import inspection_record, render_inspection
-from neuron.origins.shared_port import SharedPort
-from neuron.origins.smaller import smaller
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as TRACED
 from neuron.rank_options import rank_options
+from neuron.weight_trace.inspection import Inspection, inspect_weights
+from neuron.weight_trace.port import TracedPort
+from neuron.weight_trace.report import inspection_record, render_inspection
+from neuron.weight_trace.shared_port import SharedPort
+from neuron.weight_trace.smaller import smaller
 
 
 @click.command(

@@ -21,7 +21,7 @@ import torch.distributed
 from torch.distributed.rendezvous import rendezvous
 
 from minimax_tools.errors import BackendError, CannotRunError, Mm2Error, UsageError
-from minimax_tools.native_output import native_output_dropped
+from minimax_tools.machine.native_output import native_output_dropped
 from neuron.devices.distributed import probe_group
 from neuron.devices.ranks import Ranks
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from minimax_tools.errors import BackendError
-from minimax_tools.native_output import native_output_dropped
+from minimax_tools.machine.native_output import native_output_dropped
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 

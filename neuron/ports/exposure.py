@@ -14,9 +14,9 @@ from torch import nn
 from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.layouts import Layout, Replicated, parse_layout
-from minimax_tools.sites import Site, parse_site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.site_layouts import Layout, Replicated, parse_layout
+from minimax_tools.model.sites import Site, parse_site
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.ports.own_code import own_code
 

@@ -23,10 +23,10 @@ from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, list_faults
-from minimax_tools.layouts import Sharded
-from minimax_tools.native_output import native_output_dropped
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.native_output import native_output_dropped
+from minimax_tools.model.site_layouts import Sharded
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.weights import Weight
 from neuron.ports.nxdi_layout import NxdiLayout
 

@@ -25,7 +25,11 @@ from functools import partial
 import torch
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import (
+from minimax_tools.checkpoint.regroup import down_places, gate_up_places
+from minimax_tools.checkpoint.transpose import copy_matrix
+from minimax_tools.errors import TargetError
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
     EXPERT_DOWN,
     EXPERTS,
@@ -39,10 +43,6 @@ from minimax_tools.checkpoint.names import (
     Q_PROJ,
     V_PROJ,
 )
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
-from minimax_tools.checkpoint.transpose import copy_matrix
-from minimax_tools.errors import TargetError
-from minimax_tools.spec import ModelSpec
 from neuron.builtin.head_layout import Head, HeadLayout
 from neuron.devices.weights import Deferred, Gathered, Weight, unchanged
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from minimax_tools.errors import TargetError
-from minimax_tools.native_output import output_set_aside
+from minimax_tools.machine.native_output import output_set_aside
 from neuron.process.status import doing
 
 # Python's own, and mm2: what the port is run by, rather than what it is made of.

@@ -21,8 +21,8 @@ from torch import nn
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.layer import ReferenceLayer
-from minimax_tools.spec import ModelSpec
 from neuron.builtin.layer import DeviceLayer
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
 from neuron.devices.ranks import Ranks

@@ -23,7 +23,7 @@ from torch import nn
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import CaptureError, TargetError
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 PREFIX = "traced:"
 # An archive of either kind keeps such files beside the program: it can be judged before anything in it is loaded.

@@ -25,10 +25,10 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import BackendError, Mm2Error, TargetError, UsageError
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.provenance import library_versions
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import find_exposure

@@ -59,7 +59,7 @@ def supervise(command: Callable[[], object], arguments: Sequence[str]) -> int:
         # Nobody reads the output, the disk is full, or the user has enough.
         exit_code, error = None, met
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    from minimax_tools.console import print_error
+    from minimax_tools.command_line.console import print_error
 
     return print_error(error, as_json=_JSON in arguments)
 

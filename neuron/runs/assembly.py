@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from minimax_tools.errors import TargetError
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from neuron.builtin.layer import KeyValues
 from neuron.devices.crew import Crew
 from neuron.ports.exposure import Exposure

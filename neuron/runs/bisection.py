@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from compare.bisection import find_all, find_exhaustively, find_until_proof
-from compare.chain_judge import ChainJudge
-from compare.chain_limits import LONGEST_CHAIN
-from compare.judge import Criteria
+from compare.chains.bisection import find_all, find_exhaustively, find_until_proof
+from compare.chains.chain_judge import ChainJudge
+from compare.chains.chain_limits import LONGEST_CHAIN
+from compare.limits.criteria import Criteria
 from minimax_tools.capture.manifest import Description, dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.progress import NoProgress
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.probes import Bisection, Finding
-from minimax_tools.progress import NoProgress
+from minimax_tools.model.run import bisect_run
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from minimax_tools.provenance import Provenance
-from minimax_tools.run import bisect_run
-from minimax_tools.sites import Site
-from minimax_tools.span import Span
+from minimax_tools.results.probes import Bisection, Finding
 from neuron.devices.runtime import Runtime
 from neuron.runs.chain_runner import ChainRequest, ChainRunner
 from neuron.runs.journal import open_journal

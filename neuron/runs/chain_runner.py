@@ -14,11 +14,11 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.run import sweep_run
-from minimax_tools.sites import Site
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.model.run import sweep_run
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
 from neuron.runs.executor import LayerExecutor

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
 from neuron.runs.layer_input import LayerInput
 from neuron.runs.layer_run import LayerRun

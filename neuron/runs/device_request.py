@@ -9,10 +9,10 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import UsageError
-from minimax_tools.inputs import Inputs
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.run import Mode, Run
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.run import Mode, Run
+from minimax_tools.model.spec import ModelSpec
 from neuron.ports.targets import Target
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."

@@ -20,10 +20,10 @@ from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.inputs import Inputs
-from minimax_tools.memory import MemoryBudget, give_back_freed_memory
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.memory import MemoryBudget, give_back_freed_memory
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure

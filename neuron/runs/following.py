@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
-from neuron.origins.shared_port import TraceAssignment, follow_trace
 from neuron.ports.targets import find_target
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.orders import Assignment
+from neuron.weight_trace.shared_port import TraceAssignment, follow_trace
 
 # The lead has looked at the checkpoint, and names the layers that are there.
 _NO_LAYERS = range(0)

@@ -13,12 +13,12 @@ import torch
 
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.read_ahead import stored_layer_bytes
-from minimax_tools.checkpoint.weight_size import layer_bytes, vocabulary_bytes
-from minimax_tools.inputs import Inputs
-from minimax_tools.memory import MemoryBudget, available_bytes
-from minimax_tools.sites import Site
-from minimax_tools.size import word_size
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.memory import MemoryBudget, available_bytes
+from minimax_tools.machine.size import word_size
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_size import layer_bytes, vocabulary_bytes
 from neuron.builtin.moe import CHUNK_SIZE_BYTES
 from neuron.devices.backend import Backend
 from neuron.devices.runtime import Runtime

@@ -14,10 +14,10 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
-from minimax_tools.inputs import Inputs, num_positions_left
-from minimax_tools.memory import MemoryBudget
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.model.inputs import Inputs, num_positions_left
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
 from neuron.runs.decoding import Cache
 from neuron.runs.layer_input import LayerInput
 from neuron.runs.layer_run import LayerRun

@@ -11,8 +11,8 @@ from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import IncomparableError
-from minimax_tools.run import Mode, Run
-from minimax_tools.sites import Site
+from minimax_tools.model.run import Mode, Run
+from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
 
 _NUM_NAMES_SHOWN = 4

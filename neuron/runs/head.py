@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.names import EMBEDDING, FINAL_NORM, LM_HEAD
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.sites import ModelSite
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.sites import ModelSite
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
 from neuron.builtin.layer import RMSNorm
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Gathered, Weight, WeightLoader

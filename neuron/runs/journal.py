@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.capture.lock import LOCK_NAME, locked_directory
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.replacement import is_temporary, remove_temporaries, replacing
 from minimax_tools.errors import CaptureError
-from minimax_tools.probes import Probe
-from minimax_tools.span import Span
+from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
+from minimax_tools.machine.replacement import is_temporary, remove_temporaries, replacing
+from minimax_tools.model.span import Span
+from minimax_tools.results.probes import Probe
 
 logger = logging.getLogger(__name__)
 

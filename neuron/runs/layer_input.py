@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
 from neuron.builtin.layer import KeyValues
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
 from neuron.runs.layer_times import LayerTimes
 

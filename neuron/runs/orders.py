@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.inputs import Inputs
-from minimax_tools.sites import Site
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
 from neuron.runs.layer_input import LayerInput
 
 

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from compare.chain_judge import ChainJudge
+from compare.chains.chain_judge import ChainJudge
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.probes import Chain, Probe
-from minimax_tools.progress import Progress
-from minimax_tools.span import Span
+from minimax_tools.command_line.progress import Progress
+from minimax_tools.model.span import Span
+from minimax_tools.results.probes import Chain, Probe
 from neuron.devices.runtime import CompileCounts, Runtime
 from neuron.runs.chain_runner import ChainRunner
 from neuron.runs.journal import Journal

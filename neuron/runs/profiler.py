@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from minimax_tools.memory import MemoryTracker
+from minimax_tools.machine.memory import MemoryTracker
 from neuron.devices.runtime import Runtime
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import LayerProfile

@@ -11,7 +11,7 @@ from statistics import median_high
 from typing import Any
 
 from minimax_tools.errors import CaptureError
-from minimax_tools.whole_file import whole_file
+from minimax_tools.machine.whole_file import whole_file
 from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import LayerProfile
 

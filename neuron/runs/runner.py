@@ -18,14 +18,14 @@ from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.decoded_rows import decoded_rows
-from minimax_tools.end_tokens import read_end_tokens
+from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import TargetError
-from minimax_tools.progress import NoProgress, Progress
+from minimax_tools.model.inputs import decoded_rows
+from minimax_tools.model.run import Mode
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import Span
 from minimax_tools.provenance import Provenance
-from minimax_tools.run import Mode
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.span import Span
+from minimax_tools.text.end_tokens import read_end_tokens
 from neuron.builtin.layer import KeyValues
 from neuron.devices.runtime import Runtime
 from neuron.runs.decoding import run_decoding

@@ -16,8 +16,8 @@ from compare.cli import main as mm2_compare
 from damage.damages import Damage
 from damage.tampering import make_old
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
 # What a golden is before it is damaged: as it is written, certified, or the same of an mm2 without all digests.

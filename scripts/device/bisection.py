@@ -16,18 +16,17 @@ import torch
 from cpu_golden import capture_cpu_golden
 from figures import Figure
 
-from compare.chain_limits import default_chain_length
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.judge import Criteria
+from compare.chains.chain_limits import default_chain_length
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.probes import Bisection
-from minimax_tools.prompts import InputRequest
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.results.probes import Bisection
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.text.prompts import InputRequest
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import Weight

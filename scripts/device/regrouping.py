@@ -18,11 +18,11 @@ import torch
 from figures import Figure
 
 from minimax_tools.checkpoint.layer_tensors import copy_weight
-from minimax_tools.checkpoint.names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.checkpoint.regroup import down_places, gate_up_places
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.memory_usage import MemoryUsage
+from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # Of a layer's 256 all: 7 GB, twice.
 _NUM_EXPERTS = {"full": 256, "toy": 1}

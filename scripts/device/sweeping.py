@@ -22,9 +22,9 @@ import torch
 from cpu_golden import capture_cpu_golden
 from figures import Figure
 
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.prompts import InputRequest
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.text.prompts import InputRequest
 
 _NUM_LAYERS = {"full": 62, "toy": 4}
 _ROUNDS = {"full": 5, "toy": 1}

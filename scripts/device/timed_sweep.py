@@ -20,11 +20,11 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.inputs import Inputs
-from minimax_tools.run import sweep_run
-from minimax_tools.sites import Site
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.run import sweep_run
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.targets import find_target

@@ -12,7 +12,7 @@ from faults.attention_stages import AttentionStages
 from faults.moe_stages import MoeStages
 from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import expert_weight
+from minimax_tools.model.weight_names import expert_weight
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 

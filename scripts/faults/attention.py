@@ -8,8 +8,8 @@ from torch.nn import functional
 from faults.arithmetic import Arithmetic
 from faults.plant import Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import K_PROJ, O_PROJ, Q_PROJ, V_PROJ
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import K_PROJ, O_PROJ, Q_PROJ, V_PROJ
 
 _CONTEXT = (Site.ATTN_CONTEXT,)
 

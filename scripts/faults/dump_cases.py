@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minimax_tools.results import Verdict
+from minimax_tools.results.results import Verdict
 
 # The view of a run with all its sites.
 WHOLE = "whole"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compare.comparer import compare_captures
-from compare.weights import CheckpointWeights
+from compare.sides.golden_weights import CheckpointWeights
 from faults.dump_cases import WHOLE, DumpCase
 from faults.effects import measure_effects
 from faults.foreign import TOOL, dump_as_vllm_neuron
@@ -27,8 +27,8 @@ from faults.views import as_black_box, hide_sites
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
-from minimax_tools.results import Verdict
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import Verdict
 from neuron.devices.runtime import Runtime
 
 FIRST_LAYER = 2

@@ -8,16 +8,16 @@ from functools import lru_cache, partial
 
 import torch
 
-from compare.batch import Batch
+from compare.sides.batch import Batch
 from faults.plant import Plant
 from faults.port import PlantedLayer
 from faults.scene import Scene
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.run import sweep_run
-from minimax_tools.sites import Site
-from minimax_tools.span import Span
+from minimax_tools.model.run import sweep_run
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from neuron.ports.targets import target_config
 from neuron.runs.decoding import run_decoding
 from neuron.runs.golden_feed import GoldenFeed

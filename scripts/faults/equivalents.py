@@ -13,8 +13,8 @@ from faults.arithmetic import Arithmetic, KeyValues
 from faults.plant import Kind, Plant
 from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import K_NORM, K_PROJ, O_PROJ, Q_NORM, Q_PROJ, V_PROJ
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import K_NORM, K_PROJ, O_PROJ, Q_NORM, Q_PROJ, V_PROJ
 
 _ROPE = (Site.Q_ROPE, Site.K_ROPE)
 _HEADS = (

@@ -8,7 +8,7 @@ from torch.nn import functional
 from faults.arithmetic import Arithmetic
 from faults.plant import Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 _MOE = (Site.MOE_DELTA,)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.foreign.name_map import NameMap
-from minimax_tools.capture.locate import Reading, open_sides
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.opening import Reading, open_sides
+from minimax_tools.model.sites import ModelSite, Site
 
 TOOL = "vllm_neuron"
 _BUCKET = 64

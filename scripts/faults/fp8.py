@@ -10,8 +10,8 @@ import torch
 from faults.arithmetic import Arithmetic
 from faults.plant import Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import ATTENTION_MATRICES, expert_weight, layer_prefix, scale_name
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import ATTENTION_MATRICES, expert_weight, layer_prefix, scale_name
 
 _SITES = {
     "q_proj": Site.Q_PROJ,

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compare.comparer import compare_captures
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.judge import Criteria
-from compare.limits import NoiseLimits
-from compare.limits_file import calibrated_limits
-from compare.weights import CheckpointWeights
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.limits.limits import NoiseLimits
+from compare.limits.limits_file import calibrated_limits
+from compare.sides.golden_weights import CheckpointWeights
 from faults.scene import Scene
 from minimax_tools.capture.reader import Capture
-from minimax_tools.results import Comparison, SiteResult, SiteStatus
+from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.names import Q_PROJ, layer_prefix, scale_name
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

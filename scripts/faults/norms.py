@@ -8,8 +8,8 @@ from faults.arithmetic import Arithmetic
 from faults.plant import Plant
 from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import K_NORM, Q_NORM
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import K_NORM, Q_NORM
 
 _QK_NORM = (Site.Q_NORM, Site.K_NORM)
 _BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)

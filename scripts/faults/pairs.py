@@ -14,7 +14,7 @@ from faults.moe_stages import MoeStages
 from faults.plant import Kind, Plant
 from faults.weights import Weights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 _MOE = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS, Site.MOE_DELTA})
 _BESIDE = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})

@@ -10,7 +10,7 @@ from typing import Any
 
 from faults.arithmetic import Arithmetic
 from faults.weights import Weights
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 
 class Kind(str, Enum):

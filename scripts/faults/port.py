@@ -18,7 +18,7 @@ from faults.arithmetic import Arithmetic, KeyValues
 from faults.plant import Plant
 from faults.weights import Weights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 from neuron.ports.targets import Target
 
 _SITES = tuple(str(site) for site in Site if site not in (Site.INPUT, Site.OUTPUT))

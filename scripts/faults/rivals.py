@@ -11,11 +11,11 @@ from types import MappingProxyType
 
 import torch
 
-from compare.batch import Batch
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits
+from compare.sides.batch import Batch
 from minimax_tools.capture.reader import Capture
-from minimax_tools.metrics import compare_tensors
-from minimax_tools.sites import Site
+from minimax_tools.metrics.pair_metrics import compare_tensors
+from minimax_tools.model.sites import Site
 
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
 

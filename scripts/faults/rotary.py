@@ -6,7 +6,7 @@ import torch
 
 from faults.arithmetic import Arithmetic
 from faults.plant import Plant
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 _ROPE = (Site.Q_ROPE, Site.K_ROPE)
 

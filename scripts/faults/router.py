@@ -9,8 +9,8 @@ import torch
 from faults.arithmetic import Arithmetic
 from faults.plant import Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import GATE
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import GATE
 
 _LOGITS, _EXPERTS, _WEIGHTS = (Site.ROUTER_LOGITS,), (Site.ROUTER_EXPERTS,), (Site.ROUTER_WEIGHTS,)
 _BLOCK, _GROUP = 128, 128

@@ -13,8 +13,8 @@ import torch
 from faults.scene import Scene
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import BackendError
-from minimax_tools.run import Run, full_run, sweep_run
-from minimax_tools.span import Span
+from minimax_tools.model.run import Run, full_run, sweep_run
+from minimax_tools.model.span import Span
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
 from neuron.runs.device_request import DeviceRequest

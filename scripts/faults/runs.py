@@ -17,7 +17,7 @@ from faults.running import run_port, run_ranks
 from faults.scene import Scene, Stage
 from faults.views import as_black_box
 from minimax_tools.capture.reader import Capture
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target
 

@@ -15,12 +15,12 @@ from text_rows import request_text_rows
 from faults.learned import LearnedModel
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.inputs import Inputs
-from minimax_tools.prompts import InputRequest
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
-from minimax_tools.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.text.prompts import InputRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from faults.arithmetic import Arithmetic
 from faults.plant import uncatalogued
 from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import K_PROJ, O_PROJ, Q_PROJ
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import K_PROJ, O_PROJ, Q_PROJ
 
 _ROPE = (Site.Q_ROPE, Site.K_ROPE)
 

@@ -7,7 +7,7 @@ import torch
 from faults.arithmetic import Arithmetic
 from faults.plant import uncatalogued
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 _MOE = (Site.MOE_DELTA,)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 _OUTPUTS = frozenset({Site.INPUT, Site.OUTPUT})
 

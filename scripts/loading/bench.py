@@ -24,9 +24,9 @@ from peaks import tree_bytes, watch
 from loading.scales import Scale
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.names import layer_of
-from minimax_tools.checkpoint.synthetic import FP8, plan_tensors, synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.model.weight_names import layer_of
+from minimax_tools.synthetic.checkpoint import FP8, plan_tensors, synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 PROBE = "loading.probe"
 _SCRIPTS = Path(__file__).parents[1]

@@ -25,20 +25,20 @@ import transformers.masking_utils
 from transformers import MiniMaxM2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-import gpu_reference.golden
+import gpu_reference.golden.golden
 import minimax_tools.reference.head
 import minimax_tools.reference.twin
 from gpu_reference.cli import main as mm2_gpu
-from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest
-from gpu_reference.once_reader import OnceReader
-from gpu_reference.placement import Placement
-from gpu_reference.streaming import Streaming
+from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.model.model import GoldenModelRequest
+from gpu_reference.model.placement import Placement
+from gpu_reference.streaming.once_reader import OnceReader
+from gpu_reference.streaming.streaming import Streaming
 from loading.inputs import digest_of, open_inputs
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.names import GATE, layer_of
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.run import full_run
+from minimax_tools.model.run import full_run
+from minimax_tools.model.weight_names import GATE, layer_of
 
 transformers_logging.disable_progress_bar()
 _IMPORTED_EARLY = (
@@ -88,7 +88,7 @@ class IdleReader(WatchedOnceReader):
 def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
     """`mm2-gpu` with these words, in this process; with `idle`, without most of its reading."""
     # The command opens its reader itself, and tells nobody.
-    names = vars(gpu_reference.golden)
+    names = vars(gpu_reference.golden.golden)
     names |= {"CheckpointReader": WatchedReader, "OnceReader": IdleReader if idle else WatchedOnceReader}
     code = mm2_gpu(words, standalone_mode=False)
     if code:

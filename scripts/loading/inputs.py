@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.inputs import Inputs
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.prompts import InputRequest, build_inputs
 
 
 def open_inputs(folder: Path, seq_lens: list[int]) -> tuple[ModelSpec, Inputs]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from figures import Figure
 
 from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Bench, Checkpoint, bf16_layer_bytes, say
-from minimax_tools.checkpoint.synthetic import FP8
+from minimax_tools.synthetic.checkpoint import FP8
 
 _EAGER = ("--experts-implementation", "eager")
 _ALONE = ("--stream", "on", "--no-prefetch")

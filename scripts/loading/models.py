@@ -21,8 +21,8 @@ from loading.bench import (
     bf16_layer_bytes,
 )
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.names import EMBEDDING, layer_of
-from minimax_tools.checkpoint.synthetic_model import PRESETS
+from minimax_tools.model.weight_names import EMBEDDING, layer_of
+from minimax_tools.synthetic.toy_model import PRESETS
 
 _PASSES = 5
 # A golden without reads still reads two layers; what one more takes shows between these.

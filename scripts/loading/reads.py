@@ -22,10 +22,10 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_loader import LayerLoader
 from minimax_tools.checkpoint.layer_storage import GroupedStorage
-from minimax_tools.checkpoint.names import layer_of
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic_numbers import LEVELS
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import layer_of
+from minimax_tools.synthetic.random_numbers import LEVELS
 
 # Of a plain read: small enough to stay in a processor's cache, large enough that calls cost nothing.
 _PIECE_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from transformers import MiniMaxM2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 # isort: split
-from gpu_reference.model import restore_router
+from gpu_reference.model.model import restore_router
 from loading.inputs import digest_of, open_inputs
 from minimax_tools.checkpoint.reader import CheckpointReader
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,8 @@ import torch
 from figures import Figure
 from page_cache import warm_cache
 
-from minimax_tools.checkpoint.new_folder import sync_path
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.machine.new_folder import sync_path
+from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
@@ -31,7 +30,8 @@ from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights
-from minimax_tools.span import Span
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # 2.1 GB in FP8, of which the slice is nine tenths; and 15 MB, too little for its ratio to mean anything.
 _MODELS = {
@@ -61,7 +61,7 @@ _MEASURE = """
 import json, sys
 from pathlib import Path
 from minimax_tools.commands.extract import LayerProgress, PartitionPlan, StoredWeights, cut_slice, write_slice
-from minimax_tools.memory import MemoryTracker
+from minimax_tools.machine.memory import MemoryTracker
 
 plan_file, node, output = sys.argv[1:]
 with MemoryTracker(interval_s=0.001) as tracker:

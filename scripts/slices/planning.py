@@ -19,14 +19,14 @@ from types import MappingProxyType
 import torch
 from figures import Figure
 
-from minimax_tools.checkpoint.architecture import Architecture
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.checkpoint.synthetic_tokenizer import TokenIds
 from minimax_tools.errors import CannotRunError
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload, expected_tensors, measure_costs
 from minimax_tools.partition.node import MAX_NODES, Node
 from minimax_tools.partition.planners import Stage, plan_stages
-from minimax_tools.spec import ModelSpec
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
 PLANNERS = ("memory", "compute", "balanced")
 # What is free on a node beyond what the known division takes of it, at most, as a share of that. So drawn, the rival

@@ -29,14 +29,14 @@ from figures import Figure
 from page_cache import warm_cache
 
 from minimax_tools.capture.read_record import RECORDS_FOLDER, read_records
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.errors import CannotRunError
+from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import open_source
-from minimax_tools.span import Span
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # 0.5 GB in FP8; and 15 MB, too little for its ratio to mean anything.
 _MODELS = {

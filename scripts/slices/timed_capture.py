@@ -17,18 +17,18 @@ from pathlib import Path
 
 import torch
 
-from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest
-from gpu_reference.pipeline import capture_by_ranks
-from gpu_reference.placement import Placement
+from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.model.model import GoldenModelRequest
+from gpu_reference.model.placement import Placement
+from gpu_reference.pipeline.pipeline import capture_by_ranks
 from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.ranks.ranks import Ranks, open_ranks
-from gpu_reference.streaming import Streaming
+from gpu_reference.streaming.streaming import Streaming
+from minimax_tools.command_line.progress import NoProgress
+from minimax_tools.model.run import full_run
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.progress import NoProgress
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.run import full_run
-from minimax_tools.spec import ModelSpec
+from minimax_tools.text.prompts import InputRequest, build_inputs
 
 _CPU = torch.device("cpu")
 

@@ -11,19 +11,18 @@ import torch
 from safetensors.torch import load_file
 
 from compare.comparer import compare_captures
-from compare.criteria import DEFAULT_ATOL, DEFAULT_RTOL
-from compare.judge import Criteria
-from compare.weights import CheckpointWeights
-from minimax_tools.capture.locate import open_source
+from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
+from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.inputs import Inputs
-from minimax_tools.results import Comparison
-from minimax_tools.run import Mode, Run, sweep_run
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.span import Span
+from minimax_tools.dumps.opening import open_source
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.run import Mode, Run, sweep_run
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import Span
+from minimax_tools.results.results import Comparison
 
 # What becomes of a stored tensor; None where it is not stored.
 Change = Callable[[torch.Tensor], torch.Tensor] | None

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from compare.cli import main as mm2_compare
-from minimax_tools.run import full_run, single_layer_run
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.run import full_run, single_layer_run
+from minimax_tools.model.sites import ModelSite, Site
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.results import Comparison, SiteResult, SiteStatus, Verdict
-from minimax_tools.run import Component, component_run, full_run, multi_layer_run, sweep_run
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.span import Span
+from minimax_tools.model.run import Component, component_run, full_run, multi_layer_run, sweep_run
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import Span
+from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 
 Judge = Callable[..., Comparison]
 

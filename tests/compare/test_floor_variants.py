@@ -15,17 +15,17 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.tampering import sign
 
-from compare.noise import Rows, noise_ratio
-from compare.norms import Squares
+from compare.noise.rho import Rows, noise_ratio
+from compare.noise.squared_errors import Squares
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
-from minimax_tools.floor import (
+from minimax_tools.metrics.noise_floor import (
     ROUTER_NOISE,
     massive_channels,
     variant_name,
 )
-from minimax_tools.results import Comparison, SiteResult, SiteStatus, Verdict
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import Comparison, SiteResult, SiteStatus, Verdict
 
 Judge = Callable[..., Comparison]
 LAYER = 1

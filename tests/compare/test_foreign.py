@@ -18,7 +18,7 @@ from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.sites import ModelSite, Site
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]

@@ -13,8 +13,8 @@ import torch
 
 from compare.cli import main as mm2_compare
 from minimax_tools.capture.reader import Capture
-from minimax_tools.run import single_layer_run
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.run import single_layer_run
+from minimax_tools.model.sites import ModelSite, Site
 
 Command = Callable[..., click.testing.Result]
 

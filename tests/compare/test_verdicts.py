@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from compare.cli import main as mm2_compare
-from minimax_tools.results import Comparison, SiteStatus, Verdict
-from minimax_tools.run import full_run
-from minimax_tools.sites import Site
+from minimax_tools.model.run import full_run
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import Comparison, SiteStatus, Verdict
 
 Command = Callable[..., click.testing.Result]
 Judge = Callable[..., Comparison]

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_reference.golden import GoldenRequest
-from gpu_reference.model import GoldenModelRequest
-from gpu_reference.placement import Placement
-from gpu_reference.streaming import Streaming
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.run import Run, full_run
-from minimax_tools.spec import ModelSpec
+from gpu_reference.golden.golden import GoldenRequest
+from gpu_reference.model.model import GoldenModelRequest
+from gpu_reference.model.placement import Placement
+from gpu_reference.streaming.streaming import Streaming
+from minimax_tools.model.run import Run, full_run
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.text.prompts import InputRequest, build_inputs
 
 Ask = Callable[..., GoldenRequest]
 Measure = Callable[..., list[dict[str, Any]]]

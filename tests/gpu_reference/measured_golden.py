@@ -16,15 +16,20 @@ from typing import Any
 
 import torch
 
-from gpu_reference.golden import GoldenRequest, open_golden
-from gpu_reference.model import GoldenModelRequest
-from gpu_reference.placement import Placement
-from gpu_reference.streaming import Streaming
-from minimax_tools.errors import MemoryBudgetError
-from minimax_tools.memory import MemoryBudget, MemoryTracker, MemoryUsage, give_back_freed_memory
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.run import full_run
-from minimax_tools.spec import ModelSpec
+from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.model.model import GoldenModelRequest
+from gpu_reference.model.placement import Placement
+from gpu_reference.streaming.streaming import Streaming
+from minimax_tools.machine.memory import (
+    MemoryBudget,
+    MemoryBudgetError,
+    MemoryTracker,
+    MemoryUsage,
+    give_back_freed_memory,
+)
+from minimax_tools.model.run import full_run
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.prompts import InputRequest, build_inputs
 
 
 def main() -> None:

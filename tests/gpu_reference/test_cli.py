@@ -15,8 +15,8 @@ import pytest
 
 from gpu_reference.cli import main
 from minimax_tools.capture.reader import Capture
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.tokenizer import encode_texts
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.text.tokenizer import encode_texts
 
 SHORT = ["--seq-len", "8", "--noise-floor", "off"]
 

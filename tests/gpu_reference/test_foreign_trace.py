@@ -10,7 +10,7 @@ import torch
 from transformers.model_debugging_utils import model_addition_debugger_context
 
 from compare.cli import main as mm2_compare
-from gpu_reference.golden import open_golden
+from gpu_reference.golden.golden import open_golden
 from minimax_tools.capture.reader import Capture
 
 

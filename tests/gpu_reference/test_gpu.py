@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from gpu_reference.cli import main
-from gpu_reference.golden import open_golden
-from gpu_reference.placement import Placement
-from gpu_reference.streaming import Streaming
+from gpu_reference.golden.golden import open_golden
+from gpu_reference.model.placement import Placement
+from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
-from minimax_tools.prompts import InputRequest
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.text.prompts import InputRequest
 
 pytestmark = pytest.mark.gpu
 

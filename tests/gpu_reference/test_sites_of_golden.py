@@ -10,7 +10,11 @@ import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import (
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
     EMBEDDING,
     FINAL_NORM,
@@ -26,10 +30,6 @@ from minimax_tools.checkpoint.names import (
     V_PROJ,
     expert_weight,
 )
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.inputs import Inputs
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.spec import ModelSpec
 
 LAYERS = range(4)
 ROUNDING = 2.0**-8  # of BF16: half a unit in the last place is this much of a value

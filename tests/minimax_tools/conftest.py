@@ -1,13 +1,29 @@
-"""A small llama, whose tensors nothing but headers tells."""
+"""A small checkpoint of MiniMax-M2, tensor by tensor, the toy in BF16, and a llama of which only headers are read."""
 
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
+    CORRECTION_BIAS,
+    EMBEDDING,
+    FINAL_NORM,
+    GATE,
+    LM_HEAD,
+    expected_layer_shapes,
+    layer_prefix,
+    scale_name,
+)
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 _CONFIG = {
     "model_type": "llama",
@@ -30,6 +46,113 @@ _SHAPES = {
     "input_layernorm.weight": (16,),
     "post_attention_layernorm.weight": (16,),
 }
+Tensors = dict[str, torch.Tensor]
+Writer = Callable[..., Path]
+
+# No width is a multiple of 128: every weight has ragged last blocks.
+CONFIG = {
+    "model_type": "minimax_m2",
+    "hidden_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "rotary_dim": 24,
+    "rope_theta": 5_000_000,
+    "rms_norm_eps": 1e-6,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 72,
+    "vocab_size": 96,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(scope="session")
+def spec() -> ModelSpec:
+    return ModelSpec.from_config(CONFIG)
+
+
+@pytest.fixture
+def fp8_tensors(spec: ModelSpec) -> Tensors:
+    tensors = {
+        EMBEDDING: _values(EMBEDDING, (spec.vocab_size, spec.hidden_size)).to(torch.bfloat16),
+        FINAL_NORM: _values(FINAL_NORM, (spec.hidden_size,)).to(torch.bfloat16),
+        LM_HEAD: _values(LM_HEAD, (spec.vocab_size, spec.hidden_size)).to(torch.bfloat16),
+    }
+    for layer in range(spec.num_hidden_layers):
+        for name, shape in expected_layer_shapes(spec).items():
+            _add(tensors, layer_prefix(layer) + name, shape)
+    return tensors
+
+
+@pytest.fixture
+def bf16_tensors(fp8_tensors: Tensors) -> Tensors:
+    """The BF16 copy of the same model: FP8 multiplied by its scales, gate and bias still float32."""
+    copy = {}
+    for name, tensor in fp8_tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            copy[name] = _product(tensor, fp8_tensors[scale_name(name)]).to(torch.bfloat16)
+        elif not name.endswith("_scale_inv"):
+            copy[name] = tensor
+    return copy
+
+
+@pytest.fixture
+def float32_products(fp8_tensors: Tensors) -> Tensors:
+    """What every FP8 weight means, as the float32 product before any rounding."""
+    return {
+        name: _product(tensor, fp8_tensors[scale_name(name)])
+        for name, tensor in fp8_tensors.items()
+        if tensor.dtype == torch.float8_e4m3fn
+    }
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Writer:
+    """Writes tensors to a folder, neighbours to different shards, as the hub spreads layers and scales."""
+
+    def write_folder(tensors: Mapping[str, torch.Tensor], name: str = "model", *, index: bool = True) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        names = sorted(tensors)
+        files = {tensor: f"model-{place % 2:05}-of-00002.safetensors" for place, tensor in enumerate(names)}
+        for file in sorted(set(files.values())):
+            shard = {tensor: tensors[tensor].contiguous() for tensor in names if files[tensor] == file}
+            save_file(shard, folder / file)
+        if index:
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"metadata": None, "weight_map": files})
+            )
+        return folder
+
+    return write_folder
+
+
+def _add(tensors: Tensors, name: str, shape: tuple[int, ...]) -> None:
+    values = _values(name, shape)
+    if name.endswith((GATE, CORRECTION_BIAS)):
+        # More bits than BF16 holds, so that a lost float32 shows.
+        tensors[name] = values + 8.5
+    elif len(shape) == 1:
+        tensors[name] = values.to(torch.bfloat16)
+    else:
+        tensors[name] = values.mul(100).to(torch.float8_e4m3fn)
+        grid = tuple(-(-size // 128) for size in shape)
+        tensors[scale_name(name)] = _values(scale_name(name), grid).abs() * 1e-3 + 1e-4
+
+
+def _values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    count = int(torch.tensor(shape).prod())
+    phase = zlib.crc32(name.encode()) % 1000
+    return torch.sin(torch.arange(count, dtype=torch.float64) * 0.7 + phase).to(torch.float32).reshape(shape)
+
+
+def _product(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    rows, columns = codes.shape
+    spread = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return codes.to(torch.float32) * spread
 
 
 @pytest.fixture(scope="session")
@@ -51,4 +174,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         weight_map |= dict.fromkeys(shapes, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as `toy`, stored in BF16."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
+    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
     return folder

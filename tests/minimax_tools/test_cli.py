@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from minimax_tools.checkpoint.synthetic import plan_tensors
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.cli import mm2_split
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import plan_tensors
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 SMALL = ("--num-hidden-layers", "1", "--num-local-experts", "4")
 

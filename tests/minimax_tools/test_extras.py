@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minimax_tools.errors import MissingExtraError
-from minimax_tools.extras import EXTRA_REQUIREMENTS
+from minimax_tools.errors import EXTRA_REQUIREMENTS, MissingExtraError
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.extras import install_command
+from minimax_tools.errors import install_command
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
 Result = click.testing.Result

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 INDEX = "model.safetensors.index.json"
 LAYER_0 = ("single-layer", "--layer", 0)

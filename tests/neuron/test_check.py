@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.check import Finding, Level, check_machine, worst
 from neuron.cli import main
 from neuron.devices.machine import Machine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
-from minimax_tools.checkpoint.names import layer_of
+from minimax_tools.model.weight_names import layer_of
 
 
 def _shards_of(folder: Path, *layers: int) -> set[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # Loads layer 0 as one rank of several, and tells the bytes of its weights and the growth of its memory at the peak.
 LOAD = """
@@ -20,7 +20,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
 from neuron.ports.targets import find_target

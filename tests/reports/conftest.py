@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from minimax_tools.metrics import PairMetrics
-from minimax_tools.results import (
+from minimax_tools.metrics.pair_metrics import PairMetrics
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.results.results import (
     Blame,
     Comparison,
     NoiseRatio,
@@ -14,7 +15,6 @@ from minimax_tools.results import (
     SiteStatus,
     Verdict,
 )
-from minimax_tools.sites import ModelSite, Site
 
 GOLDEN = "mm2-captures/gpu_reference/full_model"
 DEVICE = "mm2-captures/neuron/sweep_0_to_7"

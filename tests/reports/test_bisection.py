@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from minimax_tools.probes import Bisection, Chain, Finding, Probe
-from minimax_tools.results import Verdict
-from minimax_tools.span import Span
+from minimax_tools.model.span import Span
+from minimax_tools.results.probes import Bisection, Chain, Finding, Probe
+from minimax_tools.results.results import Verdict
 from reports.bisection import bisection_record, render_bisection
 
 ARGUMENTS = ("--model", "my model", "--golden", "golden", "--target", "port.py:Port")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from minimax_tools.errors import CannotRunError
-from minimax_tools.results import Comparison
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import Comparison
 from reports.data import comparison_record, comparison_table, summary_record, write_report
 
 EXAMPLES = ("passing", "failing", "warning", "nonfinite", "unexposed", "classic", "chained")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from minimax_tools.results import Blame, Verdict
+from minimax_tools.results.results import Blame, Verdict
 from reports.json_values import to_json
 
 

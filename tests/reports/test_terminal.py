@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from minimax_tools.results import Blame, BlameGroup, Comparison, Curve, CurvePoint, Verdict
+from minimax_tools.results.results import Blame, BlameGroup, Comparison, Curve, CurvePoint, Verdict
 from reports.terminal import render_comparison
 
 EXAMPLES = ("passing", "failing", "warning", "nonfinite", "unexposed", "classic", "chained")

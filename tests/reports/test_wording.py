@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 from reports.wording import (
     word_figure,
     word_fraction,

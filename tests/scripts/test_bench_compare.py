@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_compare
 
-from minimax_tools.metrics import compare_tensors
+from minimax_tools.metrics.pair_metrics import compare_tensors
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_compare.py"
 

@@ -27,7 +27,7 @@ from faults.scene import Scene, Stage, open_scene
 from faults.tally import clean_cases, give_figures, misses, upper_bound
 
 from minimax_tools.errors import UsageError
-from minimax_tools.sites import SITE_INPUTS, Site
+from minimax_tools.model.sites import SITE_INPUTS, Site
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_faults.py"
 

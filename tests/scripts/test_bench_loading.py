@@ -14,7 +14,7 @@ from loading.bench import Bench, Checkpoint
 from loading.scales import SCALES
 from page_cache import Cache
 
-from minimax_tools.checkpoint.synthetic import FP8
+from minimax_tools.synthetic.checkpoint import FP8
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_loading.py"
 NAMED_IN_THE_ISSUE = {

@@ -19,7 +19,7 @@ from faults.running import run_port
 from faults.scene import Scene, Stage, open_scene
 from faults.views import as_black_box
 
-from compare.limits_file import calibrated_limits
+from compare.limits.limits_file import calibrated_limits
 from neuron.devices.runtime import open_runtime
 
 

@@ -17,10 +17,10 @@ from faults.planted import PLANTS
 from faults.runs import PlannedRun
 from faults.scene import Scene, Stage, open_scene
 
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.errors import CheckpointError
-from minimax_tools.tokenizer import encode_texts
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.text.tokenizer import encode_texts
 
 TEXT = "A port of a model is right where it differs from the model by rounding alone. " * 40
 BF16 = LearnedModel(folder="/models/a", digest="0" * 16, num_layers=5, is_fp8=False)

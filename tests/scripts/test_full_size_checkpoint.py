@@ -20,13 +20,13 @@ from safetensors import safe_open
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.header import encode_header, read_header
-from minimax_tools.checkpoint.names import layer_of, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import FP8, PlannedTensor, synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.errors import CannotRunError
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import layer_of, layer_prefix
+from minimax_tools.synthetic.checkpoint import FP8, PlannedTensor, synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import cloned_shards

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint.synthetic import plan_tensors
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.commands.train import train_command
+from minimax_tools.synthetic.checkpoint import plan_tensors
 from minimax_tools.synthetic.corpus import CORPORA
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "train_models.py"

@@ -14,8 +14,8 @@ from compare.diagnosis.catalogue.splits import rank_of, share
 from compare.diagnosis.evaluation import Change, Evaluation, Scene
 from compare.diagnosis.mistake import Mistake, each, once, values_of
 from compare.diagnosis.stages import attend, product_stage
-from minimax_tools.checkpoint import names
-from minimax_tools.sites import Site
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
 
 
 def _attending(**options: Any) -> Change:
@@ -25,8 +25,8 @@ def _attending(**options: Any) -> Change:
 def _swapped() -> Change:
     return Change(
         stages={
-            Site.K_PROJ: product_stage(Site.INPUT_NORM, names.V_PROJ),
-            Site.V_PROJ: product_stage(Site.INPUT_NORM, names.K_PROJ),
+            Site.K_PROJ: product_stage(Site.INPUT_NORM, weight_names.V_PROJ),
+            Site.V_PROJ: product_stage(Site.INPUT_NORM, weight_names.K_PROJ),
         }
     )
 
@@ -70,7 +70,7 @@ def _cut_per_group() -> Change:
 def _one_rank(tp_degree: int, rank: int) -> Change:
     def stage(at: Evaluation) -> torch.Tensor:
         part = share(at.spec.query_width, tp_degree, rank)
-        return at[Site.ATTN_CONTEXT][:, part] @ at.weights.kept_value(names.O_PROJ)[:, part].T
+        return at[Site.ATTN_CONTEXT][:, part] @ at.weights.kept_value(weight_names.O_PROJ)[:, part].T
 
     return Change(stages={Site.ATTN_DELTA: stage})
 
@@ -103,9 +103,9 @@ def _scales(scene: Scene) -> tuple[float, ...]:
 
 def _projection_scaled(tensor: str, factor: float) -> Change:
     site, name = {
-        "q_proj": (Site.Q_PROJ, names.Q_PROJ),
-        "k_proj": (Site.K_PROJ, names.K_PROJ),
-        "v_proj": (Site.V_PROJ, names.V_PROJ),
+        "q_proj": (Site.Q_PROJ, weight_names.Q_PROJ),
+        "k_proj": (Site.K_PROJ, weight_names.K_PROJ),
+        "v_proj": (Site.V_PROJ, weight_names.V_PROJ),
     }[tensor]
     right = product_stage(Site.INPUT_NORM, name)
     return Change(stages={site: lambda at: factor * right(at)})

@@ -16,7 +16,7 @@ from compare.diagnosis.catalogue.splits import rank_of, share
 from compare.diagnosis.evaluation import Change, Evaluation, Part, Scene, Stage
 from compare.diagnosis.expert_pass import Mix, Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 
 def _mixing(mix: Mix) -> Change:

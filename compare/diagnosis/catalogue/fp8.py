@@ -11,16 +11,16 @@ from compare.diagnosis.evaluation import Change, Evaluation, Node, Part, Scene, 
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.layer_weights import Decode, LayerWeights, read_codes, spread_scales
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each
-from minimax_tools.checkpoint import names
 from minimax_tools.checkpoint.fp8 import dequantise
-from minimax_tools.checkpoint.names import EXPERT_MATRICES, expert_weight
-from minimax_tools.sites import Site
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import EXPERT_MATRICES, expert_weight
 
 _PROJECTIONS = {
-    "q_proj": (Site.Q_PROJ, Site.INPUT_NORM, names.Q_PROJ),
-    "k_proj": (Site.K_PROJ, Site.INPUT_NORM, names.K_PROJ),
-    "v_proj": (Site.V_PROJ, Site.INPUT_NORM, names.V_PROJ),
-    "o_proj": (Site.ATTN_DELTA, Site.ATTN_CONTEXT, names.O_PROJ),
+    "q_proj": (Site.Q_PROJ, Site.INPUT_NORM, weight_names.Q_PROJ),
+    "k_proj": (Site.K_PROJ, Site.INPUT_NORM, weight_names.K_PROJ),
+    "v_proj": (Site.V_PROJ, Site.INPUT_NORM, weight_names.V_PROJ),
+    "o_proj": (Site.ATTN_DELTA, Site.ATTN_CONTEXT, weight_names.O_PROJ),
 }
 TENSORS = (*_PROJECTIONS, *EXPERT_MATRICES)
 

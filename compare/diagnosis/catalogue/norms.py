@@ -18,17 +18,17 @@ from compare.diagnosis.stages import (
     rotation_angles,
     split_heads,
 )
-from minimax_tools.checkpoint import names
-from minimax_tools.sites import Site
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
 
 # From states and weight to the normed states.
 _Norm = Callable[[Evaluation, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _WEIGHTS = {
-    Site.INPUT_NORM: (Site.INPUT, names.INPUT_NORM),
-    Site.POST_NORM: (Site.ATTN_RESIDUAL, names.POST_NORM),
-    Site.Q_NORM: (Site.Q_PROJ, names.Q_NORM),
-    Site.K_NORM: (Site.K_PROJ, names.K_NORM),
+    Site.INPUT_NORM: (Site.INPUT, weight_names.INPUT_NORM),
+    Site.POST_NORM: (Site.ATTN_RESIDUAL, weight_names.POST_NORM),
+    Site.Q_NORM: (Site.Q_PROJ, weight_names.Q_NORM),
+    Site.K_NORM: (Site.K_PROJ, weight_names.K_NORM),
 }
 _BLOCK = (Site.INPUT_NORM, Site.POST_NORM)
 _HEADS = (Site.Q_NORM, Site.K_NORM)

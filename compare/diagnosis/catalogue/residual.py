@@ -7,10 +7,10 @@ import torch
 from compare.diagnosis.evaluation import Change, Evaluation
 from compare.diagnosis.mistake import Mistake, values_of
 from compare.diagnosis.stages import normalise, product_stage
-from minimax_tools.checkpoint import names
-from minimax_tools.sites import Site
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
 
-_RIGHT_DELTA = product_stage(Site.ATTN_CONTEXT, names.O_PROJ)
+_RIGHT_DELTA = product_stage(Site.ATTN_CONTEXT, weight_names.O_PROJ)
 
 
 def _scaled(factor: float) -> Change:
@@ -18,7 +18,7 @@ def _scaled(factor: float) -> Change:
 
 
 def _post_norm_of_input(at: Evaluation) -> torch.Tensor:
-    weight = at.weights.kept_value(names.POST_NORM)
+    weight = at.weights.kept_value(weight_names.POST_NORM)
     return normalise(at.chosen(at[Site.INPUT]), weight, at.spec.rms_norm_eps)
 
 

@@ -10,7 +10,7 @@ from compare.diagnosis.catalogue.low_bits import bfloat16
 from compare.diagnosis.evaluation import Change, Evaluation, Scene, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
 from compare.diagnosis.stages import frequencies, rotate_halves, rotation_angles, split_heads
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 # From heads [B,heads,S,D] to rotated heads.
 _Turn = Callable[[Evaluation, torch.Tensor], torch.Tensor]

@@ -13,7 +13,7 @@ import torch
 from compare.diagnosis.evaluation import Change, Evaluation, Scene
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, Value
 from compare.diagnosis.stages import frequencies, rotate_halves, split_heads
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 # From positions int64 [B,S] to those that a mistaken port turns by, float32 [B,S].
 _Wrong = Callable[[torch.Tensor], torch.Tensor]

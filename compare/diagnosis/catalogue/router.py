@@ -11,9 +11,9 @@ from compare.diagnosis.evaluation import Change, Evaluation, Part, Scene, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
 from compare.diagnosis.stages import choose_experts, correction_bias, router_scores
-from compare.routing import expert_shares
-from minimax_tools.checkpoint import names
-from minimax_tools.sites import Site
+from compare.judging.routing import expert_shares
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
 
 # [T,E] of an evaluation.
 _Scores = Callable[[Evaluation], torch.Tensor]
@@ -46,7 +46,11 @@ def _top_k(k: int) -> Change:
 
 def _logits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
     return Change(
-        stages={Site.ROUTER_LOGITS: lambda at: product(at[Site.POST_NORM], at.weights.kept_value(names.GATE))}
+        stages={
+            Site.ROUTER_LOGITS: lambda at: product(
+                at[Site.POST_NORM], at.weights.kept_value(weight_names.GATE)
+            )
+        }
     )
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compare.batch import Batch
 from compare.diagnosis.layer_case import spread_places
 from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model.embedding import embed
@@ -18,14 +17,15 @@ from compare.diagnosis.model.head import score
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.scene import ModelScene, Unit
 from compare.diagnosis.model.weights import ModelWeights
-from compare.judge import find_mismatch
-from minimax_tools.capture.foreign.capture import ForeignCapture
+from compare.sides.batch import Batch
+from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.options import DTYPES
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.command_line.options import DTYPES
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
 
 # Of one rounding, relative to the values; float32 sums in another order.
 _ROUNDING = {torch.bfloat16: 1.7e-3, torch.float32: 2e-6}

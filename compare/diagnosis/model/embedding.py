@@ -15,7 +15,7 @@ from compare.diagnosis.model import shards
 from compare.diagnosis.model.low_precision import ROUNDINGS, roundings
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.scene import ModelScene, fit_factor
-from minimax_tools.sites import ModelSite
+from minimax_tools.model.sites import ModelSite
 
 
 def embed(scene: ModelScene) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from compare.diagnosis.model.low_precision import ROUNDINGS, roundings
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.scene import ModelScene, fit_factor
 from compare.diagnosis.stages import normalise
-from minimax_tools.sites import ModelSite
+from minimax_tools.model.sites import ModelSite
 
 
 def score(scene: ModelScene) -> torch.Tensor | None:

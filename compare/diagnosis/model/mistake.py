@@ -12,7 +12,7 @@ import torch
 
 from compare.diagnosis.mistake import NOTHING, Parameters
 from compare.diagnosis.model.scene import ModelScene
-from minimax_tools.sites import ModelSite
+from minimax_tools.model.sites import ModelSite
 
 # From the scene and the port's values [T,F] to the parameters that are worth a try.
 ModelCandidates = Callable[[ModelScene, torch.Tensor], tuple[Parameters, ...]]

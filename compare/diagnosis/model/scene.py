@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from compare.diagnosis.model.weights import ModelWeights
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
 
 _TINY = 1e-30
 # Less is a tensor that was not loaded rather than one that is scaled.

@@ -10,11 +10,11 @@ from functools import cached_property
 
 import torch
 
-from minimax_tools.checkpoint import names
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model import weight_names
+from minimax_tools.model.spec import ModelSpec
 
-_LAYER_NORMS = (names.INPUT_NORM, names.POST_NORM)
+_LAYER_NORMS = (weight_names.INPUT_NORM, weight_names.POST_NORM)
 
 
 class ModelWeights:
@@ -34,29 +34,29 @@ class ModelWeights:
     @cached_property
     def embedding(self) -> torch.Tensor:
         """[V,H] in the golden's dtype."""
-        return self._reader.read_weight(names.EMBEDDING, self._dtype)
+        return self._reader.read_weight(weight_names.EMBEDDING, self._dtype)
 
     @cached_property
     def head(self) -> torch.Tensor:
         """[V,H] in the golden's dtype; the embedding where none is stored."""
         if not self.has_head:
             return self.embedding
-        return self._reader.read_weight(names.LM_HEAD, self._dtype)
+        return self._reader.read_weight(weight_names.LM_HEAD, self._dtype)
 
     @property
     def has_head(self) -> bool:
         """Return whether the checkpoint stores a head of its own."""
-        return names.LM_HEAD in self._reader.index.entries
+        return weight_names.LM_HEAD in self._reader.index.entries
 
     @cached_property
     def norm(self) -> torch.Tensor:
         """Weight of the final norm, float32 [H]."""
-        return self._reader.read_weight(names.FINAL_NORM, self._dtype).float()
+        return self._reader.read_weight(weight_names.FINAL_NORM, self._dtype).float()
 
     def layer_norms(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and weight, float32 [H], of the norms of every layer that the folder holds."""
         for layer in range(self._spec.num_hidden_layers):
             for name in _LAYER_NORMS:
-                full = names.layer_prefix(layer) + name
+                full = weight_names.layer_prefix(layer) + name
                 if full in self._reader.index.entries:
                     yield f"{layer}.{name.split('.')[0]}", self._reader.read_weight(full, self._dtype).float()

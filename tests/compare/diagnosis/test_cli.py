@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from compare.diagnosis.cli import main as mm2_diagnose
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]

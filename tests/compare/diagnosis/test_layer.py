@@ -16,9 +16,9 @@ from compare.diagnosis.trial import Trial
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.layer import ReferenceLayer
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
 
 LAYER = 1
 # What a short prompt without early flips does not show.

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from compare.diagnosis.finding import Diagnosis, Finding, LayerDiagnosis
 from compare.diagnosis.layer_group import group_layers
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 SWAPPED = "gate_up_swapped"
 

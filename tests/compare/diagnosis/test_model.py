@@ -13,11 +13,11 @@ import torch
 
 from compare.cli import main as mm2_compare
 from compare.diagnosis.cli import main as mm2_diagnose
-from minimax_tools.checkpoint import names
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.run import full_run
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model import weight_names
+from minimax_tools.model.run import full_run
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
 
 Command = Callable[..., click.testing.Result]
 Table = Callable[[torch.Tensor], torch.Tensor]
@@ -80,7 +80,7 @@ class Port:
         return path
 
 
-_NAMES = (names.EMBEDDING, names.FINAL_NORM, names.LM_HEAD)
+_NAMES = (weight_names.EMBEDDING, weight_names.FINAL_NORM, weight_names.LM_HEAD)
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import torch
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.inputs import Inputs, pad_rows
+from minimax_tools.model.inputs import Inputs, pad_rows
+from minimax_tools.model.run import Run, multi_layer_run
+from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from minimax_tools.provenance import Provenance
-from minimax_tools.run import Run, multi_layer_run
-from minimax_tools.sites import Site
-from minimax_tools.span import Span
 
 Describe = Callable[..., Description]
 

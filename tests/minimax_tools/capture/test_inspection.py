@@ -12,8 +12,8 @@ from minimax_tools.capture.inspection import inspect_capture
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
-from minimax_tools.inputs import Inputs
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import ModelSite, Site
 
 
 @pytest.fixture

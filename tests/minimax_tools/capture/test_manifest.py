@@ -17,7 +17,7 @@ from minimax_tools.capture.manifest import (
     dtype_name,
 )
 from minimax_tools.errors import CaptureError
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 
 def entry(layer: int | None, site: str) -> Entry:

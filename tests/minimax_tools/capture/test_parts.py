@@ -10,7 +10,7 @@ from minimax_tools.capture.parts import part_name
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import CaptureWriter, open_capture
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
 
 
 def write_together(directory: Path, describe: Any, inputs: Inputs, layer_of: Any) -> list[Manifest]:

@@ -18,8 +18,8 @@ from minimax_tools.capture.proof import digest_file
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture, store_certificate
 from minimax_tools.errors import CaptureError, IncomparableError
-from minimax_tools.inputs import Inputs
-from minimax_tools.sites import Site
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

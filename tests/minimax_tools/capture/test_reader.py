@@ -11,10 +11,10 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError
-from minimax_tools.inputs import Inputs
-from minimax_tools.run import sweep_run
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.span import Span
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.run import sweep_run
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import Span
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from torch import nn
 
 from minimax_tools.capture.recorder import Recorder, copy_on_device, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap
-from minimax_tools.inputs import pad_rows
-from minimax_tools.sites import Site
+from minimax_tools.model.inputs import pad_rows
+from minimax_tools.model.sites import Site
 
 INPUTS = pad_rows([[1, 2, 3], [4, 5, 6]], padding_side="right", buckets=(), pad_token_id=0, source="a test")
 

@@ -13,7 +13,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.errors import CaptureError
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
 
 
 class Recipe:

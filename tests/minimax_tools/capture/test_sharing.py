@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.capture.lock import LOCK_NAME, locked_directory, read_owner
 from minimax_tools.capture.sharing import read_shared, refuse_other_owner, require_shared
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.errors import CaptureError
-from minimax_tools.sites import Site
+from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory, read_owner
+from minimax_tools.model.sites import Site
 
 
 def test_lock_says_whose_it_is_and_a_second_run_does_not_change_that(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from minimax_tools.capture.taps import Tap, verify_taps
 from minimax_tools.errors import TargetError
-from minimax_tools.sites import Site
+from minimax_tools.model.sites import Site
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError
-from minimax_tools.inputs import Inputs
-from minimax_tools.sites import ModelSite, Site
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import ModelSite, Site
 
 
 def names(directory: Path) -> list[str]:

@@ -10,7 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.checkpoint.names import (
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CaptureError, CheckpointError
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
     EMBEDDING,
     GATE,
@@ -21,10 +25,6 @@ from minimax_tools.checkpoint.names import (
     Q_PROJ,
     layer_prefix,
 )
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CaptureError, CheckpointError
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
 
 Tensors = dict[str, torch.Tensor]
 Take = Callable[..., ModelFingerprint]

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.names import EMBEDDING
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.weight_names import EMBEDDING
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[..., Path]

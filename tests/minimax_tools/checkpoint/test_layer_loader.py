@@ -13,10 +13,10 @@ import torch
 from minimax_tools.checkpoint.layer_loader import LayerLoader
 from minimax_tools.checkpoint.layer_storage import GroupedStorage, LayerStorage, PackedStorage
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import expert_weight, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import expert_weight, layer_prefix
 
 CPU = torch.device("cpu")
 NewStorage = Callable[[], LayerStorage]

@@ -14,9 +14,9 @@ from minimax_tools.checkpoint.layer_storage import (
     PackedStorage,
 )
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import FLOAT32_NAMES, expert_weight, layer_prefix, scale_name
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import FLOAT32_NAMES, expert_weight, layer_prefix, scale_name
 
 CPU = torch.device("cpu")
 KINDS = {"grouped": GroupedStorage, "packed": PackedStorage}

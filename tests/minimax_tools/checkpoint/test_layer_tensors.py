@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import (
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CheckpointError
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
     FLOAT32_NAMES,
     GATE,
@@ -18,9 +21,6 @@ from minimax_tools.checkpoint.names import (
     layer_prefix,
     scale_name,
 )
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CheckpointError
-from minimax_tools.spec import ModelSpec
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[..., Path]

@@ -15,8 +15,8 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.read_ahead import ReadAhead, stored_layer_bytes
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 # A layer is 12 MB: several of the pieces that are read at once.
 MODEL = SyntheticModel(num_hidden_layers=3, hidden_size=512, intermediate_size=512, num_local_experts=8)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.names import expert_weight, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.regroup import down_places, gate_up_places, group_down, group_gate_up
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import expert_weight, layer_prefix
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[..., Path]

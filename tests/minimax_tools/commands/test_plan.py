@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.cli import mm2_split
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.source import open_source
+from minimax_tools.synthetic.toy_model import SyntheticModel
 
 Command = Callable[..., Result]
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minimax_tools.cli import mm2_split
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.spec import ModelSpec
 
 SMALL = (
     *("--num-hidden-layers", 1, "--hidden-size", 64, "--num-attention-heads", 2, "--num-key-value-heads", 1),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from minimax_tools.checkpoint.hub import work_on_hub
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.attempts import StoppedError
+from minimax_tools.hub.checkpoint_folder import work_on_hub
 from minimax_tools.hub.ranges import HubRanges, NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot
 

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.architecture import Architecture
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.synthetic import plan_tensors
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.checkpoint.synthetic_tokenizer import TokenIds
 from minimax_tools.errors import CheckpointError
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import (
     ModelCost,
     PartCost,
@@ -21,7 +19,9 @@ from minimax_tools.partition.cost import (
     measure_costs,
     part_of,
 )
-from minimax_tools.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import plan_tensors
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
 FP8 = torch.float8_e4m3fn
 M2 = Architecture.of("minimax_m2")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from minimax_tools.errors import UsageError
+from minimax_tools.model.span import Span
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
-from minimax_tools.span import Span
 
 
 def test_node_is_read_as_it_is_written_on_the_command_line() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
+from minimax_tools.model.span import Span
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, PlannedTensor, Slice, make_plan
 from minimax_tools.slices.source import Source, open_source
-from minimax_tools.span import Span
-from minimax_tools.spec import ModelSpec
 
 WORKLOAD = Workload(context_length=100)
 EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

@@ -11,20 +11,10 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.inputs import Inputs
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.spec import ModelSpec
 
 OpenLayer = Callable[[int], LayerTensors]
-
-
-@pytest.fixture(scope="session")
-def toy_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model as `toy`, stored in BF16."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "toy_bf16"
-    synthesize(folder, model=SyntheticModel(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
-    return folder
 
 
 @pytest.fixture(scope="module")

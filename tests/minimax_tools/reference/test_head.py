@@ -3,11 +3,11 @@ from __future__ import annotations
 import torch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.checkpoint.names import FINAL_NORM, LM_HEAD
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import FINAL_NORM, LM_HEAD
 from minimax_tools.reference.head import Float32Head
-from minimax_tools.sites import ModelSite, Site
-from minimax_tools.spec import ModelSpec
 
 
 def exact_logits(reader: CheckpointReader, states: torch.Tensor, head: str, eps: float) -> torch.Tensor:

@@ -9,11 +9,11 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap, verify_taps
-from minimax_tools.checkpoint.names import expected_layer_shapes
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site, parse_site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import expected_layer_shapes
 from minimax_tools.reference.layer import ReferenceLayer
-from minimax_tools.sites import Site, parse_site
-from minimax_tools.spec import ModelSpec
 
 LAYERS = range(4)
 TAPS = {parse_site(name): Tap.parse(text) for name, text in ReferenceLayer.sites.items()}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from minimax_tools.capture.taps import verify_taps
+from minimax_tools.model.sites import Site
 from minimax_tools.reference.modules import LAYER_TAPS, read_config, recording_layer, require_golden_extra
-from minimax_tools.sites import Site
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from minimax_tools.capture.reader import Capture
-from minimax_tools.floor import token_rows
-from minimax_tools.inputs import Inputs
+from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import RoundingKind
-from minimax_tools.sites import Site
-from minimax_tools.spec import ModelSpec
 
 LAYER = 2
 KINDS = (RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM, RoundingKind.RANDOM)

@@ -9,13 +9,13 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.recorder import Recorder, copy_to_host, shape_to_batch
 from minimax_tools.capture.taps import Tap
-from minimax_tools.checkpoint.names import expert_weight
-from minimax_tools.inputs import Inputs
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site, parse_site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import expert_weight
 from minimax_tools.reference.layer import ReferenceLayer
 from minimax_tools.reference.modules import read_config, recording_layer
 from minimax_tools.reference.twin import Float32Twin
-from minimax_tools.sites import Site, parse_site
-from minimax_tools.spec import ModelSpec
 
 LAYERS = range(4)
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
-from minimax_tools.checkpoint.names import expert_weight
+from minimax_tools.model.weight_names import expert_weight
 from minimax_tools.reference.upcast import upcast_experts
 
 E, K, H, I = 6, 2, 1024, 384  # noqa: E741  # I: intermediate, as everywhere

@@ -24,10 +24,8 @@ from safetensors.torch import load_file, save_file
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic import PlannedTensor, synthesize
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.checkpoint.synthetic_tokenizer import TokenIds
 from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import Workload, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
@@ -38,7 +36,9 @@ from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.folder import SliceFolder, write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
-from minimax_tools.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import PlannedTensor, synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
 MODEL = SyntheticModel(
     num_hidden_layers=3, hidden_size=128, num_local_experts=4, intermediate_size=64, vocab_size=512
@@ -573,7 +573,7 @@ def test_a_disk_that_fills_up_leaves_nothing(sources: dict[str, Path], tmp_path:
 _EXTRACT = """
 import sys
 from pathlib import Path
-from minimax_tools.memory import MemoryTracker
+from minimax_tools.machine.memory import MemoryTracker
 from minimax_tools.slices.extract import cut_slice
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import FileFormat

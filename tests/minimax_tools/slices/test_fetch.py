@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.new_folder import held
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
+from minimax_tools.machine.new_folder import held
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan

@@ -16,6 +16,7 @@ from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord, read_r
 from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
+from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -27,7 +28,6 @@ from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.verdicts import judge_proportion
 from minimax_tools.slices.verify import Verification, verify
-from minimax_tools.span import Span
 
 MIB = 1 << 20
 NAMES = (

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minimax_tools.checkpoint.names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import BackendError, CheckpointError, MemoryBudgetError, UsageError
+from minimax_tools.errors import BackendError, CheckpointError, UsageError
+from minimax_tools.machine.memory import MemoryBudgetError
+from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.factory import ModelFactory
 

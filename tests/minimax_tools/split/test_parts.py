@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from minimax_tools.errors import UsageError
-from minimax_tools.span import Span
+from minimax_tools.model.span import Span
 from minimax_tools.split.parts import Part, Role, plan_parts
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.synthetic.learned import LearnedModel, train_checkpoint
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.training import TrainingOptions
 
 # Kv heads and experts enough that an exchange of two shows.

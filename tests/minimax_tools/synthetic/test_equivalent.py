@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint import names
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
-from minimax_tools.reference.causal_model import Implementation, load_whole, read_causal_config
+from minimax_tools.model import weight_names
+from minimax_tools.split.causal_model import Implementation, load_whole, read_causal_config
 from minimax_tools.synthetic.equivalent import CHANGES
 from minimax_tools.synthetic.learned import LearnedModel
 from minimax_tools.synthetic.rewriting import rewrite_checkpoint
@@ -61,7 +61,7 @@ def test_every_change_changes_the_weights(name: str, learned_bf16: Path, tmp_pat
 def test_scaled_norms_have_massive_channels(learned_bf16: Path, tmp_path: Path) -> None:
     changed = rewritten(learned_bf16, tmp_path, "scale_norms")
     with CheckpointReader(changed) as reader:
-        weight = reader.read(names.layer_prefix(0) + names.INPUT_NORM).float().abs()
+        weight = reader.read(weight_names.layer_prefix(0) + weight_names.INPUT_NORM).float().abs()
     assert int((weight > 20 * weight.median()).sum()) == 3
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.checkpoint.synthetic_tokenizer import find_token_ids, make_tokenizer
-from minimax_tools.reference.trainee import Trainee
 from minimax_tools.synthetic.corpus import Corpus
 from minimax_tools.synthetic.evaluation import Evaluation, evaluate, measure_rivals
 from minimax_tools.synthetic.learned import LearnedModel
 from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer
+from minimax_tools.synthetic.trainee import Trainee
 
 MODEL = SyntheticModel(num_hidden_layers=1, hidden_size=32, num_local_experts=4, vocab_size=262)
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.checkpoint import names
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
 from minimax_tools.errors import UsageError
-from minimax_tools.inputs import Inputs
-from minimax_tools.prompts import InputRequest, build_inputs
-from minimax_tools.spec import ModelSpec
+from minimax_tools.model import weight_names
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.learned import PROMPT_LENGTHS, LearnedModel, train_checkpoint
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.training import TrainingOptions
+from minimax_tools.text.prompts import InputRequest, build_inputs
 
 Command = Callable[..., click.testing.Result]
 
@@ -43,13 +43,13 @@ def test_golden_of_held_out_text_is_certified(
 def test_router_is_float32_and_the_rest_bf16(learned_bf16: Path) -> None:
     with CheckpointReader(learned_bf16) as reader:
         dtypes = {name: reader.index[name].dtype for name in reader.index.names}
-    router = {name for name in dtypes if name.endswith(names.FLOAT32_NAMES)}
+    router = {name for name in dtypes if name.endswith(weight_names.FLOAT32_NAMES)}
     assert {dtypes[name] for name in router} == {torch.float32}
     assert {dtype for name, dtype in dtypes.items() if name not in router} == {torch.bfloat16}
 
 
 def test_copies_in_fp8_and_bf16_are_one_model_to_fp8s_rounding(learned: LearnedModel) -> None:
-    name = names.layer_prefix(1) + names.expert_weight(3, names.EXPERT_DOWN)
+    name = weight_names.layer_prefix(1) + weight_names.expert_weight(3, weight_names.EXPERT_DOWN)
     with CheckpointReader(learned.folders[0]) as bf16, CheckpointReader(learned.folders[1]) as fp8:
         weight = bf16.read(name).float()
         assert fp8.read(name).dtype == torch.float8_e4m3fn

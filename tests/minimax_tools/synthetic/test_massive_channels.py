@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.checkpoint.synthetic_tokenizer import TokenIds
-from minimax_tools.reference.trainee import Trainee
 from minimax_tools.synthetic.massive_channels import plant_massive_channels
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import TokenIds
+from minimax_tools.synthetic.trainee import Trainee
 
 
 def test_same_few_channels_are_massive_for_every_token_and_tame_behind_a_norm() -> None:

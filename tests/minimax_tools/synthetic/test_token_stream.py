@@ -4,9 +4,9 @@ import pytest
 import tokenizers
 import torch
 
-from minimax_tools.checkpoint.synthetic_tokenizer import find_token_ids, make_tokenizer
 from minimax_tools.errors import UsageError
 from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from minimax_tools.checkpoint.synthetic_model import SyntheticModel
-from minimax_tools.checkpoint.synthetic_tokenizer import find_token_ids, make_tokenizer
-from minimax_tools.reference.trainee import Trainee
 from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer
+from minimax_tools.synthetic.trainee import Trainee
 from minimax_tools.synthetic.training import TrainingCourse, TrainingOptions, train
 
 TINY = SyntheticModel(

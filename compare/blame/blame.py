@@ -1,0 +1,190 @@
+"""Blame: a site is to blame when it fails and everything it is computed from passes.
+
+Where a site further upstream fails, what passes may still carry its error: a site behind it is to blame only for more
+than that accounts for (see `handed_on`).
+A failing site that fails too when the golden's layer is fed what the port fed it (see `refeed`) is to blame as well,
+whatever fails before it.
+Sites that were not compared are looked through: the nearest ones that were stand for them, and the blame then
+names the whole set that may hold the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from compare.blame.inherited import is_handed_on
+from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.results.results import Blame, SiteResult, SiteStatus
+
+# These show any fault of the site they are computed from: they are plain products of it alone, while a norm
+# hides a wrong scale, attention a shift, a residual add what is small beside the stream.
+_SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
+    {
+        Site.INPUT_NORM: (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ),
+        Site.Q_NORM: (Site.Q_ROPE,),
+        Site.K_NORM: (Site.K_ROPE,),
+        Site.ATTN_CONTEXT: (Site.ATTN_DELTA,),
+        Site.POST_NORM: (Site.ROUTER_LOGITS,),
+    }
+)
+
+_NONE_REFED: Mapping[Site, SiteResult] = MappingProxyType({})
+# Judged given what the port itself chose there: a wrong choice is no excuse for it.
+_GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ancestry:
+    """What a site is computed from.
+
+    Args:
+        known: Nearest sites upstream that were compared, fed, or are shown right by others.
+        hidden: Sites between them and the site that nobody could see.
+    """
+
+    known: frozenset[Site]
+    hidden: frozenset[Site]
+
+
+def blame_layer(
+    results: Mapping[Site, SiteResult],
+    *,
+    layer: int,
+    fed: tuple[Site, ...],
+    is_chained: bool,
+    refed: Mapping[Site, SiteResult] = _NONE_REFED,
+) -> tuple[Blame, ...]:
+    """The sites of one layer to blame, in execution order.
+
+    Args:
+        results: Results of the declared sites.
+        layer: The layer.
+        fed: Sites whose values are known to have been given to the layer: they are right by construction.
+        is_chained: Whether the layer was handed an error of other layers, so that blame is only an onset.
+        refed: Results of excused sites (see `excused_sites`), judged by what the port itself computed them from.
+    """
+    first, excused = _sort_failures(results, fed)
+    blame = {
+        site: _blame(layer, site, results, ancestry, is_chained=is_chained)
+        for site, ancestry in first.items()
+    }
+    for site in excused:
+        if _fails(refed, site):
+            blame[site] = Blame(layer=layer, sites=(str(site),), reason=refed[site].reason)
+    return tuple(blame[site] for site in _in_order(set(blame)))
+
+
+def excused_sites(results: Mapping[Site, SiteResult], *, fed: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Failing sites behind one to blame: their error may be that one's.
+
+    Args:
+        results: Results of the declared sites.
+        fed: Sites whose values are known to have been given to the layer.
+    """
+    return _sort_failures(results, fed)[1]
+
+
+def _sort_failures(
+    results: Mapping[Site, SiteResult], fed: tuple[Site, ...]
+) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
+    """The first failures, with what they are computed from, and those that a failure before them excuses."""
+    first: dict[Site, _Ancestry] = {}
+    excused: list[Site] = []
+    # Failing sites that show no more than what they were handed.
+    traces: set[Site] = set()
+    for site, result in results.items():
+        if result.status is not SiteStatus.FAIL:
+            continue
+        ancestry = _ancestry(site, results, fed)
+        if any(_fails(results, upstream) and upstream not in traces for upstream in ancestry.known):
+            excused.append(site)
+        elif _is_trace(site, results, ancestry):
+            traces.add(site)
+        else:
+            first[site] = ancestry
+    return first, tuple(excused)
+
+
+def _is_trace(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
+    """Whether what a failing site is computed from carries enough of an error that failed before."""
+    if not any(_fails(results, upstream) for upstream in _upstream(site, results)):
+        return False
+    return is_handed_on(results[site], [results[known] for known in ancestry.known if known in results])
+
+
+def _upstream(site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:
+    """All that a site is computed from, however far."""
+    found: set[Site] = set()
+    waiting = list(_inputs(site, results))
+    while waiting:
+        upstream = waiting.pop()
+        if upstream not in found:
+            found.add(upstream)
+            waiting.extend(_inputs(upstream, results))
+    return frozenset(found)
+
+
+def _ancestry(site: Site, results: Mapping[Site, SiteResult], fed: tuple[Site, ...]) -> _Ancestry:
+    known: set[Site] = set()
+    hidden: set[Site] = set()
+    waiting = list(_inputs(site, results))
+    while waiting:
+        upstream = waiting.pop()
+        is_compared = upstream in results and results[upstream].status.is_compared
+        if upstream in fed or is_compared or _is_shown_right(results, upstream):
+            known.add(upstream)
+        elif upstream not in hidden:
+            hidden.add(upstream)
+            waiting.extend(_inputs(upstream, results))
+    return _Ancestry(known=frozenset(known), hidden=frozenset(hidden))
+
+
+def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
+    """What a site is computed from, without a choice that failed and that it was judged by all the same."""
+    given = results.get(_GIVEN[site]) if site in _GIVEN else None
+    if given is None or given.routing is None or given.status is not SiteStatus.FAIL:
+        return SITE_INPUTS[site]
+    return tuple(upstream for upstream in SITE_INPUTS[site] if upstream is not _GIVEN[site])
+
+
+def _fails(results: Mapping[Site, SiteResult], site: Site) -> bool:
+    return site in results and results[site].status is SiteStatus.FAIL
+
+
+def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
+    """Whether a site that was not compared must be right, because what shows its faults passes."""
+    witnesses = _SHOWN_BY.get(site, ())
+    return any(one in results and results[one].status is SiteStatus.PASS for one in witnesses)
+
+
+def _blame(
+    layer: int, site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry, *, is_chained: bool
+) -> Blame:
+    suspects = _in_order({*ancestry.hidden, site})
+    reason = results[site].reason if len(suspects) == 1 else f"{site}: {results[site].reason}"
+    traces = _in_order({known for known in ancestry.known if _fails(results, known)})
+    right = _in_order(ancestry.known - set(traces))
+    if right:
+        reason += f"; {_join(right)} {'is' if len(right) == 1 else 'are'} right"
+    if traces:
+        reason += (
+            f"; {_join(traces)} {'fails' if len(traces) == 1 else 'fail'} by too little to account for it"
+        )
+    if Site.INPUT in ancestry.hidden:
+        reason += "; nothing tells what the layer was fed"
+    if ancestry.hidden - {Site.INPUT}:
+        reason += "; what lies between was not compared"
+    if is_chained:
+        command = f"mm2-test single-layer --layer {layer}"
+        reason += f"; a chained run shows only where errors begin: run {command} on the golden"
+    return Blame(layer=layer, sites=tuple(str(suspect) for suspect in suspects), reason=reason)
+
+
+def _join(sites: list[Site]) -> str:
+    return ", ".join(str(site) for site in sites)
+
+
+def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:
+    return sorted(sites, key=lambda site: site.order)

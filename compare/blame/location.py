@@ -1,0 +1,132 @@
+"""Locating: what is said of the place of an error at the sites to blame of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from compare.blame.recomputed_judge import Refed
+from compare.blame.regions import Bounds, describe_whereabouts
+from compare.judging.layer_judge import LayerJudge
+from compare.noise.rho import Rows
+from compare.sides.sides import Sides
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.inputs import decoded_rows
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import Blame, SiteResult
+
+_OF_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
+_OF_HEADS = (
+    Site.Q_PROJ,
+    Site.K_PROJ,
+    Site.V_PROJ,
+    Site.Q_NORM,
+    Site.K_NORM,
+    Site.Q_ROPE,
+    Site.K_ROPE,
+    Site.ATTN_CONTEXT,
+)
+
+
+def locate_blamed(
+    results: Mapping[Site, SiteResult],
+    blame: tuple[Blame, ...],
+    *,
+    judge: LayerJudge,
+    refed: Mapping[Site, Refed],
+    sides: Sides,
+) -> Mapping[Site, SiteResult]:
+    """Results of one layer, those to blame with what their wrong tokens and channels have in common.
+
+    Args:
+        results: Of a layer that was fed the golden's own input.
+        blame: Whom they blame.
+        judge: Its judge.
+        refed: Sites that were judged by what the port itself computed them from.
+        sides: The captures.
+    """
+    if sides.criteria.name == "classic":
+        return results
+    # Of the sites that one blame names the last is the one that was seen.
+    blamed = {Site(one.sites[-1]) for one in blame}
+    located = dict(results)
+    for site in blamed:
+        rows = refed[site].rows if site in refed else judge.judged_rows(site)
+        located[site] = replace(
+            results[site], where=_locate(site, rows, layer=results[site].layer, sides=sides)
+        )
+    return located
+
+
+def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -> tuple[str, ...]:
+    if layer is None or rows is None or rows.num_tokens == 0 or not rows.has_floor:
+        return ()
+    bounds = _bounds(site, rows, sides)
+    if bounds is None:
+        return ()
+    return describe_whereabouts(
+        rows,
+        bounds=bounds,
+        decoded=_find_decoded(rows, sides),
+        experts=_read_experts(layer, rows, sides) if site in _OF_EXPERTS else None,
+        head_dim=_head_dim(layer, sides.reference) if site in _OF_HEADS else None,
+        channel_word="expert" if site is Site.ROUTER_LOGITS else "channel",
+    )
+
+
+def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
+    """The limits on one token and one channel; None where the criteria limit no token."""
+    terms = sides.terms()
+    limits = sides.criteria.noise.of_ratios(
+        is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widest is not None
+    )
+    token, channel = limits.find(site, "token_worst"), limits.find(site, "channel_worst")
+    if token is None:
+        return None
+    num_tokens, num_channels = rows.reference.shape
+    return Bounds(
+        token=token.at(num_tokens=num_tokens, share=terms.share / num_tokens),
+        channel=None
+        if channel is None
+        else channel.at(num_tokens=num_tokens, share=terms.share / num_channels),
+    )
+
+
+def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
+    """Which tokens were computed one at a time, bool [T]; None where none was."""
+    description, mask = sides.target.known_description, sides.reference.read_attention_mask()
+    if description is None or not description.run.decode_rows or mask is None:
+        return None
+    decoded = decoded_rows(mask, description.run.decode_rows)
+    return rows.places[:, 1] >= decoded.start
+
+
+def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
+    """The experts of each token, [T,k]: the port's own where it shows them, else the golden's."""
+    reference, target = sides.reference, sides.target
+    if not {Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS} <= set(reference.sites(layer)):
+        return None
+    num_experts = reference.read(layer, Site.ROUTER_LOGITS).shape[-1]
+    for side in (target, reference):
+        if Site.ROUTER_EXPERTS in side.sites(layer):
+            experts = side.read(layer, Site.ROUTER_EXPERTS).long()
+            # A port may number experts that there are not.
+            if bool(((experts >= 0) & (experts < num_experts)).all()):
+                held = experts.unflatten(0, _batch_shape(sides)) if experts.ndim == 2 else experts
+                return held[rows.places[:, 0], rows.places[:, 1]]
+    return None
+
+
+def _batch_shape(sides: Sides) -> tuple[int, int]:
+    mask = sides.reference.read_attention_mask()
+    return (1, -1) if mask is None else (mask.shape[0], mask.shape[1])
+
+
+def _head_dim(layer: int, reference: CaptureSource) -> int | None:
+    """D, which only the sites that keep heads apart tell."""
+    for site in (Site.K_ROPE, Site.Q_ROPE):
+        if site in reference.sites(layer):
+            return reference.read(layer, site).shape[-1]
+    return None

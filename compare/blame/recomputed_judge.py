@@ -1,0 +1,115 @@
+"""Judging what stands behind a failing site by what the port itself computed it from: is it wrong too?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from compare.blame.recompute import Refeed
+from compare.judging.judge import judge_values
+from compare.judging.layer_judge import LayerJudge
+from compare.noise.rho import Rows
+from compare.sides.pairing import find_mismatch
+from compare.sides.sides import Sides
+from minimax_tools.capture.reader import Capture
+from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.results.results import SiteResult, SiteStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Refed:
+    """A site judged by what the port itself computed it from.
+
+    Args:
+        result: What became of it.
+        rows: What it was judged by; None of a choice of experts, and of what has another shape or dtype.
+    """
+
+    result: SiteResult
+    rows: Rows | None = None
+
+
+def judge_refed(
+    sites: tuple[Site, ...],
+    *,
+    layer: int,
+    failing: frozenset[Site],
+    judge: LayerJudge,
+    sides: Sides,
+) -> Mapping[Site, Refed]:
+    """Judge failing sites of one layer by what the port itself computed them from.
+
+    Left out are those that cannot be judged so: the golden is not mm2's own, a side lacks what the site is computed
+    from, it is no number there, or nobody knows the weights; and, of a golden without a floor, the choice of experts
+    and attention.
+
+    Args:
+        sites: Those that other failing ones excuse, in execution order.
+        layer: The layer; it was fed the golden's own input.
+        failing: All of its sites that fail.
+        judge: Its judge.
+        sides: The captures.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    golden, source = sides.reference, sides.weights
+    if not sites or source is None or sides.criteria.name == "classic" or not isinstance(golden, Capture):
+        return {}
+    seen = set(golden.sites(layer)) & set(sides.target.sites(layer))
+    with ExitStack() as stack:
+        refeed = Refeed(
+            sides,
+            golden,
+            layer=layer,
+            open_weights=lambda: stack.enter_context(source.open_layer(layer, golden)),
+        )
+        judged: dict[Site, Refed] = {}
+        doubted = set(failing)
+        for site in sites:
+            if not {site, *SITE_INPUTS[site]} <= seen:
+                continue
+            refed = _judge(
+                site, layer=layer, refeed=refeed, judge=judge, sides=sides, doubted=frozenset(doubted)
+            )
+            if refed is not None:
+                judged[site] = refed
+                if refed.result.status is not SiteStatus.FAIL:
+                    doubted.remove(site)
+    return judged
+
+
+def _judge(
+    site: Site,
+    *,
+    layer: int,
+    refeed: Refeed,
+    judge: LayerJudge,
+    sides: Sides,
+    doubted: frozenset[Site],
+) -> Refed | None:
+    result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
+    mismatch = find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site))
+    if mismatch is not None:
+        return Refed(result=replace(result, reason=mismatch)) if refeed.can_feed(site) else None
+    if site is Site.ROUTER_EXPERTS:
+        choice = None if judge.router_noise is None else refeed.choice(judge.router_noise)
+        return None if choice is None else Refed(result=_told(judge.judge_choice(result, *choice)))
+    stored = judge.stored_rows(site)
+    first: Refed | None = None
+    for rows in refeed.rows(site, stored, doubted=doubted):
+        judged = judge_values(result, rows, criteria=sides.criteria, terms=judge.terms(site))
+        refed = Refed(result=_told(judged), rows=rows)
+        if judged.status is not SiteStatus.FAIL:
+            return refed
+        first = first or refed
+    return first
+
+
+def _told(result: SiteResult) -> SiteResult:
+    """A result that says what it rests on."""
+    inputs = sorted(SITE_INPUTS[Site(result.site)], key=lambda site: site.order)
+    fed = ", ".join(str(site) for site in inputs)
+    return replace(result, reason=f"{result.reason}, given the port's own {fed}") if result.reason else result

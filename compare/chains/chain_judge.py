@@ -1,0 +1,209 @@
+"""ChainJudge: judges the output at the end of a chain of layers that was fed the golden's input.
+
+A layer that ran alone is judged as in a sweep; a chain by the limits of its length (see `chain_limits`).
+What it says that it sees is the size of noise on every token, relative to all of the token's channels but the massive
+ones, at the place that is judged: layers behind a mistake change its size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from compare.chains.chain_limits import chain_limits
+from compare.chains.chain_noise import PARTS, ChainError, measure_error, measure_unit
+from compare.judging.layer_judge import LayerJudge
+from compare.limits.criteria import Criteria
+from compare.limits.limit_context import computes_in_float32
+from compare.limits.limits import RATIO_FIGURES
+from compare.sides.batch import Batch
+from compare.sides.layer_input import Feed
+from compare.sides.sides import Sides
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import CaptureError, IncomparableError
+from minimax_tools.metrics.noise_floor import error_name, massive_channels
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import Span
+from minimax_tools.results.probes import Chain
+from minimax_tools.results.results import SiteResult, SiteStatus
+
+# Of a golden without a floor: the limits of chains were measured in this unit.
+_LAYER_ERROR, _LAYER_ERROR_FLOAT32 = 1.5e-2, 5e-6
+
+
+class ChainJudge:
+    """Judges outputs against a golden.
+
+    Args:
+        golden: The golden.
+        criteria: How to judge a layer that ran alone.
+    """
+
+    def __init__(self, golden: Capture, *, criteria: Criteria) -> None:
+        self._golden = golden
+        # What it says that it sees is the size of noise, wherever it came from. Any layer may come to be judged.
+        self._criteria = replace(
+            criteria,
+            noise=criteria.noise.of_noise_alone(),
+            num_figures=max(len(golden.layers), 1) * len(RATIO_FIGURES),
+        )
+        self._batch = Batch.of(golden, golden)
+
+    def judge(self, span: Span, output: torch.Tensor) -> Chain:
+        """Judge what the chain `span` put out.
+
+        Args:
+            span: The layers; no more than `LONGEST_CHAIN`.
+            output: [B,S,H] on the CPU, of the last of them.
+
+        Raises:
+            IncomparableError: The golden holds NaN or Inf on a real row.
+            CaptureError: The golden cannot be read.
+        """
+        return self._judge_single(span, output) if len(span) == 1 else self._judge_chain(span, output)
+
+    def _judge_single(self, span: Span, output: torch.Tensor) -> Chain:
+        result = self._judge_site(span.last, Site.OUTPUT, output)
+        if not result.status.is_compared:
+            raise IncomparableError(
+                f"the output of layer {span.last} cannot be judged: {result.reason}",
+                expected=" or ".join((SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL)),
+                found=result.status,
+                next_step="Make a golden of more tokens, on other prompts.",
+            )
+        is_right = result.status is not SiteStatus.FAIL
+        return Chain(
+            span=span,
+            is_right=is_right,
+            excess=self._excess(result),
+            visible=self._visible_alone(span.last, Site.OUTPUT, dtype=output.dtype),
+            reason="" if is_right else result.reason,
+        )
+
+    def _judge_site(self, layer: int, site: Site, tensor: torch.Tensor) -> SiteResult:
+        target = _OneSite(layer=layer, site=site, tensor=tensor)
+        sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
+        return LayerJudge(sides, layer=layer, feed=Feed(known=(Site.INPUT,))).judge(site)
+
+    def _judge_chain(self, span: Span, output: torch.Tensor) -> Chain:
+        reference = self._batch.rows(self._golden.read(span.last, Site.OUTPUT), Site.OUTPUT)
+        target = self._batch.rows(output, Site.OUTPUT)
+        if not bool(reference.isfinite().all()):
+            raise IncomparableError(
+                f"the golden's output of layer {span.last} holds NaN or Inf on real rows",
+                next_step="Make the golden again: no port can be judged by this one.",
+            )
+        limits = chain_limits(len(span), reference.dtype)
+        unit = measure_unit(self._golden, span, batch=self._batch, layer_error=self._layer_error)
+        noise = reference.masked_fill(massive_channels(reference), 0.0)
+        visible = _invert(measure_error(reference, reference + noise, unit).excess(limits))
+        num_nonfinite = int((~target.isfinite()).sum())
+        if num_nonfinite:
+            reason = f"{num_nonfinite} NaN or Inf on real rows"
+            return Chain(span=span, is_right=False, excess=math.inf, visible=visible, reason=reason)
+        error = measure_error(reference, target, unit)
+        excess = error.excess(limits)
+        reason = "" if excess <= 1.0 else _describe(error, limits)
+        return Chain(span=span, is_right=excess <= 1.0, excess=excess, visible=visible, reason=reason)
+
+    @property
+    def _layer_error(self) -> float:
+        """What a layer may differ by between implementations, relative to its output, where no floor tells."""
+        return _LAYER_ERROR_FLOAT32 if computes_in_float32(self._golden) else _LAYER_ERROR
+
+    def _excess(self, result: SiteResult) -> float:
+        """The error of a layer that ran alone, in units of the limit that is nearest."""
+        if result.nearest is not None:
+            return result.nearest.excess
+        return math.inf if result.status is SiteStatus.FAIL else 0.0
+
+    def _visible_alone(self, layer: int, site: Site, *, dtype: torch.dtype) -> float:
+        """The size from which noise at a site of a layer that runs alone is seen, relative to the layer's output.
+
+        Whatever error the port has besides: with it, less noise is enough.
+        """
+        output = self._golden.read(layer, Site.OUTPUT)
+        massive = massive_channels(self._batch.rows(output, Site.OUTPUT))
+        noise = output.masked_fill(massive, 0.0)
+        result = self._judge_site(layer, site, (self._golden.read(layer, site) + noise).to(dtype))
+        visible = _invert(self._excess(result))
+        if result.noise is None or result.nearest is None or not result.noise.is_estimated:
+            return visible
+        # Without a twin the golden's own error is taken off, which the noise must make up for first.
+        return visible * math.sqrt(1.0 + 1.0 / result.nearest.limit**2)
+
+    def sweep_visible(self, span: Span) -> float | None:
+        """The size from which noise in the MoE's delta is seen by a sweep of all sites, in every layer of `span`.
+
+        Returns:
+            It is relative to the layer's output; None where the golden kept no floor of that site.
+        """
+        sizes = []
+        for layer in span:
+            if self._golden.read_floor(layer, error_name(Site.MOE_DELTA)) is None:
+                return None
+            dtype = self._golden.read(layer, Site.MOE_DELTA).dtype
+            sizes.append(self._visible_alone(layer, Site.MOE_DELTA, dtype=dtype))
+        return max(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _OneSite:
+    """A capture source that holds one site of one layer: a run that was never written down."""
+
+    layer: int
+    site: Site
+    tensor: torch.Tensor
+    directory: Path = Path()
+    known_description: Description | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return (self.layer,)
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        return (self.site,) if layer == self.layer else ()
+
+    def model_sites(self) -> tuple[ModelSite, ...]:
+        return ()
+
+    def not_exposed(self, layer: int) -> tuple[Site, ...]:
+        return ()
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        if site not in self.sites(layer):
+            raise CaptureError(f"there is no {site} of layer {layer}: only {self.site} of layer {self.layer}")
+        return self.tensor
+
+    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+        return None
+
+    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
+        return None
+
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        raise CaptureError(f"there is no {site}: only {self.site} of layer {self.layer}")
+
+    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+        return None
+
+    def read_attention_mask(self) -> torch.Tensor | None:
+        return None
+
+
+def _invert(excess: float) -> float:
+    """The size of noise that a judge just lets pass, of its excess at noise as large as the output.
+
+    Its limits are on errors in units that do not hang on the target: the excess grows in proportion to the noise.
+    """
+    return 1.0 / excess if excess > 0.0 else math.inf
+
+
+def _describe(error: ChainError, limits: ChainError) -> str:
+    part = error.worst_part(limits)
+    value, limit = getattr(error, part), getattr(limits, part)
+    return f"error {PARTS[part]} {value:.3g}× what BF16 costs the layers one by one, limit {limit:.3g}"

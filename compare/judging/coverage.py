@@ -1,0 +1,59 @@
+"""Coverage: what a pass stands on, and which compared layers it would not stand on.
+
+A layer is proved by its end: what leaves it shows every mistake in it. A layer whose end was judged on no token may be
+wrong, whatever passes before. So may one that was handed the errors of other layers, where no checkpoint tells what a
+right layer makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compare.sides.sides import Sides
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.inputs import word_positions
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import SiteResult
+
+# What leaves the experts; either shows their mistakes.
+_ENDS = (Site.MOE_DELTA, Site.OUTPUT)
+
+
+def is_proved(results: Sequence[SiteResult]) -> bool:
+    """Return whether the end of a layer was judged, on at least one token.
+
+    Args:
+        results: Of the sites that its run computes, in execution order; none of a layer that has not run.
+    """
+    if not results:
+        # Of an older layout's range of layers only the end is kept, and judged.
+        return True
+    by_site = {Site(one.site): one for one in results}
+    ends = [by_site[site] for site in _ENDS if site in by_site] or list(results[-1:])
+    return any(one.status.is_compared for one in ends)
+
+
+def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
+    """The tokens that both sides computed, such as `81 at positions 0-47`; empty where neither side is mm2's own."""
+    for source in (reference, target):
+        if isinstance(source, Capture):
+            inputs = source.read_inputs()
+            return f"{int(inputs.attention_mask.sum())} at {word_positions(inputs)}"
+    return ""
+
+
+def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
+    """Return which layers no verdict stands on, and what would settle them."""
+    if not layers:
+        return ()
+    names = ", ".join(str(layer) for layer in layers)
+    remedy = (
+        "--model DIR computes what a right layer makes of the port's own input"
+        if sides.weights is None
+        else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
+    )
+    return (
+        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that was handed errors of others, or whose "
+        f"end was judged on no token, may be wrong and pass. To settle it: {remedy}",
+    )

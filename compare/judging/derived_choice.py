@@ -1,0 +1,110 @@
+"""DerivedChoice: the experts that a port must have chosen, by what it shows of its router.
+
+A dump often keeps the router's logits, or what the router was fed, and not the choice. A right router chooses by them.
+Where the choice is shown too, the two must agree: no rounding of the hidden states stands between them.
+T real tokens, E experts, k experts per token, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from compare.judging.routing import flipped_tokens
+from compare.sides.golden_weights import GoldenWeights
+from compare.sides.sides import Sides
+from minimax_tools.metrics.noise_floor import choice_margin
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
+
+# Of float32 logits summed in another order, relative to the largest of a token.
+_FLOAT32_ERROR = 1e-5
+# Half a step of BF16, relative to the value.
+_BFLOAT16_ERROR = 2.0**-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DerivedChoice:
+    """A choice that was not shown.
+
+    Args:
+        experts: int64 [T,k].
+        is_sure: bool [T], false where what is shown is too coarse to tell the choice.
+    """
+
+    experts: torch.Tensor
+    is_sure: torch.Tensor
+
+    def completed(self, other: DerivedChoice | None) -> DerivedChoice:
+        """This choice, and the other's where this one is not sure."""
+        if other is None:
+            return self
+        return DerivedChoice(
+            experts=self.experts.where(self.is_sure[:, None], other.experts),
+            is_sure=self.is_sure | other.is_sure,
+        )
+
+
+def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
+    """The choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
+
+    Returns:
+        None where the port shows neither, or nobody knows the weights.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    if sides.weights is None or sides.is_classic:
+        return None
+    shown = {site: sides.read_rows(layer, site) for site in (Site.ROUTER_LOGITS, Site.POST_NORM)}
+    usable = {
+        site: rows[1].float()
+        for site, rows in shown.items()
+        if rows is not None and bool(rows[1].isfinite().all())
+    }
+    if not usable:
+        return None
+    with sides.weights.open_layer(layer, sides.reference) as weights:
+        return _derive(usable, weights)
+
+
+def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torch.Tensor | None:
+    """Tokens whose experts are not those that the port's own logits and the right correction bias give: bool [T].
+
+    Args:
+        sides: The captures.
+        layer: The layer.
+        experts: The port's, [T,k].
+
+    Returns:
+        None where the port does not show its logits, or nobody knows the bias.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    rows = sides.read_rows(layer, Site.ROUTER_LOGITS)
+    if sides.weights is None or rows is None or not bool(rows[1].isfinite().all()):
+        return None
+    with sides.weights.open_layer(layer, sides.reference) as weights:
+        derived = _derive({Site.ROUTER_LOGITS: rows[1].float()}, weights)
+    return derived.is_sure & flipped_tokens(derived.experts, experts)
+
+
+def _derive(shown: dict[Site, torch.Tensor], weights: GoldenWeights) -> DerivedChoice:
+    logits, k = shown.get(Site.ROUTER_LOGITS), weights.spec.num_experts_per_tok
+    if logits is None:
+        logits = shown[Site.POST_NORM] @ weights.tensors[GATE].float().T
+        error = _FLOAT32_ERROR * logits.abs().amax(dim=-1, keepdim=True)
+    elif torch.equal(logits, logits.bfloat16().float()):
+        error = _BFLOAT16_ERROR * logits.abs()
+    else:
+        error = _FLOAT32_ERROR * logits.abs().amax(dim=-1, keepdim=True)
+    scores = logits.sigmoid()
+    reach = (scores * (1.0 - scores) * error).amax(dim=-1)
+    biased = scores + weights.tensors[CORRECTION_BIAS].float()
+    return DerivedChoice(
+        experts=biased.topk(k, dim=-1).indices, is_sure=choice_margin(biased, k) > 2.0 * reach
+    )

@@ -1,0 +1,266 @@
+"""LayerJudge: judges the sites of one layer, each from its real rows.
+
+T real tokens of the batch, F channels of a site, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from compare.judging.derived_choice import DerivedChoice, derive_choice, find_contradictions
+from compare.judging.judge import judge_values
+from compare.judging.nearest_choice import find_nearest_choice
+from compare.judging.noise_judge import judge_routing
+from compare.judging.replay import Replay
+from compare.judging.routing import RouterNoise, align_by_expert, align_by_size, compare_routing
+from compare.limits.criteria import OUTPUTS_ALONE
+from compare.limits.limit_context import Terms
+from compare.noise.rho import Rows
+from compare.noise.squared_errors import Squares
+from compare.sides.layer_floor import LayerFloor
+from compare.sides.layer_input import Feed
+from compare.sides.pairing import find_mismatch
+from compare.sides.sides import Sides
+from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, ROUTER_NOISE, error_name, massive_channels
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import SiteResult, SiteStatus
+
+# Past a flip these are computed with other experts: the golden replays them, or they are left out.
+_PAST_A_FLIP = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
+
+
+class LayerJudge:
+    """Judges one layer of a target against its golden.
+
+    Args:
+        sides: The captures.
+        layer: The layer; both sides hold it.
+        feed: What the target's layer was fed.
+
+    Attributes:
+        router_noise: How close the golden's choice of experts was; None where it kept no floor of it.
+    """
+
+    def __init__(self, sides: Sides, *, layer: int, feed: Feed) -> None:
+        self._sides = sides
+        self._reference = sides.reference
+        self._target = sides.target
+        self._batch = sides.batch
+        self._criteria = sides.criteria
+        self._layer = layer
+        self._incoming = feed.incoming
+        self._floor = LayerFloor(sides.reference, sides.batch, layer=layer)
+        self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
+        self.router_noise = self._read_router_noise()
+        self._derived = self._derive_choice() if self._hides_experts else None
+        choices = self._experts
+        if self._derived is not None:
+            mine = self._reference.read(layer, Site.ROUTER_EXPERTS)
+            choices = self._batch.rows(mine, Site.ROUTER_EXPERTS), self._derived.experts
+        self._replay = None if choices is None else Replay(sides, layer=layer, experts=choices)
+
+    def _derive_choice(self) -> DerivedChoice | None:
+        """Derive the port's choice from its router; where that does not tell, from what left its experts."""
+        derived = derive_choice(self._sides, self._layer)
+        noise = self.router_noise
+        is_told = derived is not None and bool(derived.is_sure.all())
+        if is_told or noise is None or self._incoming is not None or self._sides.is_classic:
+            return derived
+        for site in (Site.MOE_DELTA, Site.OUTPUT):
+            shown = self._sides.read_rows(self._layer, site)
+            if shown is None or not bool(shown[1].isfinite().all()):
+                continue
+            rows = self.stored_rows(site)
+            if not rows.has_floor:
+                return derived
+            nearest = find_nearest_choice(self._sides, self._layer, site=site, rows=rows, noise=noise)
+            return nearest if derived is None else derived.completed(nearest)
+        return derived
+
+    @property
+    def _hides_experts(self) -> bool:
+        """Return whether the port does not show its choice, and shows something behind it."""
+        held, shown = self._reference.sites(self._layer), self._target.sites(self._layer)
+        return (
+            Site.ROUTER_EXPERTS in held
+            and Site.ROUTER_EXPERTS not in shown
+            and any(site in shown for site in _PAST_A_FLIP)
+        )
+
+    def judge_all(self, sites: tuple[Site, ...]) -> Mapping[Site, SiteResult]:
+        """Every declared site, in the order given."""
+        return {site: self.judge(site) for site in sites}
+
+    def judge(self, site: Site) -> SiteResult:
+        """The result of one declared site; nothing is skipped without a status that says so."""
+        result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
+        if site not in self._target.sites(self._layer):
+            if site in self._target.not_exposed(self._layer):
+                return replace(result, status=SiteStatus.NOT_EXPOSED, reason="the port does not expose it")
+            return replace(result, reason="missing: the run declared it and did not store it")
+        if site not in self._reference.sites(self._layer):
+            reason = "the golden was captured without it"
+            return replace(result, status=SiteStatus.NOT_CAPTURED, reason=reason)
+        reference, target = self._reference.read(self._layer, site), self._target.read(self._layer, site)
+        mismatch = find_mismatch(reference, target)
+        if mismatch is not None:
+            return replace(result, reason=mismatch)
+        if site is Site.ROUTER_EXPERTS:
+            return self._judge_experts(result)
+        rows = self.stored_rows(site)
+        terms = self.terms(site)
+        if site not in _PAST_A_FLIP or self._criteria.name == "classic":
+            return judge_values(result, rows, criteria=self._criteria, terms=terms)
+        replay = self._replay_of(site)
+        replayed = None if replay is None else replay.tokens(site)
+        return judge_values(
+            replace(result, num_replayed=0 if replayed is None else int(replayed.sum())),
+            rows,
+            criteria=self._criteria,
+            terms=terms,
+            set_aside=self._find_set_aside(replayed),
+            replayed=None if replay is None else replay.rows(site, rows),
+        )
+
+    def judged_rows(self, site: Site) -> Rows | None:
+        """The tokens of a site that ρ is taken of, the golden's with the port's own experts where they are replayed.
+
+        None where the values of both sides cannot be held against each other.
+        """
+        if site is Site.ROUTER_EXPERTS or self._sides.read_rows(self._layer, site) is None:
+            return None
+        rows = self.stored_rows(site)
+        if site not in _PAST_A_FLIP:
+            return rows
+        replay = self._replay_of(site)
+        set_aside = self._find_set_aside(None if replay is None else replay.tokens(site))
+        if replay is not None:
+            rows = replay.rows(site, rows)
+        return rows if set_aside is None else rows.select(~set_aside)
+
+    def _judge_experts(self, result: SiteResult) -> SiteResult:
+        assert self._experts is not None, "both sides hold experts of one shape here"
+        noise, replay = self.router_noise, self._replay
+        if self._criteria.name == "classic" or replay is None or not bool(replay.flipped.any()):
+            return self.judge_choice(result, self._experts[0], noise)
+        if noise is not None:
+            noise = replace(noise, scores=replay.scores)
+        judged = self.judge_choice(result, self._experts[0], noise)
+        if judged.status is SiteStatus.FAIL:
+            return judged
+        contradictions = find_contradictions(self._sides, self._layer, self._experts[1])
+        if contradictions is None or not bool(contradictions.any()):
+            return judged
+        return replace(judged, status=SiteStatus.FAIL, reason=self._tell_contradictions(contradictions))
+
+    def _tell_contradictions(self, contradictions: torch.Tensor) -> str:
+        row, position = self._choice_places()[contradictions.nonzero()[0, 0]].tolist()
+        return (
+            f"{int(contradictions.sum())} of {len(contradictions)} tokens chose other experts than the port's own "
+            f"logits and the checkpoint's correction bias give (the first: row {row}, position {position})"
+        )
+
+    def _choice_places(self) -> torch.Tensor:
+        """Row and position of each token whose experts both sides hold, [T,2]."""
+        experts = self._reference.read(self._layer, Site.ROUTER_EXPERTS)
+        return self._batch.places(experts, Site.ROUTER_EXPERTS)
+
+    def judge_choice(
+        self, result: SiteResult, experts: torch.Tensor, noise: RouterNoise | None
+    ) -> SiteResult:
+        """Judge the port's experts, which both sides hold in one shape.
+
+        Args:
+            result: Which layer and site.
+            experts: The right ones, [T,k].
+            noise: How close that choice is; None where the golden kept no floor.
+        """
+        assert self._experts is not None, "both sides hold experts of one shape here"
+        routing = compare_routing(experts, self._experts[1], noise, places=self._choice_places())
+        if self._criteria.name == "classic":
+            status, reason = SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
+        else:
+            has_floor = noise is not None
+            incoming = self._incoming.overall if self._incoming else 0.0
+            status, reason = judge_routing(
+                routing,
+                self._criteria.noise,
+                has_floor=has_floor,
+                incoming=incoming,
+                terms=self.terms(Site.ROUTER_EXPERTS),
+            )
+        return replace(result, status=status, reason=reason, routing=routing)
+
+    def terms(self, site: Site) -> Terms:
+        """What the limits of a site hang on beside its figures."""
+        return self._sides.terms(hides_flips=site in _PAST_A_FLIP and self._replay is None)
+
+    def stored_rows(self, site: Site) -> Rows:
+        """The real rows of a site that both sides hold in one shape, with the floor that the golden kept."""
+        reference, target = self._reference.read(self._layer, site), self._target.read(self._layer, site)
+        twin = self._reference.read_twin(self._layer, site)
+        mine, theirs = self._batch.rows(reference, site), self._batch.rows(target, site)
+        exact = None if twin is None else self._batch.rows(twin, site)
+        massive = massive_channels(mine)
+        if exact is None:
+            floor: Squares | None = self._floor.squares(site)
+        else:
+            floor = self._floor.measure(site, mine, exact, massive=massive)
+        if site is Site.ROUTER_WEIGHTS:
+            # In another order they may be another distance apart.
+            floor, massive = None if exact is not None else floor, massive_channels(mine)
+            mine, theirs, exact = self._align(mine, theirs, exact)
+        return Rows(
+            reference=mine,
+            target=theirs,
+            massive=massive,
+            places=self._batch.places(reference, site),
+            twin=exact,
+            floor=floor,
+            widest=self._floor.widened_squares(site),
+            widest_averages=self._floor.structure(site),
+            incoming=self._incoming,
+        )
+
+    def _align(
+        self, reference: torch.Tensor, target: torch.Tensor, twin: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Router weights [T,k] in one order on all sides, whatever order the experts were chosen in."""
+        if self._experts is None:
+            exact = None if twin is None else align_by_size(twin)
+            return align_by_size(reference), align_by_size(target), exact
+        mine, theirs = self._experts
+        exact = None if twin is None else align_by_expert(twin, mine)
+        return align_by_expert(reference, mine), align_by_expert(target, theirs), exact
+
+    def _replay_of(self, site: Site) -> Replay | None:
+        """Return what replays a site behind the choice; weights of experts that nobody shows have no order."""
+        return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
+
+    def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
+        """Tokens past a flip that are not replayed; tokens that may flip where the port does not show its experts."""
+        if self._replay is not None:
+            left_out = self._replay.flipped if replayed is None else self._replay.flipped & ~replayed
+            return left_out if self._derived is None else left_out | ~self._derived.is_sure
+        return None if self.router_noise is None else self.router_noise.is_fragile()
+
+    def _read_router_noise(self) -> RouterNoise | None:
+        margin, noise = self._floor.statistic(ROUTER_MARGIN), self._floor.largest(ROUTER_NOISE)
+        if margin is None or noise is None:
+            return None
+        self._floor.prove_router()
+        return RouterNoise(margin=margin, noise=noise, widening=self._widening())
+
+    def _widening(self) -> torch.Tensor | None:
+        """How much an incoming error adds to the noise on the router's logits, per token."""
+        site = Site.ROUTER_LOGITS
+        floor = self._floor.largest(error_name(site))
+        if self._incoming is None or floor is None or site not in self._reference.sites(self._layer):
+            return None
+        logits = self._batch.rows(self._reference.read(self._layer, site), site)
+        own = floor.double().square().mean()
+        added = (self._incoming.widest * logits.double().norm(dim=-1)).square()
+        return ((own + added) / own).sqrt() if float(own) > 0.0 else None

@@ -1,0 +1,195 @@
+"""ModelJudge: judges the sites outside the layers: embedding, final norm, logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from compare.judging.generated import FirstLogits, compare_generated
+from compare.judging.judge import judge_values
+from compare.judging.logits import compare_logits, logit_noise
+from compare.judging.token_limits import TokenLimits, judge_logits
+from compare.noise.input_error import Incoming, measure_incoming
+from compare.noise.rho import Rows
+from compare.noise.squared_errors import Squares, square_difference
+from compare.sides.pairing import find_mismatch
+from compare.sides.proven_floor import refuse_other_floor, refuse_torn_floor
+from compare.sides.sides import Sides
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.metrics.noise_floor import (
+    error_name,
+    massive_channels,
+    massive_error_name,
+    ordinary_error_name,
+)
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.results.results import GeneratedRow, SiteResult, SiteStatus
+
+
+class ModelJudge:
+    """Judges a target's sites outside the layers.
+
+    Args:
+        sides: The captures.
+        last_layer: The layer whose output the head was fed.
+    """
+
+    def __init__(self, sides: Sides, *, last_layer: int) -> None:
+        self._sides = sides
+        self._last_layer = last_layer
+
+    def judge(self, site: ModelSite) -> SiteResult:
+        """The result of one declared site."""
+        reference, target = self._sides.reference, self._sides.target
+        result = SiteResult(layer=None, site=str(site), status=SiteStatus.FAIL)
+        if site not in target.model_sites():
+            return replace(result, reason="missing: the run declared it and did not store it")
+        if site not in reference.model_sites():
+            reason = "the golden was captured without it"
+            return replace(result, status=SiteStatus.NOT_CAPTURED, reason=reason)
+        mine, theirs = reference.read_model(site), target.read_model(site)
+        mismatch = find_mismatch(mine, theirs)
+        if mismatch is not None:
+            return replace(result, reason=mismatch)
+        rows = self._rows(site, mine, theirs)
+        if rows.num_tokens == 0:
+            reason = "the sides hold it of no token in common"
+            return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
+        judged = judge_values(
+            result,
+            rows,
+            criteria=self._sides.criteria,
+            terms=self._sides.terms(),
+        )
+        return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
+
+    def judge_generated(self) -> tuple[GeneratedRow, ...]:
+        """What both sides generated, prompt by prompt; nothing where a side generated nothing.
+
+        Raises:
+            CaptureError: A file is damaged.
+        """
+        mine, theirs = (
+            side.read_generation() if isinstance(side, Capture) else None
+            for side in (self._sides.reference, self._sides.target)
+        )
+        if mine is None or theirs is None:
+            return ()
+        rows = self._read_logits()
+        return compare_generated(
+            mine,
+            theirs,
+            noise=None if rows is None else logit_noise(rows, usual_error=self._usual_error),
+            places=None if rows is None else rows.places,
+            first=None if rows is None else _first_logits(rows, len(mine.rows)),
+        )
+
+    def _read_logits(self) -> Rows | None:
+        """The logits of both sides; None where a side lacks them, or they cannot be compared."""
+        reference, target = self._sides.reference, self._sides.target
+        if any(ModelSite.LOGITS not in side.model_sites() for side in (reference, target)):
+            return None
+        mine, theirs = reference.read_model(ModelSite.LOGITS), target.read_model(ModelSite.LOGITS)
+        if find_mismatch(mine, theirs) is not None or not bool(theirs.isfinite().all()):
+            return None
+        return self._rows(ModelSite.LOGITS, mine, theirs)
+
+    @property
+    def _usual_error(self) -> float:
+        """What ports that are right are usually off by, relative to the logits, where the golden kept no floor."""
+        limits = self._sides.criteria.noise
+        if self._sides.terms().is_float32:
+            return limits.float32
+        return limits.floorless(ModelSite.LOGITS, "relative_l2").usual
+
+    def _judge_tokens(self, result: SiteResult, rows: Rows) -> SiteResult:
+        """The logits' result, with what they say of the next tokens."""
+        if result.metrics is None or result.metrics.num_nonfinite_target:
+            return result
+        logits = compare_logits(rows, usual_error=self._usual_error)
+        result = replace(result, logits=logits)
+        criteria = self._sides.criteria
+        status, reason = judge_logits(logits, TokenLimits(), noise=criteria.noise, terms=self._sides.terms())
+        if criteria.name == "classic" or status is SiteStatus.PASS:
+            return result
+        worst = SiteStatus.FAIL if SiteStatus.FAIL in (status, result.status) else SiteStatus.WARN
+        return replace(result, status=worst, reason="; ".join(one for one in (result.reason, reason) if one))
+
+    def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
+        batch = self._sides.batch
+        mine = batch.rows(reference, site)
+        twin, massive = self._twin(site, mine, target), massive_channels(mine)
+        if twin is None or twin is mine:
+            floor = self._stored_floor(site) if twin is None else None
+        else:
+            floor = self._measured_floor(site, mine, twin, massive)
+        rows = Rows(
+            reference=mine,
+            target=batch.rows(target, site),
+            massive=massive,
+            places=batch.places(reference, site),
+            twin=twin,
+            floor=floor,
+            incoming=self._incoming() if site is not ModelSite.EMBEDDING else None,
+        )
+        held = [
+            batch.tokens(places)
+            for side in (self._sides.reference, self._sides.target)
+            if (places := _held_rows(side, site)) is not None
+        ]
+        return rows.select(torch.stack(held).all(dim=0)) if held else rows
+
+    def _twin(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+        # A lookup rounds nothing: its floor is zero, unless a side stored it in another dtype.
+        if site is ModelSite.EMBEDDING and reference.dtype == target.dtype:
+            return reference
+        twin = self._sides.reference.read_model_twin(site)
+        return None if twin is None else self._sides.batch.rows(twin, site)
+
+    def _measured_floor(
+        self, site: ModelSite, reference: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor
+    ) -> Squares:
+        """(golden − twin)² summed per token, which must be what the golden stored of it."""
+        measured = square_difference(twin, reference, massive=massive)
+        stored = self._statistic(error_name(site))
+        refuse_other_floor(self._sides.reference, None, site, measured=measured, stored=stored)
+        return measured
+
+    def _stored_floor(self, site: ModelSite) -> Squares | None:
+        ordinary = self._statistic(ordinary_error_name(site))
+        massive = self._statistic(massive_error_name(site))
+        if ordinary is None or massive is None:
+            return None
+        squares = Squares.of(ordinary=ordinary, massive=massive)
+        stored = self._statistic(error_name(site))
+        refuse_torn_floor(self._sides.reference, None, site, parts=squares, stored=stored)
+        return squares
+
+    def _statistic(self, name: str) -> torch.Tensor | None:
+        """One of the golden's floor statistics of the model's sites, [T]."""
+        source = self._sides.reference
+        statistic = source.read_model_floor(name) if isinstance(source, Capture) else None
+        return None if statistic is None else self._sides.batch.tokens(statistic)
+
+    def _incoming(self) -> Incoming | None:
+        """The error of what the head was fed; None where it is the golden's, or a side does not keep it."""
+        rows = self._sides.read_rows(self._last_layer, Site.OUTPUT)
+        incoming = None if rows is None else measure_incoming(*rows)
+        return None if incoming is None or incoming.overall == 0.0 else incoming
+
+
+def _held_rows(side: CaptureSource, site: ModelSite) -> torch.Tensor | None:
+    """Return the places [B,S] at which another tool's dump holds a site, as bool; None for all."""
+    return side.held_rows(site) if isinstance(side, ForeignCapture) else None
+
+
+def _first_logits(rows: Rows, num_prompts: int) -> FirstLogits | None:
+    """Return the logits behind each prompt; None where those of a prompt are not held."""
+    last = [(rows.places[:, 0] == row).nonzero() for row in range(num_prompts)]
+    if any(len(places) == 0 for places in last):
+        return None
+    tokens = torch.stack([places[-1, 0] for places in last])
+    return FirstLogits(reference=rows.reference[tokens], target=rows.target[tokens])

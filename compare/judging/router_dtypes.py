@@ -1,0 +1,58 @@
+"""Router dtypes: parts of the router that a port holds in another dtype than the golden, and what that does.
+
+Rounding the gate or the correction bias changes experts at near ties, and shows in no one tensor before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.results.results import RouterDtype, SiteResult
+
+_EXACT = "float32"
+_ROUNDED: Mapping[str, str] = MappingProxyType(
+    {
+        "correction_bias": "in BF16 it moves in steps of 0.03 from 4 on and of 0.06 from 8 on, where experts that "
+        "compete are often closer",
+        "router_gate": "its rounding moves every score, which changes experts at near ties",
+    }
+)
+
+
+def find_router_dtypes(
+    reference: CaptureSource, target: CaptureSource, sites: Iterable[SiteResult]
+) -> tuple[RouterDtype, ...]:
+    """What the port's router holds in another dtype, by name.
+
+    Args:
+        reference: The golden.
+        target: The device run.
+        sites: What was found, so that it can be told whether experts changed.
+    """
+    if not isinstance(reference, Capture) or not isinstance(target, Capture):
+        return ()
+    expected = reference.description.provenance.dtypes
+    num_flips = sum(site.routing.num_unexplained for site in sites if site.routing is not None)
+    return tuple(
+        RouterDtype(
+            name=name,
+            reference=expected[name],
+            target=found,
+            consequence=_consequence(name, expected[name], num_flips),
+        )
+        for name, found in sorted(target.manifest.observed_dtypes.items())
+        if name in expected and found != expected[name]
+    )
+
+
+def _consequence(name: str, expected: str, num_flips: int) -> str:
+    what = _ROUNDED.get(name, "") if expected == _EXACT else ""
+    seen = (
+        f"{num_flips} token{'s' * (num_flips != 1)} of this run chose other experts beyond noise"
+        if num_flips
+        else "no token of this run chose other experts beyond noise, others may"
+    )
+    return f"{what}; {seen}" if what else seen

@@ -1,0 +1,101 @@
+"""Classic criteria: the owner's five limits on layer outputs; those of noise are in `limits`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from compare.limits.limits import NoiseLimits
+from compare.limits.limits_file import calibrated_limits
+from minimax_tools.metrics.pair_metrics import PairMetrics
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import SiteResult, SiteStatus
+
+DEFAULT_RTOL, DEFAULT_ATOL = 1e-2, 1e-3
+
+OUTPUTS_ALONE = "the classic limits judge layer outputs alone"
+_DISTANCES = ("max_abs_diff", "mean_abs_diff")
+_CORRELATIONS = ("cosine_similarity", "pearson_correlation")
+
+Judgement = tuple[SiteStatus, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassicLimits:
+    """Limits of the five figures: a layer whose output breaks one of them fails.
+
+    Args:
+        max_abs_diff, mean_abs_diff: Largest value allowed, in units of the site.
+        close_fraction: Smallest share of close elements allowed, from 0 to 1.
+        cosine_similarity, pearson_correlation: Smallest value allowed.
+    """
+
+    max_abs_diff: float = 0.01
+    mean_abs_diff: float = 0.001
+    close_fraction: float = 0.95
+    cosine_similarity: float = 0.99
+    pearson_correlation: float = 0.99
+
+    def __str__(self) -> str:
+        upper = (f"{name} <= {getattr(self, name):g}" for name in _DISTANCES)
+        lower = (f"{name} >= {getattr(self, name):g}" for name in ("close_fraction", *_CORRELATIONS))
+        return ", ".join((*upper, *lower))
+
+    def failures(self, metrics: PairMetrics) -> tuple[str, ...]:
+        """The limits that are broken, in words."""
+        nonfinite = metrics.num_nonfinite_reference + metrics.num_nonfinite_target
+        upper = [
+            f"{name} {getattr(metrics, name):.4g} > {getattr(self, name):g}"
+            for name in _DISTANCES
+            if not getattr(metrics, name) <= getattr(self, name)
+        ]
+        lower = [self._shortfall(metrics, name) for name in ("close_fraction", *_CORRELATIONS)]
+        broken = (*upper, *filter(None, lower))
+        return (f"{nonfinite} elements are not finite", *broken) if nonfinite else broken
+
+    def _shortfall(self, metrics: PairMetrics, name: str) -> str | None:
+        value, limit = getattr(metrics, name), getattr(self, name)
+        if value is None:
+            # A side is zero or constant; only where the other is the same may that pass.
+            return None if metrics.relative_l2 == 0.0 else f"{name} is not defined"
+        return None if value >= limit else f"{name} {value:.4g} < {limit:g}"
+
+
+def judge_classic(result: SiteResult) -> Judgement:
+    """Judge a site whose figures are finite: a layer's output by the limits that it breaks, another site not at all."""
+    if result.layer is None or result.site != Site.OUTPUT:
+        return SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
+    failures = result.classic_failures
+    return (SiteStatus.FAIL, "; ".join(failures)) if failures else (SiteStatus.PASS, "")
+
+
+def layers_without_output(results: Iterable[SiteResult]) -> tuple[int, ...]:
+    """Return the layers whose output was not compared, ascending: no classic verdict can stand on them."""
+    sites = tuple(result for result in results if result.layer is not None)
+    compared = {one.layer for one in sites if one.site == Site.OUTPUT and one.status.is_compared}
+    return tuple(sorted({one.layer for one in sites if one.layer is not None} - compared))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criteria:
+    """How to judge.
+
+    Args:
+        name: `noise`, `classic`, or the file that the limits of noise were read from.
+        rtol, atol: Tolerances of an element's closeness.
+        noise: The limits that tell noise from faults.
+        classic: The seeds' limits.
+        num_figures: How many figures a comparison judges: the more, the wider the limits.
+    """
+
+    name: str
+    rtol: float
+    atol: float
+    noise: NoiseLimits = field(default_factory=calibrated_limits)
+    classic: ClassicLimits = field(default_factory=ClassicLimits)
+    num_figures: int = 1
+
+    @property
+    def share(self) -> float:
+        """The share of false alarms that each figure may have."""
+        return self.noise.share(self.num_figures)

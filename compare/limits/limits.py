@@ -1,0 +1,169 @@
+"""NoiseLimits: what ports that are right stay below, by site, figure and what is known of the noise.
+
+mm2's own are in calibration.yaml, as scripts/calibrate.py measured them on clean ports; `limits_file` reads them, and
+those that a user writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from compare.limits.limit import Limit
+from minimax_tools.errors import UsageError
+
+ALL_SITES = "all"
+# In this order a broken limit is told: what says most first.
+RATIO_FIGURES = ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst")
+# Seen only beside a float32 twin, on layers that were fed the golden's input.
+STRUCTURE_FIGURES = ("token_gain", "channel_gain", "channel_offset", "channel_worst")
+# An average over fewer tokens is noise itself.
+FEWEST_FOR_STRUCTURE = 16
+NOISE_FIGURES = (*RATIO_FIGURES, *STRUCTURE_FIGURES)
+# The error itself, its growth over the error that a layer was handed, and the share of tokens whose experts flip.
+FLOORLESS_FIGURES = ("relative_l2", "amplification", "flipped_share")
+
+
+@dataclass(frozen=True, slots=True)
+class SiteLimits:
+    """Limits by site and figure; those of `all` hold where a site has none of its own.
+
+    Args:
+        table: Site, or `all`, to figure to limit.
+    """
+
+    table: Mapping[str, Mapping[str, Limit]] = field(default_factory=lambda: MappingProxyType({}))
+
+    def find(self, site: str, figure: str) -> Limit | None:
+        """The limit on a figure of a site; None where it is not limited."""
+        own = self.table.get(site, {}).get(figure)
+        return own if own is not None else self.table.get(ALL_SITES, {}).get(figure)
+
+    def overlaid(self, other: SiteLimits) -> SiteLimits:
+        """These, but for what the other names; what it names for all sites holds for each."""
+        everywhere = other.table.get(ALL_SITES, {})
+        kept = {
+            site: {figure: limit for figure, limit in own.items() if figure not in everywhere}
+            for site, own in self.table.items()
+        }
+        sites = dict.fromkeys((*self.table, *other.table))
+        merged = {site: {**kept.get(site, {}), **other.table.get(site, {})} for site in sites}
+        return SiteLimits(MappingProxyType({site: MappingProxyType(own) for site, own in merged.items()}))
+
+    def without(self, figures: Collection[str]) -> SiteLimits:
+        """These but for some figures, which are not limited then."""
+        return SiteLimits(
+            MappingProxyType(
+                {
+                    site: MappingProxyType(
+                        {name: limit for name, limit in own.items() if name not in figures}
+                    )
+                    for site, own in self.table.items()
+                }
+            )
+        )
+
+    def scaled(self, factor: float) -> SiteLimits:
+        """These times a factor."""
+        return SiteLimits(
+            MappingProxyType(
+                {
+                    site: MappingProxyType({name: limit.scaled(factor) for name, limit in own.items()})
+                    for site, own in self.table.items()
+                }
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseLimits:
+    """The limits that tell noise from faults.
+
+    Args:
+        level: Share of comparisons of right ports that may fail, over all that one comparison judges.
+        isolated: On ρ and its like, of layers that were fed the golden's input.
+        chained: Of layers that were handed an error of others, by which the floor was widened.
+        isolated_estimated, chained_estimated: The same where the floor's statistics alone were kept.
+        isolated_variants, isolated_variants_estimated: Those of isolated layers where variants widened the floor, which
+            right ports stray from less; None to judge them as others.
+        without_floor: On the error itself, where the golden kept no floor.
+        float32: On the relative L2 error of float32 runs, which have no BF16 noise.
+        backends: Where the limits were measured; None for limits that are meant for every backend.
+        slack: By how much more a limit must be broken to fail on another backend; up to there it warns.
+    """
+
+    level: float
+    isolated: SiteLimits
+    chained: SiteLimits
+    isolated_estimated: SiteLimits
+    chained_estimated: SiteLimits
+    without_floor: SiteLimits
+    float32: float
+    backends: frozenset[str] | None
+    slack: float
+    isolated_variants: SiteLimits | None = None
+    isolated_variants_estimated: SiteLimits | None = None
+
+    def of_ratios(self, *, is_chained: bool, is_estimated: bool, is_widened: bool = False) -> SiteLimits:
+        """The limits on ρ and its like; those of chains hold whether variants widened the floor or not."""
+        if is_chained:
+            return self.chained_estimated if is_estimated else self.chained
+        of_variants = self.isolated_variants_estimated if is_estimated else self.isolated_variants
+        if is_widened and of_variants is not None:
+            return of_variants
+        return self.isolated_estimated if is_estimated else self.isolated
+
+    def floorless(self, site: str, figure: str) -> Limit:
+        """A limit without a floor.
+
+        Raises:
+            UsageError: There is none: a file that stands alone must name each.
+        """
+        limit = self.without_floor.find(site, figure)
+        if limit is None:
+            raise UsageError(
+                f"no limit on {figure} of {site} without a floor",
+                expected=f"one under without_floor.{site} or without_floor.{ALL_SITES}",
+                next_step="Name it in the criteria file.",
+            )
+        return limit
+
+    def share(self, num_judged: int) -> float:
+        """The share of false alarms that each of so many judged figures may have."""
+        return self.level / max(num_judged, 1)
+
+    def is_measured_on(self, backend: str | None) -> bool:
+        """Whether the limits were measured on a backend; None is one that nobody knows."""
+        return self.backends is None or backend in self.backends
+
+    def of_noise_alone(self) -> NoiseLimits:
+        """These without the averages that show less than noise, whatever backend they are held against."""
+        widened = self.isolated_variants
+        return replace(
+            self,
+            isolated=self.isolated.without(STRUCTURE_FIGURES),
+            isolated_variants=None if widened is None else widened.without(STRUCTURE_FIGURES),
+            backends=None,
+        )
+
+    def scaled(self, factor: float) -> NoiseLimits:
+        """These times a factor: how many mistakes would be found and right ports failed with tighter or wider ones.
+
+        Raises:
+            ValueError: The factor is not above 0.
+        """
+        widened, widened_estimated = self.isolated_variants, self.isolated_variants_estimated
+        return replace(
+            self,
+            isolated=self.isolated.scaled(factor),
+            chained=self.chained.scaled(factor),
+            isolated_estimated=self.isolated_estimated.scaled(factor),
+            chained_estimated=self.chained_estimated.scaled(factor),
+            without_floor=self.without_floor.scaled(factor),
+            float32=self.float32 * factor,
+            isolated_variants=None if widened is None else widened.scaled(factor),
+            isolated_variants_estimated=None
+            if widened_estimated is None
+            else widened_estimated.scaled(factor),
+        )

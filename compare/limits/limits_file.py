@@ -1,0 +1,213 @@
+"""Limits files: YAML that names limits by site or for all; calibration.yaml, which holds mm2's own, is one.
+
+    isolated:                 # or chained, isolated_estimated, chained_estimated, without_floor, isolated_variants, …
+      all: {whole: 1.5}       # a number, or {usual: …, spread: …, token_spread: …}
+      moe_delta: {token_worst: 4}
+
+What a file does not name stays as mm2 has it; what it names for isolated layers holds for goldens with variants too,
+unless it names limits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from compare.limits.limit import Limit
+from compare.limits.limits import (
+    ALL_SITES,
+    FLOORLESS_FIGURES,
+    NOISE_FIGURES,
+    RATIO_FIGURES,
+    NoiseLimits,
+    SiteLimits,
+)
+from minimax_tools.errors import UsageError
+from minimax_tools.model.sites import ModelSite, Site
+
+CALIBRATION = Path(__file__).with_name("calibration.yaml")
+_SITES = (
+    ALL_SITES,
+    *(str(site) for site in Site if site is not Site.INPUT),
+    *(str(site) for site in ModelSite),
+)
+_TABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "isolated": NOISE_FIGURES,
+        "isolated_estimated": RATIO_FIGURES,
+        "isolated_variants": NOISE_FIGURES,
+        "isolated_variants_estimated": RATIO_FIGURES,
+        "chained": RATIO_FIGURES,
+        "chained_estimated": RATIO_FIGURES,
+        "without_floor": FLOORLESS_FIGURES,
+    }
+)
+# Limits of goldens with variants, and those that hold for such a golden where a file names only these.
+_WIDENED: Mapping[str, str] = MappingProxyType(
+    {"isolated_variants": "isolated", "isolated_variants_estimated": "isolated_estimated"}
+)
+# What `mm2-compare --criteria-template` shows and nothing reads.
+_REMARK = "measured"
+_KEYS = (*_TABLES, "level", "float32", "backends", "slack", _REMARK)
+_SPREADS = ("usual", "spread", "token_spread")
+# libyaml's reads several times as fast, where PyYAML was built with it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@cache
+def calibrated_limits() -> NoiseLimits:
+    """mm2's own limits, measured on clean ports.
+
+    Raises:
+        UsageError: The installation's file is damaged.
+    """
+    values = _File(CALIBRATION).read()
+    try:
+        return NoiseLimits(**values)
+    except TypeError as error:
+        raise UsageError(
+            f"{CALIBRATION} is not whole", found=str(error), next_step="Install mm2 again."
+        ) from error
+
+
+def read_limits(path: Path) -> NoiseLimits:
+    """mm2's own limits, but for what the file `path` names.
+
+    Limits that a file names hold on every backend, unless it says on which they were measured.
+
+    Raises:
+        UsageError: The file cannot be read, or names something that there is not; the message says in which line.
+    """
+    values, limits = _File(path).read(), calibrated_limits()
+    named = {name: values.pop(name) for name in tuple(values) if name in _TABLES}
+    tables: dict[str, Any] = {name: _own_table(limits, name).overlaid(table) for name, table in named.items()}
+    for widened, plain in _WIDENED.items():
+        if plain in named and widened not in named:
+            tables[widened] = _own_table(limits, widened).overlaid(named[plain])
+    backends = values.pop("backends", None if tables else limits.backends)
+    return replace(limits, **tables, **values, backends=backends)
+
+
+def _own_table(limits: NoiseLimits, name: str) -> SiteLimits:
+    table: SiteLimits | None = getattr(limits, name)
+    return getattr(limits, _WIDENED[name]) if table is None else table
+
+
+class _File:
+    """One file, read node by node: what is wrong is told with its line and its key."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, Any]:
+        """The fields of `NoiseLimits` that the file names."""
+        try:
+            root = yaml.compose(self._path.read_text(encoding="utf-8"), Loader=_LOADER)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{self._path} cannot be read", found=str(error)) from error
+        except yaml.YAMLError as error:
+            raise UsageError(f"{self._path} is no YAML", found=" ".join(str(error).split())) from error
+        if root is None:
+            raise UsageError(f"{self._path} names no limit", expected=f"one of {', '.join(_KEYS)}")
+        readers: dict[str, Callable[[yaml.Node, str], Any]] = {
+            **dict.fromkeys(_TABLES, self._table),
+            "level": self._share,
+            "float32": self._positive,
+            "slack": self._positive,
+            "backends": self._names,
+        }
+        return {key: readers[key](node, key) for key, node in self._items(root, "", _KEYS) if key != _REMARK}
+
+    def _table(self, node: yaml.Node, where: str) -> SiteLimits:
+        return SiteLimits(
+            MappingProxyType(
+                {
+                    site: MappingProxyType(
+                        {
+                            figure: self._limit(value, f"{where}.{site}.{figure}")
+                            for figure, value in self._items(figures, f"{where}.{site}", _TABLES[where])
+                        }
+                    )
+                    for site, figures in self._items(node, where, _SITES)
+                }
+            )
+        )
+
+    def _limit(self, node: yaml.Node, where: str) -> Limit:
+        if isinstance(node, yaml.ScalarNode):
+            return Limit(usual=self._positive(node, where))
+        values = {
+            key: self._number(value, f"{where}.{key}") for key, value in self._items(node, where, _SPREADS)
+        }
+        if "usual" not in values:
+            raise self._wrong(
+                node, where, expected="a number, or a mapping with `usual`", found=", ".join(values)
+            )
+        try:
+            return Limit(**values)
+        except ValueError as error:
+            raise self._wrong(node, where, expected="a limit", found=str(error)) from error
+
+    def _items(
+        self, node: yaml.Node, where: str, allowed: tuple[str, ...]
+    ) -> Iterator[tuple[str, yaml.Node]]:
+        """The entries of a mapping, each key once and among those allowed."""
+        expected = f"a mapping of {', '.join(allowed)}"
+        if not isinstance(node, yaml.MappingNode):
+            raise self._wrong(node, where or "the file", expected=expected, found=_word_node(node))
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            place = f"{where}.{name}" if where else name
+            if name not in allowed:
+                raise self._wrong(key, place, expected=f"one of {', '.join(allowed)}", found=repr(name))
+            if name in seen:
+                raise self._wrong(key, place, expected="each key once", found=f"{name} again")
+            seen.add(name)
+            yield name, value
+
+    def _number(self, node: yaml.Node, where: str) -> float:
+        try:
+            # YAML takes 1e-3 for text, and means 1.0e-3.
+            return float(node.value) if isinstance(node, yaml.ScalarNode) else float("nan")
+        except ValueError:
+            raise self._wrong(node, where, expected="a number", found=_word_node(node)) from None
+
+    def _positive(self, node: yaml.Node, where: str) -> float:
+        number = self._number(node, where)
+        if not 0.0 < number < float("inf"):
+            raise self._wrong(node, where, expected="a number above 0", found=_word_node(node))
+        return number
+
+    def _share(self, node: yaml.Node, where: str) -> float:
+        number = self._positive(node, where)
+        if number >= 1.0:
+            raise self._wrong(node, where, expected="a share between 0 and 1", found=_word_node(node))
+        return number
+
+    def _names(self, node: yaml.Node, where: str) -> frozenset[str]:
+        if not isinstance(node, yaml.SequenceNode) or not all(
+            isinstance(item, yaml.ScalarNode) for item in node.value
+        ):
+            raise self._wrong(node, where, expected="a list of backends", found=_word_node(node))
+        return frozenset(str(item.value) for item in node.value)
+
+    def _wrong(self, node: yaml.Node, where: str, *, expected: str, found: str) -> UsageError:
+        return UsageError(
+            f"{self._path}, line {node.start_mark.line + 1}, {where}",
+            expected=expected,
+            found=found,
+            next_step="mm2-compare --criteria-template prints a file with every limit.",
+        )
+
+
+def _word_node(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value)
+    return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"

@@ -1,0 +1,88 @@
+"""Batch: which tokens of two captures are real, so that padding is never judged.
+
+B batch, S sequence, T real tokens, F channels of a site.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import IncomparableError
+from minimax_tools.metrics.noise_floor import token_rows
+from minimax_tools.model.sites import ModelSite, Site
+
+
+class Batch:
+    """The real tokens of a batch.
+
+    Args:
+        mask: [B,S], true on real tokens; None where neither side keeps it: every token is real then.
+
+    Raises:
+        IncomparableError: No token is real.
+    """
+
+    def __init__(self, mask: torch.Tensor | None) -> None:
+        if mask is not None and not bool(mask.any()):
+            raise IncomparableError("no token is real: the attention mask is 0 everywhere")
+        self._mask = None if mask is None else mask.bool()
+
+    @classmethod
+    def of(cls, reference: CaptureSource, target: CaptureSource) -> Batch:
+        """The batch that two captures have in common.
+
+        Raises:
+            IncomparableError: Their masks differ, or no token is real.
+        """
+        mine, theirs = reference.read_attention_mask(), target.read_attention_mask()
+        if mine is not None and theirs is not None and not torch.equal(mine.bool(), theirs.bool()):
+            raise IncomparableError(
+                "the captures have different inputs: attention_mask differs",
+                expected=f"rows of {_lengths(mine)} tokens (golden)",
+                found=_lengths(theirs),
+            )
+        return cls(theirs if mine is None else mine)
+
+    def rows(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
+        """The real rows [T,F] of a site's tensor, which may be [B·S,F] too.
+
+        Raises:
+            IncomparableError: The tensor is of another batch.
+        """
+        return self.tokens(self._laid_out(tensor, site))
+
+    def tokens(self, statistic: torch.Tensor) -> torch.Tensor:
+        """What belongs to the real tokens, [T,…], of [B,S,…].
+
+        Raises:
+            IncomparableError: The tensor is of another batch.
+        """
+        if self._mask is None:
+            return statistic.flatten(0, 1)
+        if statistic.shape[:2] != self._mask.shape:
+            raise IncomparableError(
+                "a tensor and the attention mask are of different batches",
+                expected=f"[B,S] of {tuple(self._mask.shape)}",
+                found=str(tuple(statistic.shape[:2])),
+                next_step="Capture again: nothing tells which of its rows are real.",
+            )
+        return statistic[self._mask]
+
+    def places(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
+        """Row and position of every real token of a site's tensor, [T,2]."""
+        if self._mask is not None:
+            return self._mask.nonzero()
+        return torch.ones(self._laid_out(tensor, site).shape[:2]).nonzero()
+
+    def _laid_out(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
+        """[B,S,F]; one long row of the batch where a flat tensor does not tell B and S."""
+        if tensor.ndim <= 2:
+            is_ours = self._mask is not None and self._mask.numel() == tensor.shape[0]
+            batch = self._mask.shape if self._mask is not None and is_ours else (1, -1)
+            return tensor.reshape(*batch, tensor.shape[-1])
+        return token_rows(tensor, site) if isinstance(site, Site) else tensor
+
+
+def _lengths(mask: torch.Tensor) -> str:
+    return ", ".join(str(int(length)) for length in mask.reshape(-1, mask.shape[-1]).sum(dim=-1))

@@ -1,0 +1,175 @@
+"""LayerFloor: what a golden kept of one layer's noise floor, for the real tokens.
+
+T real tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from compare.noise.squared_errors import Squares, square_difference
+from compare.sides.batch import Batch
+from compare.sides.proven_floor import (
+    refuse_empty_floor,
+    refuse_other_choice,
+    refuse_other_floor,
+    refuse_other_router_noise,
+    refuse_torn_floor,
+)
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.errors import CaptureError
+from minimax_tools.metrics.noise_floor import (
+    ROUTER_MARGIN,
+    ROUTER_NOISE,
+    competing_places,
+    error_name,
+    massive_error_name,
+    ordinary_error_name,
+    structure_name,
+    variant_name,
+)
+from minimax_tools.model.sites import Site
+
+
+class LayerFloor:
+    """The floor statistics of one layer.
+
+    Args:
+        reference: The golden.
+        batch: Which rows are real.
+        layer: The layer.
+    """
+
+    def __init__(self, reference: CaptureSource, batch: Batch, *, layer: int) -> None:
+        self._reference = reference
+        self._batch = batch
+        self._layer = layer
+        description = reference.known_description
+        self._variants = () if description is None else description.floor_variants
+        self._measured: dict[Site, Squares] = {}
+
+    def statistic(self, name: str) -> torch.Tensor | None:
+        """One of the golden's own statistics, [T]; None where it kept none of that name."""
+        statistic = self._reference.read_floor(self._layer, name)
+        return None if statistic is None else self._batch.tokens(statistic)
+
+    def largest(self, name: str) -> torch.Tensor | None:
+        """The same of the golden or of a variant of its layer, whichever is the largest at a token, [T].
+
+        Raises:
+            CaptureError: The golden says that it measured a variant, and has none of it.
+        """
+        own = self.statistic(name)
+        if own is None:
+            return None
+        return torch.stack((own, *(self._of_variant(variant, name) for variant in self._variants))).amax(
+            dim=0
+        )
+
+    def squares(self, site: Site) -> Squares | None:
+        """(golden − twin)² summed per token; None where the golden kept nothing of that site.
+
+        Raises:
+            CaptureError: The golden was changed: the distances that it stored do not add up, or are all zero.
+        """
+        squares = _squares(site, self.statistic)
+        if squares is not None:
+            refuse_empty_floor(self._reference, self._layer, site, parts=squares)
+            stored = self.statistic(error_name(site))
+            refuse_torn_floor(self._reference, self._layer, site, parts=squares, stored=stored)
+        return squares
+
+    def measure(
+        self, site: Site, reference: torch.Tensor, twin: torch.Tensor, *, massive: torch.Tensor
+    ) -> Squares:
+        """(golden − twin)² summed per token, once a site, as the golden's own rows [T,F] and its twin's give it.
+
+        Args:
+            site: The site.
+            reference: The golden's rows.
+            twin: The rows of its float32 twin.
+            massive: bool [F], the channels that are massive.
+
+        Raises:
+            CaptureError: The golden was changed: it stored other distances.
+        """
+        measured = self._measured.get(site)
+        if measured is None:
+            measured = square_difference(twin, reference, massive=massive)
+            stored = self.statistic(error_name(site))
+            refuse_other_floor(self._reference, self._layer, site, measured=measured, stored=stored)
+            self._measured[site] = measured
+        return measured
+
+    def prove_router(self) -> None:
+        """Pass where the golden's experts and the noise on their scores agree with its logits and their twin.
+
+        Raises:
+            CaptureError: It cannot: the golden was changed.
+        """
+        site, golden = Site.ROUTER_LOGITS, self._reference
+        twin, stored = golden.read_twin(self._layer, site), self.statistic(ROUTER_NOISE)
+        if twin is None or stored is None or site not in golden.sites(self._layer):
+            return
+        logits = golden.read(self._layer, site)
+        scores, exact = (self._batch.rows(side, site).float().sigmoid() for side in (logits, twin))
+        errors = (scores - exact).abs()
+        chosen, margin = golden.read_twin(self._layer, Site.ROUTER_EXPERTS), self.statistic(ROUTER_MARGIN)
+        if chosen is None or margin is None or Site.ROUTER_EXPERTS not in golden.sites(self._layer):
+            return
+        places = competing_places(chosen.shape[-1], errors.shape[-1])
+        refuse_other_router_noise(
+            golden, self._layer, errors=errors, stored=stored, num_competing=places.stop - places.start
+        )
+        own = golden.read(self._layer, Site.ROUTER_EXPERTS)
+        mine, exactly = (self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (own, chosen))
+        refuse_other_choice(golden, self._layer, mine, exactly, errors=errors, margin=margin)
+
+    def widened_squares(self, site: Site) -> Squares | None:
+        """(golden or variant − twin)², the largest per token; None of a golden without variants.
+
+        Raises:
+            CaptureError: The golden says that it measured a variant, and has none of it.
+        """
+        for variant in self._variants:
+            self._refuse_torn(variant, site)
+        return _squares(site, self.largest) if self._variants else None
+
+    def _refuse_torn(self, variant: str, site: Site) -> None:
+        """Pass where a variant's stored distances add up, or there are none of the site."""
+        parts = _squares(site, lambda name: self.statistic(variant_name(variant, name)))
+        if parts is not None:
+            stored = self.statistic(variant_name(variant, error_name(site)))
+            refuse_torn_floor(self._reference, self._layer, site, parts=parts, stored=stored, variant=variant)
+
+    def structure(self, site: Site) -> tuple[float, ...] | None:
+        """Return how many times as far as the golden's the averages of its variants stray, each at least 1.
+
+        Of `Structure.figures`, the largest of all variants; None of a golden that measured none.
+        """
+        found = [
+            self._reference.read_floor(self._layer, variant_name(variant, structure_name(site)))
+            for variant in self._variants
+        ]
+        measured = [figures for figures in found if figures is not None]
+        if not measured:
+            return None
+        return tuple(torch.stack(measured).amax(dim=0).clamp(min=1.0).tolist())
+
+    def _of_variant(self, variant: str, name: str) -> torch.Tensor:
+        found = self.statistic(variant_name(variant, name))
+        if found is None:
+            raise CaptureError(
+                f"{self._reference.directory} holds no {name} of variant {variant} of layer {self._layer}",
+                expected="the statistics of every variant that its manifest names",
+                next_step="Run the capture again.",
+            )
+        return found
+
+
+def _squares(site: Site, read: Callable[[str], torch.Tensor | None]) -> Squares | None:
+    """The squares of a site's error norms, read by their names; None where one is missing."""
+    ordinary, massive = (read(name) for name in (ordinary_error_name(site), massive_error_name(site)))
+    return None if ordinary is None or massive is None else Squares.of(ordinary=ordinary, massive=massive)

@@ -1,0 +1,124 @@
+"""Feed: what a layer was fed: the golden's own values, another layer's output, or something else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from compare.noise.input_error import Incoming, measure_incoming
+from compare.sides.sides import Sides
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.errors import IncomparableError
+from minimax_tools.model.run import Mode
+from minimax_tools.model.sites import ModelSite, Site
+
+# Relative to the golden's: other tokens have inputs about as far away as these are long.
+_FARTHEST_INPUT = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Feed:
+    """What one layer was fed.
+
+    Args:
+        known: Sites whose values were given to the layer and are the golden's own, or another layer's.
+        incoming: Error of an input that another layer handed on; None where it is the golden's own.
+        is_recorded: Whether both sides hold what it was fed; else nothing was checked.
+    """
+
+    known: tuple[Site, ...]
+    incoming: Incoming | None = None
+    is_recorded: bool = True
+
+    @property
+    def is_handed_on(self) -> bool:
+        """Whether the input comes with an error of other layers."""
+        return self.incoming is not None
+
+
+def read_feed(sides: Sides, layer: int) -> Feed:
+    """Find out what the target's layer was fed.
+
+    Raises:
+        IncomparableError: It was fed neither the golden's values nor another layer's output, or mm2's own
+            capture does not hold what it was fed.
+    """
+    known: list[Site] = []
+    incoming: Incoming | None = None
+    for site in fed_sites(sides.target):
+        rows = sides.read_rows(layer, site)
+        if rows is None and site is Site.INPUT:
+            _refuse_unrecorded(sides, layer)
+            return Feed(known=(), is_recorded=False)
+        if rows is not None and not _is_same(*rows):
+            incoming = measure_incoming(*rows)
+            if site is not Site.INPUT or not _is_handed_on(sides.target, layer, incoming):
+                raise _fed_otherwise(sides, layer, site)
+        known.append(site)
+    return Feed(known=tuple(known), incoming=incoming)
+
+
+def fed_sites(target: CaptureSource) -> tuple[Site, ...]:
+    """Sites whose value the run was given rather than computed."""
+    description = target.known_description
+    return description.run.fed_sites if description is not None else (Site.INPUT,)
+
+
+def _is_same(reference: torch.Tensor, target: torch.Tensor) -> bool:
+    """Bit for bit, but for the dtype that the port wants its input in; a NaN of the golden's is itself."""
+    cast = reference.to(target.dtype)
+    return bool(((cast == target) | (cast.isnan() & target.isnan())).all())
+
+
+def _is_handed_on(target: CaptureSource, layer: int, incoming: Incoming) -> bool:
+    """Whether the target's layer was fed what the layer before it, or the embedding, put out."""
+    description = target.known_description
+    if description is None:
+        return _repeats_the_layer_before(target, layer) or _comes_from_unseen_layers(target, layer, incoming)
+    run = description.run
+    return run.mode is Mode.CHAINED and (layer > run.span.start or ModelSite.EMBEDDING in run.model_sites)
+
+
+def _comes_from_unseen_layers(target: CaptureSource, layer: int, incoming: Incoming) -> bool:
+    """Whether another tool's dump of the whole model left out the layer before, and the input is near the golden's."""
+    is_unseen = (
+        isinstance(target, ForeignCapture) and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)
+    )
+    return is_unseen and incoming.overall < _FARTHEST_INPUT
+
+
+def _repeats_the_layer_before(target: CaptureSource, layer: int) -> bool:
+    """Where a layout does not tell the mode, the values do."""
+    if Site.OUTPUT in target.sites(layer - 1):
+        before = target.read(layer - 1, Site.OUTPUT)
+    elif layer == 0 and ModelSite.EMBEDDING in target.model_sites():
+        before = target.read_model(ModelSite.EMBEDDING)
+    else:
+        return False
+    return torch.equal(target.read(layer, Site.INPUT), before)
+
+
+def _refuse_unrecorded(sides: Sides, layer: int) -> None:
+    """Refuse mm2's own captures without a layer's input; other layouts may lack it."""
+    sources = (sides.reference, sides.target)
+    if any(source.known_description is None for source in sources):
+        return
+    lacking = next((source for source in sources if Site.INPUT not in source.sites(layer)), sides.target)
+    raise IncomparableError(
+        f"{lacking.directory} does not hold what layer {layer} was fed",
+        expected="its input, in the golden's shape",
+        next_step="Run the capture again.",
+    )
+
+
+def _fed_otherwise(sides: Sides, layer: int, site: Site) -> IncomparableError:
+    what = "hidden states" if site is Site.INPUT else str(site)
+    description = sides.target.known_description
+    return IncomparableError(
+        f"the captures have different inputs: layer {layer} was fed other {what}",
+        expected="the golden's own, bit for bit",
+        found=description.input_source if description else f"what {sides.target.directory} holds",
+        next_step="Run the port on this golden: mm2-test … --golden DIR.",
+    )

@@ -1,0 +1,113 @@
+"""OwnHeadGolden: what a golden's final norm and logits would be on the last layer's output of the port itself.
+
+B batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from compare.limits.limit_context import computes_in_float32
+from compare.noise.input_error import measure_incoming
+from compare.sides.golden_weights import HeadWeights
+from compare.sides.sides import Sides
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.metrics.noise_floor import error_norms
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.reference.head import Float32Head
+
+
+class OwnHeadGolden(Capture):
+    """The sites behind the last layer, computed from what the port's head was fed.
+
+    Args:
+        golden: The golden; all else is read from it.
+        target: The device run, which holds the last layer's output, finite on real rows.
+        layer: The last layer.
+        weights: Of the head.
+    """
+
+    def __init__(self, golden: Capture, target: CaptureSource, *, layer: int, weights: HeadWeights) -> None:
+        super().__init__(golden.directory, golden.manifest)
+        inputs = golden.read_inputs()
+        real = inputs.attention_mask.bool()
+        fed = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
+        self._layer = layer
+        self._output = fed.masked_fill(~real[..., None], 0.0)
+        head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
+        self._twin = head.run(self._output)
+        self._is_float32 = computes_in_float32(golden)
+        self._rounded = self._twin if self._is_float32 else self._round(head)
+        self._floor: dict[str, torch.Tensor] = {}
+        if not self._is_float32:
+            for site, exact in self._twin.items():
+                self._floor |= error_norms(site, self._rounded[site], exact, real=real)
+
+    def _round(self, head: Float32Head) -> Mapping[ModelSite, torch.Tensor]:
+        """As a golden rounds: the norm before and after its weight, the logits at their end."""
+        normed = head.normalise(self._output, rounds=True)
+        return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: head.score(normed).bfloat16()}
+
+    @property
+    def description(self) -> Description:
+        """Return what the golden is, with a noise floor that is kept whole."""
+        if self._is_float32:
+            return self.manifest.description
+        return replace(self.manifest.description, noise_floor="full")
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        """A site's tensor; the last layer's output is the port's."""
+        is_fed = (layer, site) == (self._layer, Site.OUTPUT)
+        return self._output if is_fed else super().read(layer, site)
+
+    def model_sites(self) -> tuple[ModelSite, ...]:
+        """Return those of the golden, and all behind the last layer."""
+        held = super().model_sites()
+        return tuple(site for site in ModelSite if site in held or site in self._twin)
+
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        """A site's tensor as a golden rounds it."""
+        return self._rounded[site] if site in self._rounded else super().read_model(site)
+
+    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
+        """A site's float32 twin."""
+        if site in self._twin:
+            return None if self._is_float32 else self._twin[site]
+        return super().read_model_twin(site)
+
+    def read_model_floor(self, name: str) -> torch.Tensor | None:
+        """One of the floor statistics of the model's sites."""
+        if self._is_float32:
+            return super().read_model_floor(name)
+        return self._floor.get(name)
+
+
+def on_own_output(sides: Sides, last_layer: int) -> Sides | None:
+    """The sides of what lies behind the last layer, whose golden is computed on the port's own output.
+
+    Args:
+        sides: The captures.
+        last_layer: The layer whose output the head was fed.
+
+    Returns:
+        None where the port's output is the golden's own, is not held or not finite, nobody knows the weights, the
+        golden is not mm2's own, or the classic limits are asked for.
+
+    Raises:
+        CheckpointError: The weights cannot be read.
+    """
+    golden, source = sides.reference, sides.weights
+    if source is None or sides.is_classic or not isinstance(golden, Capture):
+        return None
+    rows = sides.read_rows(last_layer, Site.OUTPUT)
+    if rows is None or not bool(rows[1].isfinite().all()) or measure_incoming(*rows).overall == 0.0:
+        return None
+    with source.open_head(golden) as weights:
+        return replace(
+            sides, reference=OwnHeadGolden(golden, sides.target, layer=last_layer, weights=weights)
+        )

@@ -1,0 +1,132 @@
+"""OwnInputGolden: what a golden of one layer would be on the input that the port's own layer was fed.
+
+A layer of a chained run is handed the errors of those before it, and may choose other experts for it. So the layer is
+computed anew from the checkpoint, on the port's own input: exactly, as a golden rounds, and with a random variant of
+its roundings. What the port still differs by is this layer's own, and the limits of isolated runs hold.
+B batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from compare.limits.limit_context import computes_in_float32
+from compare.sides.golden_weights import GoldenWeights
+from compare.sides.sides import Sides
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.metrics.noise_floor import floor_statistics, variant_statistics
+from minimax_tools.model.sites import Site
+from minimax_tools.model.weight_names import CORRECTION_BIAS
+from minimax_tools.reference.rounded_layer import RoundedLayer
+from minimax_tools.reference.rounding import RoundingKind
+
+_FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
+_VARIANT = "random_1"
+
+
+class OwnInputGolden(Capture):
+    """One layer, computed from what the port was fed there.
+
+    Args:
+        golden: The golden; other layers are read from it.
+        target: The device run, which holds the layer's input, finite on real rows.
+        layer: The layer.
+        weights: Its weights, in the dtype that the golden computed in.
+    """
+
+    def __init__(self, golden: Capture, target: CaptureSource, *, layer: int, weights: GoldenWeights) -> None:
+        super().__init__(golden.directory, golden.manifest)
+        inputs = golden.read_inputs()
+        is_padding = inputs.attention_mask == 0
+        # Padding may hold NaN, and zero times NaN is NaN.
+        fed = target.read(layer, Site.INPUT).reshape(*inputs.batch_shape, -1)
+        self._layer = layer
+        self._input = fed.masked_fill(is_padding[..., None], 0.0)
+        self._is_float32 = computes_in_float32(golden)
+        kinds = (
+            (RoundingKind.EXACT,)
+            if self._is_float32
+            else (RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM)
+        )
+        self._twin, *others = RoundedLayer(weights.spec, weights.tensors, kinds=kinds, seed=layer).run(
+            self._input, inputs, router_experts=None
+        )
+        self._rounded = others[0] if others else self._twin
+        self._floor: Mapping[str, torch.Tensor] = {}
+        if not self._is_float32:
+            self._floor = self._measure_floor(others[1], weights, inputs.attention_mask)
+
+    @property
+    def description(self) -> Description:
+        """Return what the golden is, with a noise floor that is kept whole."""
+        if self._is_float32:
+            return self.manifest.description
+        return replace(self.manifest.description, noise_floor="full", floor_variants=(_VARIANT,))
+
+    def sites(self, layer: int) -> tuple[Site, ...]:
+        """All of the layer."""
+        return tuple(Site) if layer == self._layer else super().sites(layer)
+
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        """A site's tensor as a golden rounds it."""
+        if layer != self._layer:
+            return super().read(layer, site)
+        if site is Site.INPUT:
+            return self._input
+        value = self._rounded[site]
+        is_kept = self._is_float32 or site in _FLOAT32_SITES or not value.is_floating_point()
+        return value if is_kept else value.bfloat16()
+
+    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
+        """A site's float32 twin."""
+        if layer != self._layer or self._is_float32:
+            return super().read_twin(layer, site)
+        return self._twin.get(site)
+
+    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
+        """One of the layer's floor statistics."""
+        if layer != self._layer or self._is_float32:
+            return super().read_floor(layer, name)
+        return self._floor.get(name)
+
+    def _measure_floor(
+        self, variant: Mapping[Site, torch.Tensor], weights: GoldenWeights, mask: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        layer: dict[str, Any] = {
+            "attention_mask": mask,
+            "correction_bias": weights.tensors[CORRECTION_BIAS].float(),
+            "num_experts_per_tok": weights.spec.num_experts_per_tok,
+        }
+        own = floor_statistics(self._rounded, self._twin, **layer)
+        return own | variant_statistics({_VARIANT: variant}, self._twin, golden=self._rounded, **layer)
+
+
+def on_own_input(sides: Sides, layer: int) -> Sides | None:
+    """The sides of one layer, whose golden is computed on the port's own input.
+
+    Args:
+        sides: The captures; the target holds the layer's input.
+        layer: The layer.
+
+    Returns:
+        None where it cannot be computed: nobody knows the weights, the golden is not mm2's own, the classic limits
+        are asked for, or the input is not finite.
+
+    Raises:
+        IncomparableError: The weights are another model's.
+        CheckpointError: They cannot be read.
+    """
+    golden, source = sides.reference, sides.weights
+    if source is None or sides.is_classic or not isinstance(golden, Capture):
+        return None
+    fed = sides.read_rows(layer, Site.INPUT)
+    if fed is None or not bool(fed[1].isfinite().all()):
+        return None
+    with source.open_layer(layer, golden) as weights:
+        return replace(sides, reference=OwnInputGolden(golden, sides.target, layer=layer, weights=weights))

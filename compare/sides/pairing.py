@@ -1,0 +1,174 @@
+"""Pairing: whether two captures may be judged against each other, and which layers that gives."""
+
+from __future__ import annotations
+
+import fnmatch
+
+import torch
+
+from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.dumps.module_name import word_modules
+from minimax_tools.errors import IncomparableError, UsageError
+from minimax_tools.model.inputs import Inputs
+
+_AGAIN = "Run the port on this golden: mm2-test … --golden DIR."
+_MAX_NAMED = 4
+_MAX_MODULES = 12
+
+
+def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+    """Refuse captures of different models, inputs, positions or dtypes.
+
+    Returns:
+        Notes on what could not be checked, because a layout does not record it.
+
+    Raises:
+        IncomparableError: The captures must not be compared, or one was changed after it was certified.
+        CaptureError: The stored inputs are missing or damaged.
+    """
+    mine, theirs = reference.known_description, target.known_description
+    for side in (reference, target):
+        if isinstance(side, Capture):
+            side.refuse_void_certificate()
+    if mine is None or theirs is None:
+        are_tokens_checked = any(
+            isinstance(side, ForeignCapture) and side.has_checked_tokens for side in (reference, target)
+        )
+        what = "model" if are_tokens_checked else "model and tokens"
+        return (f"one side does not record its {what}: that they agree was not checked",)
+    _refuse_other_model(mine, theirs)
+    _refuse_other_inputs(reference, target, mine, theirs)
+    _refuse_other_dtype(mine, theirs)
+    return ()
+
+
+def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str) -> tuple[int, ...]:
+    """The layers of the target's run whose name `layer_N` matches, in natural order, run yet or not.
+
+    Raises:
+        UsageError: No layer matches.
+        IncomparableError: The golden lacks one of them.
+    """
+    for side in (reference, target):
+        if isinstance(side, ForeignCapture) and not side.layers:
+            raise _nothing_found(side)
+    declared = declared_layers(target)
+    selected = tuple(layer for layer in declared if fnmatch.fnmatchcase(f"layer_{layer}", pattern))
+    if not selected:
+        raise UsageError(
+            f"no layer matches {pattern!r}",
+            found=f"the device run has {_names(declared)}",
+            next_step="Name one layer, such as layer_7, or several, such as 'layer_1*'.",
+        )
+    missing = tuple(layer for layer in selected if layer not in reference.layers)
+    if missing:
+        raise IncomparableError(
+            f"the golden {reference.directory} holds no {_names(missing)}",
+            found=_names(reference.layers),
+            next_step="Choose layers that both sides have (--layer, --layer-pattern), or capture more.",
+        )
+    return selected
+
+
+def declared_layers(source: CaptureSource) -> tuple[int, ...]:
+    """The layers of a run, ascending, whether they have run or not."""
+    description = source.known_description
+    return tuple(description.run.span) if description is not None else source.layers
+
+
+def is_finished(source: CaptureSource) -> bool:
+    """Whether a run came to its end; a layout that does not say is taken to be whole."""
+    return not isinstance(source, Capture) or source.manifest.is_complete
+
+
+def _refuse_other_model(reference: Description, target: Description) -> None:
+    differences = reference.provenance.model.differences(target.provenance.model)
+    if differences:
+        raise IncomparableError(
+            "the captures are of different models",
+            found="; ".join(differences),
+            next_step="Run both sides from copies of one checkpoint (FP8 and BF16 copies agree).",
+        )
+
+
+def _refuse_other_inputs(
+    reference: CaptureSource, target: CaptureSource, mine: Description, theirs: Description
+) -> None:
+    if mine.inputs_digest == theirs.inputs_digest:
+        return
+    assert isinstance(reference, Capture), "only mm2's own captures describe their inputs"
+    assert isinstance(target, Capture), "only mm2's own captures describe their inputs"
+    difference = _find_difference(reference.read_inputs(), target.read_inputs())
+    if difference is not None:
+        raise IncomparableError(
+            f"the captures have different inputs: {difference}",
+            expected=f"{mine.input_source} (golden)",
+            found=theirs.input_source,
+            next_step=_AGAIN,
+        )
+
+
+def _refuse_other_dtype(reference: Description, target: Description) -> None:
+    mine, theirs = (side.provenance.dtypes.get("weights") for side in (reference, target))
+    if mine != theirs:
+        raise IncomparableError(
+            "the captures computed in different dtypes",
+            expected=f"{mine} (golden)",
+            found=str(theirs),
+            next_step="Run one side again with the other's --dtype.",
+        )
+
+
+def _find_difference(reference: Inputs, target: Inputs) -> str | None:
+    """Where the real rows differ first, in words; None where only padding does."""
+    mask = reference.attention_mask
+    if mask.shape != target.attention_mask.shape:
+        shapes = [f"{inputs.batch_size}x{inputs.sequence_length}" for inputs in (reference, target)]
+        return f"{shapes[0]} tokens with padding in the golden, {shapes[1]} in the device run"
+    if not torch.equal(mask, target.attention_mask):
+        return "attention_mask differs" + _first_place(mask, target.attention_mask, torch.ones_like(mask))
+    for name in ("input_ids", "position_ids"):
+        mine, theirs = getattr(reference, name), getattr(target, name)
+        if not torch.equal(mine * mask, theirs * mask):
+            return f"{name} differ" + _first_place(mine, theirs, mask)
+    return None
+
+
+def _first_place(reference: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> str:
+    row, position = ((reference != target) & mask.bool()).nonzero()[0].tolist()
+    mine, theirs = int(reference[row, position]), int(target[row, position])
+    return f", first at row {row}, position {position}: {mine} in the golden, {theirs} in the device run"
+
+
+def _nothing_found(source: ForeignCapture) -> IncomparableError:
+    shown = word_modules(source.findings.unmapped)
+    named = ", ".join(shown[:_MAX_MODULES]) + (" …" if len(shown) > _MAX_MODULES else "")
+    return IncomparableError(
+        f"no site of a layer was found in {source.directory}",
+        expected="modules under the usual names, such as layers.{layer}.self_attn.q_proj, or a map of others",
+        found=named or "no module",
+        next_step=f"mm2-test show {source.directory} --map-template > map.yaml gives a map to fill in, for --map.",
+    )
+
+
+def _names(layers: tuple[int, ...]) -> str:
+    if not layers:
+        return "no layer"
+    shown = ", ".join(f"layer_{layer}" for layer in layers[:_MAX_NAMED])
+    return f"{shown} … layer_{layers[-1]}" if len(layers) > _MAX_NAMED else shown
+
+
+def find_mismatch(reference: torch.Tensor, target: torch.Tensor) -> str | None:
+    """Why two tensors of a site cannot be compared, in words; None where they can.
+
+    A target may be [B·S,F] where the reference is [B,S,F], and the other way round.
+    """
+    is_folded = {reference.ndim, target.ndim} == {2, 3} and reference.shape[-1] == target.shape[-1]
+    if reference.shape != target.shape and not (is_folded and reference.numel() == target.numel()):
+        return f"shape: expected {tuple(reference.shape)}, found {tuple(target.shape)}"
+    if reference.is_floating_point() != target.is_floating_point():
+        return f"dtype: expected {reference.dtype}, found {target.dtype}"
+    return None

@@ -1,0 +1,213 @@
+"""LayerCertifier: holds what a golden stored of its layers against the model, and against mm2's own float32 layer.
+
+Where the model is not here the norms of q and k can be checked, and what BF16 cost where twins were kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gpu_reference.certification.check_tally import Tally, Worst
+from gpu_reference.certification.checked_capture import CheckedCapture
+from gpu_reference.certification.golden_checks import (
+    NORM_LIMIT,
+    SCALE_LIMIT,
+    bf16_limit,
+    is_rotated_width,
+    norm_spread,
+    reference_limit,
+    relative_distance,
+    rotated_dims,
+    router_faults,
+    scale_error,
+)
+from minimax_tools.capture.certificate import Check
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.inputs import Inputs
+from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import CORRECTION_BIAS
+from minimax_tools.reference.modules import read_config
+from minimax_tools.reference.own_layer import OwnLayer
+from minimax_tools.reference.twin import Float32Twin
+
+NO_MODEL = "no model was given: --model names it"
+_NO_SITES = "the golden kept no sites for it"
+# Weights may be stored in BF16.
+_WEIGHT_LIMIT = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GoldenModel:
+    """The model that a golden was made of, to check it against.
+
+    Args:
+        reader: Its checkpoint.
+        spec: Its quantities.
+        runs_transformers: Whether transformers is here to make the float32 twins that a golden did not keep.
+    """
+
+    reader: CheckpointReader
+    spec: ModelSpec
+    runs_transformers: bool
+
+
+class LayerCertifier:
+    """Checks a golden's layers, one after the other.
+
+    Args:
+        golden: The golden.
+        model: What it was made of; None where that is not here.
+        is_same_model: Whether it is; only then do its weights tell what the golden should hold.
+        inputs: What the golden was fed; None where it cannot be read: which rows are real is then unknown.
+    """
+
+    def __init__(
+        self, golden: CheckedCapture, model: GoldenModel | None, inputs: Inputs | None, *, is_same_model: bool
+    ) -> None:
+        self._golden = golden
+        self._model = model
+        self._is_same_model = is_same_model
+        self._inputs = inputs
+        self._dtype = torch.float32 if golden.is_float32 else torch.bfloat16
+        no_model = NO_MODEL if model is None else _NO_SITES
+        self._reference = Worst(name="reference_layer", missing=no_model)
+        self._noise = Worst(name="bf16_noise", missing=_NO_SITES)
+        self._scale = Worst(name="bf16_scale", missing=_NO_SITES)
+        self._norms = Worst(name="qk_norm_width", missing=_NO_SITES)
+        self._router = Tally(name="router_choice", missing=no_model)
+        self._rotary = Tally(name="rotary_width", missing=no_model)
+
+    def take(self, layer: int) -> None:
+        """One more layer.
+
+        Raises:
+            CheckpointError: The model's layer cannot be read.
+        """
+        stored = self._golden.read_layer(layer)
+        if self._inputs is None:
+            return
+        for site, tensor in stored.items():
+            self._golden.count_nonfinite(site, tensor, self._real, f"{site} of layer {layer}")
+        self._take_norms(layer, stored)
+        twins = self._golden.read_twins(layer, stored, self._real)
+        if not self._golden.is_float32:
+            self._golden.take_floor(layer, stored, twins, self._real)
+        self._take_rope(layer, stored, {} if self._golden.is_float32 else twins)
+        own = self._take_weights(layer, stored, twins, self._inputs)
+        if not self._golden.is_float32:
+            self._take_noise(layer, stored, own or twins)
+
+    def checks(self) -> list[Check]:
+        """What all layers so far showed."""
+        return [
+            self._rotary.check("queries and keys rotate the width that config.json says"),
+            self._norms.check("the norms scale the heads of a token differently"),
+            self._router.check("layers choose experts by their logits and the float32 bias"),
+            self._reference.check("transformers' float32 layer is off mm2's own"),
+            self._noise.check("what the golden stored is off its float32 layer"),
+            self._scale.check("what the golden stored is larger or smaller than its float32 layer"),
+        ]
+
+    @property
+    def _real(self) -> torch.Tensor:
+        """bool [B,S]."""
+        assert self._inputs is not None, "without inputs no layer is judged"
+        return self._inputs.attention_mask.bool()
+
+    def _take_weights(
+        self,
+        layer: int,
+        stored: Mapping[Site, torch.Tensor],
+        twins: Mapping[Site, torch.Tensor],
+        inputs: Inputs,
+    ) -> dict[Site, torch.Tensor]:
+        """What mm2's own layer computes with the model's weights, the twins held against it; empty without them."""
+        model = self._model
+        if model is None or not self._is_same_model or Site.INPUT not in stored:
+            return {}
+        tensors = LayerTensors.open(model.reader, model.spec, layer, self._dtype)
+        chosen = stored.get(Site.ROUTER_EXPERTS)
+        own = OwnLayer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
+        exact = twins or self._run_twins(layer, stored, inputs, tensors)
+        largest = int(inputs.position_ids[self._real].max())
+        for site, tensor in exact.items():
+            if site in own and tensor.is_floating_point():
+                distance = relative_distance(site, tensor, own[site], self._real)
+                self._reference.take(distance, reference_limit(site, largest), f"{site} of layer {layer}")
+        if {Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS} <= stored.keys():
+            self._take_router(layer, stored, tensors[CORRECTION_BIAS], model.spec)
+        return own
+
+    def _run_twins(
+        self, layer: int, stored: Mapping[Site, torch.Tensor], inputs: Inputs, tensors: LayerTensors
+    ) -> dict[Site, torch.Tensor]:
+        """transformers' layer run once more in float32, where the golden kept no twins of it."""
+        model = self._model
+        assert model is not None, "there are weights"
+        if not model.runs_transformers:
+            self._reference.missing = (
+                "the golden kept no float32 twins, and transformers is not installed here"
+            )
+            return {}
+        config = read_config(model.reader.folder, num_hidden_layers=model.spec.num_hidden_layers)
+        twin = Float32Twin(config, tensors, layer=layer, device=torch.device("cpu"))
+        sites = tuple(site for site in Site if site is not Site.INPUT)
+        chosen = stored.get(Site.ROUTER_EXPERTS)
+        return twin.run(stored[Site.INPUT], inputs, router_experts=chosen, sites=sites)
+
+    def _take_noise(
+        self, layer: int, stored: Mapping[Site, torch.Tensor], exact: Mapping[Site, torch.Tensor]
+    ) -> None:
+        for site, tensor in stored.items():
+            if site in exact and tensor.is_floating_point():
+                distance = relative_distance(site, tensor, exact[site], self._real)
+                self._noise.take(distance, bf16_limit(site), f"{site} of layer {layer}")
+                scale = scale_error(site, tensor, exact[site], self._real)
+                self._scale.take(scale, SCALE_LIMIT, f"{site} of layer {layer}")
+
+    def _take_rope(
+        self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]
+    ) -> None:
+        if self._model is None:
+            return
+        width = self._model.spec.rotary_dim
+        for normed, rotated in ((Site.Q_NORM, Site.Q_ROPE), (Site.K_NORM, Site.K_ROPE)):
+            for kind, tensors in (("", stored), ("the float32 twin of ", twins)):
+                if not {normed, rotated} <= tensors.keys():
+                    continue
+                changes = rotated_dims(tensors[normed], tensors[rotated], self._real)
+                self._rotary.count += 1
+                if not is_rotated_width(changes, width):
+                    changed = int(changes.nonzero().max()) + 1 if bool(changes.any()) else 0
+                    self._rotary.faults.append(
+                        f"{kind}{rotated} of layer {layer} rotates {changed} dims of a head, config.json says {width}"
+                    )
+
+    def _take_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
+        if Site.Q_ROPE not in stored:
+            return
+        head_dim = stored[Site.Q_ROPE].shape[-1]
+        for projected, normed in ((Site.Q_PROJ, Site.Q_NORM), (Site.K_PROJ, Site.K_NORM)):
+            if {projected, normed} <= stored.keys():
+                spread = norm_spread(stored[projected], stored[normed], self._real, head_dim=head_dim)
+                self._norms.take(spread, NORM_LIMIT[self._dtype], f"{normed} of layer {layer}")
+
+    def _take_router(
+        self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor, spec: ModelSpec
+    ) -> None:
+        num_wrong, error = router_faults(stored, bias, self._real, spec)
+        self._router.count += 1
+        if num_wrong:
+            self._router.faults.append(
+                f"layer {layer}: the experts of {num_wrong} of {int(self._real.sum())} tokens do not follow from "
+                "their logits and the checkpoint's float32 bias"
+            )
+        if error > _WEIGHT_LIMIT:
+            self._router.faults.append(
+                f"layer {layer}: router_weights are off by {error:.2g} of what the unbiased scores give"
+            )

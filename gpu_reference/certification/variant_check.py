@@ -1,0 +1,82 @@
+"""The check of a golden's variants: a way to compute a layer that is wrong would widen the floor and hide faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from gpu_reference.certification.check_tally import Worst
+from gpu_reference.certification.golden_checks import bf16_limit
+from minimax_tools.capture.certificate import Check, Outcome
+from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import CaptureError
+from minimax_tools.metrics.noise_floor import error_name, token_rows, variant_name
+from minimax_tools.model.sites import Site
+
+_NAME = "floor_variants"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stray:
+    """How far a variant strays at a site of a layer.
+
+    Args:
+        where: The place.
+        distance: Its error, relative to the golden's values.
+        limit: What BF16 may cost there.
+        widening: The same in units of the golden's own error; 1 where both compute the same.
+    """
+
+    where: str
+    distance: float
+    limit: float
+    widening: float
+
+
+def check_variants(capture: Capture) -> tuple[Check, ...]:
+    """Whether each variant strays from the float32 twin no further than BF16 may; nothing of a golden without any."""
+    if not capture.description.floor_variants:
+        return ()
+    try:
+        strays = [stray for layer in capture.layers for stray in _measure_layer(capture, layer)]
+    except CaptureError as error:
+        return (Check(name=_NAME, outcome=Outcome.FAILED, found=str(error)),)
+    worst = Worst(name=_NAME, missing="the golden kept no site that a variant may stray at")
+    for stray in strays:
+        worst.take(stray.distance, stray.limit, stray.where)
+    check = worst.check("variants are off the float32 layer")
+    if not strays:
+        return (check,)
+    widest = max(strays, key=lambda stray: stray.widening)
+    found = f"{check.found}; they widen the floor up to {widest.widening:.3g} times, at {widest.where}"
+    if check.outcome is Outcome.FAILED:
+        found += "; make the golden with --floor-variants 0"
+    return (replace(check, found=found),)
+
+
+def _measure_layer(capture: Capture, layer: int) -> Iterator[_Stray]:
+    real = capture.read_attention_mask().bool()
+    for site in capture.sites(layer):
+        own = capture.read_floor(layer, error_name(site))
+        if own is None:
+            continue
+        size = float(token_rows(capture.read(layer, site), site)[real].float().norm())
+        for variant in capture.description.floor_variants:
+            error = _read_error(capture, layer, variant, site)
+            stray, usual = float(error[real].norm()), float(own[real].norm())
+            yield _Stray(
+                where=f"{site} of layer {layer} ({variant})",
+                distance=stray / size if size else stray,
+                limit=bf16_limit(site),
+                widening=stray / usual if usual else 1.0,
+            )
+
+
+def _read_error(capture: Capture, layer: int, variant: str, site: Site) -> torch.Tensor:
+    name = variant_name(variant, error_name(site))
+    error = capture.read_floor(layer, name)
+    if error is None:
+        raise CaptureError(f"the floor of layer {layer} holds no {name}", next_step="Run the capture again.")
+    return error

@@ -1,0 +1,132 @@
+"""Generation: what the golden model says next, greedily or sampled, kept beside its activations."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpu_reference.model.placement import input_device, watched_memory
+from minimax_tools.capture.generation import NUM_LIKELIEST, Generation, Likely
+from minimax_tools.errors import UsageError
+from minimax_tools.model.inputs import Inputs, num_positions_left
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2ForCausalLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen; greedy unless `do_sample`.
+
+    Args:
+        max_new_tokens: How many tokens to generate, at most.
+        do_sample: Draw instead of taking the most likely token.
+        temperature: Divisor of the logits, with `do_sample`; None for 1.
+        top_k: Draw among so many tokens, with `do_sample`; None for all.
+        top_p: Draw among the tokens that hold this share of the probability, with `do_sample`; None for all.
+        seed: Seed of the draws.
+
+    Raises:
+        UsageError: An option that only sampling heeds is given without it.
+    """
+
+    max_new_tokens: int
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        given = {"--temperature": self.temperature, "--top-k": self.top_k, "--top-p": self.top_p}
+        unused = [name for name, value in given.items() if value is not None]
+        if unused and not self.do_sample:
+            raise UsageError(
+                f"{', '.join(unused)} has no effect on greedy generation",
+                next_step="Add --do-sample, or leave it out.",
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of transformers' `generate`; nothing is left to the checkpoint's own."""
+        if not self.do_sample:
+            return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        return {
+            "do_sample": True,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_k": 0 if self.top_k is None else self.top_k,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+        }
+
+
+def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path) -> Generation:
+    """Continue every row of `inputs`; `folder` is the checkpoint's.
+
+    Rows run one by one, without padding and each from the seed, so that none depends on its neighbours. A row ends
+    where the model has no position for its next token.
+
+    Raises:
+        BackendError: A GPU ran out of memory.
+    """
+    rows = []
+    likeliest: list[list[tuple[Likely, ...]]] = []
+    for prompt, positions in zip(inputs.real_rows(), inputs.row_positions(), strict=True):
+        watcher = _Watcher()
+        rows.append(_continue_row(model, prompt, positions, sampling, watcher))
+        likeliest.append(watcher.likeliest)
+    return Generation.of(
+        inputs,
+        rows,
+        sampling=asdict(sampling),
+        folder=folder,
+        # What is drawn is no choice between the likeliest.
+        likeliest=() if sampling.do_sample else likeliest,
+    )
+
+
+class _Watcher:
+    """Keeps the likeliest tokens of every step, and changes nothing; transformers calls it with the logits."""
+
+    def __init__(self) -> None:
+        self.likeliest: list[tuple[Likely, ...]] = []
+
+    def __call__(self, _: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        values, tokens = logits[0].float().topk(min(NUM_LIKELIEST, logits.shape[-1]))
+        self.likeliest.append(
+            tuple(
+                Likely(token=token, behind=behind)
+                for token, behind in zip(tokens.tolist(), (values[0] - values).tolist(), strict=True)
+            )
+        )
+        return logits
+
+
+def _continue_row(
+    model: MiniMaxM2ForCausalLM,
+    row: list[int],
+    positions: list[int],
+    sampling: Sampling,
+    watcher: _Watcher,
+) -> list[int]:
+    num_new_positions = num_positions_left(positions[-1], model.config.max_position_embeddings)
+    # transformers types `generate` for a mixin that its models do not match.
+    generator: Any = model
+    input_ids = torch.tensor([row], device=input_device(model))
+    torch.manual_seed(sampling.seed)
+    with torch.no_grad(), watched_memory():
+        output = generator.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            # New tokens count on from the row's last position.
+            position_ids=torch.tensor([positions], device=input_ids.device),
+            max_new_tokens=min(sampling.max_new_tokens, num_new_positions),
+            pad_token_id=0,
+            # config.json says true, but the hub ships no MTP layer; transformers would want one.
+            use_mtp=False,
+            logits_processor=[watcher],
+            **sampling.arguments(),
+        )
+    new: list[int] = output[0, len(row) :].tolist()
+    return new

@@ -1,0 +1,195 @@
+"""The golden model: transformers' own, loaded with the known traps closed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpu_reference.model.offload import hold_weight
+from gpu_reference.model.placement import Placement, describe_placement, verify_device_map, watched_memory
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CheckpointError, MissingExtraError, UsageError
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
+from minimax_tools.reference.modules import read_config, require_golden_extra
+
+if TYPE_CHECKING:
+    from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+
+logger = logging.getLogger(__name__)
+
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager", "batched_mm")
+ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenModelRequest:
+    """How to load the golden model.
+
+    Args:
+        folder: The checkpoint.
+        spec: Its quantities.
+        num_hidden_layers: How many of its first layers to load.
+        dtype: Dtype of weights and activations; the router stays float32.
+        placement: Which device holds what.
+        attn_implementation: transformers' attention implementation.
+        experts_implementation: transformers' experts implementation.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    num_hidden_layers: int
+    dtype: torch.dtype
+    placement: Placement
+    attn_implementation: str
+    experts_implementation: str
+
+
+def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> MiniMaxM2ForCausalLM:
+    """Load transformers' model, FP8 dequantised, router gate and correction bias as the checkpoint has them.
+
+    Raises:
+        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
+        UsageError: The device map does not fit the model, or the model the devices.
+        CheckpointError: transformers could not load the checkpoint.
+        BackendError: A GPU's memory is too small.
+    """
+    require_golden_extra("a golden capture")
+    _set_exact_arithmetic()
+    _follow_quiet()
+    logger.info("Loading %d layers of %s in %s.", request.num_hidden_layers, request.folder, request.dtype)
+    model_class = _golden_class()
+    with _loading_errors_translated(request), watched_memory():
+        with torch.device("meta"):
+            verify_device_map(request.placement.device_map, model_class(_read_config(request)))
+        model = model_class.from_pretrained(
+            request.folder,
+            config=_read_config(request),
+            dtype=request.dtype,
+            attn_implementation=request.attn_implementation,
+            experts_implementation=request.experts_implementation,
+            **_quantization(request.spec),
+            **request.placement.loading_arguments(),
+        )
+    _cast_weights(model, request.dtype)
+    restore_router(model, reader)
+    for line in describe_placement(model):
+        logger.info("  %s", line)
+    golden: MiniMaxM2ForCausalLM = model.eval()
+    return golden
+
+
+def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> MiniMaxM2ForCausalLM:
+    """transformers' model on the meta device, router gates float32; only the rotary embedding is real, on `device`.
+
+    Raises:
+        MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
+    """
+    require_golden_extra("a golden capture")
+    _set_exact_arithmetic()
+    model_class, config = _golden_class(), _read_config(request)
+    with torch.device("meta"):
+        model = model_class._from_config(
+            config,
+            dtype=request.dtype,
+            attn_implementation=request.attn_implementation,
+            experts_implementation=request.experts_implementation,
+        )
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.gate.to(torch.float32)
+        layer.mlp.e_score_correction_bias = layer.mlp.e_score_correction_bias.to(torch.float32)
+    # Its frequencies are no weights: made on the CPU, where from_pretrained makes them.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    model.hf_device_map = {"": str(device)}
+    golden: MiniMaxM2ForCausalLM = model.eval()
+    return golden
+
+
+def restore_router(model: torch.nn.Module, reader: CheckpointReader) -> None:
+    """Put the checkpoint's float32 router gates and correction biases back, rounded by loading in BF16."""
+    for index, layer in enumerate(model.get_submodule("model.layers").children()):
+        moe = layer.get_submodule("mlp")
+        gate, bias = (
+            reader.read_weight(layer_prefix(index) + name, torch.float32) for name in (GATE, CORRECTION_BIAS)
+        )
+        hold_weight(moe.get_submodule("gate"), "weight", gate)
+        moe.e_score_correction_bias = bias.to(moe.get_buffer("e_score_correction_bias").device)
+
+
+@contextmanager
+def _loading_errors_translated(request: GoldenModelRequest) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        if "offload_folder" in str(error):
+            raise UsageError(
+                "the model does not fit the devices and limits given",
+                next_step="Give --offload-folder DIR too.",
+            ) from error
+        raise CheckpointError(
+            f"transformers cannot load {request.folder}", found=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_config(request: GoldenModelRequest) -> MiniMaxM2Config:
+    # Anew for each model: a model writes into its own.
+    return read_config(request.folder, num_hidden_layers=request.num_hidden_layers)
+
+
+def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Asked for float32, transformers 5.23 leaves in BF16 what an FP8 checkpoint does not quantise."""
+    for parameter in model.parameters():
+        if parameter.dtype != dtype:
+            # An offloaded weight is cast to the dtype of its placeholder when it is fetched.
+            parameter.data = parameter.data.to(dtype)
+
+
+def _golden_class() -> Any:
+    try:
+        from transformers import MiniMaxM2ForCausalLM
+    except ImportError:
+        raise MissingExtraError("transformers>=5.23", extra="golden", needed_for="a golden capture") from None
+    return MiniMaxM2ForCausalLM
+
+
+def _follow_quiet() -> None:
+    """Show transformers' progress bars where mm2's own progress is shown, and nowhere else."""
+    from transformers.utils import logging as transformers_logging
+
+    if logger.isEnabledFor(logging.INFO):
+        transformers_logging.enable_progress_bar()
+    else:
+        transformers_logging.disable_progress_bar()
+
+
+def _quantization(spec: ModelSpec) -> dict[str, Any]:
+    """On a GPU of capability 8.9 or more an FP8 checkpoint would otherwise run FP8 matmuls."""
+    if "quantization_config" not in spec.raw:
+        return {}
+    from transformers import FineGrainedFP8Config
+
+    stored = spec.raw["quantization_config"]
+    return {
+        "quantization_config": FineGrainedFP8Config(
+            dequantize=True,
+            weight_block_size=tuple(stored.get("weight_block_size") or (BLOCK_SIZE, BLOCK_SIZE)),
+            modules_to_not_convert=stored.get("modules_to_not_convert"),
+        )
+    }
+
+
+def _set_exact_arithmetic() -> None:
+    """No TF32, and no sums in BF16: the golden rounds where a tensor is stored, and nowhere else."""
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    # cuDNN's newer flags are one for each kind of operator; torch.export, which asks for all of them at once, fails on
+    # torch 2.13 once one was set.
+    torch.backends.cudnn.allow_tf32 = False

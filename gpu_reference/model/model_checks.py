@@ -1,0 +1,242 @@
+"""Certification: proves that a loaded golden model fell into none of the known traps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gpu_reference.model.offload import weight_of
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths
+from minimax_tools.checkpoint.layer_storage import PackedMatrices
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import GoldenRefusedError, install_command
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import (
+    ATTENTION_AND_NORM_NAMES,
+    CORRECTION_BIAS,
+    EXPERT_DOWN,
+    EXPERT_GATE,
+    EXPERT_MATRICES,
+    EXPERT_UP,
+    GATE,
+    expert_weight,
+    scale_name,
+)
+
+_UPGRADE = f"Install the transformers that mm2 knows: {install_command('golden')}"
+_ROUTER_GATE = "mlp.gate.weight"
+_PROVED = ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
+# What the proofs of a layer read of the checkpoint beside experts, relative to the layer; scales where it has some.
+PROVED_NAMES = (
+    GATE,
+    CORRECTION_BIAS,
+    *ATTENTION_AND_NORM_NAMES,
+    *(scale_name(name) for name in ATTENTION_AND_NORM_NAMES),
+)
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def certify(
+    model: torch.nn.Module, *, spec: ModelSpec, reader: CheckpointReader, dtype: torch.dtype
+) -> tuple[str, ...]:
+    """Prove the rotary width, the float32 router and the dequantised weights of `model`, offloaded ones too.
+
+    Args:
+        model: transformers' model.
+        spec: What config.json says.
+        reader: The checkpoint it was loaded from.
+        dtype: What its weights were loaded in.
+
+    Returns:
+        The names of what was proved, as they are recorded in the manifest.
+
+    Raises:
+        GoldenRefusedError: One of the proofs failed; the trap is named.
+    """
+    prove_no_fp8(model)
+    prove_dtype(model, dtype)
+    prove_rotary_width(model, spec)
+    for index, layer in enumerate(model.get_submodule("model.layers").children()):
+        tensors = LayerTensors.open(reader, spec, index, dtype)
+        prove_float32_router(layer, tensors, index)
+        prove_weights(layer, tensors, index)
+    return _PROVED
+
+
+def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
+    """As `PROVED_NAMES`, of the experts, where these are loaded."""
+    weights = [expert_weight(expert, name) for expert in _proved_experts(experts) for name in EXPERT_MATRICES]
+    return (*weights, *map(scale_name, weights))
+
+
+def certify_streamed(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
+    """Prove of a standing model without weights what shows there; the first layer that streams in proves the rest.
+
+    Returns:
+        The names that `certify` returns: a golden is the same capture however it was made.
+
+    Raises:
+        GoldenRefusedError: One of the proofs failed; the trap is named.
+    """
+    prove_no_fp8(model)
+    prove_dtype(model, dtype)
+    prove_rotary_width(model, spec)
+    return _PROVED
+
+
+def refuse_ragged_blocks(spec: ModelSpec) -> None:
+    """Refuse an FP8 checkpoint whose blocks transformers would get wrong; no weight is read.
+
+    It derives a block's size from the shapes of weight and scales: that comes out right for whole blocks.
+
+    Raises:
+        GoldenRefusedError: A width is over 128 and no multiple of it.
+    """
+    if "quantization_config" not in spec.raw:
+        return
+    ragged = find_ragged_widths(spec)
+    if ragged:
+        raise GoldenRefusedError(
+            "transformers would dequantise this FP8 checkpoint with wrong blocks",
+            expected=f"widths that are multiples of {BLOCK_SIZE}, or less",
+            found="; ".join(ragged),
+            next_step="Make the golden from a BF16 copy of the model.",
+        )
+
+
+def prove_no_fp8(model: torch.nn.Module) -> None:
+    """Refuse a model that would compute in FP8.
+
+    Raises:
+        GoldenRefusedError: A weight is FP8, or has the scales of one.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype in _FP8_DTYPES or name.endswith("_scale_inv"):
+            raise GoldenRefusedError(
+                f"{name} is held in {tensor.dtype}",
+                expected="weights dequantised when loaded",
+                found="FP8 matmuls with activation quantisation",
+                next_step="Load with FineGrainedFP8Config(dequantize=True), as mm2-gpu does.",
+            )
+
+
+def prove_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Refuse a model that holds a weight in another dtype than was asked for, the router's gates aside.
+
+    Raises:
+        GoldenRefusedError: It does.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != dtype and not name.endswith(_ROUTER_GATE):
+            raise GoldenRefusedError(
+                f"{name} was loaded in another dtype than was asked for",
+                expected=str(dtype),
+                found=str(parameter.dtype),
+                next_step=_UPGRADE,
+            )
+
+
+def prove_rotary_width(model: torch.nn.Module, spec: ModelSpec) -> None:
+    """Refuse a model that rotates another width, or with other frequencies, than config.json says.
+
+    Raises:
+        GoldenRefusedError: It does.
+    """
+    rotary: Any = model.get_submodule("model.rotary_emb")
+    found = rotary.inv_freq.to("cpu", torch.float32)
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+    expected = 1.0 / spec.rope_theta**exponents
+    if found.shape != expected.shape:
+        raise GoldenRefusedError(
+            "the golden rotates the wrong width",
+            expected=f"rotary_dim {spec.rotary_dim}",
+            found=f"{2 * found.numel()} of head_dim {spec.head_dim}",
+            next_step=_UPGRADE,
+        )
+    if not torch.allclose(found, expected, rtol=1e-5, atol=0.0) or float(rotary.attention_scaling) != 1.0:
+        raise GoldenRefusedError(
+            "the golden rotates with the wrong frequencies",
+            expected=f"theta {spec.rope_theta:g}, lowest frequency {float(expected[-1]):.3e}, scaling 1",
+            found=f"lowest frequency {float(found[-1]):.3e}, scaling {float(rotary.attention_scaling):g}",
+            next_step=_UPGRADE,
+        )
+
+
+def prove_float32_router(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> None:
+    """Refuse a layer whose gate or correction bias is not the checkpoint's float32 value, bit for bit.
+
+    Raises:
+        GoldenRefusedError: One is not.
+    """
+    moe = layer.get_submodule("mlp")
+    loaded = {
+        GATE: weight_of(moe.get_submodule("gate"), "weight"),
+        CORRECTION_BIAS: weight_of(moe, "e_score_correction_bias"),
+    }
+    for name, value in loaded.items():
+        if value.dtype != torch.float32:
+            raise GoldenRefusedError(
+                f"layer {index}: {name} was rounded",
+                expected="float32, as stored",
+                found=str(value.dtype),
+                next_step="Rounding it changes the experts of many tokens; load it in float32.",
+            )
+        if not torch.equal(value.cpu(), tensors[name]):
+            raise GoldenRefusedError(
+                f"layer {index}: {name} differs from the checkpoint",
+                found=f"largest difference {float((value.cpu() - tensors[name]).abs().max()):.3e}",
+                next_step="Load it in float32 without rounding.",
+            )
+
+
+def prove_weights(
+    layer: torch.nn.Module, tensors: LayerTensors, index: int, *, experts: tuple[int, ...] | None = None
+) -> None:
+    """Refuse a layer whose weights are not the checkpoint's, dequantised in float32 and rounded once.
+
+    Attention and norms are compared whole; of the experts, which share their shapes, the first and the last.
+
+    Args:
+        layer: transformers' layer.
+        tensors: The checkpoint's.
+        index: The layer's number.
+        experts: The experts that are loaded; None for all.
+
+    Raises:
+        GoldenRefusedError: One is not.
+    """
+    for name, value in _weights(layer, experts):
+        expected = tensors[name]
+        if not torch.equal(value.cpu(), expected):
+            raise GoldenRefusedError(
+                f"layer {index}: {name} differs from the checkpoint's dequantised weight",
+                found=f"largest difference {float((value.cpu() - expected).abs().max()):.3e}",
+                next_step="Make the golden from a BF16 copy of the model, and report this.",
+            )
+
+
+def _weights(layer: torch.nn.Module, loaded: tuple[int, ...] | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names, as the hub spells them, and values of the weights to compare."""
+    for name in ATTENTION_AND_NORM_NAMES:
+        path, _, weight = name.rpartition(".")
+        yield name, weight_of(layer.get_submodule(path), weight)
+    experts = layer.get_submodule("mlp.experts")
+    gate_up, down = _matrices(experts, "gate_up_proj"), _matrices(experts, "down_proj")
+    loaded = tuple(range(len(down))) if loaded is None else loaded
+    for expert in _proved_experts(loaded):
+        gate, up = gate_up[expert].chunk(2)
+        yield expert_weight(expert, EXPERT_GATE), gate
+        yield expert_weight(expert, EXPERT_UP), up
+        yield expert_weight(expert, EXPERT_DOWN), down[expert]
+
+
+def _proved_experts(loaded: Sequence[int]) -> list[int]:
+    return sorted({loaded[0], loaded[-1]})
+
+
+def _matrices(experts: torch.nn.Module, name: str) -> torch.Tensor | PackedMatrices:
+    packed = vars(experts).get(name)
+    return packed if isinstance(packed, PackedMatrices) else weight_of(experts, name)

@@ -1,0 +1,250 @@
+"""Placement: which device holds which part of the golden model, as accelerate understands it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from minimax_tools.errors import BackendError, UsageError
+from minimax_tools.machine.size import parse_size
+from reports.wording import word_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_DEVICE = re.compile(r"cpu|disk|cuda(:\d+)?|\d+")
+_LAYER = re.compile(r"model\.layers\.(\d+)")
+# Of the free memory, what weights may take: converting them needs some beside them.
+_CPU_SHARE = 0.9
+
+DeviceMap = str | dict[str, int | str]
+MaxMemory = Mapping[int | str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where to put the golden model.
+
+    Args:
+        device_map: A strategy of accelerate, or a map from module names to devices.
+        max_memory: Memory limit per device in bytes, or None for what is free.
+        offload_folder: Where modules go that fit nowhere else.
+    """
+
+    device_map: DeviceMap
+    max_memory: MaxMemory | None = None
+    offload_folder: Path | None = None
+
+    def loading_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `from_pretrained`."""
+        arguments: dict[str, Any] = {"device_map": self.device_map}
+        if self.max_memory is not None:
+            # A copy: accelerate writes into it.
+            arguments["max_memory"] = dict(self.max_memory)
+        if self.offload_folder is not None:
+            arguments["offload_folder"] = str(self.offload_folder)
+        return arguments
+
+
+def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: Path | None) -> Placement:
+    """Read `--device-map`, `--max-memory` and `--offload-folder`.
+
+    One size for `--max-memory` is that of each GPU, what is free of the CPU's memory coming after them;
+    without a GPU it is the CPU's. Without a GPU every strategy means the CPU, unless limits ask for a split
+    with the disk.
+
+    Raises:
+        UsageError: A value cannot be read, or has no effect.
+        BackendError: A GPU is named that is not here.
+    """
+    num_gpus = torch.cuda.device_count()
+    limits = _parse_max_memory(max_memory, num_gpus=num_gpus) if max_memory else None
+    placed = _parse_device_map(device_map)
+    if limits is not None and not isinstance(placed, str):
+        raise UsageError(
+            f"--max-memory has no effect with --device-map {device_map}",
+            next_step=f"Leave it out, or use one of {', '.join(_STRATEGIES)}.",
+        )
+    _refuse_absent_gpus(placed, limits, num_gpus=num_gpus)
+    if num_gpus == 0:
+        logger.info("No GPU here: the golden runs on the CPU.")
+        if isinstance(placed, str) and limits is None:
+            placed = {"": "cpu"}
+    return Placement(device_map=placed, max_memory=limits, offload_folder=offload_folder)
+
+
+def verify_device_map(device_map: DeviceMap, model: torch.nn.Module) -> None:
+    """Check that a map names modules that `model` has, and all of them; accelerate's strategies always do.
+
+    Raises:
+        UsageError: It does not; transformers would put what is left out on the CPU, without a word.
+    """
+    if isinstance(device_map, str):
+        return
+    modules = dict(model.named_modules())
+    unknown = [name for name in device_map if name not in modules]
+    if unknown:
+        raise UsageError(
+            f"--device-map names modules that the model does not have: {', '.join(unknown)}",
+            expected="names like model.embed_tokens, model.layers.0, model.norm, lm_head",
+        )
+    prefixes = tuple(f"{name}." if name else "" for name in device_map)
+    left_out = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
+    if left_out:
+        raise UsageError(
+            f"--device-map gives no device for {left_out[0]} and {len(left_out) - 1} other weights",
+            next_step='Name every module, or {"": "cpu"} for the whole model.',
+        )
+
+
+def describe_placement(model: PreTrainedModel) -> list[str]:
+    """A line per device: a GPU's name and memory, the modules placed there, the memory in use."""
+    names_on: dict[str, list[str]] = {}
+    for name, device in _device_map(model).items():
+        names_on.setdefault(device, []).append(name)
+    lines = []
+    for device, names in sorted(names_on.items()):
+        placed = _word_modules(names)
+        if device.startswith("cuda"):
+            properties = torch.cuda.get_device_properties(device)
+            used, total = torch.cuda.memory_allocated(device), properties.total_memory
+            lines.append(
+                f"{device} {properties.name}, {total / 1e9:.1f} GB: {placed}; {used / 1e9:.1f} GB in use"
+            )
+        else:
+            lines.append(f"{device}: {placed}")
+    return lines
+
+
+def describe_devices(model: PreTrainedModel) -> tuple[str, str]:
+    """What the model computes on: the backend, `cuda` or `cpu`, and its devices in words."""
+    gpus = sorted({device for device in _device_map(model).values() if device.startswith("cuda")})
+    if not gpus:
+        return "cpu", "cpu"
+    names = [torch.cuda.get_device_name(device) for device in gpus]
+    return "cuda", ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the model takes its token ids.
+
+    Streamed, they go to the one device there is; offloaded, accelerate moves them to where the embedding runs.
+    """
+    device = model.get_submodule("model.embed_tokens").get_parameter("weight").device
+    if device.type != "meta":
+        return device
+    placed = _device_map(model).get("", "disk")
+    return torch.device("cpu" if placed == "disk" else placed)
+
+
+@contextmanager
+def watched_memory() -> Iterator[None]:
+    """Turn a GPU's running out of memory within the block into an error that says what to do.
+
+    Raises:
+        BackendError: It ran out.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BackendError(
+            "a GPU ran out of memory",
+            found=str(error).partition(". ")[0],
+            next_step="Lower --max-memory so that activations fit beside the weights, or give fewer tokens.",
+        ) from error
+
+
+def _device_map(model: PreTrainedModel) -> dict[str, str]:
+    """Module names to `cuda:N`, `cpu` or `disk`; the empty name is the whole model."""
+    placed: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": model.device}
+    named = {name: str(device) for name, device in placed.items()}
+    return {
+        name: f"cuda:{device}" if device.isdigit() else "cuda:0" if device == "cuda" else device
+        for name, device in named.items()
+    }
+
+
+def _word_modules(names: list[str]) -> str:
+    if names == [""]:
+        return "the whole model"
+    layers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
+    others = [name.removeprefix("model.") for name in names if not _LAYER.fullmatch(name)]
+    return ", ".join([*([word_layers(layers)] if layers else []), *others])
+
+
+def _parse_device_map(text: str) -> DeviceMap:
+    if text in _STRATEGIES:
+        return text
+    if text == "cpu" or re.fullmatch(r"cuda(:\d+)?", text):
+        return {"": text}
+    if text.endswith(".json"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--device-map {text} cannot be read", found=str(error)) from error
+    try:
+        mapping = json.loads(text)
+    except ValueError:
+        mapping = None
+    if not isinstance(mapping, dict) or not mapping or not all(map(_is_device, mapping.values())):
+        choices = ", ".join((*_STRATEGIES, "cpu", "cuda:N"))
+        raise UsageError(
+            f"--device-map {text!r} cannot be read",
+            expected=f'{choices}, or JSON that maps modules to such devices, GPU numbers or "disk"',
+        )
+    return mapping
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, int)) and _DEVICE.fullmatch(str(value)) is not None
+
+
+def _parse_max_memory(text: str, *, num_gpus: int) -> MaxMemory:
+    if (size_bytes := _size_bytes(text)) is not None:
+        limits: dict[int | str, int] = dict.fromkeys(range(num_gpus), size_bytes)
+        limits["cpu"] = int(psutil.virtual_memory().available * _CPU_SHARE) if num_gpus else size_bytes
+        return limits
+    limits = {}
+    for part in text.split(","):
+        device, _, size_text = (piece.strip() for piece in part.partition(":"))
+        size_bytes = _size_bytes(size_text)
+        if not (device.isdigit() or device == "cpu") or size_bytes is None:
+            raise UsageError(
+                f"--max-memory {text!r} cannot be read at {part!r}",
+                expected="40GB, or 0:40GB,1:60GB,cpu:100GB",
+            )
+        limits[int(device) if device.isdigit() else device] = size_bytes
+    return limits
+
+
+def _size_bytes(text: str) -> int | None:
+    try:
+        return parse_size(text)
+    except ValueError:
+        return None
+
+
+def _refuse_absent_gpus(device_map: DeviceMap, limits: MaxMemory | None, *, num_gpus: int) -> None:
+    named = {str(device) for device in (device_map.values() if isinstance(device_map, dict) else ())}
+    named |= {str(device) for device in (limits or {})}
+    for device in sorted(named):
+        index = "0" if device == "cuda" else device.removeprefix("cuda:")
+        if index.isdigit() and int(index) >= num_gpus:
+            raise BackendError(
+                f"GPU {index} is not here",
+                expected=f"one of {num_gpus} GPUs" if num_gpus else "a CUDA GPU",
+                found=f"torch {torch.__version__} sees {num_gpus}",
+                next_step="Use --device-map auto or cpu.",
+            )

@@ -1,0 +1,255 @@
+"""Finder: looks for the sites in a dump's pieces, by names and headers alone."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from minimax_tools.dumps.findings import Findings, Found, Key, Term
+from minimax_tools.dumps.module_name import word_modules
+from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.notes import dump_notes
+from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.place import Place
+from minimax_tools.dumps.schedule import Schedule
+from minimax_tools.dumps.tensor_file import read_tensor
+from minimax_tools.dumps.usual_names import HEAD_INPUT, Source, usual_layout, usual_sources
+from minimax_tools.errors import CaptureError
+from minimax_tools.model.site_layouts import Layout, Partial, Replicated, Sharded
+from minimax_tools.model.sites import ModelSite, Site
+
+
+def find_sites(dump: Dump, names: NameMap) -> Findings:
+    """Find out where each site lies in a dump.
+
+    Raises:
+        CaptureError: The map names a place or a pass that the dump does not hold, or means two modules by one.
+    """
+    schedule, not_joined = _find_schedule(dump, names)
+    passes = (dump.steps,) if schedule is not None else _choose_passes(dump, names)
+    wanted = frozenset(step for group in passes for step in group)
+    num_ranks = names.num_ranks or dump.num_ranks
+    by_module: dict[str, list[Piece]] = defaultdict(list)
+    marks: list[Piece] = []
+    for piece in dump.pieces:
+        if _is_mark_of_absence(dump, piece):
+            marks.append(piece)
+        else:
+            by_module[piece.module].append(piece)
+    finder = _Finder(dump, by_module, wanted=wanted)
+    sites = {**_find_usual(finder, dump, names), **_find_named(finder, names, by_module)}
+    _complete_last_layer(sites, dump)
+    sites, lacking = _with_all_ranks(sites, num_ranks=num_ranks, dump=dump)
+    used = {
+        piece.module for found in sites.values() for term in found.terms for piece in term.pieces.values()
+    }
+    unmapped = tuple(sorted(by_module.keys() - used - {""}))
+    # A module that one pass calls several times, such as an expert's, makes no further passes.
+    called = {piece.step for module in used for piece in by_module[module]}
+    left = tuple(step for step in dump.steps if step in called - wanted)
+    notes = dump_notes(dump, names, passes=passes, left=left, unmapped=unmapped, marks=marks)
+    return Findings(
+        sites=sites,
+        num_ranks=num_ranks,
+        passes=passes,
+        notes=(*notes, *lacking),
+        left=left,
+        schedule=schedule,
+        not_joined=not_joined,
+        unmapped=unmapped,
+    )
+
+
+def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[Key, Found]:
+    """The sites that the map names; each must be there."""
+    sites: dict[Key, Found] = {}
+    for site, origin in names.origins.items():
+        found = finder.find(site, origin.source)
+        if not found:
+            raise _names_nothing(names, site, origin.source, modules)
+        sites |= {key: Found(terms=terms, transpose=origin.transpose) for key, terms in found.items()}
+    return sites
+
+
+def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[Key, Found]:
+    """The other sites, under the usual names."""
+    if not names.has_usual_names:
+        return {}
+    has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
+    sites: dict[Key, Found] = {}
+    for site, sources in usual_sources(dump.format, has_fused_residuals=has_pairs).items():
+        for source in sources if site not in names.origins else ():
+            for key, terms in finder.find(site, source).items():
+                sites.setdefault(key, Found(terms=terms))
+    return sites
+
+
+def _complete_last_layer(sites: dict[Key, Found], dump: Dump) -> None:
+    """Settle whose output lies where another module is fed it: not that of a layer of which nothing else is held."""
+    layers = {layer for layer, site in sites if layer is not None and site is not Site.OUTPUT}
+    for key in [key for key, found in sites.items() if key[1] is Site.OUTPUT and not _is_own(found)]:
+        if key[0] not in layers:
+            del sites[key]
+    head_input = sites.pop((None, HEAD_INPUT), None)
+    if head_input is not None and layers and dump.is_whole_model:
+        sites.setdefault((max(layers), Site.OUTPUT), head_input)
+
+
+class _Finder:
+    """Looks for places among the modules of a dump."""
+
+    def __init__(self, dump: Dump, by_module: Mapping[str, list[Piece]], *, wanted: frozenset[str]) -> None:
+        self._dump = dump
+        self._by_module = by_module
+        self._wanted = wanted
+
+    def find(self, site: Site | ModelSite | str, source: Source) -> dict[Key, tuple[Term, ...]]:
+        """The site's terms wherever all of them are, by layer."""
+        found = [self._find_place(site, place) for place in source]
+        layers = set.intersection(*(set(of_place) for of_place in found))
+        if not isinstance(site, Site):
+            layers &= {None}
+        else:
+            layers -= {None}
+        return {(layer, site): tuple(of_place[layer] for of_place in found) for layer in layers}
+
+    def _find_place(self, site: Site | ModelSite | str, place: Place) -> dict[int | None, Term]:
+        terms = {}
+        for layer, module in place.find_layers(self._by_module).items():
+            pieces = [piece for piece in place.choose(self._by_module[module]) if piece.step in self._wanted]
+            if pieces:
+                layout, is_declared = self._layout(site, place, pieces[0])
+                terms[layer] = Term(
+                    place=place,
+                    module=module,
+                    pieces=self._by_pass_and_rank(pieces),
+                    layout=layout,
+                    is_declared=is_declared,
+                )
+        return terms
+
+    def _layout(self, site: Site | ModelSite | str, place: Place, piece: Piece) -> tuple[Layout, bool]:
+        if place.layout is not None:
+            return place.layout, True
+        if piece.dims is not None:
+            return read_dims(piece.dims), True
+        return usual_layout(site), False
+
+    def _by_pass_and_rank(self, pieces: Iterable[Piece]) -> dict[tuple[str, int], Piece]:
+        found: dict[tuple[str, int], Piece] = {}
+        for piece in pieces:
+            other = found.setdefault((piece.step, piece.rank), piece)
+            if other is not piece:
+                raise CaptureError(
+                    f"{self._dump.directory} holds {piece} twice for rank {piece.rank} in pass {piece.step}",
+                    found=f"{other.file} and {piece.file}",
+                    next_step="Keep the dump of each run, and of each data-parallel replica, in a folder of its own.",
+                )
+        return found
+
+
+def read_dims(dims: str) -> Layout:
+    """The layout that a dump's own words for its dims give, as in `b s h[tp]` or `t h[tp:partial]`.
+
+    A dim of size one, written `1`, counts as the others do.
+    """
+    # `(num_heads*head_dim)[tp]` is one dim.
+    names = re.findall(r"\([^)]*\)(?:\[[^\]]*\])?|\S+", dims.split("#")[0])
+    for dim, name in enumerate(names):
+        if re.search(r"\[([^\]]*,\s*)?tp:partial", name):
+            return Partial()
+        if re.search(r"\[([^\]]*,\s*)?tp\b", name):
+            return Sharded(dim=dim)
+    return Replicated()
+
+
+def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
+    """How the passes are joined, or why they are not; neither where the tool or the map says which rows are whose."""
+    if names.steps or names.is_packed is False or names.attention_mask or not dump.records:
+        return None, ""
+    try:
+        return Schedule.of(dump.records), ""
+    except CaptureError as error:
+        return None, str(error)
+
+
+def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:
+    unknown = [step for group in names.steps for step in group if step not in dump.steps]
+    if unknown:
+        raise CaptureError(
+            f"{dump.directory} holds no pass {', '.join(unknown)}",
+            expected=f"one of {', '.join(dump.steps)}",
+            next_step=f"Correct steps in {names.path}.",
+        )
+    return names.steps or ((dump.steps[:1],) if dump.steps else ())
+
+
+def _is_mark_of_absence(dump: Dump, piece: Piece) -> bool:
+    """Whether NxDI wrote `zeros(1)` there, which stands for a tensor that it did not find."""
+    if piece.shape != (1,):
+        return False
+    value = read_tensor(dump.directory / piece.file, piece.keys)
+    return not bool(value.any()) or bool(value.to(torch.float32).isnan().all())
+
+
+def _is_residual_beside_a_norm(piece: Piece) -> bool:
+    is_second = piece.point == "output" and piece.element == "1"
+    return is_second and piece.module.endswith("post_attention_layernorm")
+
+
+def _is_own(found: Found) -> bool:
+    """Whether a layer's output lies at the layer itself, rather than where the next layer is fed it."""
+    return all("{next}" not in term.place.path for term in found.terms)
+
+
+def _with_all_ranks(
+    sites: Mapping[Key, Found], *, num_ranks: int, dump: Dump
+) -> tuple[dict[Key, Found], tuple[str, ...]]:
+    """The sites whose pieces make up a whole, and a note on those that lack ranks of which nothing was kept."""
+    whole, lacking = {}, []
+    for key, found in sites.items():
+        missing = {rank for term in found.terms for rank in _missing_ranks(term, num_ranks)}
+        if missing and min(missing) < dump.num_ranks:
+            layer, site = key
+            where = f"{site} of layer {layer}" if layer is not None else str(site)
+            ranks = ", ".join(str(rank) for rank in sorted(missing))
+            raise CaptureError(
+                f"{dump.directory} lacks a piece of {where}",
+                expected=f"one of each of {num_ranks} ranks",
+                found=f"none of rank {ranks}",
+                next_step="Copy the dump again, whole, or run the capture again.",
+            )
+        if missing:
+            lacking.append(key)
+        else:
+            whole[key] = found
+    if not lacking:
+        return whole, ()
+    named = dict.fromkeys(str(site) for _, site in lacking)
+    return whole, (
+        f"of {num_ranks} ranks only {dump.num_ranks} are held: {', '.join(named)} cannot be put together",
+    )
+
+
+def _missing_ranks(term: Term, num_ranks: int) -> set[int]:
+    """Ranks whose piece is needed and not there in some pass."""
+    if num_ranks == 1 or isinstance(term.layout, Replicated):
+        return set()
+    return {rank for step in term.steps for rank in set(range(num_ranks)) - term.of_pass(step).keys()}
+
+
+def _names_nothing(
+    names: NameMap, site: Site | ModelSite | str, source: Source, modules: Iterable[str]
+) -> CaptureError:
+    known = word_modules(modules)
+    wanted = source[0].path
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5) or known[:3]
+    return CaptureError(
+        f"{names.path}: sites.{site} is {source[0]}, which the dump does not hold",
+        found=f"such modules as {', '.join(near)}" if near else "no module",
+        next_step="mm2-test show DIR lists what it holds.",
+    )

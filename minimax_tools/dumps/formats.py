@@ -1,0 +1,99 @@
+"""Formats: the layouts of other tools, and which of them a directory is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from minimax_tools.dumps import model_debugger, msprobe, nxdi, sglang, vllm_neuron
+from minimax_tools.dumps.piece import Dump
+from minimax_tools.errors import CaptureError
+
+_RANK = "rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One tool's layout.
+
+    Args:
+        name: As `--format` takes it.
+        layout: Its files in words, for messages.
+        recognises: Whether a folder is of it, from names alone.
+        read_dump: What a folder holds, from names and headers.
+    """
+
+    name: str
+    layout: str
+    recognises: Callable[[Path], bool]
+    read_dump: Callable[[Path], Dump]
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        tool.NAME: Format(
+            name=tool.NAME, layout=tool.LAYOUT, recognises=tool.recognises, read_dump=tool.read_dump
+        )
+        for tool in (nxdi, vllm_neuron, msprobe, sglang, model_debugger)
+    }
+)
+# Tools that keep one rank's tensors: whoever lets each rank write into a folder of its own has them all.
+_ONE_RANK = (nxdi.NAME, model_debugger.NAME)
+
+
+def find_format(directory: Path) -> Format | None:
+    """The format of a folder; None where it is of none of them."""
+    return next((format_ for format_ in FORMATS.values() if _is_of(directory, format_)), None)
+
+
+def read_dump(directory: Path, format_: Format) -> Dump:
+    """What a folder holds in that format.
+
+    Raises:
+        CaptureError: It is of another format, or a file is damaged.
+    """
+    if not directory.is_dir() or not _is_of(directory, format_):
+        raise CaptureError(
+            f"{directory} holds no {format_.name} capture",
+            expected=format_.layout,
+            next_step="Name the folder that holds these files, or another --format.",
+        )
+    if format_.recognises(directory):
+        return format_.read_dump(directory)
+    return _joined(
+        directory, {rank: format_.read_dump(path) for rank, path in _rank_folders(directory).items()}
+    )
+
+
+def _is_of(directory: Path, format_: Format) -> bool:
+    if format_.recognises(directory):
+        return True
+    folders = _rank_folders(directory) if format_.name in _ONE_RANK else {}
+    return bool(folders) and all(format_.recognises(path) for path in folders.values())
+
+
+def _rank_folders(directory: Path) -> dict[int, Path]:
+    """Folders rank0, rank1 and so on, by rank."""
+    numbered = {path.name.removeprefix(_RANK): path for path in directory.glob(f"{_RANK}*") if path.is_dir()}
+    return {int(number): numbered[number] for number in sorted(numbered) if number.isdecimal()}
+
+
+def _joined(directory: Path, dumps: Mapping[int, Dump]) -> Dump:
+    """The dumps of several ranks as one."""
+    first = next(iter(dumps.values()))
+    return replace(
+        first,
+        directory=directory,
+        pieces=tuple(
+            replace(piece, rank=rank, file=f"{_RANK}{rank}/{piece.file}")
+            for rank, dump in dumps.items()
+            for piece in dump.pieces
+        ),
+        num_ranks=1 + max(dumps),
+        is_one_rank=False,
+        without_tensor=tuple(
+            f"{_RANK}{rank}/{name}" for rank, dump in dumps.items() for name in dump.without_tensor
+        ),
+    )

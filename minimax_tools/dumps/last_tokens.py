@@ -1,0 +1,158 @@
+"""LastTokens: rows that a dump holds of a model site which was computed for the tokens to sample from alone.
+
+B prompts, S their padded length, R rows of one pass, F channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.dumps.assembly import Assembly
+from minimax_tools.dumps.findings import Findings, Found
+from minimax_tools.dumps.rows import TokenRows
+from minimax_tools.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastToken:
+    """One row of a pass: the last token that the pass computed of a prompt.
+
+    Args:
+        step: The pass's label.
+        row: Its row in the pass's tensor, which has `num_rows`.
+        num_rows: R.
+        prompt: The prompt.
+        position: The token's place among the prompt's real tokens.
+    """
+
+    step: str
+    row: int
+    num_rows: int
+    prompt: int
+    position: int
+
+
+def find_last_tokens(found: Found, findings: Findings, rows: TokenRows) -> tuple[LastToken, ...]:
+    """Return the rows whose tokens are known, from shapes alone.
+
+    A pass counts only where it holds one row for each prompt or request in it; none where that is not so.
+    """
+    tokens = _scheduled(findings, rows) if rows.stretches else _unscheduled(findings, rows)
+    held = {step: _num_rows(found, step) for step in {token.step for token in tokens}}
+    return tuple(token for token in tokens if held[token.step] == token.num_rows)
+
+
+def held_rows(tokens: tuple[LastToken, ...], mask: torch.Tensor) -> torch.Tensor:
+    """Return which places of a batch these tokens take: bool [B,S] of a mask [B,S] of real tokens."""
+    held = torch.zeros_like(mask, dtype=torch.bool)
+    for token in tokens:
+        held[token.prompt, _place(token, mask)] = True
+    return held
+
+
+def read_last_tokens(
+    found: Found, tokens: tuple[LastToken, ...], *, assembly: Assembly, mask: torch.Tensor, what: str
+) -> torch.Tensor:
+    """Read the site as [B,S,F], zeros where the dump holds nothing.
+
+    Raises:
+        CaptureError: A file is damaged, or the pieces do not fit together.
+    """
+    batch: torch.Tensor | None = None
+    for step in dict.fromkeys(token.step for token in tokens):
+        tensor = assembly.whole(found, step, what=f"{what} in pass {step}")
+        flat = tensor.reshape(-1, tensor.shape[-1])
+        batch = flat.new_zeros((*mask.shape, flat.shape[-1])) if batch is None else batch
+        for token in tokens:
+            if token.step == step:
+                if len(flat) != token.num_rows:
+                    raise CaptureError(
+                        f"{what} in pass {step} holds other rows than its shape says",
+                        expected=str(token.num_rows),
+                        found=str(len(flat)),
+                    )
+                batch[token.prompt, _place(token, mask)] = flat[token.row]
+    assert batch is not None, "a site of which no row is known is not read"
+    return batch
+
+
+def _place(token: LastToken, mask: torch.Tensor) -> int:
+    return int(mask[token.prompt].nonzero()[token.position, 0])
+
+
+def _scheduled(findings: Findings, rows: TokenRows) -> tuple[LastToken, ...]:
+    """The last token of each request in each pass, where the dump tells whose rows a pass has."""
+    schedule = findings.schedule
+    if schedule is None:
+        return ()
+    # Another request's tokens may lie in the same pass: all of them have a row.
+    of_pass: dict[str, list[int]] = {}
+    whole: dict[tuple[str, int], int] = {}
+    for stretches in schedule.stretches.values():
+        for stretch in stretches:
+            of_pass.setdefault(stretch.step, []).append(stretch.row)
+            whole[stretch.step, stretch.row] = stretch.stop
+    order = {step: sorted(starts) for step, starts in of_pass.items()}
+    return tuple(
+        LastToken(
+            step=stretch.step,
+            row=order[stretch.step].index(stretch.row),
+            num_rows=len(order[stretch.step]),
+            prompt=prompt,
+            position=stretch.stop - 1,
+        )
+        for prompt, stretches in enumerate(rows.stretches)
+        for stretch in stretches
+        # A request that went on in the pass has its row behind the prompt's last token.
+        if whole[stretch.step, stretch.row] == stretch.stop
+    )
+
+
+def _unscheduled(findings: Findings, rows: TokenRows) -> tuple[LastToken, ...]:
+    """The last token of each prompt in passes that follow each other."""
+    groups = findings.passes
+    if len(groups) not in (1, len(rows.lengths)):
+        return ()
+    return tuple(
+        token
+        for number, group in enumerate(groups)
+        for token in _of_group(
+            findings,
+            group,
+            rows if len(groups) == 1 else rows.of_prompt(number),
+            first_prompt=0 if len(groups) == 1 else number,
+        )
+    )
+
+
+def _of_group(
+    findings: Findings, group: tuple[str, ...], rows: TokenRows, *, first_prompt: int
+) -> Iterator[LastToken]:
+    counts = [_all_rows(findings, step) for step in group]
+    reached = [0] * len(rows.lengths)
+    for step, of_pass in zip(group, rows.in_passes(counts), strict=True):
+        for number, length in enumerate(of_pass.lengths):
+            reached[number] += length
+            yield LastToken(
+                step=step,
+                row=number,
+                num_rows=len(of_pass.lengths),
+                prompt=first_prompt + number,
+                position=reached[number] - 1,
+            )
+
+
+def _all_rows(findings: Findings, step: str) -> int:
+    """Rows of the pass: those of a layer's tensors, which have all of them; more where a tensor shows its heads."""
+    rows = [_num_rows(found, step) for (layer, _), found in findings.sites.items() if layer is not None]
+    return min((count for count in rows if count), default=0)
+
+
+def _num_rows(found: Found, step: str) -> int:
+    """Rows of a site's tensor in one pass; 0 where it holds none."""
+    pieces = found.terms[0].of_pass(step)
+    return math.prod(next(iter(pieces.values())).shape[:-1]) if pieces else 0

@@ -1,0 +1,87 @@
+"""Traces of transformers' model debugger, with tensors in files of their own (`use_repr=False`).
+
+`{Class}_debug_tree_FULL_TENSORS.json` with `{Class}.{path}_inputs_args_0.safetensors`, `…_inputs_kwargs_{name}`,
+`…_outputs` and `…_outputs_{i}`, the tensor under `data`; the model's own begin with `{Class}_`. Outputs are kept of
+modules without submodules only, inputs of all, by rank 0 alone, and of the last forward pass. The tree may leave
+layers out (`do_prune_layers`), their files stay: the names of the files count. Written against transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.errors import CaptureError
+
+NAME = "transformers"
+LAYOUT = "<Class>_debug_tree_FULL_TENSORS.json with <Class>.<path>_outputs.safetensors"
+
+_TREE = "_debug_tree_FULL_TENSORS.json"
+_REST = re.compile(
+    r"(\.(?P<module>.+?))?_"
+    r"(inputs_(?P<kind>args|kwargs)_(?P<input>.+)|outputs(_(?P<output>.+))?)"
+    r"\.safetensors"
+)
+_STEP = "0"
+
+
+def recognises(directory: Path) -> bool:
+    """Whether the folder holds a trace of this kind."""
+    return any(directory.glob(f"*{_TREE}"))
+
+
+def read_dump(directory: Path) -> Dump:
+    """What the folder holds.
+
+    Raises:
+        CaptureError: It holds the traces of several models, one without its tensors, or a damaged file.
+    """
+    names = sorted(path.name.removesuffix(_TREE) for path in directory.glob(f"*{_TREE}"))
+    if len(names) != 1:
+        raise CaptureError(
+            f"{directory} holds traces of {len(names)} models",
+            expected="one",
+            found=", ".join(names),
+            next_step="Keep the trace of each model in a folder of its own.",
+        )
+    pieces = tuple(
+        piece
+        for path in sorted(directory.glob(f"{names[0]}*.safetensors"))
+        for piece in _pieces(path, names[0])
+    )
+    if not pieces:
+        raise CaptureError(
+            f"{directory} holds a trace without its tensors",
+            expected=f"files such as {names[0]}.model.norm_outputs.safetensors",
+            next_step="Trace again with model_addition_debugger_context(…, use_repr=False).",
+        )
+    return Dump(
+        directory=directory,
+        format=NAME,
+        pieces=pieces,
+        steps=(_STEP,),
+        is_packed=False,
+        is_one_rank=True,
+        is_whole_model=True,
+    )
+
+
+def _pieces(path: Path, class_name: str) -> Iterator[Piece]:
+    match = _REST.fullmatch(path.name.removeprefix(class_name))
+    if match is None:
+        return
+    for held in list_tensors(path):
+        yield Piece(
+            file=path.name,
+            keys=held.keys,
+            module=match["module"] or "",
+            point="input" if match["kind"] else "output",
+            element=match["input"] or match["output"] or "",
+            step=_STEP,
+            rank=0,
+            shape=held.shape,
+            dtype=held.dtype,
+        )

@@ -1,0 +1,249 @@
+"""NameMap: what a user's YAML says of another tool's dump: where sites lie, which rows are real, how it was divided.
+
+format: msprobe                 # else found from the files
+ranks: 2                        # else as many as wrote into the dump
+steps: ["0"]                    # passes to read, by label; [["0", "0.1"]] reads a prefill and a decoded row behind it
+requests: ["0", "1"]            # the prompts' requests, in their order, where the dump names requests
+lengths: [48, 33]               # real tokens of each prompt; else those of the capture on the other side
+padding: right                  # where padded rows are padded
+rows: padded                    # or packed: the tokens of all prompts one after another
+attention_mask: mask.pt         # instead of lengths and padding: [B,S] of 0 and 1, beside the map
+usual_names: true               # whether sites that the map does not name are looked for under the usual names
+sites:
+  q_proj: "layers.{layer}.self_attn.qkv_proj[0:768]@shard(-1)"
+  k_proj: "layers.{layer}.self_attn.qkv_proj[768:896]@shard(-1)"
+  output: {sum: ["layers.{layer}:output[0]", "layers.{layer}:output[1]"]}
+  q_rope: {from: "layers.{layer}.self_attn.rotary:output[0]", transpose: [0, 2, 1, 3]}
+  logits: lm_head
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.dumps.formats import FORMATS
+from minimax_tools.dumps.place import Place
+from minimax_tools.dumps.usual_names import INPUT_IDS, Source
+from minimax_tools.errors import UsageError
+from minimax_tools.machine.yaml_file import read_yaml
+from minimax_tools.model.sites import ModelSite, Site
+
+_KEYS = (
+    *(
+        "format",
+        "ranks",
+        "steps",
+        "requests",
+        "lengths",
+        "padding",
+        "rows",
+        "attention_mask",
+        "usual_names",
+        "sites",
+    ),
+)
+_SIDES = ("right", "left")
+_ROWS = ("padded", "packed")
+_SEE = "The keys are: " + ", ".join(_KEYS) + "."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where one site lies, as a user said it.
+
+    Args:
+        source: The terms that are added up, most often one.
+        transpose: Order of the dims that makes of each term the shape that mm2 gives the site; empty to leave it.
+    """
+
+    source: Source
+    transpose: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameMap:
+    """What is known of a dump beside its files; by default nothing.
+
+    Args:
+        path: The file it was read from.
+        format: The layout's name; None where the files tell.
+        num_ranks: Ranks that the port was divided among; None where the dump tells.
+        steps: Passes to read, one after another; those of an inner tuple follow each other for the same prompts.
+        requests: The prompts' requests, in the prompts' order; empty where their tokens or lengths tell.
+        lengths: Real tokens of each prompt, in all passes together.
+        padding: `right` or `left`.
+        is_packed: Whether the prompts' tokens lie one after another; None where the format tells.
+        attention_mask: A file with [B,S] of 0 and 1.
+        has_usual_names: Whether sites not named here are looked for under the usual names.
+        origins: Where sites lie.
+    """
+
+    path: Path | None = None
+    format: str | None = None
+    num_ranks: int | None = None
+    steps: tuple[tuple[str, ...], ...] = ()
+    requests: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+    padding: str = "right"
+    is_packed: bool | None = None
+    attention_mask: Path | None = None
+    has_usual_names: bool = True
+    origins: Mapping[Site | ModelSite | str, Origin] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> NameMap:
+        """Read a map.
+
+        Raises:
+            UsageError: The file is no map; the key that is wrong is named.
+        """
+        record = read_yaml(path)
+        if not isinstance(record, Mapping):
+            raise UsageError(f"{path} is no map", expected="keys and values", next_step=_SEE)
+        unknown = [str(key) for key in record if key not in _KEYS]
+        if unknown:
+            raise UsageError(f"{path} has keys that no map has", found=", ".join(unknown), next_step=_SEE)
+        reader = _Reader(path, record)
+        if reader.has("attention_mask") and reader.has("lengths"):
+            raise UsageError(
+                f"{path} gives lengths and attention_mask", next_step="One of them says which rows are real."
+            )
+        return cls(
+            path=path,
+            format=reader.choice("format", tuple(FORMATS)),
+            num_ranks=reader.count("ranks"),
+            steps=reader.steps(),
+            requests=reader.labels("requests"),
+            lengths=reader.lengths(),
+            padding=reader.choice("padding", _SIDES) or _SIDES[0],
+            is_packed=None if not reader.has("rows") else reader.choice("rows", _ROWS) == "packed",
+            attention_mask=reader.file("attention_mask"),
+            has_usual_names=reader.switch("usual_names", default=True),
+            origins=reader.origins(),
+        )
+
+
+class _Reader:
+    """Takes the values of one file, and names file and key where one is wrong."""
+
+    def __init__(self, path: Path, record: Mapping[Any, Any]) -> None:
+        self._path = path
+        self._record = record
+
+    def has(self, key: str) -> bool:
+        return self._record.get(key) is not None
+
+    def choice(self, key: str, allowed: tuple[str, ...]) -> str | None:
+        value = self._record.get(key)
+        if value is not None and value not in allowed:
+            raise self._wrong(key, expected=" or ".join(allowed))
+        return value
+
+    def switch(self, key: str, *, default: bool) -> bool:
+        value = self._record.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, expected="true or false")
+        return value
+
+    def count(self, key: str) -> int | None:
+        value = self._record.get(key)
+        if value is not None and not _is_count(value):
+            raise self._wrong(key, expected="a whole number from 1")
+        return value
+
+    def lengths(self) -> tuple[int, ...]:
+        value = self._record.get("lengths") or []
+        if not isinstance(value, list) or not all(_is_count(length) for length in value):
+            raise self._wrong("lengths", expected="a list of whole numbers from 1, such as [48, 33]")
+        return tuple(value)
+
+    def steps(self) -> tuple[tuple[str, ...], ...]:
+        value = self._record.get("steps") or []
+        groups = [group if isinstance(group, list) else [group] for group in _listed(value)]
+        labels = [label for group in groups for label in group]
+        is_list = isinstance(value, list) and all(groups)
+        if not is_list or any(
+            isinstance(label, bool) or not isinstance(label, (str, int)) for label in labels
+        ):
+            raise self._wrong(
+                "steps",
+                expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
+            )
+        return tuple(tuple(str(label) for label in group) for group in groups)
+
+    def labels(self, key: str) -> tuple[str, ...]:
+        value = self._record.get(key) or []
+        if not isinstance(value, list) or any(
+            isinstance(label, bool) or not isinstance(label, (str, int)) for label in value
+        ):
+            raise self._wrong(key, expected='a list of names, such as ["0", "1"]')
+        return tuple(str(label) for label in value)
+
+    def file(self, key: str) -> Path | None:
+        value = self._record.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self._wrong(key, expected="a file's name")
+        return self._path.parent / value
+
+    def origins(self) -> dict[Site | ModelSite | str, Origin]:
+        sites = self._record.get("sites") or {}
+        if not isinstance(sites, Mapping):
+            raise self._wrong("sites", expected="sites and where they lie")
+        return {self._site(name): self._origin(str(name), value) for name, value in sites.items()}
+
+    def _site(self, name: Any) -> Site | ModelSite | str:
+        for kind in (Site, ModelSite):
+            if name in [str(site) for site in kind]:
+                return kind(name)
+        if name == INPUT_IDS:
+            return INPUT_IDS
+        raise UsageError(
+            f"{self._path}: {name!r} is no site",
+            expected="one of " + ", ".join((*map(str, Site), *map(str, ModelSite), INPUT_IDS)),
+        )
+
+    def _origin(self, name: str, value: Any) -> Origin:
+        terms: Any = value
+        transpose: tuple[int, ...] = ()
+        if isinstance(value, Mapping):
+            unknown = value.keys() - {"from", "sum", "transpose"}
+            if unknown or ("from" in value) == ("sum" in value):
+                raise self._wrong_site(name, value)
+            terms = value.get("from", value.get("sum"))
+            transpose = tuple(value.get("transpose") or ())
+            if sorted(transpose) != list(range(len(transpose))):
+                raise self._wrong_site(name, value)
+        terms = terms if isinstance(terms, list) else [terms]
+        if not terms or not all(isinstance(term, str) for term in terms):
+            raise self._wrong_site(name, value)
+        try:
+            return Origin(source=tuple(Place.parse(term) for term in terms), transpose=transpose)
+        except UsageError as error:
+            raise UsageError(f"{self._path}: sites.{name}: {error.what}", expected=error.expected) from error
+
+    def _wrong(self, key: str, *, expected: str) -> UsageError:
+        return UsageError(f"{self._path}: {key} is wrong", expected=expected, found=repr(self._record[key]))
+
+    def _wrong_site(self, name: str, value: Any) -> UsageError:
+        return UsageError(
+            f"{self._path}: sites.{name} is wrong",
+            expected="a place, or {from: PLACE} or {sum: [PLACE, …]}, these with or without transpose: [0, 2, 1, 3]",
+            found=repr(value),
+        )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_count(value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 1
+    except TypeError:
+        return False

@@ -1,0 +1,121 @@
+"""Captures of neuronx-distributed-inference: one file for each tensor of each step, written by rank 0 alone.
+
+`captured_tensors_{cte|tkg}_step_{N}_module_{name}_{output|input}.pt`, with `capture_metadata.json` beside them; its
+counterpart for models in eager mode writes `…_output_0`, `…_inputs_0` and `…_inputs_kwargs_{name}`, and no metadata.
+Step 1 is the prefill, padded to its bucket. Of a module's outputs on the device the first is kept: of attention's, a
+record, the first by name, which may be a table of the rotary embedding. Written against NxDI 0.10.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.errors import CaptureError
+
+NAME = "nxdi"
+LAYOUT = "captured_tensors_cte_step_1_module_<name>_output.pt"
+
+_FILE = re.compile(
+    r"captured_tensors_(?P<phase>cte|ctx|tkg)_step_(?P<step>\d+)_"
+    r"(module_(?P<module>.+)|manual_tensor_(?P<manual>\d+))\.pt"
+)
+# Which of a record's tensors that is, its file does not tell: it is taken for no site unless a map says so.
+_ATTENTION, _FIRST_BY_NAME = re.compile(r"(.+\.)?self_attn"), "first"
+_METADATA = "capture_metadata.json"
+# The likeliest first: a module's own name may hold such words too.
+_ENDINGS = tuple(
+    re.compile(text)
+    for text in (
+        r"(?P<module>.+)[._](?P<point>input|output)",
+        r"(?P<module>.+)_(?P<point>input|output)s?_(?P<element>\d+(_\d+)*)",
+        r"(?P<module>.+?)_(?P<point>input)s_kwargs_(?P<element>.+)",
+        r"(?P<module>.+)[._](?P<point>input|output)s",
+        r"(?P<module>.+?)_(?P<point>output)_(?P<element>.+)",
+    )
+)
+
+
+def recognises(directory: Path) -> bool:
+    """Whether the folder holds files of this layout."""
+    return any(_FILE.fullmatch(path.name) for path in directory.glob("captured_tensors_*.pt"))
+
+
+def read_dump(directory: Path) -> Dump:
+    """What the folder holds.
+
+    Raises:
+        CaptureError: A file is damaged.
+    """
+    named = _read_metadata(directory / _METADATA)
+    matches = {
+        path.name: match
+        for path in sorted(directory.glob("captured_tensors_*.pt"))
+        if (match := _FILE.fullmatch(path.name)) is not None
+    }
+    pieces = tuple(
+        piece for name, match in matches.items() for piece in _pieces(directory, match, named.get(name, {}))
+    )
+    steps = sorted({int(match["step"]) for match in matches.values()})
+    return Dump(
+        directory=directory,
+        format=NAME,
+        pieces=pieces,
+        steps=tuple(str(step) for step in steps),
+        is_packed=False,
+        is_one_rank=True,
+        without_tensor=tuple(sorted(matches.keys() - {piece.file for piece in pieces})),
+    )
+
+
+def _pieces(directory: Path, match: re.Match[str], named: Mapping[str, Any]) -> Iterator[Piece]:
+    module, point, element = _parse_name(match, named)
+    for held in list_tensors(directory / match.string):
+        inner = ".".join(str(key) for key in held.keys)
+        yield Piece(
+            file=match.string,
+            keys=held.keys,
+            module=module,
+            point=point,
+            element=".".join(part for part in (element, inner) if part),
+            step=str(int(match["step"])),
+            rank=0,
+            shape=held.shape,
+            dtype=held.dtype,
+        )
+
+
+def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Module, point and element: as the metadata says, else as the name does."""
+    if match["manual"] is not None:
+        return f"manual_tensor_{match['manual']}", "output", ""
+    module, kind = named.get("module_name"), named.get("tensor_type")
+    if isinstance(module, str) and kind in ("input", "output"):
+        is_of_record = kind == "output" and _ATTENTION.fullmatch(module) is not None
+        return module, kind, _FIRST_BY_NAME if is_of_record else ""
+    for ending in _ENDINGS:
+        found = ending.fullmatch(match["module"])
+        if found is not None:
+            return found["module"], found["point"], found.groupdict().get("element") or ""
+    return match["module"], "output", ""
+
+
+def _read_metadata(path: Path) -> Mapping[str, Mapping[str, Any]]:
+    """What the metadata says of each file; nothing where there is none."""
+    if not path.exists():
+        return {}
+    try:
+        tensors = json.loads(path.read_text(encoding="utf-8"))["tensors"]
+        return {name: entry for name, entry in tensors.items() if isinstance(entry, dict)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CaptureError(
+            f"{path} is damaged",
+            expected="a JSON object with what each file holds under 'tensors'",
+            found=f"{type(error).__name__}: {error}",
+            next_step="Remove it, and the files' names say what they hold; or run the capture again.",
+        ) from error

@@ -1,0 +1,125 @@
+"""Opening captures: whoever wrote one, the directory's own files decide how it is read, unless a format is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minimax_tools.capture.manifest import MANIFEST_NAME
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.dumps.formats import FORMATS, find_format
+from minimax_tools.dumps.legacy import LegacyCapture
+from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT
+from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.errors import CaptureError, UsageError
+
+_MAX_NAMED = 5
+_TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a user wants another tool's directory to be read.
+
+    Args:
+        format: The layout's name; None where the files, or the map, tell.
+        names: The map.
+    """
+
+    format: str | None = None
+    names: NameMap = field(default_factory=NameMap)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing was said."""
+        return self.format is None and self.names.path is None
+
+
+def open_source(directory: Path, reading: Reading | None = None) -> CaptureSource:
+    """Open a capture directory: mm2's own, one of `.pt` files, or another tool's dump.
+
+    Raises:
+        CaptureError: The directory is not there, holds none of them, or what it holds is damaged.
+        UsageError: A format or a map is given for what is no other tool's dump.
+    """
+    reading = reading or Reading()
+    if not directory.is_dir():
+        raise CaptureError(
+            f"there is no capture directory {directory}",
+            found="a file" if directory.exists() else None,
+            next_step="Check the path, or make one: mm2-gpu extract-all --model DIR (golden), "
+            "mm2-test sweep (device run).",
+        )
+    if (directory / MANIFEST_NAME).exists():
+        if not reading.is_default:
+            raise UsageError(
+                f"{directory} is mm2's own capture: it takes no format and no map",
+                next_step="Give them to the side that another tool wrote.",
+            )
+        return Capture.open(directory)
+    name = reading.format or reading.names.format
+    if name is not None or find_format(directory) is not None:
+        return ForeignCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
+    if LegacyCapture.recognises(directory):
+        return LegacyCapture.open(directory)
+    raise CaptureError(
+        f"no capture at {directory}",
+        expected=f"{MANIFEST_NAME}, or {LEGACY_LAYOUT}, or the files of {', '.join(FORMATS)}",
+        found=_listed(sorted(path.name for path in directory.iterdir())) or "an empty directory",
+        next_step=_next_step(directory),
+    )
+
+
+def is_others(directory: Path) -> bool:
+    """Whether a directory is no capture in one of mm2's own layouts, so that a format and a map can apply to it."""
+    return not ((directory / MANIFEST_NAME).exists() or LegacyCapture.recognises(directory))
+
+
+def open_sides(
+    reference: Path, target: Path, *, reference_reading: Reading, target_reading: Reading
+) -> tuple[CaptureSource, CaptureSource]:
+    """Open two captures to be compared; another tool's dump is laid out as the batch of the other side.
+
+    Raises:
+        CaptureError: A directory is not there, holds no capture, or what it holds is damaged.
+        IncomparableError: A dump is of other prompts than the other side.
+        UsageError: A format or a map is given for what is no other tool's dump.
+    """
+    mine, theirs = open_source(reference, reference_reading), open_source(target, target_reading)
+    return _aligned(mine, theirs), _aligned(theirs, mine)
+
+
+def _aligned(source: CaptureSource, other: CaptureSource) -> CaptureSource:
+    if not isinstance(source, ForeignCapture):
+        return source
+    mask = other.read_attention_mask()
+    if mask is None:
+        return source
+    if isinstance(other, ForeignCapture):
+        return source.aligned(mask, other.read_input_ids())
+    return source.aligned(mask, other.read_inputs().input_ids if isinstance(other, Capture) else None)
+
+
+def _next_step(directory: Path) -> str:
+    """Captures usually lie one folder further down: name those."""
+    below = sorted(path.name for path in directory.iterdir() if path.is_dir() and _is_capture(path))
+    if below:
+        return f"Name one of the captures in it: {_listed(below)}."
+    if any(path.suffix in _TENSOR_SUFFIXES for path in directory.iterdir()):
+        return (
+            "Tensors of hooks of your own are read under nxdi's names, such as "
+            "captured_tensors_cte_step_1_module_layers.0.mlp_output.pt; mm2-test show tells then which sites "
+            "they map to."
+        )
+    return "Make one: mm2-gpu extract-all --model DIR (golden), mm2-test sweep (device run)."
+
+
+def _is_capture(path: Path) -> bool:
+    return not is_others(path) or find_format(path) is not None
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    return f"{shown} and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else shown

@@ -1,0 +1,71 @@
+"""Piece: one tensor of another tool's dump, known by the names and headers of its file; Dump: all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from minimax_tools.dumps.schedule import PassRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one rank wrote of one tensor in one forward pass.
+
+    Args:
+        file: Path within the dump.
+        keys: Where the tensor lies in the file's value; empty where it is the value.
+        module: Path of the module, or the name that the tensor was given; empty for the model itself.
+        point: `input` or `output`.
+        element: Which of several inputs or outputs: an index, a name, or empty where there is one.
+        step: Label of the forward pass.
+        rank: Tensor-parallel rank that wrote it.
+        shape: Its shape.
+        dtype: Its dtype, as in `bfloat16`.
+        dims: What the tool was told of its dims, as in `b s h[tp]`; None where it was told nothing.
+    """
+
+    file: str
+    keys: tuple[str | int, ...]
+    module: str
+    point: str
+    element: str
+    step: str
+    rank: int
+    shape: tuple[int, ...]
+    dtype: str
+    dims: str | None = None
+
+    def __str__(self) -> str:
+        element = f"[{self.element}]" if self.element else ""
+        return f"{self.module}:{self.point}{element}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """What another tool's directory holds; no tensor of it was read.
+
+    Args:
+        directory: Where it lies.
+        format: Name of the layout.
+        pieces: Its tensors.
+        steps: Labels of its forward passes, in their order; the first prefill comes first.
+        num_ranks: Ranks of one tensor-parallel group, as far as the dump tells.
+        is_packed: Whether the tool lays the tokens of all prompts one after another, rather than in padded rows;
+            None where it does either.
+        is_one_rank: Whether the tool keeps rank 0's tensors alone, however many ranks there were.
+        is_whole_model: Whether the tool writes what every module of the model is fed: its last layer is the model's.
+        without_tensor: Files that hold no tensor.
+        records: What the tool tells of the tokens of its passes; empty where it tells nothing.
+    """
+
+    directory: Path
+    format: str
+    pieces: tuple[Piece, ...]
+    steps: tuple[str, ...]
+    num_ranks: int = 1
+    is_packed: bool | None = None
+    is_one_rank: bool = False
+    is_whole_model: bool = False
+    without_tensor: tuple[str, ...] = ()
+    records: tuple[PassRecord, ...] = ()

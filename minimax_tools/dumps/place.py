@@ -1,0 +1,153 @@
+"""Place: where in another tool's dump a site lies, in the words of a map.
+
+    model.layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)
+
+A module's path, with `{layer}` for the layer's number (`{next}` for that of the layer behind it); the whole path or
+its end. `:input` or `:output` (the default), and which of several, by index or name. `[start:stop]` cuts each
+rank's tensor along its last dim before the ranks are put together, which is how a fused tensor is taken apart.
+`@` and a layout (`minimax_tools.model.site_layouts`) says how the ranks' pieces make it up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.dumps.piece import Piece
+from minimax_tools.errors import CaptureError, TargetError, UsageError
+from minimax_tools.model.site_layouts import Layout, parse_layout
+
+_NOTATION = re.compile(
+    r"(?P<path>[^:@\[\]]*)"
+    r"(:(?P<point>input|output)(\[(?P<element>[^\]:]+)\])?)?"
+    r"(\[(?P<start>\d+):(?P<stop>\d+)\])?"
+    r"(@(?P<layout>.+))?"
+)
+_EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
+_LAYER, _NEXT = "{layer}", "{next}"
+_OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
+# Which of a module's inputs or outputs is meant where a place does not say.
+_USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a site lies.
+
+    Args:
+        path: The module's path or its end, with `{layer}` or `{next}` where there is one for each layer.
+        point: `input` or `output`.
+        element: Which of several; None for the only one or the first.
+        part: First and last+1 index along the last dim of each rank's tensor; None for all.
+        layout: How the ranks' pieces make up the whole; None where nobody said.
+    """
+
+    path: str
+    point: str = "output"
+    element: str | None = None
+    part: tuple[int, int] | None = None
+    layout: Layout | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """Read the notation above.
+
+        Raises:
+            UsageError: The text is not of that form.
+        """
+        match = _NOTATION.fullmatch(text.strip())
+        if match is None or text.count(_LAYER) + text.count(_NEXT) > 1:
+            raise UsageError(f"the place {text!r} cannot be read", expected=_EXAMPLE)
+        part = (int(match["start"]), int(match["stop"])) if match["start"] else None
+        if part is not None and part[0] >= part[1]:
+            raise UsageError(f"the place {text!r} takes nothing: its part ends before it begins")
+        try:
+            layout = parse_layout(match["layout"]) if match["layout"] else None
+        except TargetError as error:
+            raise UsageError(
+                f"the place {text!r} cannot be read: {error.what}", expected=error.expected
+            ) from error
+        return cls(
+            path=match["path"].strip(),
+            point=match["point"] or "output",
+            element=match["element"],
+            part=part,
+            layout=layout,
+        )
+
+    def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:
+        """The modules that are meant, by layer; by None where the path names no layer.
+
+        Raises:
+            CaptureError: Two modules are meant for one layer.
+        """
+        pattern = self._pattern()
+        found: dict[int | None, str] = {}
+        exact: set[int | None] = set()
+        for module in modules:
+            match = pattern.fullmatch(module)
+            if match is None or _OTHER_LAYER.search(match["prefix"]):
+                continue
+            numbers = match.groupdict()
+            layer = None
+            if numbers.get("layer") is not None:
+                layer = int(numbers["layer"])
+            elif numbers.get("next") is not None:
+                layer = int(numbers["next"]) - 1
+            if layer in found and layer in exact:
+                continue
+            if layer in found and match["prefix"]:
+                raise CaptureError(
+                    f"the place {self} means two modules",
+                    found=f"{found[layer]} and {module}",
+                    next_step="Name more of the path in the map.",
+                )
+            found[layer] = module
+            if not match["prefix"]:
+                exact.add(layer)
+        return {layer: module for layer, module in found.items() if layer is None or layer >= 0}
+
+    def choose(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        """Those of one module's pieces that are meant: one for each rank and pass."""
+        wanted: tuple[str, ...]
+        own = [piece for piece in pieces if piece.point == self.point]
+        wanted = (self.element,) if self.element is not None else _USUAL_ELEMENTS
+        if self.element == "0":
+            wanted = ("0", "")  # the first of one
+        for element in wanted:
+            chosen = tuple(piece for piece in own if piece.element == element)
+            if chosen:
+                return chosen
+        return ()
+
+    def cut(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """The part of one rank's tensor that is meant.
+
+        Raises:
+            CaptureError: The tensor does not reach so far.
+        """
+        if self.part is None:
+            return tensor
+        start, stop = self.part
+        if tensor.ndim == 0 or tensor.shape[-1] < stop:
+            raise CaptureError(
+                f"{what} cannot be cut as the map says",
+                expected=f"at least {stop} along the last dim of every rank's tensor",
+                found=str(list(tensor.shape)),
+                next_step="Correct the part in the map; it counts on each rank, before ranks are put together.",
+            )
+        return tensor[..., start:stop]
+
+    def _pattern(self) -> re.Pattern[str]:
+        body = re.escape(self.path)
+        body = body.replace(re.escape(_LAYER), r"(?P<layer>\d+)").replace(re.escape(_NEXT), r"(?P<next>\d+)")
+        # The model itself has no path, and no module's end is meant by that.
+        return re.compile(rf"(?P<prefix>(?:.+\.)?){body}" if self.path else r"(?P<prefix>)")
+
+    def __str__(self) -> str:
+        element = "" if self.element is None else f"[{self.element}]"
+        part = "" if self.part is None else f"[{self.part[0]}:{self.part[1]}]"
+        return f"{self.path}:{self.point}{element}{part}{self.layout or ''}"

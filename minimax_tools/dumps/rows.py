@@ -1,0 +1,175 @@
+"""TokenRows: which rows of a dump's tensor are real tokens, and how they are laid out again as the other side's batch.
+
+B prompts, S their padded length, T real tokens of all prompts, F channels; S' the padded length in the dump.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from minimax_tools.dumps.schedule import Stretch
+from minimax_tools.errors import CaptureError
+
+_HOW = "Name the rows in a map: lengths, padding (left or right), rows (padded or packed)."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenRows:
+    """The prompts of a dump.
+
+    Args:
+        lengths: Real tokens of each prompt, in all passes together.
+        padding: Where a padded row is padded: `right` or `left`.
+        is_packed: Whether the prompts' tokens lie one after another; None where the shape must tell.
+        mask: bool [B,S'] of real tokens, where that was given instead of lengths and side.
+        stretches: Where each prompt's tokens lie in the passes, where the dump tells; else empty.
+    """
+
+    lengths: tuple[int, ...]
+    padding: str
+    is_packed: bool | None
+    mask: torch.Tensor | None = None
+    stretches: tuple[tuple[Stretch, ...], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    def take(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        """The real tokens [T,F] of [B,S',F], [B·S',F], packed [T',F] or [1,T',F].
+
+        Raises:
+            CaptureError: The tensor has fewer rows, or nothing tells which of them are real.
+        """
+        if tensor.ndim == 3 and tensor.shape[0] == 1 and (len(self.lengths) > 1 or self.is_packed):
+            tensor = tensor[0]
+        if tensor.ndim == 3 and tensor.shape[0] == len(self.lengths):
+            return self._take_padded(tensor, what=what)
+        if tensor.ndim != 2:
+            raise _unreadable(tensor, self.lengths, what=what)
+        if self._is_packed(tensor, what=what):
+            return self._take_packed(tensor, what=what)
+        if tensor.shape[0] % len(self.lengths):
+            raise _unreadable(tensor, self.lengths, what=what)
+        return self._take_padded(tensor.reshape(len(self.lengths), -1, tensor.shape[-1]), what=what)
+
+    def in_passes(self, counts: Sequence[int]) -> tuple[TokenRows, ...]:
+        """Those of passes that follow each other, whose tensors have so many rows.
+
+        Passes whose rows together are those of a single prompt are its chunks; else all but the first have one row of
+        each prompt.
+        """
+        if len(counts) == 1:
+            return (self,)
+        if self.lengths == (sum(counts),):
+            return tuple(replace(self, lengths=(count,), mask=None) for count in counts)
+        behind = len(counts) - 1
+        first = replace(self, lengths=tuple(length - behind for length in self.lengths))
+        return (first, *(replace(self, lengths=(1,) * len(self.lengths), mask=None) for _ in range(behind)))
+
+    def of_prompt(self, prompt: int) -> TokenRows:
+        """Those of one prompt alone."""
+        own = slice(prompt, prompt + 1)
+        return replace(self, lengths=self.lengths[own], mask=None if self.mask is None else self.mask[own])
+
+    def _is_packed(self, tensor: torch.Tensor, *, what: str) -> bool:
+        if self.is_packed is not None:
+            return self.is_packed
+        if len(self.lengths) == 1 or tensor.shape[0] == self.num_tokens:
+            return True
+        raise _unreadable(tensor, self.lengths, what=what)
+
+    def _take_packed(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        if tensor.shape[0] < self.num_tokens:
+            raise _too_few(tensor, self.lengths, what=what)
+        start = tensor.shape[0] - self.num_tokens if self.padding == "left" else 0
+        return tensor[start : start + self.num_tokens]
+
+    def _take_padded(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
+        length = tensor.shape[1]
+        if self.mask is not None:
+            if tuple(self.mask.shape) != tuple(tensor.shape[:2]):
+                raise CaptureError(
+                    f"{what} is of another batch than the attention mask",
+                    expected=f"[B,S] of {tuple(self.mask.shape)}",
+                    found=str(tuple(tensor.shape)),
+                    next_step=_HOW,
+                )
+            return tensor[self.mask]
+        if length < max(self.lengths):
+            raise _too_few(tensor, self.lengths, what=what)
+        positions = torch.arange(length)
+        lengths = torch.tensor(self.lengths)[:, None]
+        is_real = positions >= length - lengths if self.padding == "left" else positions < lengths
+        return tensor[is_real]
+
+
+def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None, what: str) -> torch.Tensor:
+    """Some tokens [n,F] of one pass's packed [T',F], [1,T',F] or [T',1,F].
+
+    Args:
+        tensor: The pass's tensor.
+        stretch: The tokens.
+        num_rows: T', where the pass tells it.
+        what: Names the tensor in messages.
+
+    Raises:
+        CaptureError: The tensor has other rows than the pass.
+    """
+    if tensor.ndim == 3 and 1 in tensor.shape[:2]:
+        tensor = tensor.flatten(0, 1)
+    stop = stretch.row + stretch.length
+    is_other = num_rows is not None and tensor.shape[0] != num_rows
+    if tensor.ndim != 2 or tensor.shape[0] < stop or is_other:
+        raise CaptureError(
+            f"{what} does not hold the rows that the pass is said to have",
+            expected=f"{f'{stop} or more' if num_rows is None else num_rows} rows",
+            found=str(list(tensor.shape)),
+            next_step=_HOW,
+        )
+    return tensor[stretch.row : stop]
+
+
+def join_passes(passes: Sequence[torch.Tensor], lengths: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """The tokens [T,F] of passes that follow each other, prompt by prompt.
+
+    Args:
+        passes: Real tokens of each pass.
+        lengths: How many of them belong to each prompt.
+    """
+    parts = [tokens.split(of_prompts) for tokens, of_prompts in zip(passes, lengths, strict=True)]
+    return torch.cat([part for of_prompt in zip(*parts, strict=True) for part in of_prompt])
+
+
+def lay_out(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Tokens [T,F] on the real places of a batch, [B,S,F]; zeros on its padding."""
+    batch = tokens.new_zeros((*mask.shape, tokens.shape[-1]))
+    batch[mask] = tokens
+    return batch
+
+
+def batch_mask(lengths: tuple[int, ...]) -> torch.Tensor:
+    """bool [B,S] of prompts padded on the right to the longest."""
+    return torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+
+
+def _too_few(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) -> CaptureError:
+    return CaptureError(
+        f"{what} holds fewer rows than the prompts have tokens",
+        expected=f"prompts of {', '.join(map(str, lengths))} tokens",
+        found=str(list(tensor.shape)),
+        next_step="Choose other passes (steps in a map), or run both sides on the same prompts.",
+    )
+
+
+def _unreadable(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) -> CaptureError:
+    return CaptureError(
+        f"{what}: nothing tells which rows are real",
+        expected=f"prompts of {', '.join(map(str, lengths))} tokens as [{len(lengths)},S,F], or one after another",
+        found=str(list(tensor.shape)),
+        next_step=_HOW,
+    )

@@ -1,0 +1,259 @@
+"""Dumps of SGLang's dumper: `{exp}/step=0___rank=0___dump_index=1___name=X….pt`, each a dict of `value` and `meta`.
+
+`meta` tells the name, step and ranks, and, where the caller said so, the dims (`b s h[tp]`). What its hooks on all
+modules write is named `non_intrusive__{module}.inputs.{i}` and `….output`. A name dumped again in the same step is
+the next pass of it. Tokens of all requests lie one after another, unless the dims name a batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.schedule import PassRecord
+from minimax_tools.dumps.tensor_file import describe_structure, find_tensors, read_tensor
+from minimax_tools.errors import CaptureError
+
+NAME = "sglang"
+LAYOUT = "step=0___rank=0___dump_index=1___name=<name>.pt"
+
+_FILE = re.compile(r"step=\d+___rank=\d+___dump_index=\d+___name=.+\.pt")
+_HOOK_PREFIX = "non_intrusive__"
+_HOOK_NAME = re.compile(r"((?P<module>.+)\.)?(?P<point>inputs|output)(\.(?P<element>.+))?")
+_PARALLEL = ("sglang_parallel_info", "megatron_parallel_info")
+# What the hooks name as such, whichever module is called with it.
+_POSITIONS, _SEQ_LENS, _RIDS, _POOL_INDICES = "positions", "seq_lens", "rids", "req_pool_indices"
+_OF_A_BATCH = frozenset(
+    {
+        "input_ids",
+        _POSITIONS,
+        _SEQ_LENS,
+        _RIDS,
+        _POOL_INDICES,
+        "position_ids",
+        "cu_seqlens_q",
+        "cu_seqlens_kv",
+    }
+)
+# Axes that a tensor may be divided along beside that of tensor parallelism: these pieces are not put together here.
+_OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """One file: its pieces without their passes, and what orders it among those of one name."""
+
+    index: int
+    step: int
+    world_rank: int
+    num_ranks: int
+    pieces: tuple[Piece, ...]
+    name: str
+    rids: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """The step and rank, whose files follow each other."""
+        return self.step, self.world_rank
+
+
+def recognises(directory: Path) -> bool:
+    """Whether the folder holds files of this layout."""
+    return any(_FILE.fullmatch(path.name) for path in directory.glob("step=*.pt"))
+
+
+def read_dump(directory: Path) -> Dump:
+    """What the folder holds.
+
+    Raises:
+        CaptureError: A file is damaged or of another layout, or its tensors are divided in a way not known here.
+    """
+    paths = [path for path in sorted(directory.glob("step=*.pt")) if _FILE.fullmatch(path.name)]
+    files = sorted((_read(path) for path in paths), key=lambda file: (file.step, file.index))
+    labels = _find_labels(files)
+    pieces = tuple(
+        replace(piece, step=label)
+        for file, label in zip(files, labels, strict=True)
+        if label is not None
+        for piece in file.pieces
+    )
+    is_packed = not any(_has_batch(piece.dims) for piece in pieces)
+    return Dump(
+        directory=directory,
+        format=NAME,
+        pieces=pieces,
+        steps=tuple(sorted({piece.step for piece in pieces}, key=_order)),
+        num_ranks=max((file.num_ranks for file in files), default=1),
+        is_packed=is_packed,
+        without_tensor=tuple(
+            sorted({path.name for path in paths} - {piece.file for file in files for piece in file.pieces})
+        ),
+        records=tuple(_read_records(directory, files, labels)) if is_packed else (),
+    )
+
+
+def _read(path: Path) -> _File:
+    value = describe_structure(path)
+    meta = value.get("meta") if isinstance(value, Mapping) else None
+    if not isinstance(meta, Mapping) or not isinstance(meta.get("name"), str):
+        raise CaptureError(
+            f"{path} is of another layout",
+            expected="a dict with 'value' and 'meta', and a 'name' in the latter",
+            found=type(value).__name__,
+            next_step="Keep such files out of the folder, or name the layout with --format.",
+        )
+    world_rank = _number(meta, "rank", path)
+    rank, num_ranks = _tensor_parallel(meta, path, world_rank)
+    dims = meta.get("dims")
+    module, point, element = _parse_name(meta)
+    pieces = tuple(
+        Piece(
+            file=path.name,
+            keys=held.keys,
+            module=module,
+            point=point,
+            element=".".join(part for part in (element, *map(str, held.keys[1:])) if part),
+            step="",
+            rank=rank,
+            shape=held.shape,
+            dtype=held.dtype,
+            dims=dims if isinstance(dims, str) else None,
+        )
+        for held in find_tensors(value)
+        if held.keys[:1] == ("value",)
+    )
+    name = meta["name"]
+    listed = value.get("value") if name == _RIDS else None
+    return _File(
+        name=name if name in _OF_A_BATCH else str(pieces[0]) if pieces else name,
+        rids=tuple(map(str, listed)) if isinstance(listed, (list, tuple)) else (),
+        index=_number(meta, "dump_index", path),
+        step=_number(meta, "step", path),
+        world_rank=world_rank,
+        num_ranks=num_ranks,
+        pieces=pieces,
+    )
+
+
+def _find_labels(files: list[_File]) -> list[str | None]:
+    """Each file's pass: the step, and how often its name came before in it; None for what a batch holds, again.
+
+    What a batch holds is of the pass of the module that writes next.
+    """
+    seen: Counter[tuple[tuple[int, int], str]] = Counter()
+    numbers: list[int | None] = []
+    for file in files:
+        key = (file.group, file.name)
+        numbers.append(None if file.name in _OF_A_BATCH else seen[key])
+        seen[key] += 1
+    following: dict[tuple[int, int], int] = {}
+    for place in reversed(range(len(files))):
+        number = numbers[place]
+        if number is None:
+            numbers[place] = following.get(files[place].group)
+        else:
+            following[files[place].group] = number
+    labels: list[str | None] = []
+    held: set[tuple[tuple[int, int], str, int]] = set()
+    for file, number in zip(files, numbers, strict=True):
+        # Behind the last module: what belongs to no pass but the last.
+        number = following.get(file.group, 0) if number is None else number
+        entry = (file.group, file.name, number)
+        is_again = file.name in _OF_A_BATCH and entry in held
+        held.add(entry)
+        label = f"{file.step}.{number}" if number else str(file.step)
+        labels.append(None if is_again else label)
+    return labels
+
+
+def _read_records(directory: Path, files: list[_File], labels: list[str | None]) -> Iterator[PassRecord]:
+    """What each pass tells of its requests; none where it tells no positions and lengths."""
+    of_passes: dict[str, dict[str, _File]] = defaultdict(dict)
+    for file, label in zip(files, labels, strict=True):
+        if label is not None and file.world_rank == files[0].world_rank and file.name in _OF_A_BATCH:
+            of_passes[label][file.name] = file
+    times_begun: Counter[str] = Counter()
+    for label in sorted(of_passes, key=_order):
+        held = of_passes[label]
+        if not {_POSITIONS, _SEQ_LENS} <= held.keys() or not held.keys() & {_RIDS, _POOL_INDICES}:
+            return
+        positions, ends = (_read_numbers(directory, held[name]) for name in (_POSITIONS, _SEQ_LENS))
+        slots = held[_RIDS].rids if _RIDS in held else _read_numbers(directory, held[_POOL_INDICES])
+        record = PassRecord(
+            step=label, requests=tuple(str(slot) for slot in slots), positions=positions, ends=ends
+        )
+        if len(ends) != len(slots):
+            return
+        if _RIDS not in held:
+            # A slot of the pool is used again: by another request where its positions begin anew.
+            times_begun.update(slot for slot, stretch in record.stretches() if stretch.start == 0)
+            record = replace(
+                record,
+                requests=tuple(
+                    slot if times_begun[slot] < 2 else f"{slot}.{times_begun[slot]}"
+                    for slot in record.requests
+                ),
+            )
+        yield record
+
+
+def _read_numbers(directory: Path, file: _File) -> tuple[int, ...]:
+    piece = file.pieces[0] if file.pieces else None
+    if piece is None or len(piece.shape) != 1:
+        return ()
+    return tuple(int(number) for number in read_tensor(directory / piece.file, piece.keys))
+
+
+def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Module, point and element of what a hook or a call of the dumper named."""
+    name: str = meta["name"]
+    if name.startswith(_HOOK_PREFIX):
+        match = _HOOK_NAME.fullmatch(name.removeprefix(_HOOK_PREFIX))
+        if match is not None:
+            point = "output" if match["point"] == "output" else "input"
+            return match["module"] or "", point, match["element"] or ""
+    layer = meta.get("layer_id") if name not in _OF_A_BATCH else None
+    has_layer = isinstance(layer, int) and not re.search(r"(^|\.)layers\.\d+(\.|$)", name)
+    return f"layers.{layer}.{name}" if has_layer else name, "output", ""
+
+
+def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tuple[int, int]:
+    """The rank within its tensor-parallel group and the group's size."""
+    known = [info for key in _PARALLEL if isinstance(info := meta.get(key), Mapping) and "tp_rank" in info]
+    if not known:
+        return world_rank, _number(meta, "world_size", path, default=1)
+    divided = [axis for axis in _OTHER_AXES if _number(known[0], f"{axis}_size", path, default=1) > 1]
+    dims = str(meta.get("dims") or "")
+    if any(f"[{axis}" in dims or f",{axis}" in dims for axis in divided):
+        raise CaptureError(
+            f"{path} is divided along an axis that is not put together here",
+            expected="tensors divided among tensor-parallel ranks alone",
+            found=f"dims {dims!r} of a run with {', '.join(divided)}",
+            next_step="Dump without that parallelism.",
+        )
+    return _number(known[0], "tp_rank", path), _number(known[0], "tp_size", path, default=1)
+
+
+def _number(record: Mapping[str, Any], key: str, path: Path, *, default: int = 0) -> int:
+    value = record.get(key, default)
+    if not isinstance(value, int):
+        raise CaptureError(
+            f"{path} is of another layout",
+            expected=f"a whole number as {key}",
+            found=repr(value)[:80],
+            next_step="Keep such files out of the folder, or name the layout with --format.",
+        )
+    return value
+
+
+def _has_batch(dims: str | None) -> bool:
+    return dims is not None and dims.split("#")[0].split()[:1] == ["b"]
+
+
+def _order(label: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in label.split("."))

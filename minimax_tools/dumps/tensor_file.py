@@ -1,0 +1,130 @@
+"""Files that hold tensors, `.pt` or safetensors: what lies in them, and one tensor at a time; nothing is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.dumps.restricted import load_restricted
+from minimax_tools.errors import CaptureError
+from minimax_tools.torch_files.stored import StoredTensor
+from minimax_tools.torch_files.torch_file import read_structure, refusing
+
+_SAFETENSORS = ".safetensors"
+_SAFETENSORS_DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_MAX_NESTING = 8
+_COPY_AGAIN = "Copy it again from the host that wrote it, or run the capture again."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor in a file, described.
+
+    Args:
+        keys: Where it lies in the file's value.
+        shape: Its shape.
+        dtype: Its dtype, as in `bfloat16`.
+    """
+
+    keys: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def describe_structure(path: Path) -> Any:
+    """The value of a `.pt` file, every tensor as its `StoredTensor`; none of their bytes are read.
+
+    Raises:
+        CaptureError: The file is missing or damaged.
+    """
+    with refusing(path, CaptureError, next_step=_COPY_AGAIN):
+        return read_structure(path)
+
+
+def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
+    """The tensors of a file, from its header alone.
+
+    Raises:
+        CaptureError: The file is missing or damaged.
+    """
+    if path.suffix == _SAFETENSORS:
+        return _list_safetensors(path)
+    return tuple(find_tensors(describe_structure(path)))
+
+
+def find_tensors(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[HeldTensor]:
+    """The tensors in what `describe_structure` gave: itself, or in tuples, lists and dicts."""
+    if isinstance(value, StoredTensor):
+        yield HeldTensor(keys=keys, shape=tuple(value.shape), dtype=dtype_name(value.cast or value.dtype))
+    elif len(keys) < _MAX_NESTING:
+        if isinstance(value, Mapping):
+            inner = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
+        else:
+            inner = list(enumerate(value)) if isinstance(value, (tuple, list)) else []
+        for key, item in inner:
+            yield from find_tensors(item, (*keys, key))
+
+
+def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
+    """One tensor of a file, on the CPU and in its stored dtype.
+
+    Raises:
+        CaptureError: The file is missing or damaged, or holds no tensor there.
+    """
+    if path.suffix == _SAFETENSORS:
+        return _read_safetensors(path, str(keys[0]))
+    value = load_restricted(path)
+    try:
+        for key in keys:
+            value = value[key]
+    except (LookupError, TypeError):
+        value = None
+    if not isinstance(value, torch.Tensor):
+        raise CaptureError(
+            f"{path} holds no tensor at {'.'.join(map(str, keys)) or 'its top'}", next_step=_COPY_AGAIN
+        )
+    return value
+
+
+def _list_safetensors(path: Path) -> tuple[HeldTensor, ...]:
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
+            return tuple(
+                HeldTensor(
+                    keys=(name,),
+                    shape=tuple(found.get_shape()),
+                    dtype=_SAFETENSORS_DTYPES.get(str(found.get_dtype()), str(found.get_dtype())),
+                )
+                for name, found in slices.items()
+            )
+    except (OSError, SafetensorError) as error:
+        raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error
+
+
+def _read_safetensors(path: Path, name: str) -> torch.Tensor:
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(name)
+            return tensor
+    except (OSError, SafetensorError) as error:
+        raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error

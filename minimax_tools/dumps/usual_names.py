@@ -1,0 +1,114 @@
+"""The usual names: where MiniMax-M2's sites lie under the hub's, transformers' and NxDI's names of modules.
+
+Of several places the first that a dump holds counts; several in a row are added up. What is not the same in every
+model of a tool stays out, such as the widths at which a fused projection is cut: that takes a map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from minimax_tools.dumps.place import Place
+from minimax_tools.model.site_layouts import Layout, Replicated, Sharded
+from minimax_tools.model.sites import ModelSite, Site
+
+# Terms of a sum, most often one.
+Source = tuple[Place, ...]
+
+INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
+# What the final norm is fed: the last layer's output.
+HEAD_INPUT = "head_input"
+
+_LAYER = "layers.{layer}"
+_MOES = ("block_sparse_moe", "mlp", "moe")
+
+_NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = MappingProxyType(
+    {
+        Site.INPUT: (f"{_LAYER}:input", f"{_LAYER}.input_layernorm:input"),
+        Site.INPUT_NORM: (f"{_LAYER}.input_layernorm",),
+        Site.Q_PROJ: (f"{_LAYER}.self_attn.q_proj", f"{_LAYER}.self_attn.qkv_proj.q_proj"),
+        Site.K_PROJ: (f"{_LAYER}.self_attn.k_proj", f"{_LAYER}.self_attn.qkv_proj.k_proj"),
+        Site.V_PROJ: (f"{_LAYER}.self_attn.v_proj", f"{_LAYER}.self_attn.qkv_proj.v_proj"),
+        Site.Q_NORM: (f"{_LAYER}.self_attn.q_norm",),
+        Site.K_NORM: (f"{_LAYER}.self_attn.k_norm",),
+        Site.ATTN_CONTEXT: (f"{_LAYER}.self_attn.o_proj:input",),
+        Site.ATTN_DELTA: (f"{_LAYER}.self_attn.o_proj", f"{_LAYER}.self_attn"),
+        Site.ATTN_RESIDUAL: (f"{_LAYER}.post_attention_layernorm:input",),
+        Site.POST_NORM: (f"{_LAYER}.post_attention_layernorm",),
+        Site.ROUTER_LOGITS: tuple(
+            f"{_LAYER}.{moe}.{name}"
+            for moe in _MOES
+            for name in ("gate", "router.linear_router", "router:output[0]")
+        ),
+        Site.ROUTER_EXPERTS: tuple(
+            f"{_LAYER}.{moe}.{name}:output[2]" for moe in _MOES for name in ("gate", "router")
+        ),
+        # transformers' router gives the weights of the chosen; NxDI's gives affinities to all, which are no site.
+        Site.ROUTER_WEIGHTS: tuple(f"{_LAYER}.{moe}.gate:output[1]" for moe in _MOES),
+        Site.MOE_DELTA: tuple(f"{_LAYER}.{moe}" for moe in _MOES),
+        # Where a layer's own output was not kept, the layer behind it, or the final norm, was fed it.
+        Site.OUTPUT: (f"{_LAYER}", "layers.{next}:input", "layers.{next}.input_layernorm:input"),
+        ModelSite.EMBEDDING: ("model.embed_tokens", "embed_tokens"),
+        ModelSite.FINAL_NORM: ("model.norm", "norm"),
+        ModelSite.LOGITS: ("lm_head", ":output[logits]", ":output[next_token_logits]"),
+        INPUT_IDS: (
+            ":input[input_ids]",
+            "model:input[input_ids]",
+            "input_ids",
+            "model.embed_tokens:input",
+            "embed_tokens:input",
+        ),
+        ATTENTION_MASK: (":input[attention_mask]", "model:input[attention_mask]"),
+        HEAD_INPUT: ("model.norm:input", "norm:input"),
+    }
+)
+# vLLM's and SGLang's models fuse each residual add into the norm behind it: norms and layers are called with pairs of
+# what is to be added, and return them.
+_FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = MappingProxyType(
+    {
+        Site.INPUT: (),
+        Site.INPUT_NORM: ((f"{_LAYER}.input_layernorm:output[0]",),),
+        Site.ATTN_RESIDUAL: ((f"{_LAYER}.post_attention_layernorm:output[1]",),),
+        Site.POST_NORM: ((f"{_LAYER}.post_attention_layernorm:output[0]",),),
+        # SGLang 0.5.23 hands the residual on beside the modules: the norm behind the layer shows their sum.
+        Site.OUTPUT: (
+            (f"{_LAYER}:output[0]", f"{_LAYER}:output[1]"),
+            ("layers.{next}.input_layernorm:output[1]",),
+        ),
+    }
+)
+_NXDI_QUERIES = f"{_LAYER}.self_attn.qkv_proj:output[0]"
+
+_SPLIT_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, Site.ATTN_CONTEXT)
+
+
+def usual_sources(
+    format_name: str, *, has_fused_residuals: bool
+) -> Mapping[Site | ModelSite | str, tuple[Source, ...]]:
+    """The places of every site, and of the token ids and mask, the likeliest first.
+
+    Args:
+        format_name: The dump's format.
+        has_fused_residuals: Whether norms return what they normed beside the residual stream.
+    """
+    sources: dict[Site | ModelSite | str, tuple[Source, ...]] = {
+        site: tuple((Place.parse(name),) for name in names) for site, names in _NAMES.items()
+    }
+    if format_name == "nxdi":
+        # Its fused projection returns queries, keys and values apart; the first is what the capture keeps.
+        sources[Site.Q_PROJ] += ((Place.parse(_NXDI_QUERIES),),)
+    if has_fused_residuals:
+        for site, names in _FUSED_PAIRS.items():
+            sources[site] = tuple(tuple(Place.parse(name) for name in terms) for terms in names)
+    if format_name == "vllm-neuron":
+        # Of several outputs it keeps the first: whether that is a layer's whole output, only the model's author knows.
+        sources[Site.OUTPUT] = ()
+    return sources
+
+
+def usual_layout(site: Site | ModelSite | str) -> Layout:
+    """How several ranks hold a site where nobody says it: heads are divided, all else is whole on each rank."""
+    if site in _SPLIT_HEADS:
+        return Sharded(dim=-1)
+    return Sharded(dim=1) if site in (Site.Q_ROPE, Site.K_ROPE) else Replicated()

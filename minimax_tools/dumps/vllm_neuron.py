@@ -1,0 +1,123 @@
+"""Dumps of vLLM Neuron's accuracy tools: `dp{d}/{prefill_s{S}_{n}|decode_b{B}_{n}}/{module}/rank{r}.pt`.
+
+Only modules' outputs are kept, of several outputs the first. The tokens of all requests of a pass lie one after
+another, padded to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`.
+Its `{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.schedule import PassRecord
+from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.errors import CaptureError
+
+NAME = "vllm-neuron"
+LAYOUT = "dp0/prefill_s<S>_<n>/<module>/rank0.pt"
+
+_REPLICA = re.compile(r"dp(\d+)")
+_PASS = re.compile(r"(?P<phase>prefill_s|decode_b)(?P<size>\d+)_(?P<number>\d+)")
+_FILE = re.compile(r"rank(\d+)\.pt")
+
+
+def recognises(directory: Path) -> bool:
+    """Whether the folder holds replicas with passes in them, or is one."""
+    return bool(_passes(directory))
+
+
+def read_dump(directory: Path) -> Dump:
+    """What the folder holds.
+
+    Raises:
+        CaptureError: A file is damaged.
+    """
+    pieces: list[Piece] = []
+    empty: list[str] = []
+    passes = _passes(directory)
+    for step, folder in passes:
+        for path in sorted(folder.glob("*/rank*.pt")):
+            found = tuple(_pieces(directory, path, step))
+            pieces.extend(found)
+            if not found:
+                empty.append(path.relative_to(directory).as_posix())
+    return Dump(
+        directory=directory,
+        format=NAME,
+        pieces=tuple(pieces),
+        steps=tuple(step for step, _ in passes),
+        num_ranks=1 + max((piece.rank for piece in pieces), default=0),
+        is_packed=True,
+        without_tensor=tuple(empty),
+        records=_read_records(passes),
+    )
+
+
+def _pieces(directory: Path, path: Path, step: str) -> Iterator[Piece]:
+    match = _FILE.fullmatch(path.name)
+    if match is None:
+        return
+    for held in list_tensors(path):
+        yield Piece(
+            file=path.relative_to(directory).as_posix(),
+            keys=held.keys,
+            module=path.parent.name,
+            point="output",
+            element=".".join(str(key) for key in held.keys),
+            step=step,
+            rank=int(match[1]),
+            shape=held.shape,
+            dtype=held.dtype,
+        )
+
+
+def _read_records(passes: list[tuple[str, Path]]) -> tuple[PassRecord, ...]:
+    """What the metadata beside each pass tells; nothing where a pass has none."""
+    paths = [(step, folder / f"{folder.name}_meta.json") for step, folder in passes]
+    if not all(path.exists() for _, path in paths):
+        return ()
+    return tuple(_read_record(step, path) for step, path in paths)
+
+
+def _read_record(step: str, path: Path) -> PassRecord:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        return PassRecord(
+            step=step,
+            requests=tuple(str(request) for request in meta["req_ids"]),
+            positions=tuple(int(position) for position in meta["positions"]),
+            is_decode=path.parent.name.startswith("decode_b"),
+        )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CaptureError(
+            f"{path} is damaged",
+            expected="a JSON object with req_ids and positions",
+            found=f"{type(error).__name__}: {error}",
+            next_step="Copy it again from the host that wrote it, or run the capture again.",
+        ) from error
+
+
+def _passes(directory: Path) -> list[tuple[str, Path]]:
+    """Labels and folders of the passes, prefills first."""
+    replicas = {
+        int(match[1]): path for path in _folders(directory) if (match := _REPLICA.fullmatch(path.name))
+    }
+    if not replicas:
+        replicas = {0: directory}
+    found = []
+    for replica, folder in sorted(replicas.items()):
+        for path in _folders(folder):
+            match = _PASS.fullmatch(path.name)
+            if match is not None:
+                label = f"dp{replica}/{path.name}" if len(replicas) > 1 else path.name
+                order = (match["phase"] != "prefill_s", replica, int(match["number"]), int(match["size"]))
+                found.append((order, label, path))
+    return [(label, path) for _, label, path in sorted(found)]
+
+
+def _folders(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_dir())

@@ -1,0 +1,210 @@
+"""Floor statistics: what BF16 alone cost the golden at each site, token by token.
+
+Names in a layer's floor file (float32 [B,S], zero on padding): `<site>.error` ‖bf16 − float32‖ over a token's
+channels, `<site>.error_ordinary` and `<site>.error_massive` the same over the ordinary and over the massive
+ones, `router_margin` the distance between the k-th and the (k+1)-th biased score in float32, `router_noise`
+the error of BF16 on the scores that compete there. `<variant>/<site>.error_ordinary` and so on are the same of another
+right way to compute the layer in BF16, past the golden's choice of experts, and `<variant>/<site>.structure` (float32
+[4]) its averages over the golden's, as `Structure.figures` gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from minimax_tools.metrics.error_structure import measure_structure
+from minimax_tools.model.sites import ModelSite, Site
+
+# A channel is massive where its RMS over the tokens is this many times the median channel's.
+MASSIVE_RATIO = 20.0
+ROUTER_MARGIN = "router_margin"
+ROUTER_NOISE = "router_noise"
+# Scores this close behind the k-th are in competition with it, counted in experts on either side.
+_NUM_COMPETITORS = 4
+_WITHOUT_ERROR = (Site.ROUTER_EXPERTS,)
+
+
+def error_name(site: Site | ModelSite) -> str:
+    """Name of a site's error norms, all channels."""
+    return f"{site}.error"
+
+
+def ordinary_error_name(site: Site | ModelSite) -> str:
+    """Name of a site's error norms without the massive channels."""
+    return f"{site}.error_ordinary"
+
+
+def massive_error_name(site: Site | ModelSite) -> str:
+    """Name of a site's error norms over the massive channels alone."""
+    return f"{site}.error_massive"
+
+
+def structure_name(site: Site) -> str:
+    """Name of a variant's averages over the golden's at a site."""
+    return f"{site}.structure"
+
+
+def variant_name(variant: str, name: str) -> str:
+    """Name of one of the statistics of a variant."""
+    return f"{variant}/{name}"
+
+
+def token_rows(tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
+    """A site's tensor as one row per token, [B,S,F]; heads are laid side by side."""
+    if site.has_heads_dim:
+        tensor = tensor.transpose(1, 2)
+    return tensor.reshape(*tensor.shape[:2], -1)
+
+
+def massive_channels(rows: torch.Tensor) -> torch.Tensor:
+    """Which channels of the rows [T,F] are massive: bool [F]."""
+    rms = rows.to(torch.float32).square().mean(dim=0).sqrt()
+    return rms > MASSIVE_RATIO * rms.median()
+
+
+def floor_statistics(
+    computed: Mapping[Site, torch.Tensor],
+    twin: Mapping[Site, torch.Tensor],
+    *,
+    attention_mask: torch.Tensor,
+    correction_bias: torch.Tensor,
+    num_experts_per_tok: int,
+    golden: Mapping[Site, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The floor statistics of one layer.
+
+    Args:
+        computed: BF16 tensors by site.
+        twin: Float32 tensors by site, computed from the same input with the same choice of experts.
+        attention_mask: int64 [B,S].
+        correction_bias: float32 [E].
+        num_experts_per_tok: k.
+        golden: BF16 tensors by site that the computed ones are a variant of; None where they are the golden's own.
+    """
+    real = attention_mask.bool()
+    statistics: dict[str, torch.Tensor] = {}
+    for site, exact in twin.items():
+        if site in computed and site not in _WITHOUT_ERROR:
+            massive = None if golden is None else massive_channels(token_rows(golden[site], site)[real])
+            statistics |= error_norms(site, computed[site], exact, real=real, massive=massive)
+            if golden is not None and massive is not None:
+                sides = (token_rows(side[site], site)[real] for side in (twin, golden, computed))
+                structure = measure_structure(*sides, massive=massive)
+                if structure is not None:
+                    statistics[structure_name(site)] = torch.tensor(structure.figures)
+    return statistics | _router_statistics(
+        computed, twin, real=real, correction_bias=correction_bias, k=num_experts_per_tok
+    )
+
+
+def variant_statistics(
+    computed: Mapping[str, Mapping[Site, torch.Tensor]],
+    twin: Mapping[Site, torch.Tensor],
+    *,
+    attention_mask: torch.Tensor,
+    correction_bias: torch.Tensor,
+    num_experts_per_tok: int,
+    golden: Mapping[Site, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Measure the floor statistics of a layer's variants, under names that begin with the variant's.
+
+    Args:
+        computed: Tensors by variant and site, of the sites to measure.
+        twin: Float32 tensors by site.
+        attention_mask: int64 [B,S].
+        correction_bias: float32 [E].
+        num_experts_per_tok: k.
+        golden: The golden's tensors by site.
+    """
+    statistics: dict[str, torch.Tensor] = {}
+    for name, sites in computed.items():
+        measured = floor_statistics(
+            sites,
+            twin,
+            attention_mask=attention_mask,
+            correction_bias=correction_bias,
+            num_experts_per_tok=num_experts_per_tok,
+            golden=golden,
+        )
+        # The margin is the twin's: it is one for all.
+        measured.pop(ROUTER_MARGIN, None)
+        statistics |= {variant_name(name, key): value for key, value in measured.items()}
+    return statistics
+
+
+def _router_statistics(
+    reference: Mapping[Site, torch.Tensor],
+    twin: Mapping[Site, torch.Tensor],
+    *,
+    real: torch.Tensor,
+    correction_bias: torch.Tensor,
+    k: int,
+) -> dict[str, torch.Tensor]:
+    statistics: dict[str, torch.Tensor] = {}
+    if Site.ROUTER_LOGITS in twin and Site.ROUTER_LOGITS in reference:
+        scores = twin[Site.ROUTER_LOGITS].sigmoid() + correction_bias
+        noisy = reference[Site.ROUTER_LOGITS].to(torch.float32).sigmoid() + correction_bias
+        margin, noise = _routing(scores, noisy, k)
+        statistics[ROUTER_MARGIN], statistics[ROUTER_NOISE] = _on_real(margin, real), _on_real(noise, real)
+    return statistics
+
+
+def error_norms(
+    site: Site | ModelSite,
+    reference: torch.Tensor,
+    twin: torch.Tensor,
+    *,
+    real: torch.Tensor,
+    massive: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """The error norms of one site by name, float32 [B,S].
+
+    Args:
+        site: The site.
+        reference: Its BF16 tensor.
+        twin: Its float32 tensor.
+        real: bool [B,S], false on padding.
+        massive: bool [F], the channels that count as massive; None for the reference's own.
+    """
+    rows = token_rows(reference, site)
+    error = rows.to(torch.float32) - token_rows(twin, site).to(torch.float32)
+    if massive is None:
+        massive = massive_channels(rows[real])
+    parts = {
+        error_name(site): error,
+        ordinary_error_name(site): error[..., ~massive],
+        massive_error_name(site): error[..., massive],
+    }
+    return {name: _on_real(part.norm(dim=-1), real) for name, part in parts.items()}
+
+
+def choice_margin(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Distance of the k-th from the (k+1)-th best of biased scores [...,E]; infinite where all are chosen: [...]."""
+    if k >= scores.shape[-1]:
+        return torch.full(scores.shape[:-1], torch.inf)
+    best = scores.topk(k + 1, dim=-1).values
+    return best[..., k - 1] - best[..., k]
+
+
+def competing_places(k: int, num_experts: int) -> slice:
+    """The experts, by descending biased score, that compete for the last of k places; none where all are chosen."""
+    if k >= num_experts:
+        return slice(0, 0)
+    return slice(max(k - _NUM_COMPETITORS, 0), min(k + _NUM_COMPETITORS, num_experts))
+
+
+def _on_real(statistic: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """A statistic [B,S] with zeros on padding, whatever stood there: NaN too."""
+    return torch.where(real, statistic, 0.0)
+
+
+def _routing(scores: torch.Tensor, noisy: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Margin [B,S] and noise [B,S] of biased scores [B,S,E] against their BF16 counterpart."""
+    margin = choice_margin(scores, k)
+    if k >= scores.shape[-1]:
+        return margin, torch.zeros(scores.shape[:2])
+    order = scores.argsort(dim=-1, descending=True)
+    error = (noisy - scores).gather(-1, order[..., competing_places(k, scores.shape[-1])]).abs()
+    return margin, error.amax(dim=-1)

@@ -1,0 +1,114 @@
+"""Architecture: under which module paths a model's checkpoint keeps its embeddings, layers, final norm and head.
+
+A path is compared segment by segment, so `model.layers.1` is not the beginning of `model.layers.10`, and what
+merely resembles a decoder's layers (`visual.blocks.0`, `encoder.layers.0`, `mtp.layers.0`) is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from minimax_tools.errors import UsageError
+
+# ASCII on purpose: int() reads the digits of other scripts too, and no file is named with them.
+_NUMBER = re.compile("0|[1-9][0-9]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The module paths of one architecture; where a field holds several, a tensor under any of them counts.
+
+    Args:
+        model_type: As config.json calls it.
+        layers: Of the list of decoder layers, without the number.
+        token_embeddings: Of the embedding of token ids, which an absent lm_head is tied to.
+        other_embeddings: Of what is added to it before the first layer, such as learned positions.
+        final_norms: Of the norm behind the last layer.
+        lm_heads: Of the projection to logits.
+        num_layers: How many decoder layers there are, where it is known: some checkpoints store modules for
+            predicting further tokens as layers behind the last one.
+
+    Raises:
+        ValueError: A role has no path, or `num_layers` is no positive number.
+    """
+
+    model_type: str
+    layers: tuple[str, ...]
+    token_embeddings: tuple[str, ...]
+    other_embeddings: tuple[str, ...] = ()
+    final_norms: tuple[str, ...]
+    lm_heads: tuple[str, ...]
+    num_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for role in (self.layers, self.token_embeddings, self.final_norms, self.lm_heads):
+            if not role or not all(role):
+                raise ValueError(f"architecture {self.model_type} lacks a path: {self}")
+        if self.num_layers is not None and self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}, expected at least 1")
+
+    @classmethod
+    def of(cls, model_type: str) -> Architecture:
+        """The architecture of a `model_type` that mm2 knows by heart.
+
+        Raises:
+            UsageError: It is none of them; the known ones are listed.
+        """
+        try:
+            return ARCHITECTURES[model_type]
+        except KeyError:
+            raise UsageError(
+                f"mm2 does not know by heart how a checkpoint of model_type {model_type!r} names its tensors",
+                expected="one of " + ", ".join(ARCHITECTURES),
+                found=repr(model_type),
+                next_step="Give the Architecture itself; minimax_tools.split.module_tree reads it from "
+                "a model's config.json where transformers knows the model.",
+            ) from None
+
+    def layer_of(self, name: str) -> int | None:
+        """The decoder layer that a tensor belongs to, its block scales included; None for all other tensors."""
+        for path in self.layers:
+            number, dot, _ = name.removeprefix(path + ".").partition(".")
+            if name.startswith(path + ".") and dot and _NUMBER.fullmatch(number):
+                layer = int(number)
+                return layer if self.num_layers is None or layer < self.num_layers else None
+        return None
+
+
+def lies_under(name: str, paths: tuple[str, ...]) -> bool:
+    """Whether a tensor belongs to a module at one of `paths`, or is itself at one."""
+    return any(name == path or name.startswith(path + ".") for path in paths)
+
+
+def _llama_like(model_type: str) -> Architecture:
+    # Bare paths: a checkpoint of the base model alone, saved without the wrapper that has the head.
+    return Architecture(
+        model_type=model_type,
+        layers=("model.layers", "layers"),
+        token_embeddings=("model.embed_tokens", "embed_tokens"),
+        final_norms=("model.norm", "norm"),
+        lm_heads=("lm_head",),
+    )
+
+
+_GPT2 = Architecture(
+    model_type="gpt2",
+    layers=("transformer.h", "h"),
+    token_embeddings=("transformer.wte", "wte"),
+    other_embeddings=("transformer.wpe", "wpe"),
+    final_norms=("transformer.ln_f", "ln_f"),
+    lm_heads=("lm_head",),
+)
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        **{
+            model_type: _llama_like(model_type)
+            for model_type in ("minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+        },
+        "gpt2": _GPT2,
+    }
+)

@@ -1,0 +1,185 @@
+"""Inputs: the token rows of a run, padded to one batch, with what the model needs to know of the padding."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """One batch of token rows.
+
+    Args:
+        input_ids: int64 [B,S].
+        attention_mask: int64 [B,S], 1 on real rows, 0 on padding.
+        position_ids: int64 [B,S], counted over each row's real tokens from its first position on. Padding repeats the
+            row's last position on the right, and its first on the left.
+        source: Where the rows came from, in a few words.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    source: str
+
+    def __post_init__(self) -> None:
+        shapes = {tuple(tensor.shape) for tensor in self.tensors().values()}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            raise ValueError(f"inputs need one [B,S] shape, got {sorted(shapes)}")
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows B."""
+        return self.input_ids.shape[0]
+
+    @property
+    def sequence_length(self) -> int:
+        """Padded length S."""
+        return self.input_ids.shape[1]
+
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """B and S."""
+        return self.batch_size, self.sequence_length
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Real tokens of each row."""
+        return tuple(int(length) for length in self.attention_mask.sum(dim=1))
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens of all rows."""
+        return int(self.attention_mask.sum())
+
+    @property
+    def next_positions(self) -> torch.Tensor:
+        """Position of the token that follows each row, int64 [B,1]."""
+        return self.position_ids.max(dim=1, keepdim=True).values + 1
+
+    def row_positions(self) -> list[list[int]]:
+        """Positions of each row's tokens, without padding."""
+        return [
+            positions[mask.bool()].tolist()
+            for positions, mask in zip(self.position_ids, self.attention_mask, strict=True)
+        ]
+
+    def real_rows(self) -> list[list[int]]:
+        """The token ids of each row, without padding."""
+        return [
+            ids[mask.bool()].tolist() for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)
+        ]
+
+    def digest(self) -> str:
+        """sha256 over ids, mask and positions: equal for equal inputs only."""
+        digest = hashlib.sha256()
+        for tensor in self.tensors().values():
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.to(torch.int64).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The three tensors by name, as they are stored."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+
+    def __str__(self) -> str:
+        lengths = ", ".join(str(length) for length in self.lengths)
+        return (
+            f"{self.batch_size} rows ({lengths} tokens, padded to {self.sequence_length}) from {self.source}"
+        )
+
+
+def pad_rows(
+    rows: list[list[int]],
+    *,
+    padding_side: str,
+    buckets: tuple[int, ...],
+    pad_token_id: int,
+    source: str,
+    start_positions: tuple[int, ...] = (),
+) -> Inputs:
+    """Pad `rows` on one side to the longest row, or to the smallest bucket that holds it.
+
+    Args:
+        rows: Token ids of each row.
+        padding_side: `left` or `right`.
+        buckets: Lengths to choose from; empty for the longest row's.
+        pad_token_id: The id that padding gets.
+        source: Where the rows came from, in a few words.
+        start_positions: Position of each row's first token; empty where all rows begin at 0.
+
+    Raises:
+        UsageError: No row, an empty row, or a row longer than every bucket.
+    """
+    if not rows:
+        raise UsageError("a run needs at least one row of tokens")
+    if not all(rows):
+        raise UsageError(f"row {rows.index([])} has no token")
+    longest = max(len(row) for row in rows)
+    fitting = [bucket for bucket in buckets if bucket >= longest]
+    if buckets and not fitting:
+        raise UsageError(
+            f"the longest row has {longest} tokens",
+            expected=f"at most the largest bucket, {max(buckets)}",
+            next_step="Give --pad-to a larger bucket, or --max-length to truncate.",
+        )
+    length = min(fitting) if buckets else longest
+    input_ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros((len(rows), length), dtype=torch.int64)
+    for index, row in enumerate(rows):
+        window = slice(length - len(row), length) if padding_side == "left" else slice(0, len(row))
+        input_ids[index, window] = torch.tensor(row, dtype=torch.int64)
+        attention_mask[index, window] = 1
+    starts = torch.tensor(start_positions or (0,) * len(rows), dtype=torch.int64)
+    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0) + starts[:, None]
+    return Inputs(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, source=source
+    )
+
+
+def num_positions_left(last_position: int, max_position_embeddings: int) -> int:
+    """Count the tokens that can follow a row's last: the last of them is never fed, so it needs no position."""
+    return max_position_embeddings - last_position
+
+
+def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Rows of uniform random ids: one for each length, and all that `batch_size` times, with new ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+        for _ in range(batch_size)
+        for length in lengths
+    ]
+
+
+def word_positions(inputs: Inputs) -> str:
+    """Return the positions of the real tokens in words, such as `positions 0-99, 4096-4111`; padding is not counted."""
+    positions = inputs.position_ids[inputs.attention_mask.bool()].unique().tolist()
+    breaks = [index for index in range(1, len(positions)) if positions[index] != positions[index - 1] + 1]
+    bounds = zip([0, *breaks], [*breaks, len(positions)], strict=True)
+    runs = [(positions[start], positions[stop - 1]) for start, stop in bounds]
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"position{'s' if len(positions) > 1 else ''} {words}"
+
+
+def decoded_rows(attention_mask: torch.Tensor, num_rows: int) -> range:
+    """The columns of a batch that are decoded, so that of each prompt the last `num_rows` real ones are, at least.
+
+    A prompt that is no longer than that is decoded from its second row on. Behind the last real row nothing is.
+
+    Args:
+        attention_mask: [B,S] of 0/1.
+        num_rows: How many; less than the longest prompt has.
+    """
+    real = [prompt.nonzero().flatten().tolist() for prompt in attention_mask]
+    starts = [columns[max(len(columns) - num_rows, 1)] for columns in real if len(columns) > 1]
+    return range(min(starts), max(columns[-1] for columns in real) + 1)

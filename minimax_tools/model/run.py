@@ -1,0 +1,214 @@
+"""Run: which layers are run how, between which sites, and what of them is kept.
+
+`single-layer`, `multi-layer`, `component`, `sweep` and `full` are presets of this one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from minimax_tools.errors import UsageError
+from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site, parse_site
+from minimax_tools.model.span import Span
+
+
+class Mode(str, Enum):
+    """Where a layer's input comes from."""
+
+    ISOLATED = "isolated"  # the golden's own input, for each layer
+    CHAINED = "chained"  # the output of the layer before
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Component(str, Enum):
+    """A part of a layer that can run alone."""
+
+    ATTENTION = "attention"
+    ROUTER = "router"
+    EXPERTS = "experts"
+    MOE = "moe"
+    INPUT_NORM = "input_norm"
+    POST_NORM = "post_norm"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What a component is fed from the golden, and which sites it computes from that."""
+
+    fed: tuple[Site, ...]
+    computed: tuple[Site, ...]
+
+
+_ATTENTION = (
+    Site.Q_PROJ,
+    Site.K_PROJ,
+    Site.V_PROJ,
+    Site.Q_NORM,
+    Site.K_NORM,
+    Site.Q_ROPE,
+    Site.K_ROPE,
+    Site.ATTN_CONTEXT,
+    Site.ATTN_DELTA,
+)
+_ROUTER = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
+
+BOUNDARIES: Mapping[Component, Boundary] = MappingProxyType(
+    {
+        Component.ATTENTION: Boundary(fed=(Site.INPUT_NORM,), computed=_ATTENTION),
+        Component.ROUTER: Boundary(fed=(Site.POST_NORM,), computed=_ROUTER),
+        Component.EXPERTS: Boundary(
+            fed=(Site.POST_NORM, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS), computed=(Site.MOE_DELTA,)
+        ),
+        Component.MOE: Boundary(fed=(Site.POST_NORM,), computed=(*_ROUTER, Site.MOE_DELTA)),
+        Component.INPUT_NORM: Boundary(fed=(Site.INPUT,), computed=(Site.INPUT_NORM,)),
+        Component.POST_NORM: Boundary(fed=(Site.ATTN_RESIDUAL,), computed=(Site.POST_NORM,)),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run before it starts.
+
+    Args:
+        name: Name of the capture directory, which tells runs of one host apart.
+        span: The layers that run.
+        mode: Isolated or chained.
+        sites: Sites to keep of every layer, in execution order.
+        model_sites: Sites to keep outside the layers.
+        component: The component run alone, where it is one.
+        decode_rows: How many of each prompt's last rows are computed one at a time, from the keys and values before.
+    """
+
+    name: str
+    span: Span
+    mode: Mode
+    sites: tuple[Site, ...]
+    model_sites: tuple[ModelSite, ...] = ()
+    component: Component | None = None
+    decode_rows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.decode_rows and self.component is not None:
+            raise UsageError(
+                "a component does not decode: it is fed the golden's values for all rows at once",
+                next_step="Decode with mm2-test single-layer, or leave out --decode.",
+            )
+        if not self.sites:
+            raise UsageError("a run keeps no site", next_step="Choose --sites layer, component or all.")
+        if list(self.sites) != sorted(set(self.sites), key=lambda site: site.order):
+            raise ValueError(f"sites are not in execution order: {self.sites}")
+
+    @property
+    def fed_sites(self) -> tuple[Site, ...]:
+        """Sites whose value is given to the run rather than computed by it."""
+        return BOUNDARIES[self.component].fed if self.component else (Site.INPUT,)
+
+    @property
+    def computed_sites(self) -> tuple[Site, ...]:
+        """Sites to keep that the run itself computes: the ones that can be judged."""
+        return tuple(site for site in self.sites if site not in self.fed_sites)
+
+    def decoding(self, num_rows: int) -> Run:
+        """This run with its last `num_rows` decoded, kept beside the run that decodes none."""
+        return (
+            replace(self, name=f"{self.name}_decode_{num_rows}", decode_rows=num_rows) if num_rows else self
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The run as it stands in a manifest."""
+        return {
+            "name": self.name,
+            "start_layer": self.span.start,
+            "stop_layer": self.span.stop,
+            "mode": str(self.mode),
+            "first_site": str(self.sites[0]),
+            "last_site": str(self.sites[-1]),
+            "sites": [str(site) for site in self.sites],
+            "model_sites": [str(site) for site in self.model_sites],
+            "component": str(self.component) if self.component else None,
+            "decode_rows": self.decode_rows,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Run:
+        """The run that a manifest describes."""
+        return cls(
+            name=record["name"],
+            span=Span(record["start_layer"], record["stop_layer"]),
+            mode=Mode(record["mode"]),
+            sites=tuple(parse_site(name) for name in record["sites"]),
+            model_sites=tuple(ModelSite(name) for name in record["model_sites"]),
+            component=Component(record["component"]) if record["component"] else None,
+            # Captures of before there was decoding do not say it.
+            decode_rows=record.get("decode_rows", 0),
+        )
+
+    def __str__(self) -> str:
+        decoded = f", last {self.decode_rows} rows of each prompt decoded" if self.decode_rows else ""
+        return f"{self.name} ({self.mode}, {self.span}{decoded})"
+
+
+def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:
+    """Every layer, chained from the embedding to the logits."""
+    return Run(
+        name="full_model",
+        span=Span(0, num_hidden_layers),
+        mode=Mode.CHAINED,
+        sites=SITE_LEVELS[sites_level],
+        model_sites=tuple(ModelSite),
+    )
+
+
+def single_layer_run(layer: int, *, sites_level: str) -> Run:
+    """One layer on the golden's input, or on what the layers before it make of the tokens."""
+    return Run(
+        name=f"single_layer_{layer}",
+        span=Span.single(layer),
+        mode=Mode.ISOLATED,
+        sites=SITE_LEVELS[sites_level],
+    )
+
+
+def multi_layer_run(span: Span, *, sites_level: str) -> Run:
+    """A range of layers, each fed the output of the one before."""
+    name = f"layers_{span.start}_to_{span.last}"
+    return Run(name=name, span=span, mode=Mode.CHAINED, sites=SITE_LEVELS[sites_level])
+
+
+def sweep_run(span: Span, *, sites_level: str) -> Run:
+    """A range of layers, each on the golden's own input."""
+    name = f"sweep_{span.start}_to_{span.last}"
+    return Run(name=name, span=span, mode=Mode.ISOLATED, sites=SITE_LEVELS[sites_level])
+
+
+def bisect_run(span: Span) -> Run:
+    """A range of layers searched by chains of some of them, each from the golden's own input."""
+    return Run(
+        name=f"bisect_{span.start}_to_{span.last}",
+        span=span,
+        mode=Mode.CHAINED,
+        sites=SITE_LEVELS["layer"],
+    )
+
+
+def component_run(layer: int, component: Component) -> Run:
+    """One component of a layer, fed the golden's values at its border."""
+    boundary = BOUNDARIES[component]
+    sites = tuple(sorted((*boundary.fed, *boundary.computed), key=lambda site: site.order))
+    return Run(
+        name=f"component_{layer}_{component}",
+        span=Span.single(layer),
+        mode=Mode.ISOLATED,
+        sites=sites,
+        component=component,
+    )

@@ -1,0 +1,86 @@
+"""Names of a MiniMax-M2 checkpoint's tensors, as the hub spells them, and the shapes a spec gives them.
+
+A layer's tensors are named relative to the layer (`self_attn.q_proj.weight`); `layer_prefix` makes them full.
+H hidden, N heads, K kv heads, D head_dim, E experts, I intermediate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from minimax_tools.model.spec import ModelSpec
+
+EMBEDDING = "model.embed_tokens.weight"  # [vocab,H]
+FINAL_NORM = "model.norm.weight"  # [H]
+LM_HEAD = "lm_head.weight"  # [vocab,H]; absent where the embedding is tied
+
+Q_PROJ = "self_attn.q_proj.weight"  # [N·D,H]
+K_PROJ = "self_attn.k_proj.weight"  # [K·D,H]
+V_PROJ = "self_attn.v_proj.weight"  # [K·D,H]
+O_PROJ = "self_attn.o_proj.weight"  # [H,N·D]
+Q_NORM = "self_attn.q_norm.weight"  # [N·D]
+K_NORM = "self_attn.k_norm.weight"  # [K·D]
+INPUT_NORM = "input_layernorm.weight"  # [H]
+POST_NORM = "post_attention_layernorm.weight"  # [H]
+GATE = "block_sparse_moe.gate.weight"  # [E,H]
+CORRECTION_BIAS = "block_sparse_moe.e_score_correction_bias"  # [E]
+
+# In the names of all tensors of experts, and of no others.
+EXPERTS = ".experts."
+ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
+ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
+
+# The router decides in float32: these two are never rounded to the run's dtype.
+FLOAT32_NAMES = (GATE, CORRECTION_BIAS)
+
+EXPERT_GATE, EXPERT_DOWN, EXPERT_UP = "w1", "w2", "w3"  # [I,H], [H,I], [I,H]
+EXPERT_MATRICES = (EXPERT_GATE, EXPERT_DOWN, EXPERT_UP)
+
+SCALE_SUFFIX = ".weight_scale_inv"
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def layer_prefix(layer: int) -> str:
+    """What all tensors of that decoder layer begin with."""
+    return f"model.layers.{layer}."
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer that a full name belongs to; None for embedding, final norm and lm_head."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def expert_weight(expert: int, matrix: str) -> str:
+    """Relative name of one expert's `w1` (gate), `w2` (down) or `w3` (up)."""
+    return f"block_sparse_moe.experts.{expert}.{matrix}.weight"
+
+
+def scale_name(weight_name: str) -> str:
+    """Name of the float32 block scales that belong to an FP8 weight."""
+    return weight_name + "_scale_inv"
+
+
+def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+    """Shape of every tensor of a layer by relative name, scales left out, experts in integer order."""
+    hidden, intermediate = spec.hidden_size, spec.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        Q_PROJ: (spec.query_width, hidden),
+        K_PROJ: (spec.key_value_width, hidden),
+        V_PROJ: (spec.key_value_width, hidden),
+        O_PROJ: (hidden, spec.query_width),
+        Q_NORM: (spec.query_width,),
+        K_NORM: (spec.key_value_width,),
+        INPUT_NORM: (hidden,),
+        POST_NORM: (hidden,),
+        GATE: (spec.num_local_experts, hidden),
+        CORRECTION_BIAS: (spec.num_local_experts,),
+    }
+    for expert in range(spec.num_local_experts):
+        shapes[expert_weight(expert, EXPERT_GATE)] = (intermediate, hidden)
+        shapes[expert_weight(expert, EXPERT_DOWN)] = (hidden, intermediate)
+        shapes[expert_weight(expert, EXPERT_UP)] = (intermediate, hidden)
+    return MappingProxyType(shapes)

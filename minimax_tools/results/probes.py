@@ -1,0 +1,205 @@
+"""Probes: what the runs of a bisection found, as values that add up; nothing here computes or prints.
+
+A probe is one run over a part of the layers, in chains: each chain is fed the golden's input at its start and judged
+at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minimax_tools.model.span import Span
+from minimax_tools.results.results import Verdict
+
+# Right ports drift more in some models than in those that were measured: a chain that only just exceeds its limit,
+# of layers that are right alone, is no proof.
+_LOUD_EXCESS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Layers that ran one after the other, and the judgement of the last one's output.
+
+    Args:
+        span: The layers.
+        is_right: Whether the output is within its limits.
+        excess: Its error in units of the limit; above 1 it is wrong.
+        visible: Noise of this size on every token of the chain's output is seen, whatever the port's own noise. It is
+            relative to all channels of the token but the massive ones.
+        reason: Why it is wrong; empty where it is right.
+    """
+
+    span: Span
+    is_right: bool
+    excess: float
+    visible: float
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The chain as it stands in a journal; no number in it is NaN or infinite."""
+        return {
+            "start_layer": self.span.start,
+            "stop_layer": self.span.stop,
+            "is_right": self.is_right,
+            "excess": str(self.excess),
+            "visible": str(self.visible),
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Chain:
+        """The chain that `as_json` gave."""
+        return cls(
+            span=Span(record["start_layer"], record["stop_layer"]),
+            is_right=bool(record["is_right"]),
+            excess=float(record["excess"]),
+            visible=float(record["visible"]),
+            reason=str(record["reason"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One run over a part of the layers; it ends with the first chain that is wrong.
+
+    Args:
+        span: The layers asked for.
+        chains: What ran of them, ascending.
+    """
+
+    span: Span
+    chains: tuple[Chain, ...]
+
+    def __post_init__(self) -> None:
+        starts = [self.span.start, *(chain.span.stop for chain in self.chains)]
+        if [chain.span.start for chain in self.chains] != starts[:-1]:
+            raise ValueError(f"the chains of {self.span} do not follow each other")
+        if any(not chain.is_right for chain in self.chains[:-1]):
+            raise ValueError(f"the probe of {self.span} went on behind a chain that is wrong")
+        if self.first_wrong is None and starts[-1] != self.span.stop:
+            raise ValueError(f"the chains of {self.span} do not cover it")
+
+    @property
+    def first_wrong(self) -> Chain | None:
+        """The first chain that is wrong; all before it are right."""
+        return next((chain for chain in self.chains if not chain.is_right), None)
+
+    @property
+    def worst(self) -> Chain:
+        """The chain with the most error in units of its limit."""
+        return max(self.chains, key=lambda chain: chain.excess)
+
+    def as_json(self) -> dict[str, Any]:
+        """The probe as it stands in a journal."""
+        return {
+            "start_layer": self.span.start,
+            "stop_layer": self.span.stop,
+            "chains": [chain.as_json() for chain in self.chains],
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Probe:
+        """The probe that `as_json` gave."""
+        return cls(
+            span=Span(record["start_layer"], record["stop_layer"]),
+            chains=tuple(Chain.from_json(chain) for chain in record["chains"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Where a search ended: a layer that is wrong alone, or layers that are wrong only in a chain.
+
+    Args:
+        chain: The shortest chain that is wrong; of one layer where that is the culprit.
+    """
+
+    chain: Chain
+
+    @property
+    def is_culprit(self) -> bool:
+        """Whether one layer, run alone, is wrong."""
+        return len(self.chain.span) == 1
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether the port is wrong beyond doubt: in one layer, or in a chain far beyond its limit."""
+        return self.is_culprit or self.chain.excess > _LOUD_EXCESS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """A finished search over layers.
+
+    Args:
+        span: The layers that were searched.
+        reference: The golden's directory.
+        target: The port as the user named it.
+        arguments: What a command needs to run the same port on the same golden.
+        probes: Every run of it, in order.
+        findings: What they found, ascending.
+        num_resumed: How many of the probes an earlier bisection had run.
+        sweep_visible: Noise of this size, relative to the output, in what the experts add is seen by a sweep; None
+            where the golden does not tell.
+    """
+
+    span: Span
+    reference: str
+    target: str
+    arguments: tuple[str, ...]
+    probes: tuple[Probe, ...]
+    findings: tuple[Finding, ...]
+    num_resumed: int = 0
+    sweep_visible: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Fail where a finding is a proof; warn where a chain is a little beyond its limit."""
+        if any(finding.is_proof for finding in self.findings):
+            return Verdict.FAIL
+        return Verdict.WARN if self.findings else Verdict.PASS
+
+    @property
+    def culprits(self) -> tuple[Finding, ...]:
+        """Layers that are wrong alone."""
+        return tuple(finding for finding in self.findings if finding.is_culprit)
+
+    @property
+    def drifts(self) -> tuple[Finding, ...]:
+        """Chains that are wrong though each of their layers, run alone, is right."""
+        return tuple(finding for finding in self.findings if not finding.is_culprit)
+
+    @property
+    def compared(self) -> int:
+        """Layers whose own output was judged."""
+        return len({chain.span.last for probe in self.probes for chain in probe.chains})
+
+    @property
+    def of(self) -> int:
+        """Layers of the search."""
+        return len(self.span)
+
+    @property
+    def covered(self) -> frozenset[int]:
+        """Layers that ran in a chain whose end was judged."""
+        return frozenset(layer for probe in self.probes for chain in probe.chains for layer in chain.span)
+
+    @property
+    def longest_chain(self) -> int:
+        """How many layers ran in a chain at most."""
+        return max((len(chain.span) for chain in self._chains()), default=0)
+
+    @property
+    def chained_visible(self) -> float | None:
+        """Noise of this size in the output of any chain of several layers is seen; None where none ran."""
+        return max((chain.visible for chain in self._chains() if len(chain.span) > 1), default=None)
+
+    @property
+    def single_visible(self) -> float | None:
+        """Noise of this size in the output of any layer that ran alone is seen; None where none ran."""
+        return max((chain.visible for chain in self._chains() if len(chain.span) == 1), default=None)
+
+    def _chains(self) -> tuple[Chain, ...]:
+        return tuple(chain for probe in self.probes for chain in probe.chains)

@@ -1,0 +1,433 @@
+"""Results: what a comparison found, as values that add up; nothing here computes or prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from minimax_tools.metrics.pair_metrics import PairMetrics
+from minimax_tools.model.sites import Site
+
+
+class Verdict(str, Enum):
+    """What a comparison concludes."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+    INCOMPARABLE = "incomparable"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def exit_code(self) -> int:
+        """0 for pass and warn, 1 for fail, 3 for incomparable."""
+        return {Verdict.FAIL: 1, Verdict.INCOMPARABLE: 3}.get(self, 0)
+
+
+class SiteStatus(str, Enum):
+    """What became of one site; only the first three were compared."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+    NOT_EXPOSED = "not exposed"  # by the port
+    NOT_CAPTURED = "not captured"  # by the golden
+    NOT_JUDGED = "not judged"  # the run stopped before it, or no token was left to judge
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether both sides were there and were judged."""
+        return self in (SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseRatio:
+    """ρ = ‖target − float32‖ / ‖reference − float32‖ at one site; 1 is as good as the golden.
+
+    Args:
+        whole: Over all judged tokens and channels.
+        ordinary: Without the massive channels.
+        massive: Over the massive channels alone; None where there are none.
+        token_median: Median over the tokens.
+        token_p99: 99th percentile over the tokens.
+        token_worst: The worst token's.
+        worst_token: Its row and position.
+        is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
+        incoming: Error that a chained layer was handed, relative to its input; it widens the floor. 0 in
+            isolated runs.
+        floor: The floor that ρ is in units of, relative to the golden's values; None where they are all zero.
+        interval: Where `whole` lies with 95 % confidence, from what it is without one prompt after the other;
+            None where that cannot be told.
+        token_gain, channel_gain, channel_offset: ρ of the error's averages, in which noise all but cancels: of the
+            scale of each token, of the scale and of the mean error of each channel. None where no twin shows
+            them, and in chained runs.
+        channel_worst: The worst channel's, over all tokens; None as above.
+        worst_channel: Which it is.
+        is_widened: Whether the golden's variants widen the floor.
+    """
+
+    whole: float
+    ordinary: float
+    massive: float | None
+    token_median: float
+    token_p99: float
+    token_worst: float
+    worst_token: tuple[int, int]
+    is_estimated: bool
+    incoming: float
+    floor: float | None = None
+    interval: tuple[float, float] | None = None
+    token_gain: float | None = None
+    channel_gain: float | None = None
+    channel_offset: float | None = None
+    channel_worst: float | None = None
+    worst_channel: int | None = None
+    is_widened: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeError:
+    """‖target − reference‖ / ‖reference‖ over the judged tokens, where the golden kept no floor.
+
+    Args:
+        value: The error.
+        incoming: That of the input which a chained layer was handed; 0 in isolated runs.
+    """
+
+    value: float
+    incoming: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearestLimit:
+    """Of a site's judged figures the one that comes nearest to its limit, or is furthest beyond it.
+
+    Args:
+        figure: Its name, a field of `NoiseRatio`, or `relative_l2`.
+        value: The figure.
+        limit: What right ports stay below.
+    """
+
+    figure: str
+    value: float
+    limit: float
+
+    @property
+    def excess(self) -> float:
+        """The figure in units of its limit; above 1 it is broken."""
+        return self.value / self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A token that the port sends to other experts.
+
+    Args:
+        row, position: Its place in the batch.
+        dropped: Experts that the golden chose and the port did not.
+        chosen: Experts that the port chose and the golden did not; none where it names one twice.
+        margin: What noise must overcome, in biased scores; None without a floor.
+    """
+
+    row: int
+    position: int
+    dropped: tuple[int, ...]
+    chosen: tuple[int, ...]
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingResult:
+    """Expert sets, token by token.
+
+    A flip is explained where noise may turn its margin round: the distance between the k-th and the (k+1)-th score,
+    or, where the weights are known, between the experts that changed places.
+
+    Args:
+        num_tokens: Judged tokens.
+        num_flipped: Of them, those with other experts.
+        num_explained: Of these, those that the noise explains.
+        widest_unexplained_margin: The widest margin of the others; None without a floor.
+        worst_flips: Some of the others, the widest margin first.
+    """
+
+    num_tokens: int
+    num_flipped: int
+    num_explained: int
+    widest_unexplained_margin: float | None
+    worst_flips: tuple[Flip, ...] = ()
+
+    @property
+    def num_unexplained(self) -> int:
+        """Flips that noise does not explain."""
+        return self.num_flipped - self.num_explained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChoice:
+    """A place where the port's likeliest next token is not the golden's.
+
+    Args:
+        row, position: The place in the batch.
+        reference: The golden's token.
+        target: The port's.
+        margin: How far the golden's logit of its own token is above that of the port's.
+        reach: The margin that noise may turn round.
+    """
+
+    row: int
+    position: int
+    reference: int
+    target: int
+    margin: float
+    reach: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsResult:
+    """Next-token distributions, token by token; the golden's is what the port's diverges from.
+
+    Args:
+        num_tokens: Judged tokens.
+        kl_mean, kl_p95, kl_worst: Kullback-Leibler divergence in nats: mean, 95th percentile, the worst token's.
+        worst_token: That token's row and position.
+        kl_mean_foreseen, kl_p95_foreseen: What noise within the floor comes to.
+        overlaps: By k, the share of the golden's k likeliest tokens that are among the port's.
+        num_disagreeing: Places whose likeliest token is another.
+        num_explained: Of them, those where noise may turn the margin round.
+        worst_choices: Some of the others, the widest margin first.
+    """
+
+    num_tokens: int
+    kl_mean: float
+    kl_p95: float
+    kl_worst: float
+    worst_token: tuple[int, int]
+    kl_mean_foreseen: float
+    kl_p95_foreseen: float
+    overlaps: Mapping[int, float]
+    num_disagreeing: int
+    num_explained: int
+    worst_choices: tuple[TokenChoice, ...] = ()
+
+    @property
+    def num_unexplained(self) -> int:
+        """Other choices that noise does not explain."""
+        return self.num_disagreeing - self.num_explained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedRow:
+    """How far a prompt goes on as the golden's.
+
+    Args:
+        row: The prompt.
+        num_compared: Tokens that both sides generated.
+        num_alike: Of them, those before the first that differs.
+        status: Fail where noise does not explain that one; not judged where the golden does not tell.
+        reason: Why, in a sentence.
+        reference, target: The golden's token and the port's where they first differ.
+        margin: How far the golden's logit of its own token is above that of the port's; at least so far, where the
+            golden did not keep it. None where it kept none.
+        reach: The margin that noise may turn round; None where it is not known.
+    """
+
+    row: int
+    num_compared: int
+    num_alike: int
+    status: SiteStatus
+    reason: str
+    reference: int | None = None
+    target: int | None = None
+    margin: float | None = None
+    reach: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteResult:
+    """One site of one layer (or of the model, where `layer` is None).
+
+    Args:
+        layer: The layer.
+        site: The site's name.
+        status: What became of it.
+        reason: Why, in a sentence; empty for a plain pass.
+        metrics: The seeds' metrics and more; None where nothing was compared.
+        noise: ρ; None without a floor.
+        routing: Expert sets; on `router_experts` alone.
+        relative: The error without a floor; None with one.
+        nearest: What decided, or came nearest to deciding; None where no limit of noise was held against it.
+        num_judged: Tokens that were judged by noise.
+        logits: Next-token distributions; on `logits` alone.
+        num_set_aside: Tokens left out of ρ because their experts are, or may be, others than the golden's.
+        num_replayed: Tokens whose experts are others, judged against the golden with the port's own experts.
+        classic_failures: The seeds' limits that it breaks, such as `cosine_similarity 0.93 < 0.99`.
+        where: What its wrong tokens and channels have in common, in sentences; of sites to blame alone.
+    """
+
+    layer: int | None
+    site: str
+    status: SiteStatus
+    reason: str = ""
+    metrics: PairMetrics | None = None
+    noise: NoiseRatio | None = None
+    routing: RoutingResult | None = None
+    relative: RelativeError | None = None
+    nearest: NearestLimit | None = None
+    num_judged: int = 0
+    logits: LogitsResult | None = None
+    num_set_aside: int = 0
+    num_replayed: int = 0
+    classic_failures: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """A site to blame: it fails though all it is computed from passes, or on what the port itself fed it.
+
+    Args:
+        layer: The layer; None outside them.
+        sites: The site, behind others that may hold the fault as well and that nobody could see.
+        reason: Why.
+    """
+
+    layer: int | None
+    sites: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlameGroup:
+    """Layers in which the same sites are to blame.
+
+    Args:
+        layers: The layers, ascending; None is the model outside them.
+        sites: The sites.
+        worst_layer: Where they are furthest beyond their limits.
+        reason: What is said of that layer.
+        where: What is said there of the tokens and channels that are wrong.
+    """
+
+    layers: tuple[int | None, ...]
+    sites: tuple[str, ...]
+    worst_layer: int | None
+    reason: str
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """How far a chained run is off after one layer.
+
+    Args:
+        layer: The layer.
+        error: ‖target − reference‖ / ‖reference‖ of its output.
+        handed_on: The same of the input that it was handed; 0 where that is the golden's own.
+        floor: What its output may be off by: the noise of the layer and what it was handed, relative to the
+            output; None where the golden kept no floor.
+        ratio: ρ of its output, over the tokens that are judged there; where there is no floor, the share of the limit.
+    """
+
+    layer: int
+    error: float
+    handed_on: float
+    floor: float | None
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """How the error of a chained run grows.
+
+    Args:
+        points: Layer by layer, ascending.
+        onset: The first layer that adds more than noise to what it was handed; None where none does.
+        command: What to run to learn who is to blame there; empty without an onset.
+    """
+
+    points: tuple[CurvePoint, ...]
+    onset: int | None
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterDtype:
+    """A part of the router that the port holds in another dtype than the golden.
+
+    Args:
+        name: `router_gate` or `correction_bias`.
+        reference: The golden's dtype.
+        target: The port's.
+        consequence: What that does, in a sentence.
+    """
+
+    name: str
+    reference: str
+    target: str
+    consequence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A whole comparison.
+
+    Args:
+        reference: The golden's directory.
+        target: The device run's directory.
+        criteria: `noise`, `classic`, or the file that the limits came from.
+        verdict: The conclusion.
+        sites: Every site of every layer in the run's span, in natural order.
+        blame: Who is to blame, earliest layer first.
+        blame_groups: The same, layers with the same sites together.
+        curve: How the error of a chained run grows; None for isolated runs.
+        notes: What a reader must know beside the verdict.
+        router_dtypes: Parts of the router that the port holds in another dtype.
+        generated: What both sides generated, prompt by prompt.
+        tokens: The real tokens of the batch, such as `81 at positions 0-47`; empty where no side tells.
+    """
+
+    reference: str
+    target: str
+    criteria: str
+    verdict: Verdict
+    sites: tuple[SiteResult, ...]
+    blame: tuple[Blame, ...] = ()
+    blame_groups: tuple[BlameGroup, ...] = ()
+    curve: Curve | None = None
+    notes: tuple[str, ...] = ()
+    router_dtypes: tuple[RouterDtype, ...] = ()
+    generated: tuple[GeneratedRow, ...] = ()
+    tokens: str = ""
+
+    @property
+    def shows_outputs_only(self) -> bool:
+        """Return whether of the layers nothing was judged but what leaves them."""
+        judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
+        declared = {site.site for site in self.sites if site.layer is not None}
+        return judged == {str(Site.OUTPUT)} != declared
+
+    @property
+    def compared(self) -> int:
+        """Layer-site pairs that were judged."""
+        return sum(site.status.is_compared for site in self.sites)
+
+    @property
+    def of(self) -> int:
+        """Layer-site pairs within the run's declared span."""
+        return len(self.sites)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of the comparison, ascending."""
+        return tuple(sorted({site.layer for site in self.sites if site.layer is not None}))
+
+    def of_layer(self, layer: int | None) -> tuple[SiteResult, ...]:
+        """The sites of one layer, or the model's for None."""
+        return tuple(site for site in self.sites if site.layer == layer)

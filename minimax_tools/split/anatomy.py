@@ -1,0 +1,196 @@
+"""Anatomy: a causal language model's layers, and what is called before and after them, found by running it.
+
+Every module that belongs to a part is replaced by a stand-in, and the model runs: hidden states must come out bit
+for bit as they went in, and the order of the calls tells what comes before the layers and what after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from minimax_tools.errors import CheckpointError
+from minimax_tools.split.stand_ins import AddsNothing, Elsewhere, PassThrough
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_LAYER = "a layer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """A model's own modules, by where they lie.
+
+    Args:
+        model: The model that they were taken from.
+        decoder: What runs the layers.
+        stack: Its list of them, by which it calls them.
+        layers: The layers.
+        around: The decoder's other modules that hold tensors or drop some out, by name.
+        embedding: The name of the token embedding among them.
+        head: What the model applies after its decoder, by name.
+    """
+
+    model: PreTrainedModel
+    decoder: nn.Module
+    stack: nn.ModuleList
+    layers: tuple[nn.Module, ...]
+    around: Mapping[str, nn.Module]
+    embedding: str
+    head: Mapping[str, nn.Module]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Anatomy:
+        """Find the parts of a model; nothing in it changes.
+
+        Raises:
+            CheckpointError: It has no list of its layers with a token embedding beside it.
+        """
+        decoder = model.get_decoder()
+        children = dict(decoder.named_children())
+        stacks = [
+            child
+            for child in children.values()
+            if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers
+        ]
+        if len(stacks) != 1:
+            raise _indivisible(model, expected="one list of its layers", found=f"{len(stacks)} of them")
+        around = {
+            name: child
+            for name, child in children.items()
+            if child is not stacks[0] and (child.state_dict(keep_vars=True) or isinstance(child, nn.Dropout))
+        }
+        embeddings = [name for name, child in around.items() if child is model.get_input_embeddings()]
+        if len(embeddings) != 1:
+            raise _indivisible(model, expected="a token embedding beside its layers", found="none")
+        head = {name: child for name, child in model.named_children() if child is not model.base_model}
+        return cls(
+            model=model,
+            decoder=decoder,
+            stack=stacks[0],
+            layers=tuple(stacks[0]),
+            around=around,
+            embedding=embeddings[0],
+            head=head,
+        )
+
+    def prove_divisible(self, dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Put stand-ins everywhere, and check that hidden states come out bit for bit as they went in.
+
+        Returns:
+            The names of what the decoder calls before its layers, and of what it calls after them.
+
+        Raises:
+            CheckpointError: Hidden states change outside the layers, or something is called among them.
+        """
+        self._empty(in_tuple=False)
+        compute_buffers(self.model, torch.device("cpu"))
+        try:
+            return self._trace(dtype)
+        except CheckpointError:
+            # Some loops take a layer's output out of a tuple.
+            self._empty(in_tuple=True)
+            return self._trace(dtype)
+
+    def put_back(self, layers: range, names: tuple[str, ...]) -> None:
+        """Restore these layers, and what lies around the layers under these names."""
+        for number in layers:
+            self.stack[number] = self.layers[number]
+        for name in names:
+            setattr(self.decoder, name, self.around[name])
+
+    def _empty(self, *, in_tuple: bool) -> None:
+        for number, layer in enumerate(self.layers):
+            self.stack[number] = PassThrough(layer, in_tuple=in_tuple)
+        for name, module in self.around.items():
+            stand_in = AddsNothing() if isinstance(module, nn.Embedding) else nn.Identity()
+            setattr(self.decoder, name, Elsewhere() if name == self.embedding else stand_in)
+        for name in self.head:
+            setattr(self.model, name, Elsewhere())
+
+    def _trace(self, dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(2, 3, self.model.config.hidden_size, generator=generator).to(dtype)
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+        with _recording_calls(self.decoder, self.stack) as calls:
+            try:
+                with torch.no_grad():
+                    output = self.model.base_model(
+                        inputs_embeds=states, attention_mask=mask, use_cache=False
+                    ).last_hidden_state
+            except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+                raise _indivisible(
+                    self.model, expected="a forward over stand-ins", found=str(error)
+                ) from error
+        if not isinstance(output, torch.Tensor) or not torch.equal(output, states):
+            raise _indivisible(
+                self.model,
+                expected="hidden states that change in its layers only",
+                found="a change outside them",
+            )
+        return self._around_layers([name for name in calls if name == _LAYER or name in self.around])
+
+    def _around_layers(self, calls: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names in `around` of what was called before the layers, and after them."""
+        start = calls.index(_LAYER) if _LAYER in calls else len(calls)
+        stop = start + len(self.layers)
+        # Where hidden states are given, the token embedding is not called.
+        before, after = {self.embedding, *calls[:start]}, set(calls[stop:])
+        strays = set(self.around) - before - after
+        if calls[start:stop] != [_LAYER] * len(self.layers) or before & after or strays:
+            raise _indivisible(
+                self.model,
+                expected="every module to be called before its layers or after them",
+                found=", ".join(sorted(strays | before & after)) or "calls among them",
+            )
+        return tuple(sorted(before)), tuple(sorted(after))
+
+
+@contextlib.contextmanager
+def _recording_calls(decoder: nn.Module, stack: nn.ModuleList) -> Iterator[list[str]]:
+    """The names of the decoder's modules as it calls them while the block lasts; a layer is `_LAYER`."""
+    calls: list[str] = []
+
+    def record(name: str) -> Callable[..., None]:
+        return lambda *_: calls.append(name)
+
+    watched = {name: child for name, child in decoder.named_children() if child is not stack}
+    handles = [child.register_forward_hook(record(name)) for name, child in watched.items()]
+    handles += [layer.register_forward_hook(record(_LAYER)) for layer in stack]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Put buffers that no checkpoint holds on `device`, with the values that transformers gives them."""
+    modules = {name.rpartition(".")[0] for name, buffer in model.named_non_persistent_buffers()}
+    for name in modules:
+        module = model.get_submodule(name)
+        for leaf in module._non_persistent_buffers_set:
+            buffer = module._buffers[leaf]
+            if buffer is not None and buffer.is_meta:
+                setattr(module, leaf, torch.empty_like(buffer, device=device))
+                with torch.no_grad():
+                    model._init_weights(module)
+        for leaf in module._non_persistent_buffers_set:
+            buffer = module._buffers[leaf]
+            if buffer is not None and buffer.device != device:
+                setattr(module, leaf, buffer.to(device))
+
+
+def _indivisible(model: PreTrainedModel, *, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{type(model).__name__} cannot be split",
+        expected=expected,
+        found=found,
+        next_step="Proved to work: minimax_m2, llama, qwen2, qwen3, qwen3_moe, mixtral, gpt2.",
+    )

@@ -1,0 +1,238 @@
+"""Binding: which tensor of a checkpoint fills which parameter of a module, planned before any data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from minimax_tools.checkpoint.fp8 import scale_shape
+from minimax_tools.checkpoint.reader import WEIGHT_DTYPES
+from minimax_tools.errors import CheckpointError, list_faults
+from minimax_tools.machine.core_pool import CorePool
+from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
+from minimax_tools.split.module_names import SCALE_ENDING, ModuleNames, Place, Slot
+
+
+class TensorFacts(Protocol):
+    """What a plan needs to know of a stored tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its stored dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+
+class TensorSource(Protocol):
+    """What fills tensors: a reader of a checkpoint, or a mapping of tensors (see `MappedTensors`)."""
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, of the stored shape and dtype."""
+
+    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, of the stored shape and any float dtype, FP8 already times its scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """The plan: every slot, and the stored tensor that fills each of its places."""
+
+    slots: Mapping[str, Slot] = field(repr=False)
+    sources: Mapping[Place, str] = field(repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """What all slots take once they are filled."""
+        return sum(slot.size_bytes for slot in self.slots.values())
+
+    @property
+    def num_tensors(self) -> int:
+        """How many stored tensors are read, scales not counted."""
+        return len(self.sources)
+
+    def fill(
+        self,
+        source: TensorSource,
+        *,
+        device: torch.device,
+        report: Callable[[int], None] = lambda num_bytes: None,
+    ) -> dict[str, torch.Tensor]:
+        """The slots' tensors on `device`, each allocated once and filled place by place by as many threads as cores.
+
+        Beside them at most one stored tensor for each thread is in memory.
+
+        Args:
+            source: What was planned on; it is asked from several threads.
+            device: Where the tensors go.
+            report: Told the bytes of every place as it is filled, by any thread.
+
+        Raises:
+            CheckpointError: A tensor cannot be read.
+        """
+        # Untouched memory is no memory yet: it is taken as the threads fill it.
+        filled = {
+            slot.name: torch.empty(slot.shape, dtype=slot.dtype, device=device)
+            for slot in self.slots.values()
+        }
+
+        def fill_one(place: Place) -> None:
+            view = place.view(filled[place.slot])
+            if view.dtype.is_floating_point:
+                source.read_weight_into(self.sources[place], view)
+            else:
+                _read_whole(source, self.sources[place], view)
+            report(view.nbytes)
+
+        with CorePool("binding") as pool:
+            try:
+                for _ in pool.map(fill_one, self.sources):
+                    pass
+            finally:
+                # An error ends the work that waits.
+                pool.shutdown(cancel_futures=True)
+        return filled
+
+
+def plan_binding(
+    slots: Mapping[str, Slot],
+    stored: Mapping[str, TensorFacts],
+    names: ModuleNames,
+    *,
+    layers: range,
+    where: Path,
+) -> Binding:
+    """Match a component's slots with a checkpoint's tensors, by their headers alone.
+
+    Args:
+        slots: What has to be filled, by name.
+        stored: Every tensor of the checkpoint (or of the shards at hand) by its full name, in the order in
+            which they are to be read.
+        names: How the model's names relate to the checkpoint's.
+        layers: The component's layers: a tensor of theirs that the model has no place for is a fault.
+        where: What the checkpoint is called in messages.
+
+    Raises:
+        CheckpointError: Listing every fault at once: a slot that nothing fills or two tensors would fill, a
+            shape or dtype that does not fit, FP8 without its scales, a tensor left over.
+    """
+    found: dict[Place, str] = {}
+    faults: list[str] = []
+    for name in stored:
+        if _is_scale(name, stored):
+            continue
+        place = names.place_of(name)
+        if place is None:
+            if not names.is_ignored(name) and names.layer_of(name) in (None, *layers):
+                faults.append(f"{name}: the model has no place for it")
+        elif place in found:
+            faults.append(f"{name} and {found[place]} are the same tensor of the model")
+        else:
+            found[place] = name
+    chosen: dict[Place, str] = {}
+    for slot in slots.values():
+        chosen.update(_fill_slot(slot, found, names, faults))
+    for place, name in chosen.items():
+        faults += _misfits(name, stored, expected=place.shape_in(slots[place.slot]), slot=slots[place.slot])
+    if faults:
+        raise unfit_checkpoint(where, faults)
+    position = {name: number for number, name in enumerate(stored)}
+    sources = dict(sorted(chosen.items(), key=lambda item: position[item[1]]))
+    return Binding(slots=MappingProxyType(dict(slots)), sources=MappingProxyType(sources))
+
+
+def unfit_checkpoint(where: Path, faults: list[str]) -> CheckpointError:
+    """The error that lists in what the tensors at `where` differ from the model that its config.json describes."""
+    return CheckpointError(
+        f"the tensors at {where} are not the model that its config.json describes",
+        found=list_faults(faults),
+        next_step="Check that config.json belongs to these files, and fetch what is missing.",
+    )
+
+
+class MappedTensors:
+    """Tensors that are in memory already, read as a checkpoint is."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Copy the tensor to `out`."""
+        out.copy_(self._tensors[name])
+
+    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
+        """Copy the tensor to `out`, cast to its dtype."""
+        out.copy_(self._tensors[name])
+
+
+def _fill_slot(
+    slot: Slot, found: Mapping[Place, str], names: ModuleNames, faults: list[str]
+) -> dict[Place, str]:
+    whole = Place(slot=slot.name)
+    if whole in found:
+        return {whole: found[whole]}
+    tied = names.tied.get(slot.name)
+    if tied is not None and Place(slot=tied) in found:
+        return {whole: found[Place(slot=tied)]}
+    wanted = _expert_places(slot)
+    have = {place: found[place] for place in wanted if place in found}
+    if not have:
+        faults.append(f"{slot}: found nothing")
+    else:
+        faults += [f"{place}: found nothing" for place in wanted if place not in found]
+    beyond = [place for place in found if place.slot == slot.name and place not in have]
+    faults += [f"{found[place]}: {slot} has no such expert" for place in beyond]
+    return have
+
+
+def _expert_places(slot: Slot) -> list[Place]:
+    name = slot.name.rpartition(".")[2]
+    halves: dict[str, tuple[str | None, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": (None,)}
+    if name not in halves or len(slot.shape) != 3:
+        return []
+    return [
+        Place(slot=slot.name, expert=expert, half=half)
+        for expert in range(slot.shape[0])
+        for half in halves[name]
+    ]
+
+
+def _misfits(
+    name: str, stored: Mapping[str, TensorFacts], *, expected: tuple[int, ...], slot: Slot
+) -> list[str]:
+    tensor = stored[name]
+    faults = []
+    if tuple(tensor.shape) != expected:
+        faults.append(f"{name}: expected {list(expected)}, found {list(tensor.shape)}")
+    if slot.dtype.is_floating_point and tensor.dtype not in WEIGHT_DTYPES:
+        faults.append(f"{name}: found dtype {tensor.dtype}, which mm2 cannot read as a weight")
+    if not slot.dtype.is_floating_point and tensor.dtype != slot.dtype:
+        faults.append(f"{name}: expected dtype {slot.dtype}, found {tensor.dtype}")
+    if tensor.dtype == torch.float8_e4m3fn:
+        scale = stored.get(scale_name(name))
+        grid = scale_shape(tuple(tensor.shape))
+        if scale is None:
+            faults.append(f"{name}: FP8 without its scales {scale_name(name)}")
+        elif tuple(scale.shape) != grid or len(tensor.shape) != 2:
+            faults.append(f"{scale_name(name)}: expected {list(grid)}, found {list(scale.shape)}")
+    return faults
+
+
+def _is_scale(name: str, stored: Mapping[str, TensorFacts]) -> bool:
+    weight = stored.get(name.removesuffix(SCALE_ENDING)) if name.endswith(SCALE_SUFFIX) else None
+    return weight is not None and weight.dtype == torch.float8_e4m3fn
+
+
+def _read_whole(source: TensorSource, name: str, view: torch.Tensor) -> None:
+    if view.device.type == "cpu":
+        source.read_into(name, view)
+        return
+    host = torch.empty(view.shape, dtype=view.dtype)
+    source.read_into(name, host)
+    view.copy_(host)

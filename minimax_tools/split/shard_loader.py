@@ -1,0 +1,219 @@
+"""ShardLoader: of a checkpoint in a folder or on the hub, the shards that are needed, and of these the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.weight_files import WeightFiles
+from minimax_tools.checkpoint.weight_map import (
+    contradictions,
+    faulty_checkpoint,
+    read_index_json,
+    weight_map_of,
+)
+from minimax_tools.errors import CheckpointError
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.hub.checkpoint_folder import fetch_files, list_files
+from minimax_tools.model.architecture import Architecture
+from minimax_tools.split.component import Component
+from minimax_tools.torch_files.header import PICKLED_SUFFIXES, PickledEntry, read_shard_header
+from minimax_tools.torch_files.reader import PickledReader
+
+
+class ShardLoader:
+    """Loads parts of checkpoints: safetensors where there are any, else `.bin`; sharded or in one file.
+
+    A checkpoint is a folder or a hub's id (`access` says which hub, else the environment does). Only files that
+    are needed are fetched, and of them only tensors that are wanted are read. What cannot be found out (no
+    network, no such folder) is an error, never an answer.
+
+    | to know | call |
+    |---|---|
+    | whether the weights are spread over files | `is_sharded_model` |
+    | which tensor is where | `load_index_json` |
+    | which tensors, which files a part needs | `get_names_for_component`, `get_required_shards_for_component` |
+    | the files | `download_shards_if_needed` |
+    | the tensors | `load_shard_partial` |
+    """
+
+    @staticmethod
+    def is_sharded_model(model_path: str | Path, *, access: HubAccess | None = None) -> bool:
+        """Whether the model has an index of shards, or its weights lie in more than one file.
+
+        Raises:
+            CheckpointError: There is no such folder, the hub does not answer, or there are no weights.
+        """
+        return _find_weights(model_path, access).is_sharded
+
+    @staticmethod
+    def load_index_json(model_path: str | Path, *, access: HubAccess | None = None) -> dict[str, Any]:
+        """The index: `weight_map` maps each tensor to its file, `metadata` is a dict.
+
+        Without an index file it is made from the headers of the files. With one, it is checked against the
+        headers of the shards that are here; others may be absent, and none is fetched for that.
+
+        Raises:
+            CheckpointError: As for `is_sharded_model`; or listing every fault at once: the index file or a shard
+                is damaged, they contradict each other, or a tensor lies in two files.
+        """
+        files = _find_weights(model_path, access)
+        if files.index_file is None:
+            paths = fetch_files(str(model_path), files.shards, access=access)
+            headers = [entry for path in paths.values() for entry in read_shard_header(path)]
+            folder = next(iter(paths.values())).parent
+            total_size = sum(entry.size_bytes for entry in headers)
+            return {
+                "metadata": {"total_size": total_size},
+                "weight_map": weight_map_of(headers, folder=folder),
+            }
+        fetched = fetch_files(str(model_path), [files.index_file], access=access)
+        index_path = fetched[files.index_file]
+        index_json = read_index_json(index_path)
+        _verify_shards(index_json["weight_map"], index_path.parent)
+        return index_json
+
+    @staticmethod
+    def get_required_shards_for_component(
+        index_json: Mapping[str, Any],
+        component: str,
+        layer_range: tuple[int, int],
+        model_type: str | Architecture,
+        include_embedding: bool = False,
+        include_final_norm: bool = False,
+        include_lm_head: bool = False,
+    ) -> set[str]:
+        """Names of the files that hold a component's tensors; see `get_names_for_component`."""
+        names = ShardLoader.get_names_for_component(
+            index_json,
+            component,
+            layer_range,
+            model_type,
+            include_embedding=include_embedding,
+            include_final_norm=include_final_norm,
+            include_lm_head=include_lm_head,
+        )
+        weight_map = _weight_map(index_json)
+        return {weight_map[name] for name in names}
+
+    @staticmethod
+    def get_names_for_component(
+        index_json: Mapping[str, Any],
+        component: str,
+        layer_range: tuple[int, int],
+        model_type: str | Architecture,
+        include_embedding: bool = False,
+        include_final_norm: bool = False,
+        include_lm_head: bool = False,
+    ) -> set[str]:
+        """Names of the tensors that a component consists of, block scales included.
+
+        Args:
+            index_json: What `load_index_json` gave.
+            component: bottom, trunk or top; what it has is said by the other arguments.
+            layer_range: First layer, and the layer after the last.
+            model_type: As config.json says, or the `Architecture` of a model that is not known by heart.
+            include_embedding: With the embeddings, of positions too.
+            include_final_norm: With the norm behind the last layer.
+            include_lm_head: With the head; where none is stored it is tied, and the token embedding comes.
+
+        Raises:
+            CheckpointError: The checkpoint has nothing of a layer or part that was asked for.
+            UsageError: `model_type` is not known.
+            ValueError: Another component, or a range that ends before it starts.
+        """
+        chosen = Component(
+            name=component,
+            layers=range(*layer_range),
+            include_embedding=include_embedding,
+            include_final_norm=include_final_norm,
+            include_lm_head=include_lm_head,
+        )
+        return set(chosen.select(_weight_map(index_json), model_type))
+
+    @staticmethod
+    def download_shards_if_needed(
+        model_path: str | Path, shard_files: Iterable[str], *, access: HubAccess | None = None
+    ) -> dict[str, Path]:
+        """The paths of a model's shards by name; those of the hub are fetched where they are not here yet.
+
+        Raises:
+            CheckpointError: Shards are missing from the folder, all of them named; or the hub did not give one.
+        """
+        return fetch_files(str(model_path), sorted(shard_files), access=access)
+
+    @staticmethod
+    def load_shard_partial(
+        shard_path: str | Path, filter_fn: Callable[[str], bool]
+    ) -> dict[str, torch.Tensor]:
+        """Those tensors of one file whose names `filter_fn` accepts, on the CPU and in their stored dtypes.
+
+        Only the header and the bytes of these tensors are read; the file is not mapped. Names that `.bin` files
+        give to one tensor share one again.
+
+        Raises:
+            CheckpointError: The file is missing or damaged, or of another kind.
+        """
+        path = Path(shard_path)
+        wanted = {entry.name: entry for entry in read_shard_header(path) if filter_fn(entry.name)}
+        index = TensorIndex(folder=path.parent, entries=MappingProxyType(wanted))
+        reader = PickledReader if path.suffix in PICKLED_SUFFIXES else CheckpointReader
+        with reader(path.parent, index=index) as opened:
+            return _read_once(opened, wanted)
+
+
+def _find_weights(model_path: str | Path, access: HubAccess | None) -> WeightFiles:
+    names = list_files(str(model_path), access=access)
+    files = WeightFiles.among(names)
+    if files is None:
+        raise CheckpointError(
+            f"no weights at {str(model_path)!r}",
+            expected="safetensors, or pytorch_model.bin",
+            found=", ".join(names[:8]) or "no files",
+            next_step="Give a folder or a hub's id that holds a checkpoint.",
+        )
+    return files
+
+
+def _verify_shards(weight_map: Mapping[str, str], folder: Path) -> None:
+    headers: dict[str, tuple[TensorEntry, ...]] = {}
+    faults = []
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            continue
+        try:
+            headers[file] = read_shard_header(folder / file)
+        except CheckpointError as error:
+            faults.append(f"shard {file} cannot be read ({error.what}: {error.found})")
+    faults += contradictions(weight_map, headers)
+    if faults:
+        raise faulty_checkpoint(folder, faults)
+
+
+def _read_once(reader: CheckpointReader, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    first_names: dict[Any, str] = {}
+    for name, entry in entries.items():
+        # Safetensors never share: what lies in one place there has no bytes at all.
+        place = (entry.file, entry.stored) if isinstance(entry, PickledEntry) else name
+        first = first_names.setdefault(place, name)
+        tensors[name] = reader.read(name) if first == name else tensors[first]
+    return tensors
+
+
+def _weight_map(index_json: Mapping[str, Any]) -> Mapping[str, str]:
+    weight_map = index_json.get("weight_map")
+    if not isinstance(weight_map, Mapping):
+        raise CheckpointError(
+            "the index has no weight_map",
+            found=", ".join(map(str, index_json)) or "nothing",
+            next_step="Give what ShardLoader.load_index_json returned.",
+        )
+    return weight_map

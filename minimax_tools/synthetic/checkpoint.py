@@ -1,0 +1,206 @@
+"""Synthetic checkpoints: a MiniMax-M2 of any size, in the hub's layout, filled with numbers by seed.
+
+A shard is written front to back, one tensor in memory at a time, into a temporary folder that is renamed
+at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, find_ragged_widths, scale_shape
+from minimax_tools.checkpoint.header import encode_header
+from minimax_tools.errors import UsageError
+from minimax_tools.machine.new_folder import new_folder
+from minimax_tools.model import weight_names
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.random_weights import SyntheticWeights
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from minimax_tools.synthetic.toy_tokenizer import write_tokenizer
+
+_log = logging.getLogger(__name__)
+
+FP8 = torch.float8_e4m3fn
+
+_HUB_SHARD_BYTES = 1_840_000_000
+_LEAST_SHARDS = 4
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorMaker(Protocol):
+    """Makes the tensors of a model by their full names."""
+
+    def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticCheckpoint:
+    """What was written; `size_bytes` counts the tensors' data."""
+
+    folder: Path
+    num_tensors: int
+    num_shards: int
+    size_bytes: int
+
+
+def synthesize(
+    output: Path, *, model: SyntheticModel, dtype: torch.dtype, shard_size_bytes: int | None, seed: int
+) -> SyntheticCheckpoint:
+    """Write a checkpoint of `model` to the folder `output`, its linear layers stored in `dtype`.
+
+    The same arguments give the same bytes; FP8, BF16 and float32 copies of one seed are one model.
+
+    Args:
+        output: A folder that does not exist yet or is empty.
+        model: The quantities.
+        dtype: float8_e4m3fn, bfloat16 or float32. Router gate and correction bias are float32 always.
+        shard_size_bytes: Most data a shard holds, except that a tensor is never split; None asks for four
+            shards or more, of the hub's size at most.
+        seed: Seed of every number.
+
+    Raises:
+        UsageError: `output` holds something, or the quantities cannot be stored so.
+        CheckpointError: The checkpoint does not fit the file system, or cannot be written.
+    """
+    plan = plan_tensors(model, dtype=dtype)
+    size_bytes = sum(tensor.size_bytes for tensor in plan)
+    weights = SyntheticWeights(model.spec(), seed=seed)
+    remedy = "Name an --output with more room, or ask for fewer layers."
+    with new_folder(output, size_bytes=size_bytes, remedy=remedy) as folder:
+        ids = write_tokenizer(folder, vocab_size=model.vocab_size)
+        write_json(folder / "config.json", model.config(dtype=dtype, token_ids=ids))
+        num_shards = write_shards(folder, plan, weights, shard_size_bytes=shard_size_bytes)
+    return SyntheticCheckpoint(
+        folder=output, num_tensors=len(plan), num_shards=num_shards, size_bytes=size_bytes
+    )
+
+
+def write_shards(
+    folder: Path, plan: tuple[PlannedTensor, ...], weights: TensorMaker, *, shard_size_bytes: int | None
+) -> int:
+    """Write the planned tensors to safetensors shards with their index; return the number of shards.
+
+    Args:
+        folder: Where they go.
+        plan: The tensors in the order of writing.
+        weights: Makes each.
+        shard_size_bytes: As in `synthesize`.
+    """
+    size_bytes = sum(tensor.size_bytes for tensor in plan)
+    if shard_size_bytes is None:
+        shard_size_bytes = min(_HUB_SHARD_BYTES, -(-size_bytes // _LEAST_SHARDS))
+    shards = _split(plan, shard_size_bytes)
+    for file_name, shard in shards.items():
+        _write_shard(folder / file_name, shard, weights)
+        _log.info("%s: %d tensors", file_name, len(shard))
+    weight_map = {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard}
+    write_json(folder / _INDEX, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
+    return len(shards)
+
+
+def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedTensor, ...]:
+    """Every tensor of the checkpoint in the hub's order, which is the alphabet's.
+
+    Raises:
+        UsageError: A width does not fit FP8's blocks, or `dtype` is none of the three.
+    """
+    if dtype not in (FP8, torch.bfloat16, torch.float32):
+        raise UsageError(
+            f"no checkpoint is written in {dtype}", expected="float8_e4m3fn, bfloat16 or float32"
+        )
+    spec = model.spec()
+    if dtype == FP8:
+        _refuse_ragged_blocks(spec)
+    plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    plan = [
+        PlannedTensor(name=name, shape=shape, dtype=plain_dtype)
+        for name, shape in (
+            (weight_names.EMBEDDING, (spec.vocab_size, spec.hidden_size)),
+            (weight_names.FINAL_NORM, (spec.hidden_size,)),
+            (weight_names.LM_HEAD, (spec.vocab_size, spec.hidden_size)),
+        )
+    ]
+    layer_shapes = weight_names.expected_layer_shapes(spec)
+    for layer in range(spec.num_hidden_layers):
+        for kind, shape in layer_shapes.items():
+            name = weight_names.layer_prefix(layer) + kind
+            is_linear = len(shape) == 2 and kind != weight_names.GATE
+            kept = (
+                torch.float32 if kind in weight_names.FLOAT32_NAMES else dtype if is_linear else plain_dtype
+            )
+            plan.append(PlannedTensor(name=name, shape=shape, dtype=kept))
+            if kept == FP8:
+                scales = PlannedTensor(
+                    name=weight_names.scale_name(name), shape=scale_shape(shape), dtype=torch.float32
+                )
+                plan.append(scales)
+    return tuple(sorted(plan, key=lambda tensor: tensor.name))
+
+
+def write_tensor(file: BinaryIO, tensor: PlannedTensor, weights: TensorMaker) -> None:
+    """Append a tensor's data, made part by part."""
+    start = file.tell()
+    for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
+        file.write(part.contiguous().view(torch.uint8).numpy().data)
+    written = file.tell() - start
+    assert written == tensor.size_bytes, f"{tensor.name}: {written} bytes of {tensor.size_bytes}"
+
+
+def _refuse_ragged_blocks(spec: ModelSpec) -> None:
+    ragged = find_ragged_widths(spec)
+    if ragged:
+        raise UsageError(
+            "these widths do not fit FP8's blocks",
+            expected=f"multiples of {BLOCK_SIZE}, or less: readers derive the block from the scales' shape",
+            found="; ".join(ragged),
+            next_step="Change them, or ask for --dtype bfloat16.",
+        )
+
+
+def _split(plan: tuple[PlannedTensor, ...], shard_size_bytes: int) -> dict[str, list[PlannedTensor]]:
+    shards: list[list[PlannedTensor]] = [[]]
+    filled_bytes = 0
+    for tensor in plan:
+        if shards[-1] and filled_bytes + tensor.size_bytes > shard_size_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(tensor)
+        filled_bytes += tensor.size_bytes
+    return {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": shard for number, shard in enumerate(shards)
+    }
+
+
+def _write_shard(path: Path, shard: list[PlannedTensor], weights: TensorMaker) -> None:
+    with path.open("wb") as file:
+        file.write(encode_header(shard))
+        for tensor in shard:
+            write_tensor(file, tensor, weights)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a value as indented JSON that ends in a new line."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

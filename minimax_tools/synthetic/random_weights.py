@@ -1,0 +1,258 @@
+"""The weights of a synthetic MiniMax-M2: each tensor's distribution, so that the whole behaves as if trained.
+
+The residual stream is measured in units of its median channel at a layer:
+
+    stream    two or three massive channels of fixed sign, 20 to 40 times the rest; all grows by one rate
+    norms     undo the massive channels' share: a linear layer sees unit mean square, these channels at 2
+    q, k      heads of different width and RMSNorm weights spread per head: logits far from flat
+    o_proj    sized to its share of the stream; the rows of massive channels repeat v_proj's columns for these
+              channels, so that they grow with the rest
+    router    logits of standard deviation 1.5 to 1.7; biases of 8 to 9.5 that lift the experts of low scores
+    experts   gate wider than up; w2 sized to its share of the stream
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from minimax_tools.checkpoint.fp8 import dequantise
+from minimax_tools.model import weight_names
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.random_numbers import MatrixRecipe, RandomStream
+
+_ATTENTION_SHARE = 0.15  # ‖attn_delta‖ / ‖input‖
+_MOE_SHARE = 0.11  # ‖moe_delta‖ / ‖input‖
+_EMBEDDING_RMS = 0.1
+_NARROW_MASSIVE = (23.0, -21.0)
+_WIDE_MASSIVE = (38.0, -30.0, 22.0)
+_WIDE_HIDDEN_SIZE = 2048
+_MASSIVE_AFTER_NORM = 2.0  # on average, where an ordinary channel is 1
+_MASSIVE_SPREAD = 0.05  # between tokens
+_MASSIVE_LEAD = (
+    1.15  # over the stream's growth: deltas line up with the stream, which outgrows its design a little
+)
+_NORM_SPREAD = 0.25
+_TOKEN_SPREAD = 0.15
+_BLOCK_SPREAD = 0.25
+_HEAD_SPREAD = 0.3
+_QK_NORM_MEAN = 1.9
+_QK_NORM_HEAD_SPREAD = 0.35
+_QK_NORM_SPREAD = 0.15
+_CONTEXT_RMS = 0.75  # of attn_context for values of variance 1: softmax averages the rest away
+_GATE_STD = 1.5
+_UP_STD = 1.0
+_ACTIVATION_RMS = 1.1  # of silu(gate) × up
+_EXPERT_SPREAD = 0.15
+_ROUTER_LOGIT_STD = 1.5
+_BIAS_LIMITS = (8.0, 9.5)
+_BIAS_CENTRES = (8.4, 9.1)
+_BIAS_STD = 0.10
+_OFFSET_OF_BIAS = 8.0  # logits per unit of bias: the inverse of the sigmoid's slope near a score of .85
+_LOGIT_STD = 2.5
+_ELEMENTS_AT_ONCE = 1 << 22  # of the embedding and lm_head, the only tensors that are not made whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """The residual stream as designed: its massive channels and how it grows."""
+
+    channels: tuple[int, ...]
+    magnitudes: tuple[float, ...]  # signed, in units of the median channel
+    hidden_size: int
+
+    @classmethod
+    def design(cls, hidden_size: int, *, seed: int) -> Stream:
+        """The stream of a model `hidden_size` wide, its massive channels drawn by `seed`."""
+        magnitudes = _WIDE_MASSIVE if hidden_size >= _WIDE_HIDDEN_SIZE else _NARROW_MASSIVE
+        order = RandomStream(seed=seed, name="massive channels").draw_order(hidden_size)
+        return cls(
+            channels=tuple(order[: len(magnitudes)].tolist()), magnitudes=magnitudes, hidden_size=hidden_size
+        )
+
+    @property
+    def massive(self) -> tuple[tuple[int, float], ...]:
+        """Channel and signed magnitude of every massive channel."""
+        return tuple(zip(self.channels, self.magnitudes, strict=True))
+
+    @property
+    def mean_magnitude(self) -> float:
+        """Mean magnitude of the massive channels, in units of the median channel."""
+        return sum(abs(magnitude) for magnitude in self.magnitudes) / len(self.magnitudes)
+
+    @property
+    def rms(self) -> float:
+        """Root mean square over all channels, in units of the median channel."""
+        return math.sqrt(1 + sum(value * value for value in self.magnitudes) / self.hidden_size)
+
+    @property
+    def growth(self) -> float:
+        """Share by which the median channel grows in a layer, for deltas orthogonal to the stream."""
+        return math.sqrt(1 + self.rms**2 * (_ATTENTION_SHARE**2 + _MOE_SHARE**2)) - 1
+
+    def median_channel(self, layer: int) -> float:
+        """Root mean square of the median channel at the layer's input."""
+        return float(_EMBEDDING_RMS * (1 + self.growth) ** layer)
+
+
+class SyntheticWeights:
+    """Makes the tensors of the model `spec` by their full names; holds none."""
+
+    def __init__(self, spec: ModelSpec, *, seed: int) -> None:
+        self._spec = spec
+        self._seed = seed
+        self._stream = Stream.design(spec.hidden_size, seed=seed)
+
+    def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The tensor `name` in consecutive blocks of rows, which together have `shape`, on the CPU.
+
+        A linear layer in another dtype than FP8 holds the dequantised FP8 values, and what FP8 copies keep in
+        BF16 is rounded to it in every copy: all are one model.
+        """
+        kind = name.removeprefix(weight_names.layer_prefix(weight_names.layer_of(name) or 0))
+        if kind in (weight_names.EMBEDDING, weight_names.LM_HEAD):
+            yield from self._vocabulary_rows(name, shape=shape, dtype=dtype)
+        elif name.endswith("norm.weight"):
+            yield self._norm(name, width=shape[0]).to(torch.bfloat16).to(dtype)
+        elif kind == weight_names.GATE:
+            yield self._gate(name, shape=shape).to(dtype)
+        elif kind == weight_names.CORRECTION_BIAS:
+            yield self._correction_bias(name, count=shape[0]).to(dtype)
+        elif name.endswith(weight_names.SCALE_SUFFIX):
+            yield self._scales(name.removesuffix("_scale_inv"))
+        elif dtype == torch.float8_e4m3fn:
+            yield self._codes(name).view(dtype)
+        else:
+            yield dequantise(self._codes(name).view(torch.float8_e4m3fn), self._scales(name), dtype=dtype)
+
+    def _random(self, name: str) -> RandomStream:
+        return RandomStream(seed=self._seed, name=name)
+
+    def _vocabulary_rows(
+        self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Iterator[torch.Tensor]:
+        random, is_embedding = self._random(name), name == weight_names.EMBEDDING
+        std = _EMBEDDING_RMS if is_embedding else _LOGIT_STD / math.sqrt(self._spec.hidden_size)
+        rows_at_once = max(8, _ELEMENTS_AT_ONCE // shape[1] // 8 * 8)
+        for start in range(0, shape[0], rows_at_once):
+            num_rows = min(rows_at_once, shape[0] - start)
+            recipe = MatrixRecipe(std=std, row_gain=_ones(num_rows), num_columns=shape[1], block_spread=0.0)
+            codes, scales = recipe.codes(random), recipe.scales(random)
+            values = dequantise(codes.view(torch.float8_e4m3fn), scales, dtype=torch.float32)
+            values *= random.draw_gain(num_rows, 1, spread=_TOKEN_SPREAD).float()
+            for channel, magnitude in self._stream.massive if is_embedding else ():
+                values[:, channel] = (
+                    std * magnitude * random.draw_gain(num_rows, spread=_MASSIVE_SPREAD).float()
+                )
+            yield values.to(torch.bfloat16).to(dtype)
+
+    def _norm(self, name: str, *, width: int) -> torch.Tensor:
+        random, head_dim = self._random(name), self._spec.head_dim
+        if name.endswith((weight_names.Q_NORM, weight_names.K_NORM)):
+            heads = random.draw_gain(width // head_dim, 1, spread=_QK_NORM_HEAD_SPREAD)
+            dims = random.draw_gain(width // head_dim, head_dim, spread=_QK_NORM_SPREAD)
+            return (_QK_NORM_MEAN * heads * dims).flatten()
+        weight = self._stream.rms * random.draw_gain(width, spread=_NORM_SPREAD)
+        weight[list(self._stream.channels)] = (
+            self._stream.rms * _MASSIVE_AFTER_NORM / self._stream.mean_magnitude
+        )
+        return weight
+
+    def _gate(self, name: str, *, shape: tuple[int, ...]) -> torch.Tensor:
+        weight = _ROUTER_LOGIT_STD / math.sqrt(shape[1]) * self._random(name).draw_normal(*shape)
+        bias = self._correction_bias(
+            name.replace(weight_names.GATE, weight_names.CORRECTION_BIAS), count=shape[0]
+        )
+        # Training sets the bias against an expert's mean score; the massive channels are what gives it one.
+        offset = (bias.mean() - bias) * _OFFSET_OF_BIAS / (_MASSIVE_AFTER_NORM * len(self._stream.channels))
+        for channel, magnitude in self._stream.massive:
+            weight[:, channel] = math.copysign(1, magnitude) * offset
+        return weight
+
+    def _correction_bias(self, name: str, *, count: int) -> torch.Tensor:
+        random = self._random(name)
+        low, high = _BIAS_CENTRES
+        centre = low + (high - low) * random.draw_bytes(1)[0] / 255
+        return (centre + _BIAS_STD * random.draw_normal(count)).clamp(*_BIAS_LIMITS)
+
+    def _scales(self, name: str) -> torch.Tensor:
+        return self._recipe(name).scales(self._random(weight_names.scale_name(name)))
+
+    def _codes(self, name: str) -> torch.Tensor:
+        recipe = self._recipe(name)
+        codes = recipe.codes(self._random(name))
+        if name.endswith(weight_names.O_PROJ):
+            codes[list(self._stream.channels)] = self._massive_rows(name, recipe)
+        return codes
+
+    def _massive_rows(self, name: str, recipe: MatrixRecipe) -> torch.Tensor:
+        # attn_context has a constant part, v_proj's columns for the massive channels: these rows add it up.
+        values = self._codes(name.replace(weight_names.O_PROJ, weight_names.V_PROJ))[
+            :, list(self._stream.channels)
+        ]
+        heads: torch.Tensor = values.T.unflatten(1, (-1, self._spec.head_dim))
+        num_repeats = self._spec.num_attention_heads // self._spec.num_key_value_heads
+        rows = heads.repeat_interleave(num_repeats, 1).flatten(1).contiguous().view(torch.float8_e4m3fn)
+        # The ordinary rows have a gain of 1; a block's scale belongs to the larger of the two.
+        share = recipe.row_gain[list(self._stream.channels)].clamp(max=1).float()
+        return (rows.float() * share[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def _recipe(self, name: str) -> MatrixRecipe:
+        layer = weight_names.layer_of(name) or 0
+        random = self._random(f"{name} gains")
+        if name.endswith(weight_names.O_PROJ):
+            return self._output_recipe(layer)
+        if name.endswith((weight_names.Q_PROJ, weight_names.K_PROJ, weight_names.V_PROJ)):
+            is_query = name.endswith(weight_names.Q_PROJ)
+            num_heads = self._spec.num_attention_heads if is_query else self._spec.num_key_value_heads
+            return self._projection_recipe(random.draw_gain(num_heads, spread=_HEAD_SPREAD))
+        return self._expert_recipe(
+            name.split(".")[-2], layer, gain=math.exp(_EXPERT_SPREAD * float(random.draw_normal(1)))
+        )
+
+    def _projection_recipe(self, head_gain: torch.Tensor) -> MatrixRecipe:
+        return MatrixRecipe(
+            std=1 / math.sqrt(self._spec.hidden_size),
+            row_gain=head_gain.repeat_interleave(self._spec.head_dim),
+            num_columns=self._spec.hidden_size,
+            block_spread=_BLOCK_SPREAD,
+        )
+
+    def _output_recipe(self, layer: int) -> MatrixRecipe:
+        spec, stream = self._spec, self._stream
+        std = (
+            _ATTENTION_SHARE
+            * stream.rms
+            * stream.median_channel(layer)
+            / _CONTEXT_RMS
+            / math.sqrt(spec.query_width)
+        )
+        # What a row that equals v_proj's column for a massive channel adds to that channel at a gain of 1.
+        added = spec.query_width * std * _MASSIVE_AFTER_NORM / math.sqrt(spec.hidden_size)
+        row_gain = _ones(spec.hidden_size)
+        wanted = _MASSIVE_LEAD * stream.growth * stream.mean_magnitude * stream.median_channel(layer)
+        row_gain[list(stream.channels)] = wanted / added
+        return MatrixRecipe(
+            std=std, row_gain=row_gain, num_columns=spec.query_width, block_spread=_BLOCK_SPREAD
+        )
+
+    def _expert_recipe(self, matrix: str, layer: int, *, gain: float) -> MatrixRecipe:
+        hidden_size, width = self._spec.hidden_size, self._spec.intermediate_size
+        if matrix != weight_names.EXPERT_DOWN:
+            std = (_GATE_STD if matrix == weight_names.EXPERT_GATE else _UP_STD) / math.sqrt(hidden_size)
+            return MatrixRecipe(
+                std=std * gain, row_gain=_ones(width), num_columns=hidden_size, block_spread=_BLOCK_SPREAD
+            )
+        # Weights of about 1/k each: the sum over k experts is smaller than one of them by √k.
+        std = _MOE_SHARE * self._stream.rms * self._stream.median_channel(layer) / _ACTIVATION_RMS
+        std *= math.sqrt(self._spec.num_experts_per_tok / width)
+        return MatrixRecipe(
+            std=std * gain, row_gain=_ones(hidden_size), num_columns=width, block_spread=_BLOCK_SPREAD
+        )
+
+
+def _ones(count: int) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.float64)

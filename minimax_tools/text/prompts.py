@@ -1,0 +1,218 @@
+"""Prompts: what a user asked to run, turned into token rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minimax_tools.errors import UsageError
+from minimax_tools.model.inputs import Inputs, pad_rows, random_rows
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.default_rows import default_rows
+from minimax_tools.text.tokenizer import encode_texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRequest:
+    """The input options of a command, as they were given; nothing is read before `build_inputs`.
+
+    Raises:
+        UsageError: They contradict each other, or one has no effect.
+    """
+
+    prompts: tuple[str, ...] = ()
+    prompts_file: Path | None = None
+    chat: bool = False
+    input_ids: tuple[str, ...] = ()
+    seq_lens: tuple[int, ...] = ()
+    batch_size: int = 1
+    padding_side: str = "right"
+    pad_to: tuple[int, ...] = ()
+    max_length: int | None = None
+    start_positions: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if sum((self.has_text, bool(self.input_ids), bool(self.seq_lens))) > 1:
+            raise UsageError(
+                "the inputs come from several sources",
+                expected="one of --prompt/--prompts-file, --input-ids, --seq-len",
+            )
+        if self.batch_size > 1 and (self.has_text or self.input_ids):
+            raise UsageError(
+                "--batch-size repeats random rows only", next_step="Repeat --prompt or --input-ids."
+            )
+        if self.chat and not self.has_text:
+            raise UsageError(
+                "--chat has no effect without text", next_step="Give --prompt or --prompts-file."
+            )
+        if self.start_positions and not self.names_rows:
+            raise UsageError(
+                "--start-positions has no rows to place: the default rows have positions of their own",
+                next_step="Give --prompt, --input-ids or --seq-len too.",
+            )
+
+    @property
+    def names_rows(self) -> bool:
+        """Return whether the rows are the user's own, and not the default ones."""
+        return self.has_text or bool(self.input_ids) or bool(self.seq_lens)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the rows are made of text."""
+        return bool(self.prompts) or self.prompts_file is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Token ids of each row, the position of each row's first token, and where the rows came from."""
+
+    ids: list[list[int]]
+    starts: tuple[int, ...]
+    source: str
+
+
+def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inputs:
+    """The batch that `request` describes, for the checkpoint in `folder`.
+
+    Raises:
+        UsageError: An id outside the vocabulary, a row empty or past the model's last position, an unreadable file.
+        CheckpointError: Text was given and the checkpoint has no tokenizer.
+    """
+    rows = _rows(request, folder=folder, spec=spec)
+    ids = rows.ids if request.max_length is None else [row[: request.max_length] for row in rows.ids]
+    _refuse_foreign_ids(ids, spec.vocab_size)
+    _refuse_long_rows(ids, spec.max_position_embeddings)
+    _refuse_far_rows(ids, rows.starts, spec.max_position_embeddings)
+    return pad_rows(
+        ids,
+        padding_side=request.padding_side,
+        buckets=request.pad_to,
+        pad_token_id=_pad_token_id(spec),
+        source=rows.source,
+        start_positions=rows.starts,
+    )
+
+
+def _rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> _Rows:
+    if not request.names_rows:
+        return _default_rows(request, spec=spec)
+    ids, source = _named_rows(request, folder=folder, spec=spec)
+    return _Rows(ids=ids, starts=_starts(request.start_positions, num_rows=len(ids)), source=source)
+
+
+def _default_rows(request: InputRequest, *, spec: ModelSpec) -> _Rows:
+    rows = default_rows(spec.max_position_embeddings)
+    ids, source = _random_ids(request, tuple(row.length for row in rows), vocab_size=spec.vocab_size)
+    return _Rows(
+        ids=ids, starts=tuple(row.start_position for row in rows) * request.batch_size, source=source
+    )
+
+
+def _named_rows(request: InputRequest, *, folder: Path, spec: ModelSpec) -> tuple[list[list[int]], str]:
+    if request.input_ids:
+        return [row for text in request.input_ids for row in _parse_ids(text)], "--input-ids"
+    if request.has_text:
+        texts = [*request.prompts, *_read_prompts(request.prompts_file)]
+        source = "chat prompts" if request.chat else "prompts"
+        return encode_texts(folder, texts, chat=request.chat), source
+    return _random_ids(request, request.seq_lens, vocab_size=spec.vocab_size)
+
+
+def _random_ids(
+    request: InputRequest, lengths: tuple[int, ...], *, vocab_size: int
+) -> tuple[list[list[int]], str]:
+    rows = random_rows(lengths, batch_size=request.batch_size, vocab_size=vocab_size, seed=request.seed)
+    return rows, f"random ids of seed {request.seed}"
+
+
+def _starts(given: tuple[int, ...], *, num_rows: int) -> tuple[int, ...]:
+    """Position of each row's first token: one for all rows, one for each, or 0."""
+    if len(given) not in (0, 1, num_rows):
+        raise UsageError(
+            f"--start-positions gives {len(given)} positions for {num_rows} rows",
+            expected="one for all rows, or one for each",
+        )
+    return given if len(given) == num_rows else (given or (0,)) * num_rows
+
+
+def _parse_ids(text: str) -> list[list[int]]:
+    try:
+        if Path(text).suffix == ".json":
+            return _ids_of(json.loads(Path(text).read_text(encoding="utf-8")))
+        return [[int(part) for part in text.split(",")]]
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--input-ids {text!r} cannot be read",
+            expected="ids like 1,2,3 or a .json file with a list of rows",
+            found=str(error),
+        ) from error
+
+
+def _ids_of(loaded: Any) -> list[list[int]]:
+    rows = loaded if isinstance(loaded, list) and loaded and isinstance(loaded[0], list) else [loaded]
+    # A bool is an int to Python, a float would be cut.
+    if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows):
+        raise ValueError("JSON that is neither a row of ids nor a list of rows")
+    return rows
+
+
+def _read_prompts(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text) if path.suffix == ".json" else _lines(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--prompts-file {path} cannot be read",
+            expected="UTF-8 text, a prompt a line, or a .json file with a list of strings",
+            found=str(error),
+        ) from error
+    if not isinstance(loaded, list) or not loaded or not all(isinstance(entry, str) for entry in loaded):
+        raise UsageError(
+            f"--prompts-file {path} holds no prompts", expected="a prompt a line, or a JSON list of strings"
+        )
+    return loaded
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _pad_token_id(spec: ModelSpec) -> int:
+    """The model's own where it names one; any id will do, padding is masked."""
+    found = spec.raw.get("pad_token_id")
+    return found if isinstance(found, int) and 0 <= found < spec.vocab_size else 0
+
+
+def _refuse_foreign_ids(rows: list[list[int]], vocab_size: int) -> None:
+    for row_index, row in enumerate(rows):
+        for token in row:
+            if not 0 <= token < vocab_size:
+                raise UsageError(
+                    f"row {row_index} holds the id {token}", expected=f"ids from 0 to {vocab_size - 1}"
+                )
+
+
+def _refuse_long_rows(rows: list[list[int]], max_length: int) -> None:
+    for row_index, row in enumerate(rows):
+        if len(row) > max_length:
+            raise UsageError(
+                f"row {row_index} has {len(row)} tokens",
+                expected=f"at most {max_length}, the model's max_position_embeddings",
+                next_step="Truncate it with --max-length.",
+            )
+
+
+def _refuse_far_rows(rows: list[list[int]], starts: tuple[int, ...], num_positions: int) -> None:
+    for row_index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if start + len(row) > num_positions:
+            raise UsageError(
+                f"row {row_index} begins at position {start} and has {len(row)} tokens",
+                expected=f"no position past {num_positions - 1}, the last by max_position_embeddings",
+                found=f"position {start + len(row) - 1}",
+                next_step="Give --start-positions a smaller number, or shorten the row with --max-length.",
+            )

@@ -1,0 +1,57 @@
+"""The checkpoint's own tokenizer.json: text to token ids and back, without transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+
+from minimax_tools.errors import CheckpointError
+from minimax_tools.text.chat import render_chat
+
+TOKENIZER_NAME = "tokenizer.json"
+
+
+def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int]]:
+    """Token ids of each text, as it is or, with `chat`, put into the chat template as a user's message.
+
+    Raises:
+        CheckpointError: The checkpoint has no tokenizer or, with `chat`, no template that can be rendered.
+    """
+    tokenizer = _read_tokenizer(folder)
+    if chat:
+        # The template writes the special tokens itself.
+        return [
+            list(tokenizer.encode(render_chat(folder, text), add_special_tokens=False).ids) for text in texts
+        ]
+    return [list(tokenizer.encode(text).ids) for text in texts]
+
+
+def decode_rows(folder: Path, rows: list[list[int]]) -> list[str]:
+    """The text of token rows, special tokens kept.
+
+    Raises:
+        CheckpointError: The checkpoint has no tokenizer.
+    """
+    tokenizer = _read_tokenizer(folder)
+    return [str(tokenizer.decode(row, skip_special_tokens=False)) for row in rows]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the checkpoint comes with a tokenizer."""
+    return (folder / TOKENIZER_NAME).is_file()
+
+
+def _read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / TOKENIZER_NAME
+    if not has_tokenizer(folder):
+        raise CheckpointError(
+            f"{folder} has no {TOKENIZER_NAME}",
+            next_step="Give --input-ids or --seq-len instead of text, or add the file.",
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise CheckpointError(
+            f"{path} cannot be read", found=str(error), next_step="Fetch the file again."
+        ) from error

@@ -1,0 +1,215 @@
+"""The tensors of PyTorch's `.bin` files by name, shape, dtype and place: no storage is read, nothing is called."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from minimax_tools.checkpoint.header import TensorEntry, read_header
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
+from minimax_tools.checkpoint.weight_map import contradictions, faulty_checkpoint, read_index_json
+from minimax_tools.errors import CheckpointError
+from minimax_tools.torch_files.inert import InertRecord
+from minimax_tools.torch_files.stored import StoredTensor
+from minimax_tools.torch_files.torch_file import read_structure, refusing
+
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth")
+
+# Under which keys training scripts keep the weights, beside an optimizer's state and counters.
+_NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_NUM_KEYS_SHOWN = 8
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledEntry(TensorEntry):
+    """A tensor of a `.bin` file; `offset` is that of its first element, `size_bytes` that of its values.
+
+    `stored` says how the values come from the file: strides, shared storages, bits, casts.
+    """
+
+    stored: StoredTensor
+
+
+def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
+    """The tensors of one file of a checkpoint, safetensors or PyTorch's, in the order of their data.
+
+    Raises:
+        CheckpointError: The file is neither, missing or damaged (see `read_header` and `read_pickled_header`).
+    """
+    if path.suffix == SAFETENSORS_SUFFIX:
+        return read_header(path)
+    if path.suffix in PICKLED_SUFFIXES:
+        return read_pickled_header(path)
+    raise CheckpointError(
+        f"{path} is no shard that mm2 can read",
+        expected=", ".join((SAFETENSORS_SUFFIX, *PICKLED_SUFFIXES)),
+        found=path.suffix or "no suffix",
+        next_step="Give a file of the checkpoint's index.",
+    )
+
+
+def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
+    """The tensors of the state dict in one `.bin`, `.pt` or `.pth` file, in the order of their data.
+
+    The state dict is the file's value itself, or lies in it under `state_dict`, `model_state_dict`, `model`
+    or `module`. What is no tensor (versions, counters, an optimizer's state) is left out, and logged.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or not torch.save's, holds no state dict or more than
+            one, or holds tensors of a kind that cannot be read (sparse, quantised, without data).
+    """
+    with refusing(path, CheckpointError, next_step="Fetch the file again."):
+        value = read_structure(path)
+    tensors, left_out = _state_dict(path, value)
+    _refuse_unreadable(path, tensors)
+    left_out += [str(name) for name, tensor in tensors.items() if not isinstance(tensor, StoredTensor)]
+    if left_out:
+        _logger.info("%s: left out, being no tensors of its state dict: %s", path, ", ".join(left_out))
+    entries = (
+        _entry(path, name, stored) for name, stored in tensors.items() if isinstance(stored, StoredTensor)
+    )
+    return tuple(sorted(entries, key=lambda entry: (entry.offset, entry.name)))
+
+
+def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIndex:
+    """The index of a `.bin` file, or of the folder whose `.bin` files belong to one checkpoint.
+
+    Args:
+        path: The file or the folder.
+        may_lack_shards: Whether files that the index file names may be missing: their tensors are `absent`.
+
+    Raises:
+        CheckpointError: As for `read_pickled_header`; or listing every fault at once: a shard is missing or
+            damaged, a tensor lies in two files, or the index file and the files contradict each other.
+    """
+    if path.is_file():
+        return _index(path.parent, {entry.name: entry for entry in read_pickled_header(path)})
+    names = [file.name for file in path.iterdir()] if path.is_dir() else []
+    files = WeightFiles.pickled_among(names)
+    if files is None:
+        raise CheckpointError(
+            f"no checkpoint at {path}",
+            expected="pytorch_model.bin, or pytorch_model-*-of-*.bin",
+            found="none in the folder" if path.is_dir() else "no such folder",
+            next_step="Give the folder of a checkpoint, or a .bin file.",
+        )
+    weight_map = None if files.index_file is None else read_index_json(path / files.index_file)["weight_map"]
+    shards = files.shards if weight_map is None else tuple(sorted(set(weight_map.values())))
+    missing = {shard for shard in shards if may_lack_shards and not (path / shard).is_file()}
+    entries = _read_shards(path, [shard for shard in shards if shard not in missing], weight_map)
+    absent = {name: file for name, file in (weight_map or {}).items() if file in missing}
+    return _index(path, entries, absent)
+
+
+def _read_shards(
+    folder: Path, shards: Sequence[str], weight_map: Mapping[str, str] | None
+) -> dict[str, PickledEntry]:
+    entries: dict[str, PickledEntry] = {}
+    headers: dict[str, tuple[PickledEntry, ...]] = {}
+    faults = []
+    for shard in shards:
+        if not (folder / shard).is_file():
+            faults.append(f"shard {shard} is missing")
+            continue
+        try:
+            headers[shard] = read_pickled_header(folder / shard)
+        except CheckpointError as error:
+            faults.append(f"shard {shard} cannot be read ({error.what}: {error.found})")
+            continue
+        for entry in headers[shard]:
+            first = entries.setdefault(entry.name, entry)
+            if first is not entry:
+                faults.append(f"{entry.name} is both in {first.file.name} and in {shard}")
+    if weight_map is not None:
+        faults += contradictions(weight_map, headers)
+    if faults:
+        raise faulty_checkpoint(folder, faults)
+    return entries
+
+
+def _index(
+    folder: Path, entries: Mapping[str, TensorEntry], absent: Mapping[str, str] | None = None
+) -> TensorIndex:
+    return TensorIndex(
+        folder=folder,
+        entries=MappingProxyType(dict(sorted(entries.items()))),
+        absent=MappingProxyType(dict(sorted((absent or {}).items()))),
+    )
+
+
+def _state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:
+    """The mapping that holds the weights, and the keys beside it."""
+    if isinstance(value, InertRecord):
+        raise _no_state_dict(path, f"an object of {value.module}.{value.name}")
+    if not isinstance(value, Mapping):
+        raise _no_state_dict(path, "a single tensor" if isinstance(value, StoredTensor) else f"{value!r:.80}")
+    nested = [key for key in _NESTED_KEYS if _holds_tensors(value.get(key))]
+    if len(nested) + _holds_tensors(value) > 1:
+        places = ", ".join(nested) + (", and beside them" if _holds_tensors(value) else "")
+        raise _no_state_dict(path, f"tensors in several places: {places}")
+    if _holds_tensors(value):
+        return value, []
+    if nested:
+        return value[nested[0]], [str(key) for key in value if key != nested[0]]
+    keys = ", ".join(str(key) for key in list(value)[:_NUM_KEYS_SHOWN])
+    raise _no_state_dict(path, f"a dict with {keys or 'nothing'}")
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(_is_tensor(item) for item in value.values())
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value was a tensor when it was saved, be it one that cannot be read."""
+    if isinstance(value, InertRecord):
+        return value.module in ("torch._utils", "torch._tensor") and value.name.startswith("_rebuild")
+    return isinstance(value, StoredTensor | torch.Tensor)
+
+
+def _refuse_unreadable(path: Path, tensors: Mapping[Any, Any]) -> None:
+    faults = []
+    for name, value in tensors.items():
+        if isinstance(value, InertRecord) and _is_tensor(value):
+            faults.append(f"{name} ({value.name})")
+        elif isinstance(value, torch.Tensor):
+            faults.append(f"{name} (inside the pickle)")
+        elif isinstance(value, StoredTensor) and not isinstance(name, str):
+            faults.append(f"{name!r} (a key that is no text)")
+    if faults:
+        raise CheckpointError(
+            f"{path} holds tensors that mm2 cannot read",
+            expected="dense tensors with data under names",
+            found=", ".join(faults[:_NUM_KEYS_SHOWN]),
+            next_step="Load it with the tool that wrote it, and save it as safetensors.",
+        )
+
+
+def _entry(path: Path, name: str, stored: StoredTensor) -> PickledEntry:
+    return PickledEntry(
+        name=name,
+        file=path,
+        dtype=stored.given_dtype,
+        shape=stored.shape,
+        offset=stored.offset,
+        size_bytes=math.prod(stored.shape) * stored.given_dtype.itemsize,
+        stored=stored,
+    )
+
+
+def _no_state_dict(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds no state dict that mm2 can tell",
+        expected="a dict of tensors by name, alone or under " + ", ".join(_NESTED_KEYS),
+        found=found,
+        next_step="Save the model's state_dict() by itself, best as safetensors.",
+    )

@@ -1,0 +1,277 @@
+"""Rebuild: the few names of a torch-saved pickle that become values, each by a function of this file.
+
+A tensor becomes what the vocabulary's user makes of its description: without device, gradients or hooks, with
+the strides it was saved with. Devices, sparse and quantised tensors, and tensors without data stay inert.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from minimax_tools.torch_files.inert import InertRecord, Name, Vocabulary, hashable
+from minimax_tools.torch_files.stored import Storage, StorageId, StoredTensor
+
+
+def torch_vocabulary(
+    find_storage: Callable[[StorageId], Storage], make_tensor: Callable[[StoredTensor], Any]
+) -> Vocabulary:
+    """The vocabulary of files that torch.save wrote.
+
+    Args:
+        find_storage: Says where in the file a storage lies.
+        make_tensor: Makes the value of a tensor: a `torch.Tensor`, or its description as it is.
+    """
+
+    def persistent_load(persistent_id: Any) -> Any:
+        storage_id = parse_storage_id(persistent_id)
+        if storage_id is None:
+            return InertRecord(module="torch", name="persistent_id", args=(persistent_id,))
+        return find_storage(storage_id).narrow(storage_id.window)
+
+    def made(builder: Callable[..., Any]) -> Callable[..., Any]:
+        def build(*args: Any) -> Any:
+            value = builder(*args)
+            return make_tensor(value) if isinstance(value, StoredTensor) else value
+
+        return build
+
+    return Vocabulary(
+        constants=_DTYPES,
+        builders={**_BUILDERS, **{name: made(builder) for name, builder in _MAKING_TENSORS.items()}},
+        state_builders=_STATE_BUILDERS,
+        persistent_load=persistent_load,
+    )
+
+
+def parse_storage_id(persistent_id: Any) -> StorageId | None:
+    """The storage that a persistent id names; None where it names something else."""
+    if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6):
+        return None
+    kind, storage_class, key, _, num_elements, *rest = persistent_id
+    if kind != "storage" or not isinstance(storage_class, InertRecord) or not isinstance(key, str):
+        return None
+    dtype = _STORAGE_DTYPES.get(storage_class.name)
+    if dtype is None or not storage_class.module.startswith("torch") or not isinstance(num_elements, int):
+        return None
+    window = rest[0][1:] if rest and isinstance(rest[0], tuple) and len(rest[0]) == 3 else None
+    return StorageId(key=key, dtype=dtype, num_elements=num_elements, window=window)
+
+
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
+    # rest: requires_grad, backward_hooks, and where a bit is set the metadata
+    return _with_bits(_strided(storage, offset, size, stride), rest[2:3])
+
+
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor:
+    # rest: requires_grad, backward_hooks, dtype, and where a bit is set the metadata
+    return _with_bits(_strided(storage, offset, size, stride, dtype=rest[2]), rest[3:4])
+
+
+def _strided(storage: Any, offset: Any, size: Any, stride: Any, *, dtype: Any = None) -> StoredTensor:
+    if not isinstance(storage, Storage):
+        raise TypeError("a tensor has no storage")
+    dtype = storage.dtype if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("a tensor has no dtype")
+    return StoredTensor(
+        storage=storage,
+        dtype=dtype,
+        shape=_integers(size),
+        stride=_integers(stride),
+        start=operator.index(offset),
+    )
+
+
+def _with_bits(tensor: StoredTensor, metadata: tuple[Any, ...]) -> StoredTensor:
+    """`tensor` with the lazy conjugation and negation it was saved with."""
+    bits = metadata[0] if metadata and metadata[0] else {}
+    if not isinstance(bits, dict) or not set(bits) <= {"conj", "neg"}:
+        raise ValueError("a tensor's metadata is not known")
+    tensor = tensor.conj() if bits.get("conj") else tensor
+    return tensor.neg() if bits.get("neg") else tensor
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data if isinstance(data, StoredTensor | torch.Tensor) else NotImplemented
+
+
+def _tensor_of_type(build: Any, _type: Any, args: Any, *_: Any) -> Any:
+    """A tensor of a subclass, or with attributes: the plain tensor in it."""
+    known = isinstance(build, InertRecord) and build.args is None and isinstance(args, tuple)
+    builder = _TENSOR_BUILDERS.get((build.module, build.name)) if known else None
+    return NotImplemented if builder is None else builder(*args)
+
+
+def _device_tensor(data: Any, dtype: Any, *_: Any) -> Any:
+    # An XLA tensor: saved as its copy on the CPU, in older versions as a numpy array.
+    tensor = torch.from_numpy(data) if isinstance(data, np.ndarray) else data
+    if not isinstance(tensor, StoredTensor | torch.Tensor) or not isinstance(dtype, torch.dtype):
+        raise TypeError("a device tensor has no data or no dtype")
+    return tensor.to(dtype)
+
+
+def _size(dims: Any) -> torch.Size:
+    return torch.Size(_integers(dims))
+
+
+def _ordered_dict(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    if not isinstance(pairs, list | tuple):
+        raise TypeError("an OrderedDict needs pairs")
+    return OrderedDict((hashable(key), value) for key, value in pairs)
+
+
+def _dict_without_factory(*_: Any) -> dict[Any, Any]:
+    return {}
+
+
+def _counter(counts: Any = None) -> Any:
+    return dict(counts or {}) if isinstance(counts, dict | None) else NotImplemented
+
+
+def _set(items: Any = ()) -> set[Any]:
+    return set(_hashables(items))
+
+
+def _frozenset(items: Any = ()) -> frozenset[Any]:
+    return frozenset(_hashables(items))
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if not isinstance(real, float | int) or not isinstance(imaginary, float | int):
+        raise TypeError("a complex number needs two numbers")
+    return complex(real, imaginary)
+
+
+def _bytes_of_text(text: Any, encoding: Any) -> Any:
+    # How protocol 2 writes bytes; other codecs are code, and stay inert.
+    known = isinstance(text, str) and encoding in ("latin1", "latin-1")
+    return text.encode("latin-1") if known else NotImplemented
+
+
+def _bytearray(content: Any = b"", encoding: Any = None) -> Any:
+    content = _bytes_of_text(content, encoding) if isinstance(content, str) else content
+    return bytearray(content) if isinstance(content, bytes | bytearray) else NotImplemented
+
+
+def _numpy_scalar(dtype: Any, content: Any = None) -> Any:
+    known = _numpy_dtype(dtype)
+    if known is None or not isinstance(content, bytes | bytearray):
+        return NotImplemented
+    return np.frombuffer(content, known, count=1)[0].item()
+
+
+def _numpy_array(record: InertRecord, state: Any) -> Any:
+    """A numpy array from the state that its pickle gives it; inert where it holds objects or fields."""
+    if not isinstance(state, tuple) or len(state) != 5:
+        return NotImplemented
+    _, shape, dtype, is_fortran, content = state
+    known = _numpy_dtype(dtype)
+    if known is None or not isinstance(content, bytes | bytearray):
+        return NotImplemented
+    array = np.frombuffer(content, known).reshape(_integers(shape), order="F" if is_fortran else "C")
+    return array.astype(known.newbyteorder("="))
+
+
+def _numpy_dtype(record: Any) -> np.dtype[Any] | None:
+    """The dtype that an inert `numpy.dtype` describes, where it is one of plain numbers."""
+    if (
+        not isinstance(record, InertRecord)
+        or (record.module, record.name) != ("numpy", "dtype")
+        or not record.args
+    ):
+        return None
+    code = record.args[0]
+    if not isinstance(code, str) or re.fullmatch(r"b1|[iu][1248]|f[248]|c(8|16)", code) is None:
+        return None
+    order = record.state[1] if isinstance(record.state, tuple) and len(record.state) > 1 else "|"
+    return np.dtype(f"{order}{code}") if order in ("<", ">", "|") else None
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list):
+        raise TypeError("a shape is no tuple")
+    return tuple(operator.index(value) for value in values)
+
+
+def _hashables(items: Any) -> list[Any]:
+    if not isinstance(items, list | tuple):
+        raise TypeError("a set needs a list")
+    return [hashable(item) for item in items]
+
+
+def _in_modules(
+    modules: tuple[str, ...], name: str, builder: Callable[..., Any]
+) -> dict[Name, Callable[..., Any]]:
+    return {(module, name): builder for module in modules}
+
+
+# Made once from torch's own table: a file's names are looked up here and never in a module.
+_DTYPES: Mapping[Name, torch.dtype] = MappingProxyType(
+    {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+)
+
+_STORAGE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "BFloat16Storage": torch.bfloat16,
+        "BoolStorage": torch.bool,
+        "ByteStorage": torch.uint8,
+        "CharStorage": torch.int8,
+        "ComplexDoubleStorage": torch.complex128,
+        "ComplexFloatStorage": torch.complex64,
+        "DoubleStorage": torch.float64,
+        "FloatStorage": torch.float32,
+        "HalfStorage": torch.float16,
+        "IntStorage": torch.int32,
+        "LongStorage": torch.int64,
+        "ShortStorage": torch.int16,
+        "UntypedStorage": torch.uint8,
+    }
+)
+
+_TENSOR_BUILDERS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
+    {
+        ("torch._utils", "_rebuild_tensor"): _strided,
+        ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+        ("torch._utils", "_rebuild_parameter"): _parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _device_tensor,
+        ("torch._utils", "_rebuild_device_tensor_from_numpy"): _device_tensor,
+        ("torch._utils", "_rebuild_xla_tensor"): _device_tensor,
+    }
+)
+
+_MAKING_TENSORS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
+    {**_TENSOR_BUILDERS, ("torch._tensor", "_rebuild_from_type_v2"): _tensor_of_type}
+)
+
+# Protocol 2 writes the names that Python 2 had; numpy 2 moved its own.
+_BUILTINS = ("builtins", "__builtin__")
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+
+_BUILDERS: Mapping[Name, Callable[..., Any]] = MappingProxyType(
+    {
+        ("torch", "Size"): _size,
+        ("collections", "OrderedDict"): _ordered_dict,
+        ("collections", "defaultdict"): _dict_without_factory,
+        ("collections", "Counter"): _counter,
+        ("_codecs", "encode"): _bytes_of_text,
+        **_in_modules(_BUILTINS, "set", _set),
+        **_in_modules(_BUILTINS, "frozenset", _frozenset),
+        **_in_modules(_BUILTINS, "complex", _complex),
+        **_in_modules(_BUILTINS, "bytearray", _bytearray),
+        **_in_modules(_NUMPY, "scalar", _numpy_scalar),
+    }
+)
+
+_STATE_BUILDERS: Mapping[Name, Callable[[InertRecord, Any], Any]] = MappingProxyType(
+    _in_modules(_NUMPY, "_reconstruct", _numpy_array)
+)

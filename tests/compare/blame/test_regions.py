@@ -1,0 +1,162 @@
+"""What the wrong tokens and channels of a site have in common is said, and nothing where they have nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from compare.blame.regions import Bounds, describe_whereabouts
+from compare.noise.rho import Rows
+
+ROWS, LENGTH, HEAD_DIM, HEADS = 3, 40, 16, 4
+BOUNDS = Bounds(token=3.0, channel=2.0)
+
+
+def right_rows() -> Rows:
+    twin = torch.randn(ROWS * LENGTH, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    return Rows(
+        reference=twin.bfloat16(),
+        target=twin.bfloat16(),
+        massive=torch.zeros(twin.shape[1], dtype=torch.bool),
+        places=torch.ones(ROWS, LENGTH).nonzero(),
+        twin=twin,
+    )
+
+
+def spoilt(tokens: torch.Tensor, channels: torch.Tensor | slice = slice(None)) -> Rows:
+    """Right rows but for some tokens and channels, which are other numbers."""
+    rows = right_rows()
+    target = rows.target.clone()
+    other = torch.randn(target.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    part = torch.zeros(target.shape, dtype=torch.bool)
+    part[:, channels] = True
+    part &= tokens[:, None]
+    target[part] = other[part]
+    return replace(rows, target=target)
+
+
+def describe(rows: Rows, **known: torch.Tensor | int | None) -> tuple[str, ...]:
+    arguments = {"decoded": None, "experts": None, "head_dim": None, **known}
+    return describe_whereabouts(rows, bounds=BOUNDS, **arguments)  # type: ignore[arg-type]
+
+
+def everywhere() -> torch.Tensor:
+    return torch.ones(ROWS * LENGTH, dtype=torch.bool)
+
+
+def test_right_rows_have_no_wrong_place() -> None:
+    assert describe(right_rows(), head_dim=HEAD_DIM) == ()
+
+
+def test_an_error_of_all_tokens_and_channels_has_no_place() -> None:
+    assert describe(spoilt(everywhere()), head_dim=HEAD_DIM) == ()
+
+
+def test_wrong_tokens_scattered_by_chance_have_no_place() -> None:
+    tokens = torch.rand(ROWS * LENGTH, generator=torch.Generator().manual_seed(2)) < 0.3
+    experts = torch.randint(0, 32, (ROWS * LENGTH, 4), generator=torch.Generator().manual_seed(3))
+    assert describe(spoilt(tokens), experts=experts) == ()
+
+
+def test_rows_of_the_batch_are_named() -> None:
+    places = right_rows().places
+    assert describe(spoilt(places[:, 0] > 0)) == (
+        "wrong tokens: all 80 in rows 1-2; the 40 others are right",
+    )
+
+
+def test_a_place_within_another_needs_a_reason_of_its_own() -> None:
+    places = right_rows().places
+    tokens = (places[:, 0] > 0) & (places[:, 1] < 38) & (torch.arange(ROWS * LENGTH) % 3 > 0)
+    (sentence,) = describe(spoilt(tokens))
+    assert sentence == f"wrong tokens: {int(tokens.sum())} of the 80 in rows 1-2; the 40 others are right"
+
+
+def test_positions_from_one_on_are_named() -> None:
+    places = right_rows().places
+    assert describe(spoilt(places[:, 1] >= 33)) == (
+        "wrong tokens: all 21 at positions from 33 on; the 99 others are right",
+    )
+
+
+def test_positions_of_one_row_are_named_with_the_row() -> None:
+    places = right_rows().places
+    tokens = (places[:, 0] == 1) & (places[:, 1] >= 4) & (places[:, 1] <= 11)
+    assert describe(spoilt(tokens)) == (
+        "wrong tokens: all 8 in row 1, at positions 4 to 11; the 112 others are right",
+    )
+
+
+def test_the_tokens_of_an_expert_are_named_where_not_all_are_wrong() -> None:
+    experts = torch.stack(
+        [
+            torch.randperm(16, generator=torch.Generator().manual_seed(token))[:4]
+            for token in range(ROWS * LENGTH)
+        ]
+    )
+    of_expert = (experts == 11).any(dim=1)
+    tokens = of_expert & (torch.arange(ROWS * LENGTH) % 3 > 0)
+    (sentence,) = describe(spoilt(tokens), experts=experts)
+    assert sentence == (
+        f"wrong tokens: {int(tokens.sum())} of the {int(of_expert.sum())} of expert 11; "
+        f"the {int((~of_expert).sum())} others are right"
+    )
+
+
+def test_decoded_tokens_are_named() -> None:
+    places = right_rows().places
+    decoded = (places[:, 1] % 7) == 3
+    assert describe(spoilt(decoded), decoded=decoded)[0].startswith(
+        "wrong tokens: all 18 decoded one at a time;"
+    )
+
+
+def test_a_head_is_named() -> None:
+    channels = torch.arange(HEADS * HEAD_DIM) // HEAD_DIM == 2
+    assert describe(spoilt(everywhere(), channels), head_dim=HEAD_DIM) == (
+        "wrong channels: all 16 of head 2; the 48 others are right",
+    )
+
+
+def test_dims_of_every_head_are_named() -> None:
+    channels = torch.arange(HEADS * HEAD_DIM) % HEAD_DIM >= 8
+    assert describe(spoilt(everywhere(), channels), head_dim=HEAD_DIM) == (
+        "wrong channels: all 32 in dims from 8 on of each head; the 32 others are right",
+    )
+
+
+def test_a_run_of_channels_is_named_and_by_what_it_is_scaled() -> None:
+    rows = right_rows()
+    target = rows.target.clone()
+    target[:, 20:30] *= 1.25
+    assert describe(replace(rows, target=target)) == (
+        "wrong channels: all 10 from channels 20 to 29; the 54 others are right",
+        "the port's values there are 1.25 times the golden's",
+    )
+
+
+def test_channels_that_are_zero_are_said_to_be() -> None:
+    rows = right_rows()
+    target = rows.target.clone()
+    target[:, :16] = 0.0
+    assert "the port's values there are all 0" in describe(replace(rows, target=target), head_dim=HEAD_DIM)
+
+
+def test_heads_that_changed_places_are_named() -> None:
+    rows = right_rows()
+    heads = rows.target.unflatten(-1, (HEADS, HEAD_DIM))
+    target = heads[:, [0, 2, 1, 3]].flatten(1)
+    assert describe(replace(rows, target=target), head_dim=HEAD_DIM) == (
+        "wrong channels: all 32 of heads 1-2; the 32 others are right",
+        "the port holds in head 1 the golden's head 2, in head 2 the golden's head 1",
+    )
+
+
+def test_tokens_of_nan_are_named() -> None:
+    rows = right_rows()
+    target = rows.target.clone()
+    target[rows.places[:, 1] >= 30, 3] = torch.nan
+    assert describe(replace(rows, target=target), head_dim=HEAD_DIM) == (
+        "NaN or Inf: all 30 at positions from 30 on; the 90 others are right",
+    )

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compare.judging.noise_judge import (
+    count_unflipped,
+    floorless_limit,
+    judge_noise,
+    judge_routing,
+    judge_without_floor,
+)
+from compare.limits.limit_context import Terms
+from compare.limits.limits import NOISE_FIGURES, STRUCTURE_FIGURES
+from compare.limits.limits_file import calibrated_limits
+from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
+from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, RoutingResult, SiteStatus
+
+LIMITS = calibrated_limits()
+TERMS = Terms(backend="cpu", is_float32=False, share=1e-6)
+ELSEWHERE = replace(TERMS, backend="neuron-xla")
+CLEAN = NoiseRatio(
+    whole=1.0,
+    ordinary=1.0,
+    massive=1.0,
+    token_median=1.0,
+    token_p99=1.0,
+    token_worst=1.0,
+    worst_token=(1, 17),
+    is_estimated=False,
+    incoming=0.0,
+    token_gain=1.0,
+    channel_gain=1.0,
+    channel_offset=1.0,
+    channel_worst=1.0,
+    worst_channel=23,
+    is_widened=True,
+)
+
+
+@pytest.fixture
+def reference() -> torch.Tensor:
+    return torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def metrics(reference: torch.Tensor) -> PairMetrics:
+    return compare_tensors(reference, 1.001 * reference, rtol=1e-2, atol=1e-3)
+
+
+def judge(
+    noise: NoiseRatio, metrics: PairMetrics, *, terms: Terms = TERMS, num_tokens: int = 200
+) -> tuple[SiteStatus, str, NearestLimit]:
+    (status, reason), nearest = judge_noise(
+        noise, metrics, LIMITS, site="moe_delta", num_tokens=num_tokens, num_channels=256, terms=terms
+    )
+    assert nearest is not None
+    return status, reason, nearest
+
+
+def limit_of(figure: str, metrics: PairMetrics, *, num_tokens: int = 200) -> float:
+    """What the figure is held against."""
+    nearest = judge(replace(CLEAN, **{figure: 1e6}), metrics, num_tokens=num_tokens)[2]
+    assert nearest.figure == figure
+    return nearest.limit
+
+
+class TestNoise:
+    def test_noise_like_the_goldens_passes_without_a_word(self, metrics: PairMetrics) -> None:
+        status, reason, nearest = judge(CLEAN, metrics)
+        assert (status, reason) == (SiteStatus.PASS, "")
+        assert nearest.excess < 1.0
+
+    @pytest.mark.parametrize("figure", NOISE_FIGURES)
+    def test_each_figure_is_held_to_its_limit(self, figure: str, metrics: PairMetrics) -> None:
+        limit = limit_of(figure, metrics)
+        for value, status in (
+            (0.999 * limit, SiteStatus.PASS),
+            (1.001 * limit, SiteStatus.FAIL),
+            (math.inf, SiteStatus.FAIL),
+            (math.nan, SiteStatus.FAIL),
+        ):
+            found, reason, nearest = judge(replace(CLEAN, **{figure: value}), metrics)
+            assert found is status, value
+            assert bool(reason) == (status is SiteStatus.FAIL)
+            assert nearest.figure == figure
+
+    @pytest.mark.parametrize("figure", ["whole", "ordinary", "token_median"])
+    def test_independent_error_as_large_as_the_floor_is_beyond_noise(
+        self, figure: str, metrics: PairMetrics
+    ) -> None:
+        assert limit_of(figure, metrics) < math.sqrt(2)
+
+    def test_fewer_tokens_and_more_judged_figures_widen_the_limit(self, metrics: PairMetrics) -> None:
+        assert limit_of("whole", metrics, num_tokens=4) > limit_of("whole", metrics)
+        strict = judge(CLEAN, metrics, terms=replace(TERMS, share=1e-2))[2]
+        assert strict.limit < judge(CLEAN, metrics)[2].limit
+
+    def test_four_times_the_noise_fails_in_a_decode_step_of_three_rows(self, metrics: PairMetrics) -> None:
+        assert judge(replace(CLEAN, whole=4.0), metrics, num_tokens=3)[0] is SiteStatus.FAIL
+
+    def test_averages_over_a_few_tokens_are_not_judged(self, metrics: PairMetrics) -> None:
+        for figure in STRUCTURE_FIGURES:
+            assert judge(replace(CLEAN, **{figure: 50.0}), metrics, num_tokens=4)[0] is SiteStatus.PASS
+
+    def test_failure_says_how_much_and_what_was_allowed(self, metrics: PairMetrics) -> None:
+        limit = limit_of("whole", metrics)
+        _, reason, _ = judge(replace(CLEAN, whole=54.3), metrics)
+        assert reason == f"error 54.3× the noise floor, limit {limit:.3g}"
+
+    def test_failure_of_scale_says_so(self, reference: torch.Tensor) -> None:
+        halved = compare_tensors(reference, 0.5 * reference, rtol=1e-2, atol=1e-3)
+        assert judge(replace(CLEAN, whole=54.3), halved)[1].endswith(", norm ×0.5")
+
+    def test_bad_token_and_bad_channel_are_named(self, metrics: PairMetrics) -> None:
+        assert "at row 1, position 17" in judge(replace(CLEAN, token_worst=99.0), metrics)[1]
+        assert "in channel 23" in judge(replace(CLEAN, channel_worst=99.0), metrics)[1]
+
+    def test_layer_that_was_handed_an_error_has_limits_of_its_own(self, metrics: PairMetrics) -> None:
+        chained = replace(CLEAN, incoming=0.01)
+        isolated = limit_of("whole", metrics)
+        assert judge(replace(chained, whole=1.01 * isolated), metrics)[0] is SiteStatus.PASS
+        assert judge(replace(chained, whole=10 * isolated), metrics)[0] is SiteStatus.FAIL
+
+
+class TestOtherBackends:
+    def test_a_little_beyond_the_limit_warns_and_says_why(self, metrics: PairMetrics) -> None:
+        beyond = replace(CLEAN, whole=1.2 * limit_of("whole", metrics))
+        status, reason, _ = judge(beyond, metrics, terms=ELSEWHERE)
+        assert status is SiteStatus.WARN
+        assert reason.endswith("(not measured on neuron-xla)")
+        unknown = judge(beyond, metrics, terms=replace(TERMS, backend=None))
+        assert unknown[0] is SiteStatus.WARN
+
+    def test_far_beyond_the_limit_fails_everywhere(self, metrics: PairMetrics) -> None:
+        beyond = replace(CLEAN, whole=1.01 * LIMITS.slack * limit_of("whole", metrics))
+        assert judge(beyond, metrics, terms=ELSEWHERE)[0] is SiteStatus.FAIL
+
+    @pytest.mark.parametrize("figure", STRUCTURE_FIGURES)
+    def test_averages_only_warn(self, figure: str, metrics: PairMetrics) -> None:
+        assert judge(replace(CLEAN, **{figure: 50.0}), metrics, terms=ELSEWHERE)[0] is SiteStatus.WARN
+        assert judge(replace(CLEAN, **{figure: 50.0}), metrics)[0] is SiteStatus.FAIL
+
+
+class TestWithoutFloor:
+    def limit(
+        self, site: str, *, incoming: float = 0.0, num_tokens: int = 200, terms: Terms = TERMS
+    ) -> float:
+        return floorless_limit(incoming, LIMITS, site=site, num_tokens=num_tokens, terms=terms)
+
+    def test_site_is_judged_by_what_noise_usually_costs_there(self) -> None:
+        limit = self.limit("moe_delta")
+        for value, status in ((0.99 * limit, SiteStatus.PASS), (1.01 * limit, SiteStatus.FAIL)):
+            (found, reason), nearest = judge_without_floor(
+                RelativeError(value=value, incoming=0.0),
+                LIMITS,
+                site="moe_delta",
+                num_tokens=200,
+                terms=TERMS,
+            )
+            assert found is status
+            assert ("no noise floor" in reason) == (status is SiteStatus.FAIL)
+            assert nearest.limit == limit
+        assert self.limit("output") < limit
+
+    def test_a_little_beyond_the_limit_warns_where_it_was_not_measured(self) -> None:
+        limit = self.limit("moe_delta")
+        statuses = [
+            judge_without_floor(
+                RelativeError(value=times * limit, incoming=0.0),
+                LIMITS,
+                site="moe_delta",
+                num_tokens=200,
+                terms=ELSEWHERE,
+            )[0][0]
+            for times in (0.99, 1.01, 1.01 * LIMITS.slack, float("nan"))
+        ]
+        assert statuses == [SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL, SiteStatus.FAIL]
+
+    def test_float32_has_next_to_no_noise(self) -> None:
+        assert self.limit("moe_delta", terms=replace(TERMS, is_float32=True)) == LIMITS.float32
+
+    def test_what_was_handed_on_widens_the_limit(self) -> None:
+        assert self.limit("moe_delta", incoming=0.01) > self.limit("moe_delta")
+
+    def test_what_was_handed_on_to_few_tokens_excuses_no_fault(self) -> None:
+        # Gate and up exchanged change moe_delta by more than half, another activation by a tenth.
+        limits = [self.limit("moe_delta", incoming=4e-3, num_tokens=number) for number in (1, 4, 16)]
+        assert limits[0] < 0.5
+        assert limits[1] < 0.1
+        assert limits[2] < 0.06
+
+    def test_more_flip_among_fewer_tokens_and_behind_an_error(self) -> None:
+        def share(num_tokens: int, incoming: float = 0.0) -> float:
+            return count_unflipped(num_tokens, LIMITS, incoming=incoming, terms=TERMS) / num_tokens
+
+        assert share(1) == 0.0
+        assert 0.5 < share(100) < share(1000) < 1.0
+        assert share(1000, incoming=0.02) < share(1000)
+        assert share(1000, incoming=10.0) == 0.25
+
+
+class TestRouting:
+    @staticmethod
+    def routing(flipped: int, *, explained: int = 0, tokens: int = 1000) -> RoutingResult:
+        return RoutingResult(
+            num_tokens=tokens,
+            num_flipped=flipped,
+            num_explained=explained,
+            widest_unexplained_margin=0.031 if flipped > explained else None,
+        )
+
+    def judge(
+        self, routing: RoutingResult, *, has_floor: bool, incoming: float = 0.0
+    ) -> tuple[SiteStatus, str]:
+        return judge_routing(routing, LIMITS, has_floor=has_floor, incoming=incoming, terms=TERMS)
+
+    def test_no_flip_passes(self) -> None:
+        assert self.judge(self.routing(0), has_floor=True) == (SiteStatus.PASS, "")
+        assert self.judge(self.routing(0), has_floor=False) == (SiteStatus.PASS, "")
+
+    def test_explained_flips_pass_and_are_told(self) -> None:
+        judgement = self.judge(self.routing(900, explained=900), has_floor=True)
+        assert judgement == (SiteStatus.PASS, "900 flips within noise")
+
+    def test_one_unexplained_flip_fails_and_its_margin_is_told(self) -> None:
+        status, reason = self.judge(self.routing(9, explained=8), has_floor=True)
+        assert status is SiteStatus.FAIL
+        assert reason == "1 of 1000 tokens chose other experts beyond noise (widest margin 0.031)"
+
+    def test_without_a_floor_few_flips_pass_and_many_fail(self) -> None:
+        status, reason = self.judge(self.routing(10), has_floor=False)
+        assert status is SiteStatus.PASS
+        assert "no noise floor" in reason
+        status, reason = self.judge(self.routing(500), has_floor=False)
+        assert status is SiteStatus.FAIL
+        assert "limit" in reason
+
+    def test_one_flip_of_a_few_tokens_is_nobodys_fault(self) -> None:
+        assert self.judge(self.routing(1, tokens=7), has_floor=False)[0] is SiteStatus.PASS
+        assert self.judge(self.routing(7, tokens=7), has_floor=False)[0] is SiteStatus.FAIL
+
+    def test_layer_that_was_handed_an_error_may_flip_more(self) -> None:
+        many = self.routing(300)
+        assert self.judge(many, has_floor=False)[0] is SiteStatus.FAIL
+        assert self.judge(many, has_floor=False, incoming=0.1)[0] is SiteStatus.PASS

@@ -1,0 +1,158 @@
+"""Tokens past a flip, judged against the golden with the port's own experts: a real port without a correction bias."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+from damage.tampering import sign
+
+from compare.cli import main as mm2_compare
+from minimax_tools.errors import IncomparableError
+from minimax_tools.model.sites import Site
+from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.cli import main as mm2_test
+
+Command = Callable[..., click.testing.Result]
+Judge = Callable[..., Comparison]
+
+PORTS = Path(__file__).parents[2] / "ports" / "planted.py"
+LAYER = 2
+BEHIND = (Site.ROUTER_WEIGHTS, Site.MOE_DELTA, Site.OUTPUT)
+
+
+def site_of(comparison: Comparison, site: Site) -> SiteResult:
+    (found,) = [one for one in comparison.of_layer(LAYER) if one.site == site]
+    return found
+
+
+def blamed(comparison: Comparison) -> list[tuple[str, ...]]:
+    return [blame.sites for blame in comparison.blame]
+
+
+@pytest.fixture(scope="module")
+def flipped(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a layer without its correction bias: most tokens go to other experts."""
+    directory = tmp_path_factory.mktemp("flipped") / "run"
+    arguments = ["single-layer", "--layer", LAYER, "--model", toy, "--golden", golden, "--quiet"]
+    options = ["--target", f"{PORTS}:NoCorrectionBias", "--backend", "cpu", "--output-dir", directory]
+    result = click.testing.CliRunner().invoke(mm2_test, [str(part) for part in (*arguments, *options)])
+    assert result.exit_code == 1, result.output
+    return directory
+
+
+@pytest.fixture
+def changed(flipped: Path, tmp_path: Path) -> Callable[..., Path]:
+    """That run with some of a site's values changed."""
+
+    def change(site: Site, of: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+        directory = tmp_path / f"changed_{site}"
+        shutil.copytree(flipped, directory)
+        path = directory / f"layer_{LAYER}.safetensors"
+        tensors = load_file(path)
+        changed = {**tensors, str(site): of(tensors[str(site)]).clone()}
+        path.unlink()
+        save_file(changed, path)
+        sign(directory, with_statistics=True)
+        return directory
+
+    return change
+
+
+def test_right_experts_behind_a_wrong_choice_are_as_good_as_the_golden(
+    flipped: Path, toy: Path, judge: Judge
+) -> None:
+    comparison = judge(flipped, model=toy)
+    assert blamed(comparison) == [("router_experts",)]
+    routing = site_of(comparison, Site.ROUTER_EXPERTS).routing
+    assert routing is not None
+    for site in BEHIND:
+        result = site_of(comparison, site)
+        assert (result.status, result.num_set_aside) == (SiteStatus.PASS, 0)
+        assert result.num_replayed == routing.num_flipped > 50
+        assert result.noise is not None
+        # In units of the variant that strays furthest.
+        assert 0.6 < result.noise.whole < 1.2
+        assert result.noise.token_worst < 2.5
+
+
+def test_without_weights_the_tokens_are_left_out_and_the_report_says_how_to_judge_them(
+    flipped: Path, judge: Judge
+) -> None:
+    comparison = judge(flipped)
+    assert blamed(comparison) == [("router_experts",)]
+    assert "tokens in 1 layer went to other experts, not judged behind them: --model" in " ".join(
+        comparison.notes
+    )
+
+
+def test_command_with_a_model_judges_them(flipped: Path, golden: Path, toy: Path, command: Command) -> None:
+    arguments = ("--gpu-path", golden, "--neuron-path", flipped, "--model", toy, "--quiet")
+    result = command(mm2_compare, *arguments)
+    assert result.exit_code == 1
+    assert "not judged behind them" not in result.stdout
+    # The worst flips are named: where, which experts, and how far apart they are.
+    assert "apart in score" in result.stdout
+
+
+@pytest.mark.parametrize("noise_floor", ["stats", "off"])
+def test_less_of_a_floor_judges_them_too(
+    noise_floor: str, flipped: Path, toy: Path, copyist: Any, judge: Judge, changed: Any
+) -> None:
+    reference = copyist.golden(noise_floor=noise_floor)
+    comparison = judge(flipped, reference=reference, model=toy)
+    assert blamed(comparison) == [("router_experts",)]
+    assert site_of(comparison, Site.MOE_DELTA).num_replayed > 50
+    wrong = changed(Site.MOE_DELTA, lambda tensor: tensor * 0.9)
+    assert blamed(judge(wrong, reference=reference, model=toy)) == [("router_experts",), ("moe_delta",)]
+
+
+def test_experts_that_are_wrong_past_a_flip_alone_are_found(
+    flipped: Path, golden: Path, toy: Path, judge: Judge, changed: Any
+) -> None:
+    """What no token shows whose experts are the golden's."""
+    name = f"layer_{LAYER}.safetensors"
+    mine, theirs = (
+        load_file(folder / name)["router_experts"].sort(-1).values for folder in (golden, flipped)
+    )
+    past = (mine != theirs).any(-1)
+
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.where(past[..., None], tensor * 0.9, tensor)
+
+    wrong = changed(Site.MOE_DELTA, spoil)
+    assert blamed(judge(wrong)) == [("router_experts",)]
+    assert blamed(judge(wrong, model=toy)) == [("router_experts",), ("moe_delta",)]
+
+
+def test_numbers_that_are_no_expert_s_are_left_out(toy: Path, judge: Judge, changed: Any) -> None:
+    def renumber(experts: torch.Tensor) -> torch.Tensor:
+        experts[0, 0, 0], experts[0, 1, 0] = -1, 4_000
+        return experts
+
+    comparison = judge(changed(Site.ROUTER_EXPERTS, renumber), model=toy)
+    assert site_of(comparison, Site.MOE_DELTA).num_set_aside == 2
+    assert blamed(comparison) == [("router_experts",)]
+
+
+def test_another_models_weights_are_refused(flipped: Path, judge: Judge, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    synthesize(other, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=4_000_000, seed=1)
+    with pytest.raises(IncomparableError, match="layer 2 has other norms, router gate or bias"):
+        judge(flipped, model=other)
+
+
+def test_weights_are_not_read_where_no_token_flips(copyist: Any, judge: Judge, tmp_path: Path) -> None:
+    run = copyist.device_run(name="same")
+    assert judge(run, model=tmp_path / "nowhere", pattern="layer_0").blame == ()

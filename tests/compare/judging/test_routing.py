@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compare.judging.routing import (
+    RouterNoise,
+    align_by_expert,
+    align_by_size,
+    compare_routing,
+    flipped_tokens,
+)
+from minimax_tools.results.results import Flip, RoutingResult
+
+EXPERTS = torch.tensor([[3, 1, 7], [0, 2, 4], [5, 6, 7], [1, 2, 3]])
+
+
+def router_noise(
+    *margins: float, noise: float = 1e-3, widening: tuple[float, ...] | None = None
+) -> RouterNoise:
+    return RouterNoise(
+        margin=torch.tensor(margins),
+        noise=torch.full((len(margins),), noise),
+        widening=None if widening is None else torch.tensor(widening),
+    )
+
+
+def compare(reference: torch.Tensor, target: torch.Tensor, noise: RouterNoise | None) -> RoutingResult:
+    places = torch.tensor([[0, 3], [0, 4], [1, 0], [1, 1]])
+    return compare_routing(reference, target, noise, places=places)
+
+
+def with_expert(token: int, place: int, expert: int) -> torch.Tensor:
+    changed = EXPERTS.clone()
+    changed[token, place] = expert
+    return changed
+
+
+class TestFlips:
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_order_is_free(self, dtype: torch.dtype) -> None:
+        assert not flipped_tokens(EXPERTS, EXPERTS[:, [2, 0, 1]].to(dtype)).any()
+
+    def test_other_expert_flips_its_token_alone(self) -> None:
+        assert flipped_tokens(EXPERTS, with_expert(2, 0, 9)).tolist() == [False, False, True, False]
+
+
+class TestExplanation:
+    def test_flip_within_the_noise_is_explained(self) -> None:
+        routing = compare(EXPERTS, with_expert(2, 0, 9), router_noise(0.5, 0.5, 1e-3, 0.5))
+        assert (routing.num_tokens, routing.num_flipped, routing.num_explained) == (4, 1, 1)
+        assert routing.num_unexplained == 0
+        assert routing.widest_unexplained_margin is None
+
+    def test_flip_beyond_the_noise_is_not(self) -> None:
+        target = with_expert(2, 0, 9)
+        target[3, 1] = 8
+        routing = compare(EXPERTS, target, router_noise(0.5, 0.5, 1e-3, 0.25))
+        assert (routing.num_flipped, routing.num_unexplained) == (2, 1)
+        assert routing.widest_unexplained_margin == 0.25
+
+    def test_fragile_token_that_does_not_flip_counts_for_nothing(self) -> None:
+        routing = compare(EXPERTS, EXPERTS, router_noise(0.0, 0.0, 0.0, 0.0))
+        assert (routing.num_flipped, routing.num_explained) == (0, 0)
+
+    def test_unexplained_flips_are_named_the_widest_first(self) -> None:
+        target = with_expert(2, 0, 9)
+        target[3, 1] = 8
+        routing = compare(EXPERTS, target, router_noise(0.5, 0.5, 0.125, 0.25))
+        assert routing.worst_flips == (
+            Flip(row=1, position=1, dropped=(2,), chosen=(8,), margin=0.25),
+            Flip(row=1, position=0, dropped=(5,), chosen=(9,), margin=0.125),
+        )
+
+    def test_expert_from_far_behind_is_not_explained_by_a_near_tie(self) -> None:
+        scores = torch.linspace(1.0, 0.1, 10).expand(4, 10)
+        near = router_noise(0.5, 0.5, 1e-3, 0.5)
+        first, last = torch.tensor([0, 1, 2]).repeat(4, 1), torch.tensor([0, 1, 2]).repeat(4, 1)
+        last[2, 2] = 9
+        assert compare(first, last, near).num_explained == 1
+        routing = compare(first, last, replace(near, scores=scores))
+        assert (routing.num_explained, routing.widest_unexplained_margin) == (0, pytest.approx(0.7))
+        next_to = first.clone()
+        next_to[2, 2] = 3
+        tie = scores.clone()
+        tie[:, 3] = tie[:, 2] - 1e-3
+        assert compare(first, next_to, replace(near, scores=tie)).num_explained == 1
+
+    def test_without_a_floor_no_flip_is_explained(self) -> None:
+        routing = compare(EXPERTS, with_expert(2, 0, 9), None)
+        assert (routing.num_flipped, routing.num_explained) == (1, 0)
+        assert routing.widest_unexplained_margin is None
+
+    def test_expert_named_twice_is_never_explained(self) -> None:
+        routing = compare(EXPERTS, with_expert(0, 0, 1), router_noise(0.0, 0.5, 0.5, 0.5))
+        assert (routing.num_flipped, routing.num_unexplained) == (1, 1)
+
+    def test_margin_that_cannot_flip_is_never_fragile(self) -> None:
+        noise = router_noise(math.inf, math.inf, noise=0.0)
+        assert not noise.is_fragile().any()
+
+    def test_error_handed_on_widens_the_noise_token_by_token(self) -> None:
+        margins = (0.02, 0.02)
+        assert router_noise(*margins).is_fragile().tolist() == [False, False]
+        assert router_noise(*margins, widening=(1.0, 100.0)).is_fragile().tolist() == [False, True]
+
+
+class TestWeights:
+    def test_weights_follow_their_experts(self) -> None:
+        weights = torch.rand(4, 3)
+        order = torch.tensor([2, 0, 1])
+        aligned = align_by_expert(weights, EXPERTS)
+        assert torch.equal(aligned, align_by_expert(weights[:, order], EXPERTS[:, order]))
+        assert torch.equal(aligned[0], weights[0, [1, 0, 2]])
+
+    def test_weights_given_to_other_experts_do_not_match(self) -> None:
+        weights = torch.rand(4, 3)
+        swapped = align_by_expert(weights[:, [1, 0, 2]], EXPERTS)
+        assert not torch.equal(align_by_expert(weights, EXPERTS), swapped)
+
+    def test_weights_of_unnamed_experts_are_compared_in_any_order(self) -> None:
+        weights = torch.rand(4, 3)
+        assert torch.equal(align_by_size(weights), align_by_size(weights[:, [2, 0, 1]]))
+        assert not torch.equal(align_by_size(weights), align_by_size(2 * weights))

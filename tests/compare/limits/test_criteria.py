@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compare.limits.criteria import ClassicLimits, judge_classic
+from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
+from minimax_tools.results.results import SiteResult, SiteStatus
+
+
+def metrics_of(target: torch.Tensor, reference: torch.Tensor) -> PairMetrics:
+    return compare_tensors(reference, target, rtol=1e-2, atol=1e-3)
+
+
+def judged(metrics: PairMetrics, *, layer: int | None = 3, site: str = "output") -> SiteResult:
+    return SiteResult(
+        layer=layer,
+        site=site,
+        status=SiteStatus.FAIL,
+        metrics=metrics,
+        classic_failures=ClassicLimits().failures(metrics),
+    )
+
+
+@pytest.fixture
+def reference() -> torch.Tensor:
+    return torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+
+
+class TestClassic:
+    def test_limits_are_the_five_of_the_seeds(self) -> None:
+        assert ClassicLimits() == ClassicLimits(
+            max_abs_diff=0.01,
+            mean_abs_diff=0.001,
+            close_fraction=0.95,
+            cosine_similarity=0.99,
+            pearson_correlation=0.99,
+        )
+
+    def test_small_difference_breaks_no_limit(self, reference: torch.Tensor) -> None:
+        result = judged(metrics_of(reference + 5e-4, reference))
+        assert result.classic_failures == ()
+        assert judge_classic(result) == (SiteStatus.PASS, "")
+
+    def test_each_limit_can_be_broken(self, reference: torch.Tensor) -> None:
+        result = judged(metrics_of(reference.flip(0), reference))
+        assert [failure.split(" ")[0] for failure in result.classic_failures] == [
+            "max_abs_diff",
+            "mean_abs_diff",
+            "close_fraction",
+            "cosine_similarity",
+            "pearson_correlation",
+        ]
+        assert judge_classic(result) == (SiteStatus.FAIL, "; ".join(result.classic_failures))
+
+    @pytest.mark.parametrize(("layer", "site"), [(3, "moe_delta"), (None, "logits")])
+    def test_only_outputs_of_layers_are_judged(
+        self, layer: int | None, site: str, reference: torch.Tensor
+    ) -> None:
+        result = judged(metrics_of(reference.flip(0), reference), layer=layer, site=site)
+        assert judge_classic(result) == (
+            SiteStatus.NOT_JUDGED,
+            "the classic limits judge layer outputs alone",
+        )
+
+    def test_limits_are_told_in_words(self) -> None:
+        assert str(ClassicLimits(max_abs_diff=0.5, close_fraction=0.9)) == (
+            "max_abs_diff <= 0.5, mean_abs_diff <= 0.001, close_fraction >= 0.9, cosine_similarity >= 0.99, "
+            "pearson_correlation >= 0.99"
+        )
+
+    def test_one_far_element_breaks_the_maximum_alone(self, reference: torch.Tensor) -> None:
+        target = reference.clone()
+        target[3, 4] += 0.02
+        (failure,) = ClassicLimits().failures(metrics_of(target, reference))
+        assert failure == "max_abs_diff 0.02 > 0.01"
+
+    def test_scale_keeps_cosine_and_pearson(self, reference: torch.Tensor) -> None:
+        failures = " ".join(ClassicLimits().failures(metrics_of(0.5 * reference, reference)))
+        assert "cosine" not in failures
+        assert "pearson" not in failures
+        assert "mean_abs_diff" in failures
+
+    def test_zeros_for_tiny_numbers_have_no_direction_and_fail(self) -> None:
+        reference = 1e-4 * torch.ones(8).cumsum(0)
+        failures = ClassicLimits().failures(metrics_of(torch.zeros(8), reference))
+        assert failures == ("cosine_similarity is not defined", "pearson_correlation is not defined")
+        assert ClassicLimits().failures(metrics_of(torch.zeros(8), torch.zeros(8))) == ()
+
+    def test_nan_fails_however_rare(self) -> None:
+        reference = torch.linspace(-1.0, 1.0, 1000)
+        target = reference.clone()
+        target[7] = math.nan
+        assert ClassicLimits().failures(metrics_of(target, reference)) == ("1 elements are not finite",)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from compare.limits.limit import Limit
+from compare.limits.limits import FLOORLESS_FIGURES, NOISE_FIGURES
+from compare.limits.limits_file import CALIBRATION, calibrated_limits, read_limits
+from minimax_tools.errors import UsageError
+from minimax_tools.model.sites import Site
+
+
+@pytest.fixture
+def limits_file(tmp_path: Path) -> Path:
+    return tmp_path / "limits.yaml"
+
+
+class TestCalibration:
+    def test_every_figure_of_every_site_has_a_limit(self) -> None:
+        limits = calibrated_limits()
+        for site in Site:
+            assert all(limits.isolated.find(site, figure) for figure in NOISE_FIGURES)
+            assert all(limits.floorless(site, figure) for figure in FLOORLESS_FIGURES)
+            for is_chained in (False, True):
+                table = limits.of_ratios(is_chained=is_chained, is_estimated=True)
+                assert table.find(site, "whole") is not None
+
+    def test_copy_of_it_judges_the_same(self, limits_file: Path) -> None:
+        limits_file.write_text(CALIBRATION.read_text(encoding="utf-8"), encoding="utf-8")
+        ours, copied = calibrated_limits(), read_limits(limits_file)
+        assert copied.backends == ours.backends
+        for site in Site:
+            assert copied.isolated.find(site, "whole") == ours.isolated.find(site, "whole")
+
+
+class TestOwnFile:
+    def test_named_limits_hold_and_the_others_stay(self, limits_file: Path) -> None:
+        limits_file.write_text("isolated:\n  moe_delta: {whole: 1.7, token_worst: {usual: 1, spread: 0.3}}\n")
+        limits, ours = read_limits(limits_file), calibrated_limits()
+        assert limits.isolated.find("moe_delta", "whole") == Limit(usual=1.7)
+        assert limits.isolated.find("moe_delta", "token_worst") == Limit(usual=1.0, spread=0.3)
+        assert limits.isolated.find("moe_delta", "ordinary") == ours.isolated.find("moe_delta", "ordinary")
+        assert limits.isolated.find("attn_delta", "whole") == ours.isolated.find("attn_delta", "whole")
+        assert limits.chained == ours.chained
+
+    def test_limit_for_all_holds_for_sites_that_had_their_own(self, limits_file: Path) -> None:
+        limits_file.write_text("isolated:\n  all: {whole: 9}\n  output: {whole: 3}\n")
+        limits = read_limits(limits_file)
+        assert limits.isolated.find("moe_delta", "whole") == Limit(usual=9.0)
+        assert limits.isolated.find("output", "whole") == Limit(usual=3.0)
+
+    def test_own_limits_hold_on_every_backend_unless_they_say_where_they_were_measured(
+        self, limits_file: Path
+    ) -> None:
+        limits_file.write_text("isolated: {all: {whole: 2}}")
+        assert read_limits(limits_file).is_measured_on("neuron-xla")
+        limits_file.write_text("backends: [neuron-xla]\nisolated: {all: {whole: 2}}")
+        limits = read_limits(limits_file)
+        assert limits.is_measured_on("neuron-xla")
+        assert not limits.is_measured_on("cpu")
+
+    def test_level_alone_can_be_changed(self, limits_file: Path) -> None:
+        limits_file.write_text("level: 1e-2")
+        limits = read_limits(limits_file)
+        assert (limits.level, limits.isolated) == (0.01, calibrated_limits().isolated)
+        assert limits.backends == calibrated_limits().backends
+
+    @pytest.mark.parametrize(
+        ("text", "where", "found"),
+        [
+            ("isolated:\n  moe: {whole: 2}", "line 2, isolated.moe", "'moe'"),
+            ("isolated:\n  all:\n    hole: 2", "line 3, isolated.all.hole", "'hole'"),
+            ("level: 0.1\nisolted: {}", "line 2, isolted", "'isolted'"),
+            ("isolated:\n  all: {whole: two}", "line 2, isolated.all.whole", "'two'"),
+            ("isolated:\n  all: {whole: -1}", "line 2, isolated.all.whole", "'-1'"),
+            ("isolated:\n  all: {whole: {spread: 1}}", "line 2, isolated.all.whole", "spread"),
+            ("isolated:\n  all: {whole: {usual: 1, spread: -1}}", "line 2, isolated.all.whole", "-1"),
+            ("isolated:\n  all: {whole: 1, whole: 2}", "line 2, isolated.all.whole", "again"),
+            ("isolated: 3", "line 1, isolated", "'3'"),
+            ("chained:\n  all: {token_gain: 3}", "line 2, chained.all.token_gain", "'token_gain'"),
+            ("level: 1", "line 1, level", "'1'"),
+            ("backends: cpu", "line 1, backends", "'cpu'"),
+            ("[1, 2]", "line 1, the file", "a list"),
+        ],
+    )
+    def test_mistake_is_told_with_line_and_key(
+        self, text: str, where: str, found: str, limits_file: Path
+    ) -> None:
+        limits_file.write_text(text)
+        with pytest.raises(UsageError) as caught:
+            read_limits(limits_file)
+        assert where in str(caught.value)
+        assert found in str(caught.value)
+        assert "expected" in str(caught.value)
+        assert "--criteria-template" in str(caught.value)
+
+    @pytest.mark.parametrize("text", ["", "isolated: {", "a: b: c"])
+    def test_file_that_is_none_is_refused(self, text: str, limits_file: Path) -> None:
+        limits_file.write_text(text)
+        with pytest.raises(UsageError, match=str(limits_file)):
+            read_limits(limits_file)
+
+    def test_file_that_is_not_there_is_refused(self, limits_file: Path) -> None:
+        with pytest.raises(UsageError, match="cannot be read"):
+            read_limits(limits_file)
+
+
+class TestGoldensWithVariants:
+    """Limits of their own, unless a file names limits for all isolated layers."""
+
+    def test_own_limits_are_no_wider_than_those_of_others(self) -> None:
+        limits = calibrated_limits()
+        for site in ("attn_context", "attn_delta", "moe_delta"):
+            plain, varied = (
+                limits.of_ratios(is_chained=False, is_estimated=False, is_widened=is_widened).find(
+                    site, "whole"
+                )
+                for is_widened in (False, True)
+            )
+            assert plain is not None
+            assert varied is not None
+            assert varied.usual < 0.95 * plain.usual
+
+    def test_chains_have_the_limits_of_others(self) -> None:
+        limits = calibrated_limits()
+        assert limits.of_ratios(is_chained=True, is_estimated=False, is_widened=True) is limits.chained
+
+    def test_what_a_file_names_for_isolated_layers_holds_for_them_too(self, tmp_path: Path) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text("isolated: {attn_delta: {whole: 7}}", encoding="utf-8")
+        table = read_limits(file).of_ratios(is_chained=False, is_estimated=False, is_widened=True)
+        assert table.find("attn_delta", "whole") == Limit(usual=7.0)
+        assert table.find("output", "whole") == calibrated_limits().isolated_variants.find("output", "whole")  # type: ignore[union-attr]
+
+    def test_a_file_may_name_their_own(self, tmp_path: Path) -> None:
+        file = tmp_path / "own.yaml"
+        file.write_text("isolated: {all: {whole: 7}}\nisolated_variants: {all: {whole: 5}}", encoding="utf-8")
+        limits = read_limits(file)
+        for is_widened, expected in ((False, 7.0), (True, 5.0)):
+            table = limits.of_ratios(is_chained=False, is_estimated=False, is_widened=is_widened)
+            assert table.find("output", "whole") == Limit(usual=expected)
+
+    def test_where_none_were_measured_they_are_judged_as_others(self) -> None:
+        limits = replace(calibrated_limits(), isolated_variants=None)
+        table = limits.of_ratios(is_chained=False, is_estimated=False, is_widened=True)
+        assert table is limits.isolated

@@ -1,0 +1,74 @@
+"""The head of a chained run is judged on the port's own last output: wrong heads are blamed, right ones are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compare.sides.golden_weights import CheckpointWeights, HeadWeights
+from minimax_tools.capture.reader import Capture
+from minimax_tools.model.run import full_run
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.reference.head import Float32Head
+from minimax_tools.results.results import Comparison, Verdict
+
+Judge = Callable[..., Comparison]
+LAST = 3
+
+
+@pytest.fixture(scope="module")
+def weights(toy: Path, golden: Path) -> HeadWeights:
+    with CheckpointWeights(model=str(toy)).open_head(Capture.open(golden)) as opened:
+        return opened
+
+
+@pytest.fixture
+def run_with_head(copyist: Any, weights: HeadWeights) -> Callable[..., Path]:
+    """A chained run whose last output is a little off the golden's, with a head of these weights behind it."""
+
+    def run(*, norm: torch.Tensor = weights.norm, lm_head: torch.Tensor = weights.lm_head) -> Path:
+        output = copyist.source.read(LAST, Site.OUTPUT).float()
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+        output = (output * (1 + 1e-3 * noise)).bfloat16()
+        head = Float32Head(norm, lm_head, eps=weights.spec.rms_norm_eps)
+        normed = head.normalise(output, rounds=True)
+        changes = {
+            (LAST, Site.OUTPUT): lambda _: output,
+            (None, ModelSite.FINAL_NORM): lambda _: normed,
+            (None, ModelSite.LOGITS): lambda _: head.score(normed).bfloat16(),
+        }
+        device: Path = copyist.device_run(changes, run=full_run(LAST + 1, sites_level="all"))
+        return device
+
+    return run
+
+
+def test_right_head_passes(run_with_head: Callable[..., Path], judge: Judge, toy: Path) -> None:
+    comparison = judge(run_with_head(), model=toy)
+    assert (comparison.verdict, comparison.blame) == (Verdict.PASS, ())
+
+
+def test_wrong_rows_of_the_head_are_blamed(
+    run_with_head: Callable[..., Path], judge: Judge, toy: Path, weights: HeadWeights
+) -> None:
+    comparison = judge(run_with_head(lm_head=weights.lm_head.roll(1, dims=0)), model=toy)
+    assert comparison.verdict is Verdict.FAIL
+    assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("logits",))]
+
+
+def test_wrong_final_norm_is_blamed_and_the_logits_behind_it_are_not(
+    run_with_head: Callable[..., Path], judge: Judge, toy: Path, weights: HeadWeights
+) -> None:
+    comparison = judge(run_with_head(norm=1 + weights.norm), model=toy)
+    assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("final_norm",))]
+
+
+def test_scale_that_the_output_of_the_layers_hides_is_found(
+    run_with_head: Callable[..., Path], judge: Judge, toy: Path, weights: HeadWeights
+) -> None:
+    comparison = judge(run_with_head(lm_head=(weights.lm_head.float() * 1.02).bfloat16()), model=toy)
+    assert [(blame.layer, blame.sites) for blame in comparison.blame] == [(None, ("logits",))]

@@ -1,0 +1,190 @@
+"""Chained runs with the checkpoint at hand: each layer is judged, and blamed, on the port's own input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+from damage.tampering import write_manifest
+
+from compare.cli import main as mm2_compare
+from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from neuron.cli import main as mm2_test
+
+Command = Callable[..., click.testing.Result]
+
+PORTS = Path(__file__).parents[2] / "ports" / "one_wrong_layer.py"
+LAYER = 2
+# Of the captures that no checkpoint proves, those that once passed, and right ones.
+TELLING = (
+    *(("Nothing", shows) for shows in ("", "_without_experts", "_outputs")),
+    *(("SwappedGateUp", shows) for shows in ("_without_experts", "_outputs")),
+    ("NoCorrectionBias", "_without_experts"),
+    ("AttentionScale", "_outputs"),
+)
+
+
+@pytest.fixture(scope="module")
+def run_full(toy: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Runs a whole model of the example port, and gives its exit code, record and capture; each once."""
+    made: dict[str, tuple[int, dict[str, Any], Path]] = {}
+
+    def run(name: str) -> tuple[int, dict[str, Any], Path]:
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name) / "run"
+            arguments = ["full", "--model", toy, "--golden", golden, "--target", f"{PORTS}:{name}"]
+            result = click.testing.CliRunner().invoke(
+                mm2_test,
+                [
+                    *map(str, arguments),
+                    "--backend",
+                    "cpu",
+                    "--output-dir",
+                    str(directory),
+                    "--json",
+                    "--quiet",
+                ],
+            )
+            made[name] = result.exit_code, json.loads(result.stdout), directory
+        return made[name]
+
+    return run
+
+
+def places(record: dict[str, Any]) -> list[tuple[int, str]]:
+    """Layer and last site of each blame."""
+    return [(blame["layer"], blame["sites"][-1]) for blame in record["blame"]]
+
+
+@pytest.mark.parametrize("shows", ["", "_without_experts", "_without_choice", "_outputs"])
+def test_right_model_passes_whatever_it_shows(run_full: Callable[[str], Any], shows: str) -> None:
+    exit_code, record, _ = run_full(f"Nothing_at_{LAYER}{shows}")
+    assert (exit_code, record["verdict"], record["blame"]) == (0, "pass", [])
+
+
+def test_pass_says_what_it_stands_on(run_full: Callable[[str], Any], golden: Path, command: Command) -> None:
+    _, record, run = run_full(f"Nothing_at_{LAYER}_outputs")
+    assert record["tokens"] == "81 at positions 0-47"
+    shown = command(mm2_compare, "--gpu-path", golden, "--neuron-path", run)
+    first, *_ = shown.stdout.splitlines()
+    assert first == f"PASS: outputs only, {record['compared']} of {record['of']} sites"
+    assert "81 at positions 0-47" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("mistake", "site"),
+    [
+        ("SwappedGateUp", "moe_delta"),
+        ("NoCorrectionBias", "router_experts"),
+        ("AttentionScale", "attn_context"),
+        ("LaterRowsDiffer", "moe_delta"),
+    ],
+)
+def test_mistake_of_one_layer_is_blamed_there_and_nowhere_else(
+    run_full: Callable[[str], Any], mistake: str, site: str
+) -> None:
+    exit_code, record, _ = run_full(f"{mistake}_at_{LAYER}")
+    assert (exit_code, places(record)) == (1, [(LAYER, site)])
+
+
+def test_mistakes_of_two_layers_are_both_blamed(run_full: Callable[[str], Any]) -> None:
+    exit_code, record, _ = run_full("SwappedGateUp_at_1_and_3")
+    assert (exit_code, places(record)) == (1, [(1, "moe_delta"), (3, "moe_delta")])
+
+
+def test_one_wrong_token_is_blamed(run_full: Callable[[str], Any]) -> None:
+    exit_code, record, _ = run_full(f"OneToken_at_{LAYER}")
+    assert (exit_code, places(record)) == (1, [(LAYER, "moe_delta")])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "shows"),
+    [
+        ("SwappedGateUp", "without_experts"),
+        ("NoCorrectionBias", "without_experts"),
+        ("SwappedGateUp", "without_choice"),
+    ],
+)
+def test_mistake_of_the_experts_shows_where_their_choice_does_not(
+    run_full: Callable[[str], Any], mistake: str, shows: str
+) -> None:
+    exit_code, record, _ = run_full(f"{mistake}_at_{LAYER}_{shows}")
+    assert (exit_code, places(record)) == (1, [(LAYER, "moe_delta")])
+    assert "router_experts" in record["blame"][0]["sites"]
+
+
+@pytest.mark.parametrize("mistake", ["SwappedGateUp", "AttentionScale"])
+def test_mistake_shows_in_a_model_that_shows_outputs_alone(
+    run_full: Callable[[str], Any], mistake: str
+) -> None:
+    exit_code, record, _ = run_full(f"{mistake}_at_{LAYER}_outputs")
+    assert (exit_code, places(record)) == (1, [(LAYER, "output")])
+
+
+class TestWithoutCheckpoint:
+    """Captures of chained runs alone prove nothing, and never pass."""
+
+    def compare(
+        self, command: Command, golden: Path, run: Path, tmp_path: Path
+    ) -> tuple[int, dict[str, Any]]:
+        lost = tmp_path / "lost"
+        lost.mkdir()
+        for side in (golden, run):
+            _forget_model(side, lost / side.name)
+        result = command(
+            mm2_compare, "--gpu-path", lost / golden.name, "--neuron-path", lost / run.name, "--json"
+        )
+        record = json.loads(result.stdout)
+        assert "error" not in record, record["error"]
+        return result.exit_code, record
+
+    @pytest.mark.parametrize(
+        ("name", "shows"),
+        [
+            pytest.param(name, shows, marks=() if (name, shows) in TELLING else pytest.mark.slow)
+            for name in ("Nothing", "SwappedGateUp", "NoCorrectionBias", "AttentionScale")
+            for shows in ("", "_without_experts", "_outputs")
+        ],
+    )
+    def test_no_chain_passes_and_nobody_is_blamed(
+        self,
+        run_full: Callable[[str], Any],
+        golden: Path,
+        command: Command,
+        tmp_path: Path,
+        name: str,
+        shows: str,
+    ) -> None:
+        _, _, run = run_full(f"{name}_at_{LAYER}{shows}")
+        exit_code, record = self.compare(command, golden, run, tmp_path)
+        assert exit_code in ((3,) if name == "Nothing" else (1, 3))
+        assert record["blame"] == []
+        if exit_code == 3:
+            assert any("--model DIR" in note for note in record["notes"])
+
+    def test_checkpoint_of_the_golden_is_found_where_it_was(
+        self, run_full: Callable[[str], Any], golden: Path, command: Command
+    ) -> None:
+        _, _, run = run_full(f"SwappedGateUp_at_{LAYER}")
+        result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", run, "--json")
+        assert (result.exit_code, places(json.loads(result.stdout))) == (1, [(LAYER, "moe_delta")])
+
+
+def _forget_model(capture: Path, copy: Path) -> None:
+    """A copy of a capture on a machine that does not have the checkpoint."""
+    copy.mkdir()
+    for path in capture.iterdir():
+        if path.suffix in (".safetensors", ".json") and path.name != MANIFEST_NAME:
+            (copy / path.name).hardlink_to(path)
+    manifest = Manifest.read(capture)
+    provenance = replace(manifest.description.provenance, model_source="/not/here")
+    description = replace(manifest.description, provenance=provenance)
+    write_manifest(copy, replace(manifest, description=description, certificate=None))

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_reference.cli import main
+from gpu_reference.golden.golden import open_golden
+from minimax_tools.capture.reader import Capture
+from minimax_tools.model.run import multi_layer_run, single_layer_run
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.span import Span
+from minimax_tools.text.prompts import InputRequest
+
+# The golden that the command below makes, stopped by a signal when layer 2 begins.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import gpu_reference.golden.golden as golden_module
+from gpu_reference.cli import main
+
+class Golden(golden_module.Golden):
+    def forward(self):
+        layer = self.model.get_submodule("model.layers.2")
+        layer.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        return super().forward()
+
+golden_module.Golden = Golden
+main(sys.argv[1:])
+"""
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def capture(request: Any, directory: Path) -> Capture:
+    with open_golden(request) as golden:
+        golden.capture(directory, extra={})
+    return Capture.open(directory)
+
+
+def interrupt(request: Any, directory: Path, *, at: int) -> None:
+    """A capture that an error ends when layer `at` begins."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    with open_golden(request) as golden:
+        golden.model.get_submodule(f"model.layers.{at}").register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            golden.capture(directory, extra={})
+
+
+@pytest.fixture(scope="module")
+def whole(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A capture that nothing interrupted, its floor kept whole."""
+    directory = tmp_path_factory.mktemp("whole") / "full_model"
+    capture(ask(noise_floor="full"), directory)
+    return directory
+
+
+def test_capture_directory_has_the_layout_of_the_design(whole: Path) -> None:
+    layers = [f"layer_{layer}" for layer in range(4)]
+    parts = [*layers, "model"]
+    assert {path.name for path in whole.iterdir()} == {
+        "manifest.json",
+        "inputs.safetensors",
+        *(f"{part}.safetensors" for part in parts),
+        *(f"{part}.fp32.safetensors" for part in parts),
+        *(f"{part}.floor.safetensors" for part in parts),
+    }
+
+
+def test_input_is_stored_only_where_it_is_no_output_before_it(whole: Path) -> None:
+    entries = Capture.open(whole).manifest.entries
+    assert [entry.layer for entry in entries if entry.site == "input"] == [0]
+
+
+def test_equal_runs_write_equal_bytes(ask: Any, whole: Path, tmp_path: Path) -> None:
+    capture(ask(noise_floor="full"), tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(whole)
+
+
+def test_fp8_and_bfloat16_copies_give_equal_captures_and_fingerprints(
+    ask: Any, whole: Path, toy_bf16: Path, tmp_path: Path
+) -> None:
+    # The request names its model alike, so that the manifests may be equal too.
+    copy = capture(ask(folder=toy_bf16, noise_floor="full"), tmp_path / "bf16")
+    assert contents(copy.directory) == contents(whole)
+    assert copy.description.provenance.model == Capture.open(whole).description.provenance.model
+
+
+def test_manifest_says_what_made_the_capture(ask: Any, whole: Path) -> None:
+    description = Capture.open(whole).description
+    made = description.provenance
+    assert description.side == "gpu_reference"
+    assert description.noise_floor == "full"
+    assert description.inputs_digest == ask().inputs.digest()
+    assert (made.backend, made.target) == ("cpu", "transformers")
+    assert made.dtypes == {"weights": "bfloat16", "router_gate": "float32", "correction_bias": "float32"}
+    assert made.options == {
+        "attn_implementation": "sdpa",
+        "experts_implementation": "grouped_mm",
+        "float32_matmul": "ieee",
+        "bfloat16_reduction": False,
+        "proved": ["no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint"],
+    }
+    assert {"python", "torch", "transformers", "accelerate", "safetensors"} <= made.versions.keys()
+    assert sorted(made.model.layers) == [0, 1, 2, 3]
+
+
+def test_manifest_holds_no_path_of_the_machine(whole: Path, toy: Path) -> None:
+    text = (whole / "manifest.json").read_text()
+    assert str(whole.parent) not in text
+    assert str(toy) not in text
+
+
+@pytest.mark.parametrize(
+    ("run", "layers"),
+    [
+        (single_layer_run(2, sites_level="all"), (2,)),
+        (multi_layer_run(Span(1, 3), sites_level="all"), (1, 2)),
+    ],
+)
+def test_part_of_the_model_is_captured_with_the_bits_of_the_whole(
+    ask: Any, whole: Path, tmp_path: Path, run: Any, layers: tuple[int, ...]
+) -> None:
+    part, reference = capture(ask(run=run), tmp_path / "part"), Capture.open(whole)
+    assert part.layers == layers
+    assert part.model_sites() == ()
+    for layer in layers:
+        assert part.sites(layer) == tuple(Site)
+        for site in Site:
+            assert torch.equal(part.read(layer, site), reference.read(layer, site)), site
+    first_file = json.loads((part.directory / "manifest.json").read_text())["entries"][0]
+    assert (first_file["layer"], first_file["site"]) == (layers[0], "input")
+
+
+def test_unsaved_run_holds_what_a_capture_would(ask: Any, whole: Path) -> None:
+    reference = Capture.open(whole)
+    with open_golden(ask()) as golden:
+        layers = golden.run()
+    stored = {(entry.layer, entry.site) for entry in reference.manifest.entries if entry.layer is not None}
+    assert {(layer, str(site)) for layer, tensors in layers.items() for site in tensors} == stored
+    assert all(
+        torch.equal(tensor, reference.read(layer, site))
+        for layer, tensors in layers.items()
+        for site, tensor in tensors.items()
+    )
+
+
+@pytest.mark.parametrize("at", [0, 2, 3])
+def test_interrupted_capture_resumes_to_the_same_bytes(
+    ask: Any, whole: Path, tmp_path: Path, at: int
+) -> None:
+    directory = tmp_path / "capture"
+    interrupt(ask(noise_floor="full"), directory, at=at)
+    assert Capture.open(directory).layers == tuple(range(at))
+    assert not Capture.open(directory).manifest.is_complete
+    stored = {path.name: path.stat().st_mtime_ns for path in directory.glob("layer_*")}
+    assert len(stored) == 3 * at
+    capture(ask(noise_floor="full"), directory)
+    assert contents(directory) == contents(whole)
+    assert {name: (directory / name).stat().st_mtime_ns for name in stored} == stored
+
+
+def test_killed_capture_resumes_to_the_same_bytes(ask: Any, toy: Path, tmp_path: Path, command: Any) -> None:
+    arguments = ["extract-all", "--model", str(toy), "--seq-len", "24,15", "--output-dir"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *arguments, str(tmp_path / "killed")],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -9, killed.stderr
+    assert Capture.open(tmp_path / "killed").layers == (0, 1)
+    resumed = command(main, *arguments, tmp_path / "killed")
+    assert resumed.exit_code == 0
+    assert f"Resuming {tmp_path / 'killed'} after layer 1." in resumed.stderr
+    assert "Layer 1 of" not in resumed.stderr
+    command(main, *arguments, tmp_path / "plain")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "plain")
+
+
+@pytest.fixture(scope="module")
+def unfinished(ask: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A capture that an error has ended in layer 1."""
+    directory = tmp_path_factory.mktemp("unfinished") / "full_model"
+    interrupt(ask(), directory, at=1)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--attn-implementation", "eager"], "options.attn_implementation"),
+        (["--experts-implementation", "eager"], "options.experts_implementation"),
+        (["--seed", "1"], "input_source, inputs_digest"),
+        (["--padding-side", "left"], "inputs_digest"),
+        (["--sites", "layer"], "run.sites"),
+        (["--noise-floor", "stats"], "floor_variants, noise_floor"),
+    ],
+)
+def test_other_options_start_anew_and_say_why(
+    unfinished: Path, toy: Path, tmp_path: Path, command: Any, options: list[str], reason: str
+) -> None:
+    shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
+    arguments = ["--seq-len", "24,15", "--output-dir", tmp_path, "--noise-floor", "off"]
+    result = command(main, "extract-all", "--model", toy, *arguments, *options)
+    assert result.exit_code == 0
+    reasons = result.stderr.partition("the capture there has other ")[2].partition(".\n")[0].split(", ")
+    # The unfinished one names its model otherwise than the command does.
+    assert set(reason.split(", ")) <= set(reasons) <= {*reason.split(", "), "model_source"}
+    assert Capture.open(tmp_path).manifest.is_complete
+
+
+def test_complete_capture_is_made_anew_and_says_so(toy: Path, tmp_path: Path, command: Any) -> None:
+    arguments = ["single-layer", "--layer", 0, "--model", toy, "--seq-len", 8, "--output-dir", tmp_path]
+    command(main, *arguments)
+    again = command(main, *arguments)
+    assert "Starting anew" in again.stderr
+    assert "the same capture is there, complete" in again.stderr
+
+
+def test_capture_interrupted_after_its_layers_needs_no_second_forward(ask: Any, tmp_path: Path) -> None:
+    request = ask(run=single_layer_run(1, sites_level="layer"))
+    with open_golden(request) as golden:
+        # JSON knows no set: the run ends between its layers and its end.
+        with pytest.raises(TypeError, match="set is not JSON"):
+            golden.capture(tmp_path, extra={"generation.json": {1}})
+        assert Capture.open(tmp_path).layers == (1,)
+        golden.model.get_submodule("model.layers.0").register_forward_pre_hook(refuse_to_run)
+        golden.capture(tmp_path, extra={})
+    assert Capture.open(tmp_path).manifest.is_complete
+
+
+def refuse_to_run(*_: object) -> None:
+    raise AssertionError("the model ran again")
+
+
+def test_error_in_the_model_is_not_masked_by_what_it_left_undone(ask: Any, tmp_path: Path) -> None:
+    # The head has not run when layer 1 fails: what was to record it must not speak first.
+    interrupt(ask(), tmp_path, at=1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_change_a_row(ask: Any, tmp_path: Path, side: str) -> None:
+    rows = ("5,6,7,8,9,10,11,12", "40,41,42")
+    padded = InputRequest(input_ids=rows, padding_side=side, pad_to=(16,))
+    # In float32, where no rounding can turn a router's choice.
+    both = capture(ask(inputs=padded, dtype=torch.float32), tmp_path / "both")
+    real = both.read_attention_mask().bool()
+    assert real.shape == (2, 16)
+    for row, ids in enumerate(rows):
+        request = ask(inputs=InputRequest(input_ids=(ids,)), dtype=torch.float32)
+        alone = capture(request, tmp_path / f"alone_{row}")
+        for layer in range(4):
+            mine, theirs = both.read(layer, Site.OUTPUT)[row][real[row]], alone.read(layer, Site.OUTPUT)[0]
+            assert mine.shape == theirs.shape
+            assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
+
+
+def test_float32_golden_is_captured_in_float32(ask: Any, tmp_path: Path) -> None:
+    exact = capture(ask(dtype=torch.float32), tmp_path / "capture")
+    assert exact.description.provenance.dtypes["weights"] == "float32"
+    assert exact.read(3, Site.MOE_DELTA).dtype == torch.float32
+    assert exact.read_model(ModelSite.LOGITS).dtype == torch.float32

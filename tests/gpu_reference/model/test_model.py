@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_reference.golden.golden import open_golden
+from gpu_reference.model.model import load_golden_model
+from gpu_reference.model.offload import weight_of
+from gpu_reference.model.placement import Placement
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.model.run import single_layer_run
+
+
+def test_fp8_and_bfloat16_copies_load_to_the_same_weights(ask: Any, toy_bf16: Path) -> None:
+    with open_golden(ask()) as fp8, open_golden(ask(folder=toy_bf16)) as bf16:
+        mine, theirs = fp8.model.state_dict(), bf16.model.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_only_the_router_is_float32(ask: Any) -> None:
+    with open_golden(ask()) as golden:
+        exact = {name for name, value in golden.model.state_dict().items() if value.dtype == torch.float32}
+    layers = [f"model.layers.{layer}.mlp" for layer in range(4)]
+    assert exact == {f"{moe}.{name}" for moe in layers for name in ("gate.weight", "e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_float32_golden_rounds_nothing(ask: Any, toy: Path, tmp_path: Path, is_offloaded: bool) -> None:
+    placement = Placement(device_map={"": "disk" if is_offloaded else "cpu"}, offload_folder=tmp_path)
+    with (
+        open_golden(ask(dtype=torch.float32, placement=placement)) as golden,
+        CheckpointReader(toy) as reader,
+    ):
+        projection = golden.model.get_submodule("model.layers.3.self_attn.q_proj")
+        exact = reader.read_weight("model.layers.3.self_attn.q_proj.weight", torch.float32)
+        assert torch.equal(weight_of(projection, "weight"), exact)
+        assert not torch.equal(exact, exact.bfloat16().float())
+        assert {value.dtype for value in golden.model.state_dict().values()} == {torch.float32}
+        assert golden.forward().dtype == torch.float32
+
+
+def test_layers_past_the_span_are_not_loaded(ask: Any) -> None:
+    with open_golden(ask(run=single_layer_run(1, sites_level="layer"))) as golden:
+        assert len(list(golden.model.get_submodule("model.layers").children())) == 2
+
+
+def test_float32_matmuls_are_not_tf32(ask: Any) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with open_golden(ask()) as golden:
+        assert golden.describe().provenance.options["float32_matmul"] == "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+def test_convolutions_are_not_tf32_and_the_process_can_still_export(ask: Any) -> None:
+    with open_golden(ask()):
+        pass
+    assert torch.backends.cudnn.allow_tf32 is False
+    exported = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),))
+    assert exported.module()(torch.ones(2, 2)).shape == (2, 2)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+def test_experts_implementation_is_pinned_and_recorded(ask: Any, implementation: str) -> None:
+    with open_golden(ask(experts_implementation=implementation)) as golden:
+        assert golden.model.config._experts_implementation == implementation
+        assert golden.describe().provenance.options["experts_implementation"] == implementation
+
+
+def test_attention_implementation_without_its_package_is_an_error_that_names_it(ask: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"transformers cannot load .*FlashAttention"):
+        with open_golden(ask(attn_implementation="flash_attention_2")):
+            pass
+
+
+def test_model_that_fits_nowhere_asks_for_an_offload_folder(ask: Any) -> None:
+    placement = Placement(device_map="auto", max_memory={"cpu": 5_000_000})
+    with pytest.raises(UsageError, match=r"does not fit .*Give --offload-folder DIR too"):
+        with open_golden(ask(placement=placement)):
+            pass
+
+
+def test_missing_shard_is_told_before_anything_is_loaded(ask: Any, toy: Path, tmp_path: Path) -> None:
+    for path in toy.iterdir():
+        if "00002-of" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    with pytest.raises(CheckpointError, match="model-00002-of"):
+        with open_golden(ask(folder=tmp_path)):
+            pass
+
+
+def test_what_transformers_cannot_load_names_folder_and_reason(ask: Any, toy: Path, tmp_path: Path) -> None:
+    for path in toy.iterdir():
+        if path.name != "config.json":
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").write_text((toy / "config.json").read_text())
+    request = ask(folder=tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with CheckpointReader(tmp_path) as reader:
+        with pytest.raises(CheckpointError, match=f"transformers cannot load {tmp_path}: found "):
+            load_golden_model(request.model, reader)

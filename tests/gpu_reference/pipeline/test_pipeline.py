@@ -1,0 +1,627 @@
+"""A golden by several ranks is that of one process, byte for byte, and each rank reads its slice alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import click.testing
+import psutil
+import pytest
+import safetensors.torch
+import torch
+
+from gpu_reference.cli import main
+from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
+from minimax_tools.cli import mm2_split
+from minimax_tools.model.span import Span
+from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.node import Node
+from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.slices.source import open_source
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+REPOSITORY = Path(__file__).parents[3]
+ROWS = ("--seq-len", "24,15")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def write_plan(folder: Path, path: Path, *spans: Span) -> PartitionPlan:
+    source = open_source(str(folder))
+    nodes = [
+        Node(name=f"node{number}", memory_bytes=10**12, layers=span) for number, span in enumerate(spans)
+    ]
+    plan = source.divide(
+        planner="manual",
+        nodes=nodes,
+        workload=Workload(context_length=24, batch_size=2),
+    )
+    plan.write(path)
+    return plan
+
+
+def start(num_ranks: int, *arguments: object, max_restarts: int = 0) -> subprocess.Popen[str]:
+    """Start ranks; in an argument, `{rank}` is a rank's own number."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts)]
+    words = [sys.executable, "-m", "gpu_reference", "extract-all", *map(str, arguments)]
+    line = shlex.join(words).replace("{rank}", "'$RANK'")
+    return spawn([*launcher, "--no-python", "sh", "-c", f"exec {line}"])
+
+
+def spawn(words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait(process: subprocess.Popen[str]) -> Ran:
+    stdout, stderr = process.communicate(timeout=600)
+    return Ran(exit_code=process.returncode, stdout=stdout, stderr=stderr)
+
+
+def errors(ran: Ran) -> list[str]:
+    return [line for line in ran.stderr.splitlines() if line.startswith("Error:")]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def records(directory: Path) -> dict[str, ReadRecord]:
+    return {
+        record.node: record for record in map(ReadRecord.read, (directory / RECORDS_FOLDER).glob("*.json"))
+    }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As each rank computes: the number of threads may change sums, and stands in the manifest."""
+    threads, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    yield
+    torch.set_num_threads(threads)
+    del os.environ["OMP_NUM_THREADS"]
+    if variable is not None:
+        os.environ["OMP_NUM_THREADS"] = variable
+
+
+@pytest.fixture(scope="module")
+def tied_bf16(toy_bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The BF16 toy with its embedding for an lm_head."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tied"
+    shutil.copytree(toy_bf16, folder)
+    index_file = folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    shard = folder / index["weight_map"].pop("lm_head.weight")
+    index_file.write_text(json.dumps(index))
+    tensors = safetensors.torch.load_file(shard)
+    del tensors["lm_head.weight"]
+    safetensors.torch.save_file(tensors, shard, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ran, Path, PartitionPlan]:
+    """The FP8 toy by two ranks that hold their slices."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    plan = write_plan(toy, folder / "plan.json", Span(0, 1), Span(1, 4))
+    arguments = ("--plan", folder / "plan.json", "--model", toy, *ROWS, "--output-dir", folder / "capture")
+    return wait(start(2, *arguments, "--json")), folder / "capture", plan
+
+
+def test_capture_of_two_ranks_has_the_bytes_of_one_process(
+    two_ranks: tuple[Ran, Path, PartitionPlan], toy: Path, tmp_path: Path, command: Any
+) -> None:
+    ran, directory, _ = two_ranks
+    assert ran.exit_code == 0, ran.stderr
+    command(main, "extract-all", "--model", toy, *ROWS, "--stream", "on", "--quiet", "--output-dir", tmp_path)
+    assert contents(directory) == contents(tmp_path)
+
+
+def test_each_rank_reads_its_slice_and_every_tensor_of_it_once(
+    two_ranks: tuple[Ran, Path, PartitionPlan],
+) -> None:
+    _, directory, plan = two_ranks
+    found = records(directory)
+    for part in plan.used:
+        record = found[part.node.name]
+        assert set(record.tensors) == set(part.names)
+        assert record.bytes_read == record.bytes_asked == part.cost.stored_bytes
+
+
+def test_results_and_progress_come_from_rank_0_alone(two_ranks: tuple[Ran, Path, PartitionPlan]) -> None:
+    ran, _, _ = two_ranks
+    assert json.loads(ran.stdout)["layers"]
+    for layer in range(4):
+        assert ran.stderr.count(f"Layer {layer} (") == 1
+
+
+@pytest.fixture(scope="module")
+def one_slice(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    write_plan(toy, path, Span(0, 4))
+    return path
+
+
+@pytest.mark.parametrize("options", [("on",), ("auto", "--floor-variants", "3")], ids=["streamed", "held"])
+def test_plan_of_one_slice_runs_without_torchrun(
+    toy: Path, one_slice: Path, tmp_path: Path, command: Any, options: tuple[str, ...]
+) -> None:
+    common = ("extract-all", "--model", toy, *ROWS, "--quiet", "--stream", *options)
+    result = command(main, *common, "--plan", one_slice, "--output-dir", tmp_path / "plan")
+    assert result.exit_code == 0, result.output
+    command(main, *common, "--output-dir", tmp_path / "plain")
+    assert contents(tmp_path / "plan") == contents(tmp_path / "plain")
+    record = records(tmp_path / "plan")["node0"]
+    assert record.bytes_read == PartitionPlan.read(one_slice).used[0].cost.stored_bytes
+
+
+def test_plan_of_several_slices_without_torchrun_is_refused(toy: Path, tmp_path: Path, command: Any) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    result = command(main, "extract-all", "--model", toy, *ROWS, "--plan", tmp_path / "plan.json")
+    assert result.exit_code == 2
+    assert "the plan has 2 slices for 1 rank" in result.stderr
+    assert "torchrun --nproc-per-node 2 -m gpu_reference extract-all" in result.stderr
+
+
+def test_plan_of_another_checkpoint_is_refused(
+    toy_bf16: Path, one_slice: Path, tmp_path: Path, command: Any
+) -> None:
+    common = ("extract-all", "--model", toy_bf16, *ROWS, "--output-dir", tmp_path / "capture")
+    result = command(main, *common, "--plan", one_slice)
+    assert result.exit_code == 3
+    assert "which the checkpoint lacks" in result.stderr
+    assert not (tmp_path / "capture").exists()
+
+
+def test_plan_names_the_checkpoint_where_nothing_else_does(
+    toy: Path, one_slice: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MM2_MODEL", raising=False)
+    result = command(
+        main, "extract-all", "--plan", one_slice, *ROWS, "--noise-floor", "off", "--output-dir", tmp_path
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "manifest.json").read_text())["provenance"]["model_source"] == str(toy)
+    # One slice shows its progress too, layer by layer.
+    assert "Layer 3 (4 of 4)" in result.stderr
+
+
+def test_debug_shows_what_a_rank_will_load_and_what_it_loaded(
+    one_slice: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("extract-all", "--plan", one_slice, *ROWS, "--noise-floor", "off", "--output-dir", tmp_path)
+    assert "NODE SLICE ASSIGNMENT" not in command(main, *words).stderr
+    monkeypatch.setenv("DEBUG", "11")
+    shown = command(main, *words).stderr
+    assert shown.index("NODE SLICE ASSIGNMENT") < shown.index("Layer 3 (4 of 4)")
+    assert shown.rindex("Bytes read over slice: 1.00") > shown.index("Layer 3 (4 of 4)")
+
+
+def test_checkpoint_must_be_named_by_somebody(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MM2_MODEL", raising=False)
+    result = command(main, "extract-all", *ROWS)
+    assert result.exit_code == 2
+    assert "no checkpoint is named. Give --model, or a --plan" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slices", "."], "--slices belongs to a plan"),
+        (["--plan", "PLAN", "--no-save"], "--plan writes a capture"),
+        (["--plan", "PLAN", "--offload-folder", "x"], "a slice runs on one device"),
+    ],
+)
+def test_options_that_do_not_go_with_a_plan_are_refused(
+    toy: Path, one_slice: Path, command: Any, arguments: list[str], message: str
+) -> None:
+    words = [str(one_slice) if word == "PLAN" else word for word in arguments]
+    result = command(main, "extract-all", "--model", toy, *ROWS, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.slow
+def test_tied_head_by_three_ranks_that_stream_their_slices(
+    tied_bf16: Path, tmp_path: Path, command: Any
+) -> None:
+    plan = write_plan(tied_bf16, tmp_path / "plan.json", Span(0, 1), Span(1, 3), Span(3, 4))
+    common = ("--model", tied_bf16, *ROWS, "--stream", "on", "--noise-floor", "stats", "--quiet")
+    three = ("--plan", tmp_path / "plan.json", "--output-dir", tmp_path / "three")
+    ran = wait(start(3, *common, *three))
+    assert ran.exit_code == 0, ran.stderr
+    command(main, "extract-all", *common, "--output-dir", tmp_path / "one")
+    assert contents(tmp_path / "three") == contents(tmp_path / "one")
+    assert plan.shared
+    for part in plan.used:
+        record = records(tmp_path / "three")[part.node.name]
+        assert set(record.tensors) == set(part.names)
+        assert record.bytes_read == sum(tensor.size_bytes for tensor in part.tensors)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_slices_are_refused_once(toy: Path, one_slice: Path, tmp_path: Path) -> None:
+    ran = wait(start(2, "--plan", one_slice, "--model", toy, *ROWS, "--output-dir", tmp_path))
+    assert ran.exit_code != 0
+    (line,) = errors(ran)
+    assert "the plan has 1 slice for 2 ranks" in line
+
+
+def find_rank(process: subprocess.Popen[str], rank: int, *, when: Path) -> psutil.Process:
+    """A rank's process, as soon as a file is there."""
+    while not when.exists():
+        assert process.poll() is None, "the run ended too soon"
+        time.sleep(0.001)
+    (found,) = (
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if child.environ().get("RANK") == str(rank)
+    )
+    return found
+
+
+def kill_rank(process: subprocess.Popen[str], rank: int, *, when: Path, stopped_s: float = 0) -> None:
+    """Kill a rank as soon as a file is there; first hold it for a while, where that is wanted."""
+    found = find_rank(process, rank, when=when)
+    found.suspend()
+    time.sleep(stopped_s)
+    found.kill()
+
+
+def common_of(folder: Path) -> tuple[object, ...]:
+    return ("--model", folder, *ROWS, "--stream", "on", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def plain(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy streamed by one process."""
+    directory = tmp_path_factory.mktemp("plain") / "capture"
+    words = ["extract-all", *map(str, common_of(toy)), "--output-dir", str(directory)]
+    assert click.testing.CliRunner().invoke(main, words).exit_code == 0
+    return directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Killed:
+    """A run of two ranks of which one was killed."""
+
+    ran: Ran
+    directory: Path
+    plan_file: Path
+    plan: PartitionPlan
+    took_s: float
+
+
+def run_killed(toy: Path, folder: Path, rank: int, stored: str) -> Killed:
+    plan = write_plan(toy, folder / "plan.json", Span(0, 2), Span(2, 4))
+    process = start(2, *common_of(toy), "--plan", folder / "plan.json", "--output-dir", folder / "capture")
+    kill_rank(process, rank, when=folder / "capture" / stored)
+    killed_at = time.monotonic()
+    return Killed(
+        ran=wait(process),
+        directory=folder / "capture",
+        plan_file=folder / "plan.json",
+        plan=plan,
+        took_s=time.monotonic() - killed_at,
+    )
+
+
+@pytest.fixture(scope="module")
+def killed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """Rank 1 was killed when it had listed its first layer."""
+    return run_killed(toy, tmp_path_factory.mktemp("killed"), 1, "manifest.rank1.json")
+
+
+def copied(directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(directory, tmp_path / "capture"))
+
+
+@pytest.mark.slow
+def test_killed_rank_is_named_within_a_minute(killed: Killed) -> None:
+    assert killed.took_s < 60
+    (line,) = errors(killed.ran)
+    assert "rank 1 (node node1) died: its process is gone" in line
+    assert "exitcode  : -9" in killed.ran.stderr or "exitcode  : 3" in killed.ran.stderr
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_with_its_proof_of_reads(
+    killed: Killed, plain: Path, toy: Path, tmp_path: Path, command: Any
+) -> None:
+    directory = copied(killed.directory, tmp_path)
+    ran = wait(start(2, *common_of(toy), "--plan", killed.plan_file, "--output-dir", directory))
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(directory) == contents(plain)
+    found = records(directory)
+    for part in killed.plan.used:
+        assert found[part.node.name].bytes_read == part.cost.stored_bytes
+    # Layer 2 was listed: of it nothing is read again but what tells the model from others.
+    assert 0 < found["node1"].bytes_read_again < killed.plan.used[1].cost.stored_bytes * 3 / 4
+    verified = command(mm2_split, "verify", "--plan", killed.plan_file, "--records", directory)
+    assert verified.exit_code == 0, verified.output
+
+
+@pytest.mark.slow
+def test_single_process_resumes_what_ranks_began(
+    killed: Killed, plain: Path, toy: Path, tmp_path: Path, command: Any
+) -> None:
+    directory = copied(killed.directory, tmp_path)
+    common = [word for word in common_of(toy) if word != "--quiet"]
+    result = command(main, "extract-all", *common, "--output-dir", directory)
+    assert result.exit_code == 0, result.output
+    assert "done before" in result.stderr
+    assert contents(directory) == contents(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spans", [(Span(0, 4),), (Span(0, 1), Span(1, 3), Span(3, 4))])
+def test_other_number_of_ranks_resumes_too(
+    killed: Killed, plain: Path, toy: Path, tmp_path: Path, spans: tuple[Span, ...]
+) -> None:
+    directory = copied(killed.directory, tmp_path)
+    plan = write_plan(toy, tmp_path / "other.json", *spans)
+    ran = wait(
+        start(len(spans), *common_of(toy), "--plan", tmp_path / "other.json", "--output-dir", directory)
+    )
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(directory) == contents(plain)
+    # By this plan not all was read: its record does not claim it.
+    assert sum(record.bytes_read for record in records(directory).values()) < sum(
+        part.cost.stored_bytes for part in (*plan.used, *killed.plan.used)
+    )
+
+
+@pytest.mark.slow
+def test_ranks_resume_what_a_single_process_began(plain: Path, toy: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "capture"
+    words = ["extract-all", *map(str, common_of(toy)), "--output-dir", str(directory)]
+    process = spawn([sys.executable, "-m", "gpu_reference", *words])
+    while not (directory / "layer_1.safetensors").exists():
+        assert process.poll() is None
+    process.kill()
+    wait(process)
+    write_plan(toy, tmp_path / "plan.json", Span(0, 3), Span(3, 4))
+    words = ["--model", str(toy), *ROWS, "--stream", "on", "--output-dir", str(directory)]
+    ran = wait(start(2, *words, "--plan", tmp_path / "plan.json"))
+    assert ran.exit_code == 0, ran.stderr
+    assert ran.stderr.count("done before") >= 1
+    assert contents(directory) == contents(plain)
+
+
+@pytest.mark.slow
+def test_killed_rank_0_is_named_and_the_run_resumes(plain: Path, toy: Path, tmp_path: Path) -> None:
+    killed = run_killed(toy, tmp_path, 0, "layer_0.safetensors")
+    (line,) = errors(killed.ran)
+    assert "rank 0 (node node0) died" in line
+    ran = wait(start(2, *common_of(toy), "--plan", killed.plan_file, "--output-dir", killed.directory))
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(killed.directory) == contents(plain)
+
+
+@pytest.mark.slow
+def test_rank_that_dies_while_others_wait_for_it_is_named_by_one(toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 1), Span(1, 3), Span(3, 4))
+    directory = tmp_path / "capture"
+    process = start(3, *common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    # It has opened the directory and read nothing yet; the others come to wait for its hidden states.
+    kill_rank(process, 0, when=directory / "inputs.safetensors", stopped_s=4)
+    killed_at = time.monotonic()
+    ran = wait(process)
+    assert time.monotonic() - killed_at < 60
+    (line,) = errors(ran)
+    assert "rank 0 (node node0) died" in line
+
+
+@pytest.mark.slow
+def test_rank_that_gives_no_sign_of_life_is_named_within_a_minute(toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    process = start(2, *common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    silent = find_rank(process, 1, when=directory / "inputs.safetensors")
+    # As from another machine: its process is there, and does nothing.
+    silent.suspend()
+    begun_s = time.monotonic()
+    line = next(line for line in cast("IO[str]", process.stderr) if line.startswith("Error:"))
+    assert time.monotonic() - begun_s < 60
+    assert "rank 1 (node node1) died: it gave no sign of life for 40 s" in line
+    silent.kill()
+    wait(process)
+
+
+@pytest.mark.slow
+def test_run_that_is_told_to_stop_says_so_and_resumes(plain: Path, toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    arguments = (*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    process = start(2, *arguments)
+    while not (directory / "layer_0.safetensors").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    ran = wait(process)
+    assert ran.exit_code != 0
+    (line,) = errors(ran)
+    assert "was told to stop. Run the same command again" in line
+    ran = wait(start(2, *arguments))
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(directory) == contents(plain)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_anew_when_one_was_killed(plain: Path, toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    arguments = (*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    process = start(2, *arguments, max_restarts=1)
+    kill_rank(process, 1, when=directory / "manifest.rank1.json")
+    ran = wait(process)
+    assert ran.exit_code == 0, ran.stderr
+    (line,) = errors(ran)
+    assert "rank 1 (node node1) died" in line
+    assert contents(directory) == contents(plain)
+
+
+def start_machines(*arguments: object) -> list[subprocess.Popen[str]]:
+    """Start two ranks as two machines do, the first of which keeps the store."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", endpoint]
+    words = [*launcher, "-m", "gpu_reference", "extract-all", *map(str, arguments)]
+    return [spawn(words), spawn(words)]
+
+
+@pytest.mark.slow
+def test_two_machines_make_the_capture_of_one_process(plain: Path, toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    machines = start_machines(*common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory)
+    assert [wait(machine).exit_code for machine in machines] == [0, 0]
+    assert contents(directory) == contents(plain)
+
+
+@pytest.mark.slow
+def test_machine_that_dies_with_the_store_is_told_of_by_the_other(toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    directory = tmp_path / "capture"
+    first, second = start_machines(
+        *common_of(toy), "--plan", tmp_path / "plan.json", "--output-dir", directory
+    )
+    while not (directory / "inputs.safetensors").exists():
+        assert first.poll() is None
+    # The one whose endpoint it is keeps the store, whichever rank it has.
+    keeper = first if _keeps_store(first) else second
+    for process in (*psutil.Process(keeper.pid).children(recursive=True), psutil.Process(keeper.pid)):
+        process.kill()
+    killed_at = time.monotonic()
+    ran = wait(second if keeper is first else first)
+    assert time.monotonic() - killed_at < 60
+    (line,) = errors(ran)
+    assert "the store through which the ranks talk" in line or "died: its process is gone" in line
+    wait(keeper)
+
+
+def _keeps_store(machine: subprocess.Popen[str]) -> bool:
+    """Whether this torchrun listens at the endpoint."""
+    return any(
+        connection.status == psutil.CONN_LISTEN
+        for connection in psutil.Process(machine.pid).net_connections()
+    )
+
+
+@pytest.mark.slow
+def test_ranks_that_go_by_different_plans_are_refused(toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan0.json", Span(0, 2), Span(2, 4))
+    write_plan(toy, tmp_path / "plan1.json", Span(0, 1), Span(1, 4))
+    directory = tmp_path / "capture"
+    ran = wait(start(2, *common_of(toy), "--plan", tmp_path / "plan{rank}.json", "--output-dir", directory))
+    (line,) = errors(ran)
+    assert "rank 1 (node node1) goes by another plan than rank 0: expected" in line
+    assert not directory.exists()
+
+
+@pytest.mark.slow
+def test_directory_that_ranks_do_not_share_is_refused(plain: Path, toy: Path, tmp_path: Path) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    # An earlier capture lies where rank 1 looks.
+    shutil.copytree(plain, tmp_path / "capture1")
+    ran = wait(
+        start(
+            2,
+            *common_of(toy),
+            "--plan",
+            tmp_path / "plan.json",
+            "--output-dir",
+            tmp_path / "capture{rank}",
+        )
+    )
+    (line,) = errors(ran)
+    assert "rank 1 (node node1) does not see the capture that rank 0 opened" in line
+    assert "Give --output-dir a folder on a file system that all machines share" in line
+    assert contents(tmp_path / "capture1") == contents(plain)
+
+
+@pytest.mark.slow
+def test_each_rank_needs_the_folder_of_its_own_slice_alone(
+    plain: Path, toy: Path, tmp_path: Path, command: Any
+) -> None:
+    plan = write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    for rank, part in enumerate(plan.used):
+        output = tmp_path / f"slices{rank}" / part.node.name
+        words = ("--plan", tmp_path / "plan.json", "--node", part.node.name, "--output", output)
+        assert command(mm2_split, "extract", *words).exit_code == 0
+    directory = tmp_path / "capture"
+    arguments = ("--plan", tmp_path / "plan.json", "--slices", tmp_path / "slices{rank}", *ROWS)
+    # The plan names the checkpoint, of which nothing is read.
+    ran = wait(start(2, *arguments, "--stream", "on", "--quiet", "--output-dir", directory))
+    assert ran.exit_code == 0, ran.stderr
+    assert contents(directory) == contents(plain)
+    for part in plan.used:
+        assert records(directory)[part.node.name].bytes_read == part.cost.stored_bytes
+
+
+@pytest.mark.slow
+def test_shards_of_other_slices_may_be_absent_and_folders_differ(tmp_path: Path, command: Any) -> None:
+    toy = tmp_path / "toy"
+    synthesize(toy, model=SyntheticModel(), dtype=torch.float8_e4m3fn, shard_size_bytes=1_000_000, seed=0)
+    command(main, "extract-all", *common_of(toy), "--output-dir", tmp_path / "plain")
+    plan = write_plan(toy, tmp_path / "plan.json", Span(0, 2), Span(2, 4))
+    for rank, part in enumerate(plan.used):
+        folder = tmp_path / f"model{rank}"
+        shutil.copytree(toy, folder)
+        own = {tensor.file for tensor in part.tensors}
+        absent = [path for path in folder.glob("*.safetensors") if path.name not in own]
+        assert absent
+        for path in absent:
+            path.unlink()
+    directory = tmp_path / "capture"
+    words = ("--model", tmp_path / "model{rank}", *ROWS, "--stream", "on", "--quiet")
+    ran = wait(start(2, *words, "--plan", tmp_path / "plan.json", "--output-dir", directory))
+    assert ran.exit_code == 0, ran.stderr
+    found, expected = contents(directory), contents(tmp_path / "plain")
+    manifests = [json.loads(files.pop("manifest.json")) for files in (found, expected)]
+    # Rank 0's name for the checkpoint stands for all.
+    assert manifests[0]["provenance"].pop("model_source") == str(tmp_path / "model0")
+    manifests[1]["provenance"].pop("model_source")
+    assert manifests[0] == manifests[1]
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_float32_of_few_sites_padded_on_the_left_is_that_of_one_process(
+    toy: Path, tmp_path: Path, command: Any
+) -> None:
+    write_plan(toy, tmp_path / "plan.json", Span(0, 3), Span(3, 4))
+    common = (*common_of(toy), "--dtype", "float32", "--padding-side", "left", "--sites", "layer")
+    ran = wait(start(2, *common, "--plan", tmp_path / "plan.json", "--output-dir", tmp_path / "two"))
+    assert ran.exit_code == 0, ran.stderr
+    command(main, "extract-all", *common, "--output-dir", tmp_path / "one")
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")

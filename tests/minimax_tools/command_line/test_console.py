@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import click.testing
+import pytest
+
+from minimax_tools.command_line.console import (
+    CommandEnd,
+    Mm2Command,
+    Mm2Group,
+    given_arguments,
+    print_json,
+    speak_as,
+)
+from minimax_tools.command_line.options import output_options
+from minimax_tools.errors import CaptureError, UsageError
+
+logger = logging.getLogger("minimax_tools.test_console")
+
+
+@click.group(cls=Mm2Group)
+def main() -> None:
+    """A command for these tests."""
+
+
+def add(name: str, error: BaseException | None = None) -> None:
+    @main.command(name)
+    @output_options
+    def command(as_json: bool) -> None:
+        logger.debug("a detail")
+        logger.info("progress")
+        logger.warning("a warning")
+        if error is not None:
+            raise error
+        if as_json:
+            print_json({"ρ": 1.5})
+
+
+for name, error in {
+    "well": None,
+    "usage": UsageError("you erred", next_step="Do better."),
+    "capture": CaptureError("no capture"),
+    "crash": ZeroDivisionError("by zero"),
+    "assertion": AssertionError("impossible"),
+    "stop": KeyboardInterrupt(),
+    "differs": CommandEnd(1),
+    "exits": SystemExit(0),
+    "bad": click.BadParameter("odd"),
+    "leave": click.exceptions.Exit(0),
+}.items():
+    add(name, error)
+
+
+def run(*arguments: str) -> click.testing.Result:
+    return click.testing.CliRunner().invoke(main, list(arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code", "message"),
+    [
+        ("well", 0, ""),
+        ("usage", 2, "Error: you erred. Do better.\n"),
+        ("capture", 3, "Error: no capture\n"),
+        (
+            "crash",
+            3,
+            "Error: unexpected ZeroDivisionError: by zero. Run again with --debug for the traceback.\n",
+        ),
+        ("assertion", 3, "Error: unexpected AssertionError: impossible. Run again with --debug"),
+        ("stop", 3, "Error: interrupted\n"),
+        ("differs", 1, ""),
+        ("exits", 3, "Error: code that this command ran exited: found exit code 0\n"),
+        ("bad", 2, "odd"),
+        ("leave", 0, ""),
+    ],
+)
+def test_exit_codes(name: str, exit_code: int, message: str) -> None:
+    result = run(name, "--quiet")
+    assert result.exit_code == exit_code
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_no_error_of_a_command_exits_with_1() -> None:
+    # 1 says that a port differs.
+    for name in ("usage", "capture", "crash", "assertion", "stop", "exits"):
+        for options in ((), ("--debug",), ("--json",)):
+            assert run(name, *options).exit_code in (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "raised"), [("crash", "ZeroDivisionError: by zero"), ("capture", "no capture")]
+)
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(name: str, raised: str) -> None:
+    result = run(name, "--debug")
+    assert "Traceback (most recent call last)" in result.stderr
+    assert raised in result.stderr
+    assert result.exit_code == 3
+
+
+def test_error_is_one_json_object_where_json_was_asked_for() -> None:
+    result = run("capture", "--json")
+    assert json.loads(result.stdout) == {
+        "verdict": "incomparable",
+        "compared": 0,
+        "of": 0,
+        "blame": [],
+        "error": "no capture",
+        "exit_code": 3,
+    }
+    assert json.loads(run("usage", "--json").stdout) == {"error": "you erred. Do better.", "exit_code": 2}
+
+
+def test_results_go_to_stdout_and_progress_to_stderr() -> None:
+    result = run("well", "--json")
+    assert json.loads(result.stdout) == {"ρ": 1.5}
+    assert result.stderr == "progress\na warning\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ((), ["progress", "a warning"]),
+        (("--quiet",), ["a warning"]),
+        (("--debug",), ["a detail", "progress", "a warning"]),
+        (("--debug", "--quiet"), ["a detail", "progress", "a warning"]),
+    ],
+)
+def test_how_much_is_said(options: tuple[str, ...], lines: list[str]) -> None:
+    assert run("well", *options).stderr.splitlines() == lines
+
+
+def test_each_run_logs_to_its_own_stderr() -> None:
+    first, second = run("well"), run("well")
+    assert first.stderr == second.stderr == "progress\na warning\n"
+
+
+def test_root_logger_does_not_print_a_second_time(capfd: Any) -> None:
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        assert run("well").stderr == "progress\na warning\n"
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "progress" not in capfd.readouterr().err
+
+
+def test_nan_is_no_json() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_json({"ratio": float("nan")})
+
+
+def test_plain_command_behaves_like_one_of_a_group() -> None:
+    @click.command(cls=Mm2Command)
+    def command() -> None:
+        raise CaptureError("no capture")
+
+    result = click.testing.CliRunner().invoke(command, [])
+    assert (result.exit_code, result.stderr) == (3, "Error: no capture\n")
+
+
+PRINTS_MUCH = """
+import click
+from minimax_tools.command_line.console import CommandEnd, Mm2Command
+
+@click.command(cls=Mm2Command)
+def main():
+    for number in range(100_000):
+        click.echo(f"line {number}")
+
+main()
+"""
+
+
+def test_reader_that_stops_reading_is_no_error() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTS_MUCH],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "line 0\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 3
+
+
+def test_a_command_knows_what_it_was_given(command: Any) -> None:
+    @click.group(cls=Mm2Group)
+    def main() -> None:
+        pass
+
+    @main.command()
+    @click.option("--layer", type=int)
+    def run(layer: int) -> None:
+        click.echo(f"{layer}: {given_arguments()}")
+
+    assert command(main, "run", "--layer", 3).stdout == "3: ('run', '--layer', '3')\n"
+
+
+def test_one_of_several_says_who_it_is_and_prints_no_json(command: Any) -> None:
+    @click.command(cls=Mm2Command)
+    @output_options
+    def main(as_json: bool) -> None:
+        speak_as("rank 3")
+        raise UsageError("no such thing")
+
+    result = command(main, "--json")
+    assert (result.stdout, result.stderr) == ("", "rank 3: Error: no such thing\n")
+    assert result.exit_code == 2

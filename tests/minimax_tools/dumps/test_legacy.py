@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.dumps.legacy import LegacyCapture
+from minimax_tools.errors import CaptureError
+from minimax_tools.model.sites import ModelSite, Site
+
+BATCH, LENGTH, HIDDEN = 2, 3, 4
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.int32)
+
+
+class MiniMaxM2InferenceConfig:
+    """Stands in every device file; this process must never make one."""
+
+    def __init__(self) -> None:
+        self.hidden_size = HIDDEN
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("a class of the file was used")
+
+
+def hidden_states(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, LENGTH, HIDDEN, generator=generator).bfloat16()
+
+
+def write_golden(directory: Path, layers: tuple[int, ...] = (0, 1, 2, 10), **metadata: Any) -> Path:
+    directory.mkdir(parents=True)
+    torch.save(hidden_states(100), directory / "embedding_output.pt")
+    for layer in layers:
+        torch.save(hidden_states(layer), directory / f"layer_{layer}_output.pt")
+    torch.save({"model_path": "/models/MiniMax-M2", **metadata}, directory / "metadata.pt")
+    return directory
+
+
+def single_layer(layer: int, **changes: Any) -> dict[str, Any]:
+    output = hidden_states(layer)
+    record = {
+        "layer_idx": layer,
+        "config": MiniMaxM2InferenceConfig(),
+        "input_hidden_states": hidden_states(layer - 1),
+        "input_attention_mask": MASK,
+        "input_position_ids": torch.arange(LENGTH, dtype=torch.int32)[None].expand(BATCH, -1),
+        "output_hidden_states": output,
+        "output_full": (output, None),
+        "statistics": {"mean": output.float().mean().item(), "has_nan": False},
+    }
+    return {**record, **changes}
+
+
+def layer_range(start: int, end: int, **changes: Any) -> dict[str, Any]:
+    record = {
+        "start_layer": start,
+        "end_layer": end,
+        "num_layers": end - start + 1,
+        "config": MiniMaxM2InferenceConfig(),
+        "input_hidden_states": hidden_states(start - 1),
+        "output_hidden_states": hidden_states(end),
+        "statistics": {"std": 1.0},
+    }
+    return {**record, **changes}
+
+
+def write_run(directory: Path, record: Any) -> Path:
+    directory.mkdir(parents=True)
+    is_range = isinstance(record, dict) and "start_layer" in record
+    torch.save(record, directory / ("layers_output.pt" if is_range else "layer_output.pt"))
+    torch.save(MiniMaxM2InferenceConfig(), directory / "config.pt")
+    return directory
+
+
+def without(record: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in keys}
+
+
+def test_golden_layers_are_in_natural_order(tmp_path: Path) -> None:
+    capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
+    assert capture.layers == (0, 1, 2, 10)
+
+
+def test_golden_is_a_capture_source_without_a_past(tmp_path: Path) -> None:
+    capture: CaptureSource = LegacyCapture.open(write_golden(tmp_path / "full_model"))
+    assert capture.directory == tmp_path / "full_model"
+    assert capture.known_description is None
+    assert capture.not_exposed(0) == ()
+    assert capture.read_twin(0, Site.OUTPUT) is None
+    assert capture.read_model_twin(ModelSite.EMBEDDING) is None
+    assert capture.read_floor(0, "output") is None
+
+
+def test_golden_output_is_read_bit_for_bit(tmp_path: Path) -> None:
+    capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
+    assert torch.equal(capture.read(2, Site.OUTPUT), hidden_states(2))
+    assert capture.read(2, Site.OUTPUT).dtype == torch.bfloat16
+
+
+def test_input_is_the_output_before_it_and_the_embedding_at_first(tmp_path: Path) -> None:
+    capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
+    assert torch.equal(capture.read(0, Site.INPUT), hidden_states(100))
+    assert torch.equal(capture.read(2, Site.INPUT), hidden_states(1))
+    assert capture.sites(2) == (Site.INPUT, Site.OUTPUT)
+
+
+def test_input_after_a_gap_is_missing(tmp_path: Path) -> None:
+    capture = LegacyCapture.open(write_golden(tmp_path / "full_model"))
+    assert capture.sites(10) == (Site.OUTPUT,)
+    with pytest.raises(CaptureError, match=r"holds no input of layer 10: found layer 0: input/output"):
+        capture.read(10, Site.INPUT)
+
+
+@pytest.mark.parametrize("key", ["hidden_states", "output_hidden_states", "output", "anything"])
+def test_golden_output_in_a_dict_is_found(key: str, tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model")
+    torch.save({"layer": 0, key: hidden_states(0)}, directory / "layer_0_output.pt")
+    assert torch.equal(LegacyCapture.open(directory).read(0, Site.OUTPUT), hidden_states(0))
+
+
+def test_golden_output_in_a_tuple_is_its_first(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model")
+    torch.save((hidden_states(0), hidden_states(5)), directory / "layer_0_output.pt")
+    assert torch.equal(LegacyCapture.open(directory).read(0, Site.OUTPUT), hidden_states(0))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"input_hidden_states": hidden_states(0)},
+        {"one": hidden_states(0), "two": hidden_states(1)},
+        MiniMaxM2InferenceConfig(),
+        (),
+        None,
+        [[[[[hidden_states(0)]]]]],
+    ],
+    ids=["input only", "two tensors", "foreign class", "empty", "None", "too deep"],
+)
+def test_golden_output_that_cannot_be_told_is_refused(content: Any, tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model")
+    torch.save(content, directory / "layer_0_output.pt")
+    with pytest.raises(CaptureError, match=r"layer_0_output\.pt holds no tensor where one is looked for"):
+        LegacyCapture.open(directory).read(0, Site.OUTPUT)
+
+
+def test_model_sites_are_read_where_they_are_stored(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model")
+    torch.save({"logits": hidden_states(7)}, directory / "logits.pt")
+    capture = LegacyCapture.open(directory)
+    assert capture.model_sites() == (ModelSite.EMBEDDING, ModelSite.LOGITS)
+    assert torch.equal(capture.read_model(ModelSite.LOGITS), hidden_states(7))
+    with pytest.raises(CaptureError, match="holds no final_norm"):
+        capture.read_model(ModelSite.FINAL_NORM)
+
+
+@pytest.mark.parametrize("metadata", [{"attention_mask": MASK}, {"inputs": {"attention_mask": MASK.bool()}}])
+def test_golden_mask_comes_from_its_metadata(metadata: dict[str, Any], tmp_path: Path) -> None:
+    mask = LegacyCapture.open(write_golden(tmp_path / "full_model", **metadata)).read_attention_mask()
+    assert mask is not None
+    assert mask.dtype == torch.int64
+    assert torch.equal(mask, MASK.long())
+
+
+def test_mask_that_no_file_holds_is_none(tmp_path: Path) -> None:
+    assert LegacyCapture.open(write_golden(tmp_path / "full_model")).read_attention_mask() is None
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(1, 1, 3, 3), torch.tensor([[0.0, -1e9]]), "causal"], ids=["4-D", "additive", "text"]
+)
+def test_mask_that_hides_the_padding_is_refused(mask: Any, tmp_path: Path) -> None:
+    capture = LegacyCapture.open(write_golden(tmp_path / "full_model", attention_mask=mask))
+    with pytest.raises(CaptureError, match="does not tell real rows from padding"):
+        capture.read_attention_mask()
+
+
+def test_flat_tokens_get_the_shape_of_the_mask(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model", attention_mask=MASK)
+    torch.save(hidden_states(1).reshape(BATCH * LENGTH, HIDDEN), directory / "layer_1_output.pt")
+    assert torch.equal(LegacyCapture.open(directory).read(1, Site.OUTPUT), hidden_states(1))
+
+
+def test_flat_tokens_of_another_number_stay_flat(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model", attention_mask=MASK)
+    torch.save(torch.ones(5, HIDDEN), directory / "layer_1_output.pt")
+    assert LegacyCapture.open(directory).read(1, Site.OUTPUT).shape == (5, HIDDEN)
+
+
+def test_single_layer_gives_input_output_and_mask(tmp_path: Path) -> None:
+    capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", single_layer(7)))
+    assert capture.layers == (7,)
+    assert capture.sites(7) == (Site.INPUT, Site.OUTPUT)
+    assert torch.equal(capture.read(7, Site.INPUT), hidden_states(6))
+    assert torch.equal(capture.read(7, Site.OUTPUT), hidden_states(7))
+    mask = capture.read_attention_mask()
+    assert mask is not None
+    assert torch.equal(mask, MASK.long())
+
+
+def test_single_layer_output_may_lie_in_output_full_alone(tmp_path: Path) -> None:
+    record = without(single_layer(7), "output_hidden_states")
+    capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", record))
+    assert torch.equal(capture.read(7, Site.OUTPUT), hidden_states(7))
+
+
+def test_single_layer_without_output_holds_its_input_only(tmp_path: Path) -> None:
+    record = without(single_layer(7), "output_hidden_states", "output_full")
+    capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", record))
+    assert capture.sites(7) == (Site.INPUT,)
+    with pytest.raises(CaptureError, match=r"holds no output of layer 7.*capture with mm2"):
+        capture.read(7, Site.OUTPUT)
+
+
+def test_output_of_a_foreign_class_is_refused(tmp_path: Path) -> None:
+    record = single_layer(7, output_hidden_states=MiniMaxM2InferenceConfig())
+    capture = LegacyCapture.open(write_run(tmp_path / "single_layer_7", record))
+    with pytest.raises(CaptureError, match="holds no tensor where one is looked for"):
+        capture.read(7, Site.OUTPUT)
+
+
+def test_range_gives_the_first_input_and_the_last_output(tmp_path: Path) -> None:
+    capture = LegacyCapture.open(write_run(tmp_path / "layers_2_to_5", layer_range(2, 5)))
+    assert capture.layers == (2, 5)
+    assert capture.sites(2) == (Site.INPUT,)
+    assert capture.sites(5) == (Site.OUTPUT,)
+    assert torch.equal(capture.read(2, Site.INPUT), hidden_states(1))
+    assert torch.equal(capture.read(5, Site.OUTPUT), hidden_states(5))
+    assert capture.read_attention_mask() is None
+
+
+def test_layer_inside_a_range_is_missing(tmp_path: Path) -> None:
+    capture = LegacyCapture.open(write_run(tmp_path / "layers_2_to_5", layer_range(2, 5)))
+    assert capture.sites(3) == ()
+    with pytest.raises(
+        CaptureError, match=r"holds no output of layer 3: found layer 2: input, layer 5: output"
+    ):
+        capture.read(3, Site.OUTPUT)
+
+
+def test_range_of_flat_tokens_gets_the_shape_of_its_input(tmp_path: Path) -> None:
+    record = layer_range(2, 5, output_hidden_states=hidden_states(5).reshape(-1, HIDDEN))
+    capture = LegacyCapture.open(write_run(tmp_path / "layers_2_to_5", record))
+    assert torch.equal(capture.read(5, Site.OUTPUT), hidden_states(5))
+
+
+def test_range_that_counts_its_layers_otherwise_is_refused(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "layers_2_to_5", layer_range(2, 5, num_layers=3))
+    with pytest.raises(
+        CaptureError, match=r"contradicts itself: expected 4 layers, 2 to 5, found num_layers 3"
+    ):
+        LegacyCapture.open(directory)
+
+
+def test_layer_number_that_the_file_lacks_comes_from_the_folder(tmp_path: Path) -> None:
+    record = without(single_layer(7), "layer_idx")
+    assert LegacyCapture.open(write_run(tmp_path / "single_layer_7", record)).layers == (7,)
+
+
+@pytest.mark.parametrize("layer_idx", [None, "7", MiniMaxM2InferenceConfig()])
+def test_layer_number_that_nothing_tells_is_refused(layer_idx: Any, tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", single_layer(7, layer_idx=layer_idx))
+    with pytest.raises(CaptureError, match=r"does not say which layer it holds.*single_layer_N"):
+        LegacyCapture.open(directory)
+
+
+def test_run_file_of_another_layout_is_refused(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "single_layer_7", hidden_states(7))
+    with pytest.raises(CaptureError, match=r"another layout: expected a dict with layer_idx"):
+        LegacyCapture.open(directory)
+
+
+def test_folder_of_two_runs_of_one_layer_is_refused(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", single_layer(1))
+    torch.save(hidden_states(9), directory / "layer_1_output.pt")
+    with pytest.raises(
+        CaptureError, match=r"output of layer 1 twice: found layer_1_output\.pt and layer_output\.pt"
+    ):
+        LegacyCapture.open(directory)
+
+
+def test_folder_without_such_files_is_not_recognised(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "metadata.pt")
+    assert not LegacyCapture.recognises(tmp_path)
+    assert not LegacyCapture.recognises(tmp_path / "gone")
+    with pytest.raises(CaptureError, match="no capture at"):
+        LegacyCapture.open(tmp_path)
+
+
+def test_damaged_file_is_named_when_it_is_read(tmp_path: Path) -> None:
+    directory = write_golden(tmp_path / "full_model")
+    path = directory / "layer_1_output.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    capture = LegacyCapture.open(directory)
+    assert torch.equal(capture.read(0, Site.OUTPUT), hidden_states(0))
+    with pytest.raises(CaptureError, match=r"layer_1_output\.pt is damaged"):
+        capture.read(1, Site.OUTPUT)

@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.errors import CannotRunError
+from minimax_tools.machine.memory import (
+    MemoryBudget,
+    MemoryBudgetError,
+    MemoryTracker,
+    MemoryUsage,
+    give_back_freed_memory,
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
+
+MB = 10**6
+BLOCK = 64 * MB
+# What Python, the allocator and other threads may take meanwhile.
+SLACK = 12 * MB
+
+
+@pytest.fixture(autouse=True)
+def freed_before() -> None:
+    """What tests before left with the allocator is no memory of these."""
+    give_back_freed_memory()
+
+
+def fill(num_bytes: int) -> torch.Tensor:
+    """A tensor in pages of its own, which are gone with it: the allocator might take a hole that it keeps."""
+    tensor = torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    return tensor.fill_(1)
+
+
+def anonymous() -> int:
+    return MemoryUsage.current().anonymous_bytes
+
+
+def samplers() -> list[threading.Thread]:
+    """The trackers' threads; others of this process come and go."""
+    return [thread for thread in threading.enumerate() if thread.name == "memory sampler"]
+
+
+def spike() -> None:
+    """Memory that is gone before anyone looks, and was there for many samples."""
+    tensor = fill(BLOCK)
+    time.sleep(0.15)
+    del tensor
+
+
+def test_spike_between_snapshots_is_seen() -> None:
+    with MemoryTracker() as tracker:
+        before = tracker.snapshot("before")
+        spike()
+        after = tracker.snapshot("after")
+        later = tracker.snapshot("later")
+    assert after.usage.anonymous_bytes - before.usage.anonymous_bytes < SLACK
+    assert after.peak_anonymous_bytes - before.usage.anonymous_bytes > BLOCK - SLACK
+    # The spike belongs to the one interval.
+    assert later.peak_anonymous_bytes - after.usage.anonymous_bytes < SLACK
+    assert tracker.peak.anonymous_bytes >= after.peak_anonymous_bytes
+
+
+def test_tracker_that_never_started_misses_it_and_says_so() -> None:
+    tracker = MemoryTracker()
+    before = tracker.snapshot("before")
+    spike()
+    assert tracker.snapshot("after").peak_anonymous_bytes - before.usage.anonymous_bytes < SLACK
+    assert "Seen at snapshots only: nothing was sampled between them." in tracker.summary()
+
+
+def test_tracker_that_sampled_says_nothing_of_the_kind() -> None:
+    with MemoryTracker() as tracker:
+        tracker.snapshot("one")
+    assert "sampled" not in tracker.summary()
+
+
+def test_resident_peak_is_exact_without_sampling_where_it_is_the_highest_so_far() -> None:
+    tracker = MemoryTracker()
+    most = tracker.baseline.most_resident_bytes
+    assert most is not None
+    size_bytes = most - tracker.baseline.resident_bytes + BLOCK
+    tensor = fill(size_bytes)
+    del tensor
+    assert tracker.peak.resident_bytes >= most + BLOCK - SLACK
+
+
+def test_what_comes_after_the_end_is_no_peak() -> None:
+    with MemoryTracker() as tracker:
+        tracker.snapshot("one")
+    spike()
+    tensor = fill(BLOCK)
+    assert tracker.peak.anonymous_bytes - tracker.baseline.anonymous_bytes < SLACK
+    assert tensor.nbytes == BLOCK
+
+
+def test_tracker_may_be_started_twice_and_leaves_no_thread() -> None:
+    tracker = MemoryTracker()
+    tracker.start()
+    tracker.start()
+    assert len(samplers()) == 1
+    tracker.stop()
+    tracker.stop()
+    assert not samplers()
+    with tracker:
+        first = tracker.snapshot("again")
+        spike()
+        assert tracker.snapshot("after").peak_anonymous_bytes > first.usage.anonymous_bytes + BLOCK - SLACK
+
+
+def test_error_in_the_block_ends_the_sampling() -> None:
+    with pytest.raises(RuntimeError, match="planted"), MemoryTracker():
+        raise RuntimeError("planted")
+    assert not samplers()
+
+
+def test_report_is_the_latest_snapshot_against_the_one_before() -> None:
+    tracker = MemoryTracker()
+    tracker.snapshot("start")
+    tensor = fill(BLOCK)
+    tracker.snapshot("bottom loaded")
+    lines = tracker.report().splitlines()
+    del tensor
+    assert lines[0] == "Memory: bottom loaded"
+    assert lines[1].startswith("  RAM: ")
+    assert lines[1].endswith(("(+0.06 GB)", "(+0.07 GB)"))
+    assert lines[2] == "  GPU: 0.00 GB (+0.00 GB)" or torch.cuda.is_initialized()
+
+
+def test_report_before_any_snapshot_is_the_change_since_the_making() -> None:
+    tracker = MemoryTracker()
+    tensor = fill(BLOCK)
+    lines = tracker.report().splitlines()
+    assert lines[0] == "Memory: now"
+    assert lines[3].endswith(("(+0.06 GB)", "(+0.07 GB)"))
+    assert tensor.nbytes == BLOCK
+
+
+def test_summary_and_report_print_nothing(capfd: Any) -> None:
+    with MemoryTracker() as tracker:
+        tracker.snapshot("one")
+        tracker.report()
+        assert tracker.summary().startswith("=== Memory Usage Summary ===\nPeak RAM: ")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_current_usage_is_a_dict_of_bytes() -> None:
+    now = MemoryTracker().get_current_usage()
+    assert now["ram_bytes"] == now["anonymous_bytes"] + now["file_bytes"] + now["shared_bytes"]
+    assert abs(now["anonymous_bytes"] - anonymous()) < SLACK
+    assert now["available_bytes"] > 0
+    assert now["gpu_bytes"] >= 0
+
+
+@pytest.mark.gpu
+def test_spike_on_a_device_is_seen_without_a_sample_of_it() -> None:
+    kept = torch.ones(1, device="cuda:0")
+    for _ in range(2):
+        with MemoryTracker() as tracker:
+            before = tracker.snapshot("before").usage.device_bytes["cuda:0"]
+            tensor = torch.ones(BLOCK, dtype=torch.uint8, device="cuda:0")
+            del tensor
+        assert tracker.peak.device_bytes["cuda:0"] >= before + BLOCK
+    with MemoryTracker() as tracker:
+        pass
+    assert tracker.peak.device_bytes["cuda:0"] < before + BLOCK
+    assert kept.item() == 1
+
+
+def test_need_above_the_budget_stops_before_it_is_taken() -> None:
+    before = anonymous()
+    budget = MemoryBudget(before + BLOCK)
+    budget.require(BLOCK // 2, "reading layer 6")
+    with pytest.raises(MemoryBudgetError):
+        budget.require(2 * BLOCK, "reading layer 7")
+    assert anonymous() - before < SLACK
+
+
+def test_error_names_purpose_need_use_limit_and_way_out() -> None:
+    budget = MemoryBudget(10 * MB)
+    with pytest.raises(MemoryBudgetError) as caught:
+        budget.require(500 * MB, "reading layer 7")
+    error = caught.value
+    assert isinstance(error, CannotRunError)
+    assert (error.exit_code, error.purpose, error.needed_bytes) == (3, "reading layer 7", 500 * MB)
+    assert (error.limit_bytes, error.promised_bytes) == (10 * MB, 0)
+    assert abs(error.in_use_bytes - anonymous()) < SLACK
+    assert str(error).startswith(
+        "reading layer 7 would break the memory budget: expected at most 10.0 MB, found "
+    )
+    assert " in use and 500.0 MB more needed: " in str(error)
+    assert "or ask for less at a time: no prefetch, fewer or shorter prompts." in str(error)
+
+
+def test_budget_that_the_error_names_is_enough() -> None:
+    error = MemoryBudgetError(
+        "reading",
+        needed_bytes=1_030_000_000,
+        in_use_bytes=200_000_000,
+        promised_bytes=4_000_000,
+        limit_bytes=10**9,
+    )
+    assert "found 200.0 MB in use, 4.0 MB reserved and not filled yet and 1.0 GB more needed" in str(error)
+    # 1.234 GB in all: 1.2 would stop again.
+    assert "234.0 MB too much. Allow 1.3GB or more" in str(error)
+
+
+def test_what_the_process_holds_already_counts() -> None:
+    tensor = fill(BLOCK)
+    with pytest.raises(MemoryBudgetError):
+        MemoryBudget(tensor.nbytes).require(1, "anything")
+
+
+def test_reserved_memory_is_refused_to_others_before_it_is_filled() -> None:
+    budget = MemoryBudget(anonymous() + 100 * MB)
+    with budget.reserve(60 * MB, "reading layer 1"):
+        with pytest.raises(MemoryBudgetError, match="60.0 MB reserved and not filled yet"):
+            budget.require(60 * MB, "reading layer 2")
+        with pytest.raises(MemoryBudgetError):
+            budget.reserve(60 * MB, "reading layer 2")
+        budget.require(20 * MB, "computing layer 0")
+    budget.require(60 * MB, "reading layer 2")
+
+
+def test_filled_memory_is_not_counted_twice() -> None:
+    budget = MemoryBudget(anonymous() + 100 * MB)
+    with budget.reserve(60 * MB, "reading layer 1") as reservation:
+        tensor = fill(60 * MB)
+        # Without a word it is counted both as reserved and as held.
+        with pytest.raises(MemoryBudgetError):
+            budget.require(20 * MB, "computing layer 0")
+        reservation.touched(40 * MB)
+        reservation.touched(20 * MB)
+        budget.require(20 * MB, "computing layer 0")
+        with pytest.raises(MemoryBudgetError):
+            budget.require(60 * MB, "reading layer 2")
+    budget.require(20 * MB, "computing layer 0")
+    assert tensor.nbytes == 60 * MB
+
+
+def test_more_than_was_reserved_is_not_given_back() -> None:
+    budget = MemoryBudget(anonymous() + 100 * MB)
+    first, second = budget.reserve(30 * MB, "one"), budget.reserve(30 * MB, "two")
+    for give_back in (lambda: first.touched(50 * MB), first.release, first.release):
+        give_back()
+        with pytest.raises(MemoryBudgetError, match="30.0 MB reserved"):
+            budget.require(90 * MB, "three")
+    second.release()
+    budget.require(80 * MB, "three")
+
+
+def test_error_in_the_block_releases_what_it_reserved() -> None:
+    budget = MemoryBudget(anonymous() + 100 * MB)
+    with pytest.raises(RuntimeError, match="planted"), budget.reserve(60 * MB, "reading"):
+        raise RuntimeError("planted")
+    budget.require(60 * MB, "reading again")
+
+
+def test_garbage_does_not_stand_in_the_way() -> None:
+    budget = MemoryBudget(anonymous() + 100 * MB)
+    circle: list[Any] = [fill(70 * MB)]
+    circle.append(circle)
+    del circle
+    budget.require(70 * MB, "reading")
+
+
+def test_memory_that_the_allocator_keeps_does_not_stand_in_the_way() -> None:
+    budget = MemoryBudget(anonymous() + 100 * MB)
+    blocks = [bytearray(64_000) for _ in range(1100)]
+    # The last one keeps the heap from shrinking.
+    last = blocks[-1]
+    del blocks
+    budget.require(80 * MB, "reading")
+    assert len(last) == 64_000
+
+
+def test_threads_together_get_no_more_than_there_is() -> None:
+    budget = MemoryBudget(anonymous() + 5 * BLOCK + BLOCK // 2)
+    granted = []
+    asked = threading.Barrier(12)
+
+    def ask() -> None:
+        reservation = None
+        with suppress(MemoryBudgetError):
+            reservation = budget.reserve(BLOCK, "reading")
+        asked.wait(timeout=30)
+        if reservation is not None:
+            granted.append(reservation)
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(granted) == 5
+
+
+def test_no_limit_refuses_nothing() -> None:
+    budget = MemoryBudget.unlimited()
+    assert budget.left_bytes is None
+    budget.require(10**18, "everything")
+    with budget.reserve(10**18, "everything") as reservation:
+        reservation.touched(10)
+
+
+def test_what_is_left_shrinks_by_what_is_reserved() -> None:
+    budget = MemoryBudget(anonymous() + BLOCK)
+    before = budget.left_bytes
+    assert before is not None
+    with budget.reserve(BLOCK // 2, "reading"):
+        left = budget.left_bytes
+    assert left is not None
+    assert abs(before - left - BLOCK // 2) < SLACK
+    assert MemoryBudget(1).left_bytes == 0
+
+
+@pytest.mark.parametrize("limit_bytes", [0, -5])
+def test_budget_must_be_positive(limit_bytes: int) -> None:
+    with pytest.raises(ValueError, match=f"a memory budget must be positive, not {limit_bytes}"):
+        MemoryBudget(limit_bytes)
+
+
+@pytest.mark.parametrize("budget", [MemoryBudget.unlimited(), MemoryBudget(10**15)])
+def test_negative_need_is_refused(budget: MemoryBudget) -> None:
+    with pytest.raises(ValueError, match="reading: a need of -1 bytes is none"):
+        budget.require(-1, "reading")
+    with pytest.raises(ValueError, match="reading: a need of -1 bytes is none"):
+        budget.reserve(-1, "reading")

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from minimax_tools.machine.memory import give_back_freed_memory
+from minimax_tools.machine.memory_usage import (
+    MemoryPeak,
+    MemorySnapshot,
+    MemoryUsage,
+    word_change,
+    word_summary,
+)
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the kinds of memory apart")
+
+MB = 10**6
+GB = 10**9
+BLOCK = 64 * MB
+# What Python, the allocator and other threads may take meanwhile.
+SLACK = 12 * MB
+
+STATUS = """\
+Name:	python
+VmHWM:	    5000 kB
+VmRSS:	    4100 kB
+RssAnon:	    3000 kB
+RssFile:	    1000 kB
+RssShmem:	     100 kB
+VmSwap:	      20 kB
+Threads:	1
+"""
+
+
+@pytest.fixture(autouse=True)
+def freed_before() -> None:
+    """What tests before left to be freed is not freed in the midst of these."""
+    give_back_freed_memory()
+
+
+def test_status_of_linux_is_read_in_bytes() -> None:
+    usage = MemoryUsage.from_status(STATUS)
+    assert usage == MemoryUsage(
+        anonymous_bytes=3000 * 1024,
+        file_bytes=1000 * 1024,
+        shared_bytes=100 * 1024,
+        swapped_bytes=20 * 1024,
+        most_resident_bytes=5000 * 1024,
+    )
+    assert usage.resident_bytes == 4100 * 1024
+
+
+def test_status_without_the_kinds_is_not_guessed() -> None:
+    with pytest.raises(KeyError):
+        MemoryUsage.from_status("VmRSS:\t 4100 kB\n")
+
+
+def test_where_kinds_are_not_told_apart_all_resident_memory_counts_and_is_labelled() -> None:
+    usage = MemoryUsage.undivided()
+    assert not usage.are_kinds_known
+    assert abs(usage.anonymous_bytes - psutil.Process().memory_info().rss) < SLACK
+    assert (usage.file_bytes, usage.shared_bytes) == (0, 0)
+
+
+@linux
+def test_written_tensor_is_anonymous() -> None:
+    before = MemoryUsage.current()
+    # In pages of its own, which are gone with it: the allocator might take a hole that it keeps.
+    pages = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+    after = MemoryUsage.current()
+    assert after.are_kinds_known
+    assert BLOCK <= after.anonymous_bytes - before.anonymous_bytes + SLACK <= BLOCK + 2 * SLACK
+    assert abs(after.file_bytes - before.file_bytes) < SLACK
+    del tensor, pages
+    assert MemoryUsage.current().anonymous_bytes - before.anonymous_bytes < SLACK
+
+
+@linux
+def test_tensor_that_nobody_wrote_to_is_not_there_yet() -> None:
+    before = MemoryUsage.current()
+    pages = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    assert MemoryUsage.current().anonymous_bytes - before.anonymous_bytes < SLACK
+    assert tensor.nbytes == BLOCK
+
+
+@linux
+def test_mapped_file_is_not_anonymous(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * BLOCK)
+    before = MemoryUsage.current()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == -(-BLOCK // mmap.PAGESIZE)
+        after = MemoryUsage.current()
+    # A temporary folder in memory is shared memory to the kernel.
+    grown = after.file_bytes + after.shared_bytes - before.file_bytes - before.shared_bytes
+    assert grown > BLOCK - SLACK
+    assert after.anonymous_bytes - before.anonymous_bytes < SLACK
+
+
+@linux
+def test_tensor_shared_between_processes_is_shared_memory() -> None:
+    before = MemoryUsage.current()
+    tensor = torch.ones(BLOCK // 8, dtype=torch.uint8).share_memory_()
+    after = MemoryUsage.current()
+    assert after.shared_bytes - before.shared_bytes >= tensor.nbytes
+    assert after.anonymous_bytes - before.anonymous_bytes < SLACK
+
+
+@linux
+def test_most_that_was_resident_outlives_it() -> None:
+    before = MemoryUsage.current().resident_bytes
+    tensor = torch.ones(BLOCK, dtype=torch.uint8)
+    del tensor
+    most = MemoryUsage.current().most_resident_bytes
+    assert most is not None
+    assert most > before + BLOCK - SLACK
+
+
+def test_reading_does_not_start_cuda() -> None:
+    was = torch.cuda.is_initialized()
+    usage = MemoryUsage.current()
+    assert torch.cuda.is_initialized() == was
+    assert was or not usage.device_bytes
+
+
+@pytest.mark.gpu
+def test_tensor_on_a_device_is_counted_there() -> None:
+    kept = torch.ones(1, device="cuda:0")
+    before = MemoryUsage.current().device_bytes["cuda:0"]
+    tensor = torch.ones(BLOCK, dtype=torch.uint8, device="cuda:0")
+    assert MemoryUsage.current().device_bytes["cuda:0"] - before >= BLOCK
+    del tensor
+    after = MemoryUsage.current()
+    assert after.device_bytes["cuda:0"] == before
+    assert after.most_device_bytes["cuda:0"] >= before + BLOCK
+    assert kept.item() == 1
+
+
+def usage(
+    anonymous: int, *, file: int = 0, most: int | None = None, gpu: int = 0, gpu_most: int = 0
+) -> MemoryUsage:
+    return MemoryUsage(
+        anonymous_bytes=anonymous,
+        file_bytes=file,
+        most_resident_bytes=most,
+        device_bytes={"cuda:0": gpu},
+        most_device_bytes={"cuda:0": gpu_most},
+    )
+
+
+def test_peak_takes_each_number_at_its_own_moment() -> None:
+    start = usage(1, file=1)
+    peak = (
+        MemoryPeak().raised_by(usage(9, file=2), since=start).raised_by(usage(3, file=7, gpu=4), since=start)
+    )
+    assert (peak.anonymous_bytes, peak.file_bytes, peak.resident_bytes) == (9, 7, 11)
+    assert peak.device_bytes == {"cuda:0": 4}
+
+
+def test_counters_that_rose_since_the_start_count() -> None:
+    start = usage(1, most=50, gpu_most=60)
+    peak = MemoryPeak().raised_by(usage(2, most=51, gpu=3, gpu_most=61), since=start)
+    assert (peak.resident_bytes, peak.all_devices_bytes) == (51, 61)
+
+
+def test_peaks_before_the_start_do_not_count() -> None:
+    start = usage(1, most=50, gpu_most=60)
+    peak = MemoryPeak().raised_by(usage(2, most=50, gpu=3, gpu_most=60), since=start)
+    assert (peak.resident_bytes, peak.all_devices_bytes) == (2, 3)
+
+
+def test_change_names_every_kind_with_its_sign() -> None:
+    before, after = usage(8 * GB, file=GB), usage(12_340_000_000, file=GB // 2, gpu=2 * GB)
+    assert word_change("bottom loaded", before, after).splitlines() == [
+        "Memory: bottom loaded",
+        "  RAM: 12.84 GB (+3.84 GB)",
+        "  GPU: 2.00 GB (+2.00 GB)",
+        "  anonymous: 12.34 GB (+4.34 GB)",
+        "  file-backed: 0.50 GB (-0.50 GB)",
+    ]
+
+
+def test_kinds_that_are_not_known_are_not_claimed() -> None:
+    whole = MemoryUsage(anonymous_bytes=GB, are_kinds_known=False)
+    assert "anonymous" not in word_change("now", whole, whole)
+    snapshot = MemorySnapshot(label="now", usage=whole, peak_anonymous_bytes=GB)
+    timeline = word_summary(MemoryPeak(), [snapshot], notes=[]).splitlines()[-1]
+    assert timeline == "  now                     RAM:   1.00 GB  GPU:   0.00 GB"
+
+
+def test_summary_holds_peaks_notes_and_a_line_per_snapshot() -> None:
+    peak = MemoryPeak(
+        anonymous_bytes=30 * GB,
+        file_bytes=3 * GB,
+        resident_bytes=32_450_000_000,
+        device_bytes={"cuda:0": GB, "cuda:1": 2 * GB},
+    )
+    snapshots = [
+        MemorySnapshot(label="开始", usage=usage(8 * GB, file=120 * MB), peak_anonymous_bytes=8 * GB),
+        MemorySnapshot(label="loaded", usage=usage(29 * GB, gpu=2 * GB), peak_anonymous_bytes=30 * GB),
+    ]
+    assert word_summary(peak, snapshots, notes=["A note."]).splitlines() == [
+        "=== Memory Usage Summary ===",
+        "Peak RAM: 32.45 GB",
+        "Peak anonymous: 30.00 GB",
+        "Peak file-backed: 3.00 GB",
+        "Peak GPU: 3.00 GB, cuda:0 1.00 GB, cuda:1 2.00 GB",
+        "A note.",
+        "",
+        "Timeline:",
+        # As wide as 24 Latin characters: these two take four cells.
+        "  开始                    RAM:   8.12 GB  GPU:   0.00 GB  anonymous:   8.00 GB  "
+        "file-backed:   0.12 GB  anonymous peak:   8.00 GB",
+        "  loaded                  RAM:  29.00 GB  GPU:   2.00 GB  anonymous:  29.00 GB  "
+        "file-backed:   0.00 GB  anonymous peak:  30.00 GB",
+    ]
+
+
+def test_long_label_moves_every_line() -> None:
+    labels = ["short", "a label that is longer than twenty-four"]
+    snapshots = [MemorySnapshot(label=label, usage=usage(GB), peak_anonymous_bytes=GB) for label in labels]
+    lines = word_summary(MemoryPeak(), snapshots, notes=[]).splitlines()[-2:]
+    assert {line.index("RAM:") for line in lines} == {2 + len(labels[1]) + 2}

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from minimax_tools.metrics.noise_floor import (
+    MASSIVE_RATIO,
+    ROUTER_MARGIN,
+    ROUTER_NOISE,
+    competing_places,
+    error_name,
+    floor_statistics,
+    massive_channels,
+    massive_error_name,
+    ordinary_error_name,
+    token_rows,
+)
+from minimax_tools.model.sites import Site
+
+BATCH, LENGTH, HEADS, DIM, EXPERTS = 2, 5, 2, 4, 16
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+REAL = MASK.bool()
+BIAS = torch.linspace(8.0, 9.0, EXPERTS)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def statistics(
+    reference: dict[Site, torch.Tensor], twin: dict[Site, torch.Tensor], *, k: int = 4
+) -> dict[str, torch.Tensor]:
+    return floor_statistics(reference, twin, attention_mask=MASK, correction_bias=BIAS, num_experts_per_tok=k)
+
+
+def biased(logits: torch.Tensor) -> torch.Tensor:
+    return logits.sigmoid() + BIAS
+
+
+class TestRows:
+    def test_heads_are_laid_side_by_side(self) -> None:
+        flat = random(BATCH, LENGTH, HEADS * DIM)
+        heads = flat.unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+        assert torch.equal(token_rows(heads, Site.Q_ROPE), flat)
+        assert torch.equal(token_rows(flat, Site.Q_NORM), flat)
+
+    def test_channel_far_above_the_median_is_massive(self) -> None:
+        rows = torch.ones(100, 8)
+        rows[:, 3] = 2 * MASSIVE_RATIO
+        assert massive_channels(rows).nonzero().flatten().tolist() == [3]
+
+    def test_channel_that_is_large_on_one_token_only_is_ordinary(self) -> None:
+        rows = torch.ones(100, 8)
+        rows[7, 3] = 2 * MASSIVE_RATIO
+        assert not massive_channels(rows).any()
+
+
+class TestErrors:
+    def test_error_is_the_distance_of_bf16_from_float32_per_token(self) -> None:
+        exact = random(BATCH, LENGTH, 8)
+        found = statistics({Site.ATTN_DELTA: exact.bfloat16()}, {Site.ATTN_DELTA: exact})
+        expected = (exact.bfloat16().float() - exact).norm(dim=-1)
+        assert torch.allclose(found[error_name(Site.ATTN_DELTA)][REAL], expected[REAL])
+
+    def test_massive_and_ordinary_channels_make_up_the_whole(self) -> None:
+        exact = random(BATCH, LENGTH, 8)
+        exact[..., 2] += 100.0
+        reference = exact.bfloat16()
+        found = statistics({Site.OUTPUT: reference}, {Site.OUTPUT: exact})
+        whole, ordinary, massive = (
+            found[name(Site.OUTPUT)] for name in (error_name, ordinary_error_name, massive_error_name)
+        )
+        expected = (reference[..., 2].float() - exact[..., 2]).abs()
+        assert torch.allclose(massive[REAL], expected[REAL])
+        assert torch.allclose(whole.square(), ordinary.square() + massive.square(), rtol=1e-5)
+        assert bool((ordinary[REAL] < 0.1 * massive[REAL]).any())
+
+    def test_without_massive_channels_their_error_is_zero(self) -> None:
+        exact = random(BATCH, LENGTH, 8)
+        found = statistics({Site.OUTPUT: exact.bfloat16()}, {Site.OUTPUT: exact})
+        assert not found[massive_error_name(Site.OUTPUT)].any()
+        assert torch.equal(found[ordinary_error_name(Site.OUTPUT)], found[error_name(Site.OUTPUT)])
+
+    @pytest.mark.parametrize("garbage", [0.0, 1e6, math.nan, math.inf])
+    def test_padding_leaves_no_trace(self, garbage: float) -> None:
+        exact, logits = random(BATCH, LENGTH, 8), random(BATCH, LENGTH, EXPERTS)
+        expected = statistics(
+            {Site.OUTPUT: exact.bfloat16(), Site.ROUTER_LOGITS: logits.bfloat16()},
+            {Site.OUTPUT: exact, Site.ROUTER_LOGITS: logits},
+        )
+        reference, noisy = exact.bfloat16(), logits.bfloat16()
+        for tensor in (reference, exact, noisy, logits):
+            tensor[~REAL] = garbage
+        found = statistics(
+            {Site.OUTPUT: reference, Site.ROUTER_LOGITS: noisy},
+            {Site.OUTPUT: exact, Site.ROUTER_LOGITS: logits},
+        )
+        assert found.keys() == expected.keys()
+        for name, statistic in found.items():
+            assert torch.equal(statistic, expected[name]), name
+            assert not statistic[~REAL].any(), name
+
+    def test_sites_that_a_side_lacks_have_no_statistics(self) -> None:
+        exact = random(BATCH, LENGTH, 8)
+        found = statistics({Site.OUTPUT: exact.bfloat16()}, {Site.OUTPUT: exact, Site.MOE_DELTA: exact})
+        assert not [name for name in found if name.startswith(str(Site.MOE_DELTA))]
+
+    def test_expert_numbers_have_no_error(self) -> None:
+        experts = torch.zeros(BATCH, LENGTH, 4, dtype=torch.int64)
+        found = statistics({Site.ROUTER_EXPERTS: experts}, {Site.ROUTER_EXPERTS: experts + 1})
+        assert found == {}
+
+
+class TestRouting:
+    def test_margin_is_between_the_last_chosen_and_the_first_left_out(self) -> None:
+        logits = random(BATCH, LENGTH, EXPERTS)
+        found = statistics({Site.ROUTER_LOGITS: logits}, {Site.ROUTER_LOGITS: logits}, k=4)
+        scores = biased(logits).sort(dim=-1, descending=True).values
+        assert torch.allclose(found[ROUTER_MARGIN][REAL], (scores[..., 3] - scores[..., 4])[REAL])
+        assert bool((found[ROUTER_MARGIN][REAL] > 0).all())
+
+    def test_noise_is_the_largest_error_among_the_competitors(self) -> None:
+        logits = random(BATCH, LENGTH, EXPERTS)
+        order = biased(logits).argsort(dim=-1, descending=True)
+        noisy = logits.clone()
+        noisy.scatter_add_(-1, order[..., 4:5], torch.full((BATCH, LENGTH, 1), 0.01))
+        found = statistics({Site.ROUTER_LOGITS: noisy}, {Site.ROUTER_LOGITS: logits})
+        expected = (biased(noisy) - biased(logits)).abs().amax(dim=-1)
+        assert torch.allclose(found[ROUTER_NOISE][REAL], expected[REAL])
+
+    def test_error_on_a_hopeless_expert_is_no_noise(self) -> None:
+        logits = random(BATCH, LENGTH, EXPERTS)
+        last = biased(logits).argsort(dim=-1, descending=True)[..., -1:]
+        noisy = logits.scatter_add(-1, last, torch.full((BATCH, LENGTH, 1), 0.01))
+        found = statistics({Site.ROUTER_LOGITS: noisy}, {Site.ROUTER_LOGITS: logits})
+        assert not found[ROUTER_NOISE].any()
+
+    def test_correction_bias_takes_part_in_the_choice(self) -> None:
+        logits = torch.zeros(BATCH, LENGTH, EXPERTS)
+        found = statistics({Site.ROUTER_LOGITS: logits}, {Site.ROUTER_LOGITS: logits})
+        assert torch.allclose(found[ROUTER_MARGIN][REAL], BIAS[-4] - BIAS[-5], atol=1e-5)
+
+    def test_choice_of_all_experts_cannot_flip(self) -> None:
+        logits = random(BATCH, LENGTH, EXPERTS)
+        found = statistics({Site.ROUTER_LOGITS: logits}, {Site.ROUTER_LOGITS: logits}, k=EXPERTS)
+        assert bool(found[ROUTER_MARGIN][REAL].isinf().all())
+        assert not found[ROUTER_NOISE].any()
+
+
+@pytest.mark.parametrize(
+    ("k", "num_experts", "places"), [(8, 256, (4, 12)), (2, 16, (0, 6)), (6, 8, (2, 8)), (4, 4, (0, 0))]
+)
+def test_as_many_experts_compete_as_there_are_places_around_the_last(
+    k: int, num_experts: int, places: tuple[int, int]
+) -> None:
+    found = competing_places(k, num_experts)
+    assert (found.start, found.stop) == places

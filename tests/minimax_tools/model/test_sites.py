@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from minimax_tools.errors import UsageError
+from minimax_tools.model.sites import SITE_INPUTS, SITE_LEVELS, ModelSite, Site, parse_site
+
+
+def test_there_are_18_sites_in_execution_order() -> None:
+    assert [str(site) for site in Site] == [
+        "input",
+        "input_norm",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "q_norm",
+        "k_norm",
+        "q_rope",
+        "k_rope",
+        "attn_context",
+        "attn_delta",
+        "attn_residual",
+        "post_norm",
+        "router_logits",
+        "router_experts",
+        "router_weights",
+        "moe_delta",
+        "output",
+    ]
+    assert [site.order for site in Site] == list(range(18))
+
+
+def test_every_site_is_computed_from_earlier_ones_only() -> None:
+    assert set(SITE_INPUTS) == set(Site)
+    assert all(source.order < site.order for site, sources in SITE_INPUTS.items() for source in sources)
+    assert [site for site, sources in SITE_INPUTS.items() if not sources] == [Site.INPUT]
+
+
+def test_every_site_but_the_output_is_used() -> None:
+    used = {source for sources in SITE_INPUTS.values() for source in sources}
+    assert set(Site) - used == {Site.OUTPUT}
+
+
+def test_levels_grow() -> None:
+    layer, component, everything = (set(SITE_LEVELS[level]) for level in ("layer", "component", "all"))
+    assert layer == {Site.INPUT, Site.OUTPUT}
+    assert component - layer == {
+        Site.ATTN_DELTA,
+        Site.ATTN_RESIDUAL,
+        Site.POST_NORM,
+        Site.ROUTER_LOGITS,
+        Site.ROUTER_EXPERTS,
+        Site.ROUTER_WEIGHTS,
+        Site.MOE_DELTA,
+    }
+    assert everything == set(Site)
+
+
+@pytest.mark.parametrize("level", SITE_LEVELS)
+def test_levels_are_in_execution_order(level: str) -> None:
+    assert list(SITE_LEVELS[level]) == sorted(SITE_LEVELS[level], key=lambda site: site.order)
+
+
+def test_only_rotated_queries_and_keys_have_a_dim_for_heads() -> None:
+    assert [site for site in Site if site.has_heads_dim] == [Site.Q_ROPE, Site.K_ROPE]
+    assert not any(site.has_heads_dim for site in ModelSite)
+
+
+def test_names_are_read_back() -> None:
+    assert [parse_site(str(site)) for site in Site] == list(Site)
+    with pytest.raises(
+        UsageError, match=r"'moe' is no site of a decoder layer: expected one of input, .*, output"
+    ):
+        parse_site("moe")

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minimax_tools.errors import CheckpointError
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+CONFIG: dict[str, Any] = {
+    "model_type": "minimax_m2",
+    "hidden_size": 3072,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "rope_theta": 5000000,
+    "rms_norm_eps": 1e-6,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "intermediate_size": 1536,
+    "vocab_size": 200064,
+    "max_position_embeddings": 196608,
+    "tie_word_embeddings": False,
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in {**CONFIG, **changes}.items() if value != "absent"}
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def test_widths_follow_from_heads() -> None:
+    spec = ModelSpec.from_config(config())
+    assert (spec.query_width, spec.key_value_width) == (6144, 1024)
+
+
+def test_spec_is_read_from_a_checkpoint(toy: Path) -> None:
+    assert ModelSpec.from_folder(toy) == SyntheticModel().spec()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotary_dim", "rope_theta"),
+    [
+        ({}, 64, 5e6),
+        (
+            {
+                "rotary_dim": "absent",
+                "rope_theta": "absent",
+                "rope_parameters": {
+                    "rope_theta": 5000000,
+                    "partial_rotary_factor": 0.5,
+                    "rope_type": "default",
+                },
+            },
+            64,
+            5e6,
+        ),
+        ({"rotary_dim": "absent", "partial_rotary_factor": 0.25}, 32, 5e6),
+        ({"rotary_dim": "absent"}, 128, 5e6),
+    ],
+)
+def test_rotary_width_is_found_under_all_its_names(
+    changes: dict[str, Any], rotary_dim: int, rope_theta: float
+) -> None:
+    spec = ModelSpec.from_config(config(**changes))
+    assert (spec.rotary_dim, spec.rope_theta) == (rotary_dim, rope_theta)
+
+
+def test_head_dim_may_be_left_to_the_hidden_size() -> None:
+    assert ModelSpec.from_config(config(head_dim="absent")).head_dim == 64
+
+
+def test_digest_knows_quantities_only() -> None:
+    spec = ModelSpec.from_config(config())
+    quantised = ModelSpec.from_config(config(quantization_config={"quant_method": "fp8"}, torch_dtype="x"))
+    assert quantised.digest() == spec.digest()
+    assert quantised == spec
+    assert ModelSpec.from_config(config(rope_theta=10000)).digest() != spec.digest()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "another model: expected model_type 'minimax_m2', found 'llama'"),
+        ({"scoring_func": "softmax"}, "sets scoring_func: expected 'sigmoid', found 'softmax'"),
+        ({"use_qk_norm": False}, "sets use_qk_norm: expected True, found False"),
+        ({"use_routing_bias": False}, "sets use_routing_bias"),
+        ({"hidden_act": "gelu"}, "sets hidden_act"),
+        ({"vocab_size": "absent"}, "has no 'vocab_size'"),
+        ({"rope_theta": "absent"}, "has no 'rope_theta'"),
+        ({"num_local_experts": 0}, "num_local_experts is 0"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"intermediate_size": 1536.0}, "intermediate_size is 1536.0"),
+        ({"hidden_size": "wide", "head_dim": "absent"}, "cannot be understood"),
+        ({"rms_norm_eps": "small"}, "cannot be understood"),
+        ({"num_key_value_heads": 7}, "48 heads do not divide by 7 kv heads"),
+        ({"rotary_dim": 63}, "rotary_dim 63 is odd or wider than head_dim 128"),
+        ({"rotary_dim": 256}, "rotary_dim 256 is odd or wider than head_dim 128"),
+        ({"num_experts_per_tok": 257}, "257 experts per token of 256"),
+    ],
+)
+def test_config_of_no_minimax_m2_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        ModelSpec.from_config(config(**changes))
+    assert message in str(error.value)
+
+
+def test_every_fault_is_told_at_once() -> None:
+    with pytest.raises(CheckpointError, match="rotary_dim 63 is odd.*; 257 experts per token"):
+        ModelSpec.from_config(config(rotary_dim=63, num_experts_per_tok=257))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "cannot be read"), ("[]", "holds no object"), ("\x00", "cannot be read")],
+)
+def test_damaged_config_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json {message}"):
+        ModelSpec.from_folder(write(tmp_path, text))
+
+
+def test_missing_folder_and_missing_config_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="found no config.json"):
+        ModelSpec.from_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="found no such folder"):
+        ModelSpec.from_folder(tmp_path / "absent")
+
+
+def test_raw_config_is_kept_and_cannot_be_changed(tmp_path: Path) -> None:
+    spec = ModelSpec.from_folder(write(tmp_path, json.dumps(config(use_mtp=True))))
+    assert spec.raw["use_mtp"] is True
+    with pytest.raises(TypeError):
+        spec.raw["use_mtp"] = False  # type: ignore[index]  # what must not be possible

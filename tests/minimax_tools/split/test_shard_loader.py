@@ -1,0 +1,456 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minimax_tools.errors import CheckpointError, UsageError
+from minimax_tools.hub.access import HubAccess
+from minimax_tools.model.param_mapper import ParamMapper
+from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, scale_name
+from minimax_tools.split.shard_loader import ShardLoader
+
+NUM_LAYERS = 4
+MODEL_TYPES = ["minimax_m2", "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2"]
+KINDS = pytest.mark.parametrize("kind", ["safetensors", "bin"])
+NOWHERE = "http://127.0.0.1:9"
+
+Saved = Callable[..., Path]
+
+
+def build_model(model_type: str, *, is_tied: bool) -> Any:
+    """A tiny model of transformers with random weights."""
+    transformers = pytest.importorskip("transformers", reason="the extra `golden` is not installed")
+    values = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+    }
+    if model_type == "gpt2":
+        values = {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 32, "vocab_size": 64}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": is_tied}
+    config = transformers.AutoConfig.for_model(model_type, **values, **ends)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def to_bin(folder: Path) -> None:
+    """Turn a folder's safetensors into what torch.save used to write."""
+    for path in sorted(folder.glob("*.safetensors")):
+        torch.save(load_file(path), folder / pickled_name(path.name))
+        path.unlink()
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"] = {name: pickled_name(file) for name, file in content["weight_map"].items()}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(content))
+        index.unlink()
+
+
+def pickled_name(name: str) -> str:
+    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Folders of tiny models, as transformers saves them or as `.bin`; each made once, so left as they are."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def save(
+        model_type: str, kind: str = "safetensors", *, is_tied: bool = False, size: str = "12KB"
+    ) -> Path:
+        key = (model_type, kind, is_tied, size)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("saved") / "model"
+            build_model(model_type, is_tied=is_tied).save_pretrained(folder, max_shard_size=size)
+            if kind == "bin":
+                to_bin(folder)
+            made[key] = folder
+        return made[key]
+
+    return save
+
+
+def load_part(folder: Path, names: set[str], shards: set[str]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for path in ShardLoader.download_shards_if_needed(folder, shards).values():
+        tensors.update(ShardLoader.load_shard_partial(path, names.__contains__))
+    return tensors
+
+
+def num_bytes_read_by(action: Callable[[], object]) -> int:
+    """Bytes that this process read from files meanwhile, as the kernel counts them."""
+
+    def count() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    idle = -count() + count()
+    before = count()
+    action()
+    return count() - before - idle
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@KINDS
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_three_components_hold_every_tensor_once(
+    model_type: str, is_tied: bool, kind: str, saved: Saved
+) -> None:
+    folder = saved(model_type, kind, is_tied=is_tied)
+    assert ShardLoader.is_sharded_model(folder)
+    index = ShardLoader.load_index_json(folder)
+    assert len(set(index["weight_map"].values())) > 3
+    parts = [
+        ("bottom", (0, 1), {"include_embedding": True}),
+        ("trunk", (1, 3), {}),
+        ("top", (3, NUM_LAYERS), {"include_final_norm": True, "include_lm_head": True}),
+    ]
+    found: dict[str, torch.Tensor] = {}
+    num_found = 0
+    for name, layers, flags in parts:
+        names = ShardLoader.get_names_for_component(index, name, layers, model_type, **flags)
+        shards = ShardLoader.get_required_shards_for_component(index, name, layers, model_type, **flags)
+        assert shards < set(index["weight_map"].values()), "a part needs fewer files than the whole"
+        tensors = load_part(folder, names, shards)
+        assert set(tensors) == names
+        num_found += len(tensors)
+        found.update(tensors)
+    expected = all_tensors(saved(model_type, is_tied=is_tied))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # A tied head is stored once, and both ends need it.
+    assert num_found - len(found) == int(is_tied)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_tied_head_of_the_top_is_the_token_embedding(model_type: str, saved: Saved) -> None:
+    index = ShardLoader.load_index_json(saved(model_type, is_tied=True))
+    names = ShardLoader.get_names_for_component(
+        index, "top", (NUM_LAYERS, NUM_LAYERS), model_type, include_lm_head=True
+    )
+    assert len(names) == 1
+    assert ParamMapper.is_token_embedding(names.pop(), model_type)
+
+
+@KINDS
+def test_model_in_one_file_is_not_sharded_and_gets_an_index_from_its_header(kind: str, saved: Saved) -> None:
+    folder = saved("qwen2", kind, size="1GB")
+    assert not ShardLoader.is_sharded_model(folder)
+    index = ShardLoader.load_index_json(folder)
+    assert set(index["weight_map"].values()) == {
+        "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
+    }
+    expected = all_tensors(saved("qwen2", size="1GB"))
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+
+
+@KINDS
+def test_shards_without_an_index_get_one_from_their_headers(kind: str, saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved("llama", kind), tmp_path / "model"))
+    (index_path,) = folder.glob("*.index.json")
+    expected = json.loads(index_path.read_text())["weight_map"]
+    index_path.unlink()
+    assert ShardLoader.is_sharded_model(folder)
+    assert ShardLoader.load_index_json(folder)["weight_map"] == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "is_sharded"),
+    [
+        (["model.safetensors"], False),
+        (["model.safetensors", "consolidated.safetensors", "pytorch_model.bin.index.json"], False),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], True),
+        (["model-00001-of-00002.safetensors"], True),
+        (["model-00001-of-00001.safetensors"], False),
+        (["model.safetensors.index.json"], True),
+        (["model.safetensors.index.json", "pytorch_model.bin"], False),
+        (["pytorch_model.bin", "training_args.bin", "optimizer.bin"], False),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"], True),
+        (["pytorch_model.bin.index.json"], True),
+    ],
+)
+def test_sharded_is_told_by_the_files_that_are_there(
+    files: list[str], is_sharded: bool, tmp_path: Path
+) -> None:
+    for file in ["config.json", "README.md", *files]:
+        (tmp_path / file).touch()
+    assert ShardLoader.is_sharded_model(tmp_path) is is_sharded
+
+
+@pytest.mark.parametrize("files", [[], ["training_args.bin"], ["model.gguf"], ["onnx/model.safetensors"]])
+def test_folder_without_weights_is_an_error_and_not_unsharded(files: list[str], tmp_path: Path) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    for ask in (ShardLoader.is_sharded_model, ShardLoader.load_index_json):
+        with pytest.raises(CheckpointError, match=f"no weights at .*{files[0] if files else 'no files'}"):
+            ask(tmp_path)
+
+
+def test_missing_folder_is_an_error_and_not_unsharded(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        ShardLoader.is_sharded_model(tmp_path / "gone")
+
+
+def test_hub_that_does_not_answer_is_an_error_and_not_unsharded(tmp_path: Path) -> None:
+    access = HubAccess(endpoint=NOWHERE, cache_dir=tmp_path, num_attempts=1, first_delay_s=0, timeout_s=2)
+    for ask in (ShardLoader.is_sharded_model, ShardLoader.load_index_json):
+        with pytest.raises(CheckpointError, match="some-owner/some-model"):
+            ask("some-owner/some-model", access=access)
+    with pytest.raises(CheckpointError, match="some-owner/some-model"):
+        ShardLoader.download_shards_if_needed("some-owner/some-model", ["model.safetensors"], access=access)
+
+
+@pytest.fixture
+def hub(saved: Saved, tmp_path: Path) -> tuple[HubAccess, Path]:
+    """A cache that holds a hub's model, and the folder of its snapshot; the hub itself is not asked."""
+    commit = "0123456789" * 4
+    repository = tmp_path / "models--owner--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(saved("qwen2"), snapshot)
+    return HubAccess(endpoint=NOWHERE, cache_dir=tmp_path, is_offline=True), snapshot
+
+
+def test_hub_id_is_loaded_like_a_folder(hub: tuple[HubAccess, Path], saved: Saved) -> None:
+    access, _ = hub
+    assert ShardLoader.is_sharded_model("owner/tiny", access=access)
+    index = ShardLoader.load_index_json("owner/tiny", access=access)
+    assert index == ShardLoader.load_index_json(saved("qwen2"))
+    shards = ShardLoader.get_required_shards_for_component(index, "trunk", (1, 2), "qwen2")
+    paths = ShardLoader.download_shards_if_needed("owner/tiny", shards, access=access)
+    assert paths.keys() == shards
+    assert all(path.is_file() for path in paths.values())
+
+
+def test_hub_shard_that_the_index_contradicts_is_refused(hub: tuple[HubAccess, Path]) -> None:
+    access, snapshot = hub
+    first, second = sorted(snapshot.glob("*.safetensors"))[:2]
+    save_file({**load_file(first), "strange": torch.ones(1)}, first)
+    second.unlink()
+    with pytest.raises(
+        CheckpointError, match=f"1 fault: found {first.name} holds strange, the index lacks it"
+    ):
+        ShardLoader.load_index_json("owner/tiny", access=access)
+
+
+def test_fp8_weight_and_its_scales_come_together_across_files(
+    write: Callable[..., Path], fp8_tensors: dict[str, torch.Tensor]
+) -> None:
+    # Neighbours by name lie in different files here.
+    folder = write(fp8_tensors)
+    index = ShardLoader.load_index_json(folder)
+    weight_map = index["weight_map"]
+    names = ShardLoader.get_names_for_component(index, "trunk", (1, 2), "minimax_m2")
+    shards = ShardLoader.get_required_shards_for_component(index, "trunk", (1, 2), "minimax_m2")
+    tensors = load_part(folder, names, shards)
+    scaled = [name for name in tensors if scale_name(name) in fp8_tensors]
+    assert any(weight_map[name] != weight_map[scale_name(name)] for name in scaled)
+    assert len(scaled) == 16
+    assert all(scale_name(name) in tensors for name in scaled)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == fp8_tensors[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), fp8_tensors[name].view(torch.uint8))
+
+
+def test_component_is_exactly_what_was_asked_for(toy: Path) -> None:
+    index = ShardLoader.load_index_json(toy)
+
+    def names(layers: tuple[int, int], **flags: bool) -> set[str]:
+        return ShardLoader.get_names_for_component(index, "top", layers, "minimax_m2", **flags)
+
+    assert names((2, 2)) == set()
+    assert names((0, 0), include_embedding=True) == {EMBEDDING}
+    assert names((0, 0), include_final_norm=True, include_lm_head=True) == {FINAL_NORM, LM_HEAD}
+    assert names((1, 2)) == {name for name in index["weight_map"] if name.startswith(layer_prefix(1))}
+
+
+@pytest.mark.parametrize(
+    ("layers", "flags", "missing"),
+    [
+        ((3, 6), {}, "nothing of layer 4, layer 5"),
+        ((0, 1), {"include_embedding": True}, "nothing of the embedding"),
+        ((0, 1), {"include_final_norm": True}, "nothing of the final norm"),
+        ((0, 1), {"include_lm_head": True}, "nothing of lm_head, nor an embedding that it is tied to"),
+    ],
+)
+def test_part_that_the_checkpoint_lacks_is_named(
+    layers: tuple[int, int], flags: dict[str, bool], missing: str
+) -> None:
+    index = {
+        "weight_map": {f"model.layers.{layer}.mlp.up_proj.weight": "x.safetensors" for layer in range(4)}
+    }
+    with pytest.raises(CheckpointError, match=missing):
+        ShardLoader.get_required_shards_for_component(index, "bottom", layers, "llama", **flags)
+
+
+def test_layer_1_does_not_bring_the_files_of_layer_10() -> None:
+    index = {
+        "weight_map": {f"model.layers.{layer}.mlp.up_proj.weight": f"{layer}.bin" for layer in range(20)}
+    }
+    assert ShardLoader.get_required_shards_for_component(index, "trunk", (1, 2), "llama") == {"1.bin"}
+
+
+@pytest.mark.parametrize(
+    ("component", "layers", "model_type", "error", "message"),
+    [
+        ("middle", (0, 1), "llama", ValueError, "component is 'middle', expected one of bottom, trunk, top"),
+        ("trunk", (2, 1), "llama", ValueError, "expected 0 <= first <= end"),
+        ("trunk", (-1, 1), "llama", ValueError, "expected 0 <= first <= end"),
+        ("trunk", (0, 1), "t5", UsageError, "model_type 't5'.*one of minimax_m2, llama"),
+    ],
+)
+def test_bad_argument_is_named(
+    component: str, layers: tuple[int, int], model_type: str, error: type[Exception], message: str
+) -> None:
+    index = {"weight_map": {"model.layers.0.mlp.up_proj.weight": "x.safetensors"}}
+    with pytest.raises(error, match=message):
+        ShardLoader.get_required_shards_for_component(index, component, layers, model_type)
+
+
+def test_index_without_a_weight_map_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        ShardLoader.get_required_shards_for_component({"metadata": {}}, "trunk", (0, 1), "llama")
+
+
+@KINDS
+def test_only_the_wanted_bytes_of_a_shard_are_read(kind: str, tmp_path: Path) -> None:
+    tensors = {f"model.layers.{layer}.weight": torch.randn(512, 512) for layer in range(6)}
+    path = tmp_path / ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
+    if kind == "safetensors":
+        save_file(tensors, path)
+    else:
+        torch.save(tensors, path)
+    ShardLoader.load_shard_partial(
+        path, lambda _: False
+    )  # so that nothing is imported while bytes are counted
+    found: dict[str, torch.Tensor] = {}
+    wanted = "model.layers.4.weight"
+    num_bytes = num_bytes_read_by(lambda: found.update(ShardLoader.load_shard_partial(path, wanted.__eq__)))
+    assert list(found) == [wanted]
+    assert torch.equal(found[wanted], tensors[wanted])
+    size_bytes = tensors[wanted].nbytes
+    # The header aside; of a zip its directory too.
+    assert size_bytes <= num_bytes <= size_bytes + 48_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64])
+@KINDS
+def test_stored_dtype_is_kept(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.arange(8).to(dtype)
+    path = tmp_path / f"pytorch_model.{kind}"
+    if kind == "safetensors":
+        save_file({"x": tensor}, path)
+    else:
+        torch.save({"x": tensor}, path)
+    found = ShardLoader.load_shard_partial(str(path), lambda name: True)["x"]
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_tied_names_of_a_bin_share_one_tensor_again(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    tensors = {"wte.weight": weight, "lm_head.weight": weight, "turned": weight.t()}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    found = ShardLoader.load_shard_partial(tmp_path / "pytorch_model.bin", lambda name: True)
+    assert found["wte.weight"] is found["lm_head.weight"]
+    assert torch.equal(found["turned"], weight.t())
+
+
+def test_all_missing_shards_are_named(saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved("llama"), tmp_path / "model"))
+    gone = sorted(folder.glob("*.safetensors"))[:2]
+    for path in gone:
+        path.unlink()
+    # The index is still of use: who needs none of the missing files misses nothing.
+    index = ShardLoader.load_index_json(folder)
+    with pytest.raises(CheckpointError, match=f"lacks {gone[0].name}, {gone[1].name}"):
+        ShardLoader.download_shards_if_needed(folder, set(index["weight_map"].values()))
+
+
+@KINDS
+def test_index_that_contradicts_a_header_is_refused(kind: str, saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved("llama", kind), tmp_path / "model"))
+    (index_path,) = folder.glob("*.index.json")
+    content = json.loads(index_path.read_text())
+    first, second = sorted(set(content["weight_map"].values()))[:2]
+    moved = next(name for name, file in content["weight_map"].items() if file == first)
+    content["weight_map"][moved] = second
+    index_path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"holds {moved}, the index places it in .*places {moved} in"):
+        ShardLoader.load_index_json(folder)
+
+
+@KINDS
+def test_damaged_shard_is_named_with_its_fault(kind: str, saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved("llama", kind), tmp_path / "model"))
+    (shard, *_) = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=rf"1 fault: found shard {shard.name} cannot be read .*damaged"):
+        ShardLoader.load_index_json(folder)
+    with pytest.raises(CheckpointError, match="damaged"):
+        ShardLoader.load_shard_partial(shard, lambda name: True)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read"),
+        ('{"metadata": null}', "cannot be read.*weight_map"),
+        ('{"weight_map": {"x": 3}}', "weight_map"),
+        ('{"weight_map": {"x": "../x.bin"}}', "do not lie beside it.*found '../x.bin'"),
+        ('{"weight_map": {"x": "/etc/passwd"}}', "do not lie beside it"),
+        ('{"weight_map": {"x": ".."}}', "do not lie beside it"),
+    ],
+)
+def test_damaged_index_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        ShardLoader.load_index_json(tmp_path)
+
+
+def test_index_may_have_null_for_metadata(saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved("llama"), tmp_path / "model"))
+    (index_path,) = folder.glob("*.index.json")
+    weight_map = json.loads(index_path.read_text())["weight_map"]
+    index_path.write_text(json.dumps({"metadata": None, "weight_map": weight_map}))
+    assert ShardLoader.load_index_json(folder) == {"metadata": {}, "weight_map": weight_map}
+
+
+def test_safetensors_are_read_where_a_bin_lies_beside_them(saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved("llama", size="1GB"), tmp_path / "model"))
+    (folder / "pytorch_model.bin").write_bytes(b"never opened")
+    (folder / "pytorch_model.bin.index.json").write_text("never opened")
+    assert set(ShardLoader.load_index_json(folder)["weight_map"].values()) == {"model.safetensors"}
+
+
+def test_tensor_in_two_files_without_an_index_is_refused(tmp_path: Path) -> None:
+    for place in (1, 2):
+        save_file({"x": torch.ones(place)}, tmp_path / f"model-0000{place}-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="x is both in model-00001-of-00002.safetensors and in"):
+        ShardLoader.load_index_json(tmp_path)
+
+
+def test_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"no shard that mm2 can read.*found \.gguf"):
+        ShardLoader.load_shard_partial(tmp_path / "model.gguf", lambda name: True)

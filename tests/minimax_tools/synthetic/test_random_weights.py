@@ -1,0 +1,313 @@
+"""What a synthetic model's numbers promise, measured on transformers' model with each layer's own input."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+transformers = pytest.importorskip("transformers", reason="the extra golden is not installed")
+
+MODEL = SyntheticModel(num_hidden_layers=8)
+NUM_TOKENS = 96
+
+Model = Any
+Layer = Any
+Rotary = Any
+Change = Callable[[Layer, Rotary], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """One layer's float32 tensors: [S,H], router_logits [S,E], experts [S,k], probabilities [N,S,S]."""
+
+    input: torch.Tensor
+    attn_delta: torch.Tensor
+    probabilities: torch.Tensor
+    router_logits: torch.Tensor
+    experts: torch.Tensor
+    moe_delta: torch.Tensor
+    output: torch.Tensor
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["seed 0", "seed 1"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("weights") / "toy"
+    synthesize(folder, model=MODEL, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=int(request.param))
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def inputs(model: Model) -> list[torch.Tensor]:
+    ids = torch.randint(0, MODEL.vocab_size, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        return list(model(ids, output_hidden_states=True).hidden_states[: MODEL.num_hidden_layers])
+
+
+@pytest.fixture(scope="module")
+def runs(model: Model, inputs: list[torch.Tensor]) -> list[LayerRun]:
+    return [
+        run(layer, model.model.rotary_emb, hidden)
+        for layer, hidden in zip(model.model.layers, inputs, strict=True)
+    ]
+
+
+def load(folder: Path) -> Model:
+    class Float32Router(transformers.MiniMaxM2ForCausalLM):
+        _keep_in_fp32_modules_strict = ("mlp.gate", "e_score_correction_bias")
+
+    settings = transformers.FineGrainedFP8Config(dequantize=True)
+    model, loading = Float32Router.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        quantization_config=settings,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    assert not any(loading.values()), loading
+    assert model.model.layers[0].mlp.gate.weight.dtype == torch.float32
+    assert model.model.layers[0].mlp.e_score_correction_bias.dtype == torch.float32
+    return model.eval()
+
+
+def run(layer: Layer, rotary: Rotary, hidden: torch.Tensor) -> LayerRun:
+    seen: dict[str, Any] = {}
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output}))
+        for name, module in (("attention", layer.self_attn), ("moe", layer.mlp), ("router", layer.mlp.gate))
+    ]
+    length = hidden.shape[1]
+    positions = torch.arange(length)[None]
+    mask = torch.full((length, length), torch.finfo(hidden.dtype).min, dtype=hidden.dtype).triu(1)[None, None]
+    with torch.no_grad():
+        output = layer(
+            hidden,
+            position_embeddings=rotary(hidden, positions),
+            attention_mask=mask,
+            position_ids=positions,
+        )
+    for hook in hooks:
+        hook.remove()
+    return LayerRun(
+        input=hidden[0].float(),
+        attn_delta=seen["attention"][0][0].float(),
+        probabilities=seen["attention"][1][0].float(),
+        router_logits=seen["router"][0].float(),
+        experts=seen["router"][2],
+        moe_delta=seen["moe"][0].float(),
+        output=output[0].float(),
+    )
+
+
+def run_changed(model: Model, layer: Layer, hidden: torch.Tensor, change: Change) -> LayerRun:
+    changed_layer, changed_rotary = copy.deepcopy(layer), copy.deepcopy(model.model.rotary_emb)
+    change(changed_layer, changed_rotary)
+    return run(changed_layer, changed_rotary, hidden)
+
+
+def distance(target: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((target - reference).norm() / reference.norm())
+
+
+def changed_share(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first.sort(-1).values != second.sort(-1).values).any(-1).float().mean())
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def choose(layer: Layer, logits: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.topk(logits.sigmoid() + bias, layer.mlp.gate.top_k, dim=-1).indices
+
+
+def test_deltas_are_a_tenth_to_a_third_of_the_stream(runs: list[LayerRun]) -> None:
+    for one in runs:
+        assert 0.08 < one.attn_delta.norm() / one.input.norm() < 0.3
+        assert 0.05 < one.moe_delta.norm() / one.input.norm() < 0.2
+
+
+def test_stream_grows_with_every_layer(runs: list[LayerRun]) -> None:
+    norms = [float(one.input.norm()) for one in runs]
+    assert all(1.0 < later / earlier < 1.3 for earlier, later in pairwise(norms))
+
+
+def test_the_same_two_channels_are_massive_in_every_layer(runs: list[LayerRun]) -> None:
+    channels = set()
+    for one in runs:
+        size = one.input.square().mean(0).sqrt()
+        ratios, order = (size / size.median()).sort(descending=True)
+        assert 12 < ratios[1] <= ratios[0] < 50
+        assert ratios[2] < 4
+        channels.add(tuple(sorted(order[:2].tolist())))
+        assert all(one.input[:, channel].sign().unique().numel() == 1 for channel in order[:2].tolist())
+    assert len(channels) == 1
+
+
+def test_attention_is_far_from_uniform_and_heads_differ(runs: list[LayerRun]) -> None:
+    latter_half = slice(NUM_TOKENS // 2, None)
+    uniform = torch.arange(1, NUM_TOKENS + 1).log()[latter_half].mean()
+    for one in runs:
+        entropy = -(one.probabilities * (one.probabilities + 1e-9).log()).sum(-1)[:, latter_half].mean(-1)
+        assert 0.2 < (entropy / uniform).mean() < 0.8
+        assert entropy.max() - entropy.min() > 0.1 * uniform
+
+
+def test_norm_weights_are_spread_over_heads(model: Model) -> None:
+    for layer in model.model.layers:
+        heads = layer.self_attn.q_norm.weight.float().view(MODEL.num_attention_heads, -1).mean(1)
+        assert heads.std() / heads.mean() > 0.1
+
+
+def test_tokens_spread_over_the_experts(runs: list[LayerRun]) -> None:
+    for one in runs:
+        share = torch.bincount(one.experts.flatten(), minlength=MODEL.num_local_experts) / NUM_TOKENS
+        assert (share > 0).sum() > 0.8 * MODEL.num_local_experts
+        assert share.max() < 0.8
+        assert 1.0 < one.router_logits.std() < 2.5
+
+
+def test_correction_bias_lies_between_8_and_9_5_and_decides(model: Model, runs: list[LayerRun]) -> None:
+    without, rounded = [], []
+    for layer, one in zip(model.model.layers, runs, strict=True):
+        bias = layer.mlp.e_score_correction_bias
+        assert 8.0 <= bias.min() < bias.max() <= 9.5
+        assert bias.std() > 0.05
+        assert changed_share(choose(layer, one.router_logits, bias), one.experts) == 0
+        without.append(changed_share(choose(layer, one.router_logits, bias * 0), one.experts))
+        rounded_bias = bias.bfloat16().float()
+        rounded.append(changed_share(choose(layer, one.router_logits, rounded_bias), one.experts))
+    assert min(without) > 0.5
+    assert 0.1 < mean(rounded) < 0.5
+
+
+def test_bfloat16_arithmetic_alone_turns_few_expert_choices(
+    model: Model, inputs: list[torch.Tensor], runs: list[LayerRun]
+) -> None:
+    flips = []
+    for layer, hidden, one in zip(model.model.layers, inputs, runs, strict=True):
+        exact = run(copy.deepcopy(layer).float(), model.model.rotary_emb, hidden.float())
+        flips.append(changed_share(one.experts, exact.experts))
+        assert distance(one.attn_delta, exact.attn_delta) < 0.02
+    assert 0.001 < mean(flips) < 0.05
+
+
+def test_logits_tell_tokens_apart_without_being_certain(model: Model) -> None:
+    ids = torch.arange(NUM_TOKENS)[None] * 5
+    with torch.no_grad():
+        logits = model(ids).logits[0].float()
+    assert 1.5 < logits.std() < 5
+    assert logits.argmax(-1).unique().numel() > NUM_TOKENS / 4
+
+
+def swap_gate_and_up(layer: Layer, _: Rotary) -> None:
+    gate, up = layer.mlp.experts.gate_up_proj.data.chunk(2, dim=1)
+    layer.mlp.experts.gate_up_proj.data = torch.cat((up, gate), dim=1)
+
+
+def drop_bias(layer: Layer, _: Rotary) -> None:
+    layer.mlp.e_score_correction_bias.zero_()
+
+
+def round_bias(layer: Layer, _: Rotary) -> None:
+    bias = layer.mlp.e_score_correction_bias
+    bias.copy_(bias.bfloat16().float())
+
+
+def leave_weights_unnormalised(layer: Layer, _: Rotary) -> None:
+    def weigh(_module: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, _weights, experts = output
+        return logits, logits.sigmoid().gather(1, experts), experts
+
+    layer.mlp.gate.register_forward_hook(weigh)
+
+
+def average_head_norms(layer: Layer, _: Rotary) -> None:
+    for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+        heads = norm.weight.data.view(-1, MODEL.head_dim)
+        norm.weight.data = heads.mean(0).repeat(len(heads))
+
+
+def normalise_each_head(layer: Layer, _: Rotary) -> None:
+    norm = layer.self_attn.q_norm
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        heads = hidden.unflatten(-1, (-1, MODEL.head_dim)).float()
+        return norm.weight * (heads * heads.square().mean(-1, True).rsqrt()).flatten(-2).to(hidden.dtype)
+
+    norm.forward = forward
+
+
+def tile_value_heads(layer: Layer, _: Rotary) -> None:
+    # Query head j reads head j mod 2, not j // 4: as if the query heads stood in another order.
+    order = torch.arange(MODEL.num_attention_heads).view(-1, MODEL.num_key_value_heads).T.flatten()
+    attention = layer.self_attn
+    queries = attention.q_proj.weight.data.view(-1, MODEL.head_dim, MODEL.hidden_size)
+    attention.q_proj.weight.data = queries[order].flatten(0, 1)
+    attention.q_norm.weight.data = attention.q_norm.weight.data.view(-1, MODEL.head_dim)[order].flatten()
+    outputs = attention.o_proj.weight.data.view(MODEL.hidden_size, -1, MODEL.head_dim)
+    attention.o_proj.weight.data = outputs[:, order].flatten(1)
+
+
+def swap_value_rows(layer: Layer, _: Rotary) -> None:
+    layer.self_attn.v_proj.weight.data = layer.self_attn.v_proj.weight.data.roll(1, 0)
+
+
+def rotate_whole_heads(_: Layer, rotary: Rotary) -> None:
+    rotary.inv_freq = 1 / 5e6 ** (torch.arange(0, MODEL.head_dim, 2) / MODEL.head_dim)
+
+
+def use_theta_10000(_: Layer, rotary: Rotary) -> None:
+    rotary.inv_freq = 1 / 1e4 ** (torch.arange(0, MODEL.rotary_dim, 2) / MODEL.rotary_dim)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        average_head_norms,
+        normalise_each_head,
+        tile_value_heads,
+        swap_value_rows,
+        rotate_whole_heads,
+        use_theta_10000,
+    ],
+)
+def test_attention_mistake_shows_in_attn_delta_of_every_layer(
+    mistake: Change, model: Model, inputs: list[torch.Tensor], runs: list[LayerRun]
+) -> None:
+    for layer, hidden, one in zip(model.model.layers, inputs, runs, strict=True):
+        changed = run_changed(model, layer, hidden, mistake)
+        assert distance(changed.attn_delta, one.attn_delta) > 0.03
+
+
+@pytest.mark.parametrize("mistake", [swap_gate_and_up, drop_bias, round_bias, leave_weights_unnormalised])
+def test_moe_mistake_shows_in_moe_delta_of_every_layer(
+    mistake: Change, model: Model, inputs: list[torch.Tensor], runs: list[LayerRun]
+) -> None:
+    for layer, hidden, one in zip(model.model.layers, inputs, runs, strict=True):
+        changed = run_changed(model, layer, hidden, mistake)
+        assert torch.equal(changed.attn_delta, one.attn_delta)
+        assert distance(changed.moe_delta, one.moe_delta) > 0.1
+
+
+def test_gate_and_up_swapped_hide_from_the_outputs_cosine(
+    model: Model, inputs: list[torch.Tensor], runs: list[LayerRun]
+) -> None:
+    for layer, hidden, one in zip(model.model.layers, inputs, runs, strict=True):
+        changed = run_changed(model, layer, hidden, swap_gate_and_up)
+        assert torch.cosine_similarity(changed.output.flatten(), one.output.flatten(), dim=0) > 0.99
+        assert torch.cosine_similarity(changed.moe_delta.flatten(), one.moe_delta.flatten(), dim=0) < 0.9
+
+
+def test_no_change_leaves_every_bit(model: Model, inputs: list[torch.Tensor], runs: list[LayerRun]) -> None:
+    again = run_changed(model, model.model.layers[3], inputs[3], lambda *_: None)
+    assert torch.equal(again.output, runs[3].output)

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from minimax_tools.errors import CheckpointError
+from minimax_tools.text.chat import render_chat
+
+PROMPT = 'What is 2 < 3?\n  Say "yes".'
+
+# What templates of the hub use: macros, tojson, loop controls, special tokens, tools that are not given.
+TEMPLATE = """\
+{%- macro tag(name) -%}<{{ name }}>{%- endmacro -%}
+{%- if tools is defined and tools is not none %}{{ tools | tojson(ensure_ascii=False) }}{% endif %}
+{%- set ns = namespace(count=0) %}
+{{ bos_token }}{{ eos_token }}
+    {% for message in messages %}
+        {%- if message.role == 'system' %}
+            {%- continue %}
+        {%- endif %}
+        {%- set ns.count = ns.count + 1 %}
+        {{- tag(message.role) ~ message.content | tojson }}
+    {% endfor %}
+{{ ns.count }} of {{ messages | length }}{{ documents is none }}
+{%- if add_generation_prompt %}{{ tag('ai') }}{% endif %}
+"""
+
+
+def with_template(toy: Path, folder: Path, template: object, *, as_file: bool = False) -> Path:
+    shutil.copy(toy / "tokenizer.json", folder)
+    config = json.loads((toy / "tokenizer_config.json").read_text())
+    config.pop("chat_template")
+    if as_file:
+        (folder / "chat_template.jinja").write_text(str(template))
+    else:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def of_transformers(folder: Path, prompt: str) -> str:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "", "{{ bos_token }}", "Grüße, 你好"])
+def test_toys_template_renders_as_transformers_renders_it(toy: Path, prompt: str) -> None:
+    rendered = render_chat(toy, prompt)
+    assert rendered == of_transformers(toy, prompt)
+    assert prompt in rendered
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_template_of_every_feature_renders_as_transformers_renders_it(
+    toy: Path, tmp_path: Path, as_file: bool
+) -> None:
+    folder = with_template(toy, tmp_path, TEMPLATE, as_file=as_file)
+    rendered = render_chat(folder, PROMPT)
+    assert rendered == of_transformers(folder, PROMPT)
+    assert '<user>"What is 2 < 3?' in rendered
+
+
+def test_file_goes_before_the_config(toy: Path, tmp_path: Path) -> None:
+    with_template(toy, tmp_path, "config")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert render_chat(tmp_path, PROMPT) == "file"
+
+
+def test_default_of_several_templates_is_taken(toy: Path, tmp_path: Path) -> None:
+    templates = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "default"}]
+    assert render_chat(with_template(toy, tmp_path, templates), PROMPT) == "default"
+
+
+def test_special_token_may_be_an_object(toy: Path, tmp_path: Path) -> None:
+    folder = with_template(toy, tmp_path, "{{ bos_token }}{{ pad_token }}")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["bos_token"] = {"content": "<s>", "lstrip": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert render_chat(folder, PROMPT) == "<s>"
+
+
+def test_date_is_todays(toy: Path, tmp_path: Path) -> None:
+    folder = with_template(toy, tmp_path, "{{ strftime_now('%Y') }}")
+    assert render_chat(folder, PROMPT) == f"{datetime.datetime.now().year}"
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+        ("{{ 1 + 'a' }}", "TypeError"),
+    ],
+)
+def test_template_that_fails_is_an_error_with_its_reason(
+    toy: Path, tmp_path: Path, template: str, found: str
+) -> None:
+    folder = with_template(toy, tmp_path, template)
+    with pytest.raises(CheckpointError, match=f"chat template of .* cannot be rendered: found {found}"):
+        render_chat(folder, PROMPT)
+
+
+@pytest.mark.parametrize("template", [None, 3, [{"name": "tools", "template": "x"}]])
+def test_checkpoint_without_a_template_says_so(toy: Path, tmp_path: Path, template: object) -> None:
+    with pytest.raises(CheckpointError, match=r"has no chat template\. Leave --chat out"):
+        render_chat(with_template(toy, tmp_path, template), PROMPT)
+
+
+def test_missing_and_damaged_tokenizer_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no chat template"):
+        render_chat(tmp_path, PROMPT)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json cannot be read"):
+        render_chat(tmp_path, PROMPT)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json holds no object"):
+        render_chat(tmp_path, PROMPT)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minimax_tools.errors import CheckpointError
+from minimax_tools.text.chat import render_chat
+from minimax_tools.text.tokenizer import decode_rows, encode_texts, has_tokenizer
+
+TEXTS = ["The capital of France is", "def f(x):\n    return x", "Grüße, 你好 🙂", "]~b]user"]
+
+
+def test_raw_text_is_encoded_as_transformers_encodes_it(toy: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(toy)
+    assert encode_texts(toy, TEXTS, chat=False) == [tokenizer(text).input_ids for text in TEXTS]
+
+
+def test_chat_is_encoded_as_transformers_encodes_it(toy: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(toy)
+    expected = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True
+        ).input_ids
+        for text in TEXTS
+    ]
+    assert encode_texts(toy, TEXTS, chat=True) == expected
+
+
+def test_rows_are_decoded_with_their_special_tokens(toy: Path) -> None:
+    assert decode_rows(toy, encode_texts(toy, TEXTS, chat=False)) == TEXTS
+    assert decode_rows(toy, encode_texts(toy, TEXTS[:1], chat=True)) == [render_chat(toy, TEXTS[0])]
+
+
+def test_missing_and_damaged_tokenizer_are_told_apart(toy: Path, tmp_path: Path) -> None:
+    assert has_tokenizer(toy)
+    assert not has_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        decode_rows(tmp_path, [[1]])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        encode_texts(tmp_path, ["a"], chat=False)

@@ -1,0 +1,406 @@
+from __future__ import annotations
+
+import collections
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.checkpoint.fp8 import scale_shape
+from minimax_tools.errors import CheckpointError
+from minimax_tools.model.weight_names import scale_name
+from minimax_tools.torch_files.reader import PickledReader
+
+LAYOUTS = pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "stream"])
+Q_PROJ, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+
+
+class Call:
+    """Pickles to a call of `function`."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.reduced = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.reduced
+
+
+def save(value: Any, path: Path, *, is_zip: bool = True) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=is_zip)
+    return path
+
+
+def save_shards(folder: Path, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for file, tensors in shards.items():
+        save(dict(tensors), folder / file)
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    index = {"metadata": None, "weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def two_shards(folder: Path) -> Path:
+    return save_shards(
+        folder,
+        {
+            "pytorch_model-00001-of-00002.bin": {Q_PROJ: torch.randn(8, 8)},
+            "pytorch_model-00002-of-00002.bin": {NORM: torch.randn(8)},
+        },
+    )
+
+
+def num_bytes_read_by(action: Callable[[], object]) -> int:
+    """Bytes that this process read from files meanwhile, as the kernel counts them."""
+
+    def count() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    idle = -count() + count()
+    before = count()
+    action()
+    return count() - before - idle
+
+
+@LAYOUTS
+def test_every_tensor_is_read_as_it_was_saved(is_zip: bool, tmp_path: Path) -> None:
+    tensors = {
+        "bf16": torch.randn(5, 7).bfloat16(),
+        "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "half": torch.randn(3).half(),
+        "ids": torch.arange(6).view(1, 6),
+        "mask": torch.tensor([True, False]),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
+    }
+    path = save(collections.OrderedDict(tensors), tmp_path / "pytorch_model.bin", is_zip=is_zip)
+    with PickledReader(path) as reader:
+        assert set(reader.index.names) == set(tensors)
+        for name, tensor in tensors.items():
+            entry = reader.index[name]
+            assert (entry.dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape))
+            assert entry.size_bytes == tensor.nbytes
+            found = reader.read(name)
+            assert type(found) is torch.Tensor
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found.float(), tensor.detach().float())
+
+
+@LAYOUTS
+def test_views_and_tied_tensors_are_read_each_by_itself(is_zip: bool, tmp_path: Path) -> None:
+    base = torch.arange(48.0).reshape(6, 8)
+    tensors = {
+        "base": base,
+        "tied": base,
+        "rows": base[1:3],
+        "column": base[:, 3],
+        "turned": base.t(),
+        "steps": base[::2, 1::3],
+        "folded": base.view(2, 3, 8).permute(2, 0, 1),
+        "one": base[5:, 7:],
+        "none": base[6:],
+    }
+    with PickledReader(save(tensors, tmp_path / "pytorch_model.bin", is_zip=is_zip)) as reader:
+        for name, tensor in tensors.items():
+            found = reader.read(name)
+            assert torch.equal(found, tensor)
+            assert found.is_contiguous()
+            assert found.untyped_storage().nbytes() == tensor.nbytes
+            out = torch.full(tensor.shape, -1.0)
+            reader.read_into(name, out)
+            assert torch.equal(out, tensor)
+        reader.read("base").zero_()
+        assert torch.equal(reader.read("tied"), base)
+
+
+def test_large_view_is_read_in_pieces(tmp_path: Path) -> None:
+    # 40 MB: a column spans nearly all of it, and turned it is no row of bytes.
+    base = torch.arange(10_000_000, dtype=torch.float32).view(2500, 4000)
+    path = save({"column": base[:, 17], "turned": base.t()}, tmp_path / "pytorch_model.bin")
+    with PickledReader(path) as reader:
+        assert torch.equal(reader.read("column"), base[:, 17])
+        assert torch.equal(reader.read("turned"), base.t())
+
+
+def test_expanded_tensor_is_no_larger_than_what_is_stored(tmp_path: Path) -> None:
+    # All of it would be a terabyte.
+    path = save({"wide": torch.ones(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
+    with PickledReader(path) as reader:
+        found = reader.read("wide")
+        assert found.shape == (10**6, 10**6)
+        assert found.untyped_storage().nbytes() == 4
+        assert found[-1, -1] == 1
+
+
+def test_conjugate_and_negative_views_give_their_values(tmp_path: Path) -> None:
+    value = torch.randn(4, dtype=torch.complex64)
+    path = save({"conj": value.conj(), "neg": value.clone().conj().imag}, tmp_path / "pytorch_model.bin")
+    with PickledReader(path) as reader:
+        assert torch.equal(reader.read("conj"), value.conj())
+        assert torch.equal(reader.read("neg"), -value.imag)
+
+
+def test_values_that_no_tensor_can_have_are_refused(tmp_path: Path) -> None:
+    storage = torch.ones(2, dtype=torch.bool).untyped_storage()
+    negated = Call(
+        torch._utils._rebuild_tensor_v2,
+        torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.bool, _internal=True),
+        *(0, (2,), (1,), False, collections.OrderedDict(), {"neg": True}),
+    )
+    with PickledReader(save({"x": negated}, tmp_path / "pytorch_model.bin")) as reader:
+        with pytest.raises(CheckpointError, match="is damaged"):
+            reader.read("x")
+
+
+def test_tensor_of_an_xla_device_has_the_dtype_it_had_there(tmp_path: Path) -> None:
+    tensor = torch.randn(3)
+    moved = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor, torch.bfloat16, "xla:0", False)
+    with PickledReader(save({"x": moved}, tmp_path / "pytorch_model.bin")) as reader:
+        assert reader.index["x"].dtype == torch.bfloat16
+        assert torch.equal(reader.read("x"), tensor.bfloat16())
+
+
+@LAYOUTS
+def test_opening_reads_no_storage_and_a_tensor_only_itself(is_zip: bool, tmp_path: Path) -> None:
+    tensors = {str(index): torch.randn(1024, 256) for index in range(8)}
+    path = save(tensors, tmp_path / "pytorch_model.bin", is_zip=is_zip)
+    PickledReader(path).close()  # so that nothing is imported while bytes are counted
+    opened: list[PickledReader] = []
+    assert num_bytes_read_by(lambda: opened.append(PickledReader(path))) < 64_000
+    reader = opened[0]
+    out = torch.empty(1024, 256)
+    assert num_bytes_read_by(lambda: reader.read_into("5", out)) == out.nbytes
+    assert torch.equal(out, tensors["5"])
+    assert num_bytes_read_by(lambda: reader.read("6")) == out.nbytes
+    reader.close()
+
+
+def test_weight_is_cast_or_dequantised_with_its_scales(tmp_path: Path) -> None:
+    codes = torch.randn(160, 130).to(torch.float8_e4m3fn)
+    scales = torch.rand(scale_shape((160, 130)))
+    tensors = {Q_PROJ: codes, scale_name(Q_PROJ): scales, NORM: torch.randn(8)}
+    with PickledReader(save(tensors, tmp_path / "pytorch_model.bin")) as reader:
+        spread = scales.repeat_interleave(128, 0)[:160].repeat_interleave(128, 1)[:, :130]
+        expected = (codes.float() * spread).bfloat16()
+        assert torch.equal(reader.read_weight(Q_PROJ, torch.bfloat16), expected)
+        out = torch.empty(8, dtype=torch.float64)
+        reader.read_weight_into(NORM, out)
+        assert torch.equal(out, tensors[NORM].double())
+
+
+def test_wrong_out_is_refused(tmp_path: Path) -> None:
+    with PickledReader(save({"x": torch.ones(2, 3)}, tmp_path / "pytorch_model.bin")) as reader:
+        with pytest.raises(ValueError, match="has shape"):
+            reader.read_into("x", torch.empty(3, 2))
+        with pytest.raises(ValueError, match=r"float32: out must be the same"):
+            reader.read_into("x", torch.empty(2, 3, dtype=torch.bfloat16))
+
+
+def test_unknown_name_is_named(tmp_path: Path) -> None:
+    with PickledReader(save({"x": torch.ones(2)}, tmp_path / "pytorch_model.bin")) as reader:
+        with pytest.raises(CheckpointError, match="holds no tensor 'y'"):
+            reader.read("y")
+
+
+def test_threads_read_from_one_reader(tmp_path: Path) -> None:
+    tensors = {str(index): torch.full((1000,), float(index)) for index in range(32)}
+    with PickledReader(save(tensors, tmp_path / "pytorch_model.bin")) as reader:
+        with ThreadPoolExecutor(8) as pool:
+            for name, found in zip(tensors, pool.map(reader.read, tensors), strict=True):
+                assert torch.equal(found, tensors[name])
+
+
+def test_folder_of_shards_is_read_through_its_index(tmp_path: Path) -> None:
+    with PickledReader(two_shards(tmp_path)) as reader:
+        assert reader.index.layers == (0,)
+        assert reader.index[Q_PROJ].file.name == "pytorch_model-00001-of-00002.bin"
+        assert reader.read(NORM).shape == (8,)
+
+
+def test_folder_without_an_index_is_read_from_all_its_shards(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    (folder / "pytorch_model.bin.index.json").unlink()
+    save({"seed": 1}, folder / "training_args.bin")
+    with PickledReader(folder) as reader:
+        assert reader.index.names == (Q_PROJ, NORM)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module"])
+def test_nested_state_dict_is_found_beside_other_values(key: str, tmp_path: Path) -> None:
+    value = {"epoch": 3, "optimizer": {"state": {0: {"m": torch.ones(2)}}}, key: {"x": torch.ones(2)}}
+    with PickledReader(save(value, tmp_path / "last.pt")) as reader:
+        assert reader.index.names == ("x",)
+
+
+def test_values_beside_the_tensors_are_logged_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    path = save({"x": torch.ones(2), "step": 7, "extra_state": b"abc"}, tmp_path / "last.pt")
+    with PickledReader(path) as reader:
+        assert reader.index.names == ("x",)
+    assert "left out, being no tensors of its state dict: step, extra_state" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (torch.ones(2), "a single tensor"),
+        ([torch.ones(2)], "found \\["),
+        ({}, "a dict with nothing"),
+        ({"epoch": 3, "args": {"lr": 0.1}}, "a dict with epoch, args"),
+        (
+            {"state_dict": {"x": torch.ones(2)}, "ema": torch.ones(2)},
+            "several places: state_dict, and beside them",
+        ),
+        (
+            {"model": {"x": torch.ones(2)}, "state_dict": {"x": torch.ones(2)}},
+            "several places: state_dict, model",
+        ),
+        (torch.nn.Linear(2, 2), "an object of torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_file_without_one_state_dict_is_refused(value: Any, found: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"holds no state dict.*{found}"):
+        PickledReader(save(value, tmp_path / "pytorch_model.bin"))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "found"),
+    [
+        ("x", torch.eye(2).to_sparse(), r"x \(_rebuild_sparse_tensor\)"),
+        ("x", torch.ones(2, device="meta"), r"x \(_rebuild_meta_tensor_no_storage\)"),
+        (3, torch.ones(2), "3 .a key that is no text"),
+    ],
+)
+def test_tensor_that_cannot_be_read_is_named(name: Any, tensor: Any, found: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"cannot read.*{found}.*safetensors"):
+        PickledReader(save({"fine": torch.ones(1), name: tensor}, tmp_path / "pytorch_model.bin"))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("function", [os.mkdir, torch.load], ids=["mkdir", "load"])
+def test_function_in_a_file_is_not_called(function: Any, is_zip: bool, tmp_path: Path) -> None:
+    victim = tmp_path / "made"
+    value = {"x": torch.ones(2), "attack": Call(function, str(victim))}
+    path = save(value, tmp_path / "pytorch_model.bin", is_zip=is_zip)
+    with PickledReader(path) as reader:
+        assert torch.equal(reader.read("x"), torch.ones(2))
+    assert not victim.exists()
+
+
+def test_attack_in_that_test_is_live(tmp_path: Path) -> None:
+    victim = tmp_path / "made"
+    path = save({"attack": Call(os.mkdir, str(victim))}, tmp_path / "pytorch_model.bin")
+    torch.load(path, weights_only=False)
+    assert victim.is_dir()
+
+
+def test_flipped_bit_is_found_when_its_tensor_is_read(tmp_path: Path) -> None:
+    path = save({"a": torch.full((64,), 7.0), "b": torch.full((64,), 9.0)}, tmp_path / "pytorch_model.bin")
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.full((64,), 9.0).numpy().tobytes()) + 9] ^= 1
+    path.write_bytes(content)
+    with PickledReader(path) as reader:
+        assert torch.equal(reader.read("a"), torch.full((64,), 7.0))
+        with pytest.raises(CheckpointError, match=r"b in .* is damaged: expected checksum"):
+            reader.read("b")
+
+
+@LAYOUTS
+def test_file_cut_anywhere_is_refused(is_zip: bool, tmp_path: Path) -> None:
+    path = save({"a": torch.ones(8), "b": torch.ones(3)}, tmp_path / "pytorch_model.bin", is_zip=is_zip)
+    content = path.read_bytes()
+    for length in range(0, len(content), 11):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged.*Fetch the file again"):
+            PickledReader(path)
+
+
+@LAYOUTS
+def test_changed_byte_is_read_or_refused(is_zip: bool, tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save({"a": torch.ones(4), "b": torch.ones(2, 3).t()}, tmp_path / "x.bin", is_zip=is_zip)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    content = path.read_bytes()
+    refused = 0
+    for position in range(0, len(content), 5 if is_zip else 2):
+        for value in (0, 0x52, 0xFF):  # 0x52 is REDUCE
+            path.write_bytes(content[:position] + bytes([value]) + content[position + 1 :])
+            try:
+                with PickledReader(path) as reader:
+                    for name in reader.index.names:
+                        reader.read(name)
+            except CheckpointError:
+                refused += 1
+    assert refused > 50
+
+
+def test_file_that_became_shorter_is_named(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(1000)}, tmp_path / "pytorch_model.bin")
+    with PickledReader(path) as reader:
+        os.truncate(path, 500)
+        with pytest.raises(CheckpointError, match=r"a cannot be read from .*the file ends after"):
+            reader.read("a")
+
+
+def test_pointer_that_was_fetched_in_place_of_the_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match="Git LFS pointer"):
+        PickledReader(path)
+
+
+def test_missing_and_damaged_shards_are_listed_at_once(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    (folder / "pytorch_model-00001-of-00002.bin").unlink()
+    (folder / "pytorch_model-00002-of-00002.bin").write_bytes(b"text")
+    with pytest.raises(CheckpointError, match=r"2 faults.*00001-of-00002.bin is missing.*cannot be read"):
+        PickledReader(folder)
+
+
+def test_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    index = folder / "pytorch_model.bin.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    moved = {**weight_map, NORM: "pytorch_model-00001-of-00002.bin", "x": "pytorch_model-00002-of-00002.bin"}
+    index.write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(
+        CheckpointError, match=rf"index places {NORM} in .*lacks it; .*places x in .*; .*holds"
+    ):
+        PickledReader(folder)
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    (folder / "pytorch_model.bin.index.json").unlink()
+    save({Q_PROJ: torch.ones(1)}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=rf"{Q_PROJ} is both in pytorch_model-00001-of-00002.bin"):
+        PickledReader(folder)
+
+
+def test_folder_without_weights_is_named(tmp_path: Path) -> None:
+    save({"x": 1}, tmp_path / "training_args.bin")
+    with pytest.raises(CheckpointError, match="no checkpoint at .*none in the folder"):
+        PickledReader(tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        PickledReader(tmp_path / "gone")
+
+
+def test_checksum_covers_a_whole_storage_only(tmp_path: Path) -> None:
+    base = torch.arange(64.0)
+    path = save({"part": base[8:16], "whole": base}, tmp_path / "pytorch_model.bin")
+    with PickledReader(path) as reader:
+        stored = reader.index["whole"].stored  # type: ignore[attr-defined]
+        assert stored.storage.crc32 == zlib.crc32(base.numpy().tobytes())
+        assert torch.equal(reader.read("part"), base[8:16])

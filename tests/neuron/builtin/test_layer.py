@@ -1,0 +1,181 @@
+"""mm2's own device layer: right in both dtypes, the same from every stored dtype, whatever the chunks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import PRESETS, SyntheticModel
+from neuron.builtin.moe import CHUNK_SIZE_BYTES, experts_per_chunk
+from neuron.devices.weights import WeightLoader
+from neuron.ports.targets import find_target
+
+FLOAT32_LIMIT = 1e-5
+ALTERNATIVES = ("Eager", "BatchedExperts")
+SHAPES = {
+    "toy": SyntheticModel(num_hidden_layers=2),
+    "wide": SyntheticModel(
+        num_hidden_layers=2,
+        hidden_size=384,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        num_local_experts=48,
+        num_experts_per_tok=8,
+        intermediate_size=256,
+    ),
+}
+
+
+def errors(record: dict[str, Any]) -> dict[tuple[int | None, str], float]:
+    """Relative L2 of every site that holds numbers."""
+    sites = [site for site in record["sites"] if site["routing"] is None]
+    return {(site["layer"], site["site"]): site["metrics"]["relative_l2"] for site in sites}
+
+
+@pytest.mark.parametrize("target", ["builtin", "reference"])
+@pytest.mark.parametrize("preset", [("sweep",), ("full",)])
+def test_float32_agrees_with_transformers_on_the_cpu(
+    run: Any, toy: Path, float32_golden: Path, target: str, preset: tuple[str, ...]
+) -> None:
+    common = ("--model", toy, "--golden", float32_golden, "--dtype", "float32", "--json")
+    result = run(*preset, *common, "--target", target)
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["verdict"]) == (0, "pass")
+    assert max(errors(record).values()) <= FLOAT32_LIMIT
+
+
+def test_float32_limit_would_notice_a_bfloat16_router_input(
+    run: Any, write_port: Any, toy: Path, float32_golden: Path
+) -> None:
+    source = """
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        gate = self.block_sparse_moe.gate
+        gate.register_forward_pre_hook(lambda module, args: (args[0].bfloat16().float(),))
+"""
+    common = ("--model", toy, "--golden", float32_golden, "--dtype", "float32", "--json")
+    result = run("sweep", *common, "--target", write_port(source))
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["blame"][0]["sites"] == ["router_logits"]
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float32])
+def test_float32_run_is_exact_from_fp8_too(
+    run: Any, copies: dict[torch.dtype, Path], float32_golden: Path, stored: torch.dtype
+) -> None:
+    common = ("sweep", "--golden", float32_golden, "--dtype", "float32", "--json")
+    assert run(*common, "--model", copies[stored]).exit_code == 0
+    # Its weights are rounded for good.
+    assert run(*common, "--model", copies[torch.bfloat16]).exit_code == 1
+
+
+def test_fp8_bf16_and_float32_copies_give_the_same_weights(copies: dict[torch.dtype, Path]) -> None:
+    states = [loaded_state(folder, torch.bfloat16) for folder in copies.values()]
+    for state in states[1:]:
+        assert [name for name in state if not torch.equal(state[name], states[0][name])] == []
+    float32 = {name for name, tensor in states[0].items() if tensor.dtype is torch.float32}
+    assert float32 == {"block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias"}
+
+
+def loaded_state(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The state of the device layer with layer 1 of the checkpoint."""
+    spec, target = ModelSpec.from_folder(folder), find_target("builtin")
+    module = target.build(spec, 1, dtype=dtype)
+    with CheckpointReader(folder) as reader, ReadingPool(2) as pool:
+        tensors = LayerTensors.open(reader, spec, 1, dtype)
+        loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
+        target.load(module, tensors, spec, loader=loader)
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize(("experts_in_chunk", "num_chunks"), [(32, 1), (8, 4), (1, 32)])
+def test_several_chunks_give_what_one_gives(
+    run: Any, write_chunked_port: Any, toy: Path, golden: Path, experts_in_chunk: int, num_chunks: int
+) -> None:
+    target = write_chunked_port(experts_in_chunk, num_chunks=num_chunks)
+    common = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--json")
+    chunked = json.loads(run(*common, "--target", target).stdout)
+    mine = load_file(Path(chunked["directory"]) / "layer_1.safetensors")
+    assert chunked["verdict"] == "pass"
+    whole = load_file(Path(json.loads(run(*common).stdout)["directory"]) / "layer_1.safetensors")
+    # The experts' outputs are added in another order, in float32: BF16 results differ by a rounding.
+    assert torch.allclose(mine["moe_delta"].float(), whole["moe_delta"].float(), rtol=2**-7, atol=1e-6)
+    assert all(torch.equal(mine[site], whole[site]) for site in mine if site not in ("moe_delta", "output"))
+
+
+def test_chunks_of_a_true_size_layer_stay_under_the_limit_of_one_tensor() -> None:
+    spec = PRESETS["m2"].spec()
+    size = experts_per_chunk_in_bf16(spec, CHUNK_SIZE_BYTES)
+    gate_up_bytes = size * 2 * spec.intermediate_size * spec.hidden_size * 2
+    assert size > 1
+    assert gate_up_bytes < 4_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "fitting", "expected"), [(24, 5, 4), (7, 3, 1), (8, 100, 8), (6, 0, 1)]
+)
+def test_chunks_are_of_one_size(num_experts: int, fitting: int, expected: int) -> None:
+    quantities = SimpleNamespace(hidden_size=8, intermediate_size=4, num_local_experts=num_experts)
+    assert experts_per_chunk_in_bf16(quantities, fitting * 3 * 8 * 4 * 2) == expected
+
+
+def experts_per_chunk_in_bf16(config: Any, chunk_size_bytes: int) -> int:
+    return experts_per_chunk(config, dtype=torch.bfloat16, chunk_size_bytes=chunk_size_bytes)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_stay_finite_and_real_rows_do_not_see_them(run: Any, toy: Path, side: str) -> None:
+    common = ("multi-layer", "--layers", "0:2", "--model", toy, "--json")
+    ids = ",".join(str(number) for number in range(3, 20))
+    padded = ("--input-ids", ids, "--input-ids", "1,2", "--padding-side", side, "--pad-to", 32)
+    both = load_file(Path(json.loads(run(*common, *padded).stdout)["directory"]) / "layer_1.safetensors")
+    alone = load_file(
+        Path(json.loads(run(*common, "--input-ids", ids).stdout)["directory"]) / "layer_1.safetensors"
+    )
+    rows = slice(15, 32) if side == "left" else slice(0, 17)
+    assert all(tensor.isfinite().all() for tensor in both.values())
+    difference = both["output"][0, rows].float() - alone["output"][0].float()
+    assert difference.norm() / alone["output"][0].float().norm() < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_clean_runs_stand_where_transformers_own_alternatives_stand(
+    run: Any, command: Any, serve: Any, needs_xla: None, tmp_path: Path, shape: str, seed: int
+) -> None:
+    model, golden = tmp_path / "model", tmp_path / "golden"
+    synthesize(model, model=SHAPES[shape], dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=seed)
+    inputs = ("--seq-len", "64,37,5", "--seed", seed)
+    assert (
+        command(
+            mm2_gpu, "extract-all", "--model", model, *inputs, "--output-dir", golden, "--quiet"
+        ).exit_code
+        == 0
+    )
+    common = ("sweep", "--model", model, "--golden", golden, "--json")
+    port = Path(__file__).parents[3] / "scripts/examples/transformers_port.py"
+    alternatives = [json.loads(run(*common, "--target", f"{port}:{name}").stdout) for name in ALTERNATIVES]
+    (on_xla,) = serve([[*common, "--backend", "xla-cpu", "--captures", tmp_path / "xla"]])
+    own = {"cpu": json.loads(run(*common).stdout), "xla-cpu": json.loads(on_xla["stdout"])}
+    limit = 1.25 * max(worst_rho(record) for record in alternatives)
+    for backend, record in own.items():
+        assert (backend, record["verdict"]) == (backend, "pass")
+        assert worst_rho(record) <= limit
+
+
+def worst_rho(record: dict[str, Any]) -> float:
+    return max(site["noise"]["whole"] for site in record["sites"] if site["noise"] is not None)

@@ -1,0 +1,432 @@
+"""`mm2-test bisect` on ports that are wrong in layers that are known."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+NUM_LAYERS = 12
+# ⌈log2 12⌉ + 1
+MOST_RUNS = 5
+
+# o_proj was never loaded, in some layers; one module serves all.
+UNLOADED = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        if layer_idx in {layers}:
+            state["self_attn.o_proj.weight"] = torch.zeros_like(tensors["self_attn.o_proj.weight"])
+        return state
+"""
+# The same in layer 7, where ranks divide what is loaded.
+UNLOADED_ON_RANKS = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx == 7:
+            name = "self_attn.o_proj.weight"
+            tensors[name] = torch.zeros_like(tensors[name])
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
+# Gate and up swapped in layer 7, seen from outside; a module for each layer.
+BLACK_BOX = """
+class Port(ReferenceLayer):
+    sites = {}
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        swapped = {"w1.weight": "w3.weight", "w3.weight": "w1.weight"} if layer_idx == 7 else {}
+        return {name[:-9] + swapped.get(name[-9:], name[-9:]): tensors[name] for name in tensors}
+"""
+# One of sixteen experts adds nothing, in layer 5: no more than a few tokens are wrong.
+FEW_TOKENS = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if layer_idx == 5:
+            name = "block_sparse_moe.experts.3.w2.weight"
+            tensors[name] = torch.zeros_like(tensors[name])
+        return super().convert_state_dict(tensors, config, layer_idx)
+"""
+# Noise of a size on every token of layer 5's output, relative to all of its channels but the massive ones; where
+# asked, behind layer 4 alone. Other layers lack their o_proj.
+NOISY = """
+from neuron.builtin.layer import DeviceLayer
+from minimax_tools.metrics.noise_floor import massive_channels
+
+class Port(DeviceLayer):
+    last = None
+    layer_idx = None
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        Port.layer_idx = layer_idx
+        if layer_idx in {unloaded}:
+            name = "self_attn.o_proj.weight"
+            tensors[name] = torch.zeros_like(tensors[name])
+        return super().convert_state_dict(tensors, config, layer_idx)
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        is_behind = Port.last is not None and torch.equal(Port.last, hidden_states)
+        output, _ = super().forward(hidden_states, attention_mask, position_ids)
+        Port.last = output.clone()
+        if Port.layer_idx != 5 or ({in_a_chain} and not is_behind):
+            return output
+        massive = massive_channels(output[attention_mask.bool()])
+        ordinary = output.float().masked_fill(massive, 0.0)
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).masked_fill(massive, 0.0)
+        noise *= {size} * ordinary.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+        return (output + noise).to(output.dtype)
+"""
+# Layer 5 is wrong where it runs right behind layer 4 and there alone: what it is handed is not copied.
+WRONG_IN_A_CHAIN = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    last = None
+    layer_idx = None
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        Port.layer_idx = layer_idx
+        return super().convert_state_dict(tensors, config, layer_idx)
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        is_behind = Port.last is not None and torch.equal(Port.last, hidden_states)
+        output, _ = super().forward(hidden_states, attention_mask, position_ids)
+        Port.last = output.clone()
+        return output * 1.5 if is_behind and Port.layer_idx == 5 else output
+"""
+# Fails, or is killed, at the layer that a variable names: the source stays the same.
+STUMBLING = """
+from neuron.builtin.layer import DeviceLayer
+
+class Port(DeviceLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        if os.environ.get("FAIL_AT") == str(layer_idx):
+            raise RuntimeError("out of luck")
+        if os.environ.get("DIE_AT") == str(layer_idx):
+            os.kill(os.getpid(), 9)
+        with open(os.environ["RAN"], "a") as file:
+            file.write(f"{layer_idx} ")
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        if layer_idx == 10:
+            state["self_attn.o_proj.weight"] = torch.zeros_like(tensors["self_attn.o_proj.weight"])
+        return state
+"""
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A narrow FP8 model of twelve layers."""
+    folder = tmp_path_factory.mktemp("deep") / "deep"
+    model = SyntheticModel(
+        num_hidden_layers=NUM_LAYERS,
+        hidden_size=128,
+        num_attention_heads=4,
+        head_dim=32,
+        rotary_dim=16,
+        num_local_experts=16,
+        intermediate_size=64,
+    )
+    synthesize(folder, model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def deep_golden(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its golden: inputs and outputs, and their floor."""
+    directory = tmp_path_factory.mktemp("deep") / "golden"
+    arguments = ("extract-all", "--model", deep, "--seq-len", "48,33", "--sites", "layer")
+    result = click.testing.CliRunner().invoke(
+        mm2_gpu, [*map(str, arguments), "--output-dir", str(directory), "--quiet"]
+    )
+    assert result.exit_code == 0, result.output
+    return directory
+
+
+@pytest.fixture
+def bisect(run: Any, deep: Path, deep_golden: Path) -> Any:
+    """Runs `mm2-test bisect` over the twelve layers."""
+
+    def run_bisect(target: str, *arguments: object) -> Any:
+        common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu")
+        return run("bisect", *common, "--target", target, *arguments)
+
+    return run_bisect
+
+
+def layers_blamed(record: dict[str, Any]) -> list[int]:
+    return [blame["layer"] for blame in record["blame"]]
+
+
+@pytest.mark.parametrize("layer", [0, 7, 11])
+def test_wrong_layer_is_found_and_both_sides_of_the_cut_were_run(
+    bisect: Any, write_port: Any, layer: int
+) -> None:
+    result = bisect(write_port(UNLOADED.format(layers={layer})), "--json", "--quiet")
+    assert result.exit_code == 1
+    record = json.loads(result.stdout)
+    assert record["verdict"] == "fail"
+    assert layers_blamed(record) == [layer]
+    assert record["blame"][0]["sites"] == ["output"]
+    assert record["runs"] == len(record["probes"]) <= MOST_RUNS
+    chains = [chain for probe in record["probes"] for chain in probe["chains"]]
+    right = {
+        number
+        for chain in chains
+        if chain["verdict"] == "pass"
+        for number in range(chain["start_layer"], chain["end_layer"] + 1)
+    }
+    assert set(range(layer)) <= right
+    assert (chains[-1]["start_layer"], chains[-1]["end_layer"]) == (layer, layer)
+    assert chains[-1]["verdict"] == "fail"
+
+
+def test_black_box_that_is_built_layer_by_layer_is_found_out(bisect: Any, write_port: Any) -> None:
+    result = bisect(write_port(BLACK_BOX))
+    assert result.exit_code == 1
+    assert result.stdout.startswith("FAIL: layer 7, output\n")
+    assert "layers 0-6 are right, as far as chains see" in " ".join(result.stdout.split())
+    assert re.search(r"mm2-test single-layer --layer 7 --model .* --golden .* --sites all", result.stdout)
+    assert "Probe 1: layers 0 to 5." in result.stderr
+    assert re.search(r"Layer 3 \(4 of 6\): ", result.stderr)
+
+
+def test_right_port_passes_and_is_told_what_could_not_be_seen(bisect: Any, tmp_path: Path) -> None:
+    result = bisect("builtin", "--json", "--quiet")
+    assert result.exit_code == 0
+    record = json.loads(result.stdout)
+    assert (record["verdict"], record["blame"], record["drifts"]) == ("pass", [], [])
+    assert record["runs"] <= MOST_RUNS
+    assert record["compared"] < record["of"] == NUM_LAYERS
+    visible = record["smallest_visible"]
+    assert 0.001 < visible["alone"] < visible["in_chains"] < 0.05
+    again = bisect("builtin", "--quiet")
+    assert re.search(r"In the output of a chain, noise from [12]\.\d+ % on is\s+seen", again.stdout)
+    assert "mm2-test sweep --layers 0:12" in again.stdout
+    # Nothing is kept of the layers' outputs.
+    directory = Path(record["directory"])
+    assert [path.name for path in directory.iterdir()] == ["bisection.json"]
+    assert directory == tmp_path / "captures" / "neuron" / "bisect_0_to_11"
+
+
+@pytest.fixture
+def stated(bisect: Any) -> float:
+    """What is said to be seen of noise at the end of the chain of layers 4 and 5."""
+    record = json.loads(bisect("builtin", "--json", "--quiet").stdout)
+    chains = [chain for probe in record["probes"] for chain in probe["chains"]]
+    [size] = [chain["smallest_visible"] for chain in chains if chain["end_layer"] == 5]
+    assert size <= record["smallest_visible"]["in_chains"]
+    return float(size)
+
+
+def test_noise_of_the_stated_size_at_the_end_of_a_chain_is_found(
+    bisect: Any, write_port: Any, stated: float
+) -> None:
+    port = write_port(NOISY.format(size=1.1 * stated, in_a_chain=False, unloaded=()))
+    found = bisect(port, "--json", "--quiet")
+    assert (found.exit_code, layers_blamed(json.loads(found.stdout))) == (1, [5])
+    port = write_port(NOISY.format(size=0.5 * stated, in_a_chain=False, unloaded=()))
+    assert bisect(port, "--quiet").exit_code == 0
+
+
+def test_faint_drift_does_not_end_the_search(bisect: Any, write_port: Any, stated: float) -> None:
+    faint = NOISY.format(size=1.4 * stated, in_a_chain=True, unloaded=())
+    record = json.loads(bisect(write_port(faint), "--json", "--quiet").stdout)
+    assert (record["verdict"], record["blame"]) == ("warn", [])
+    assert [(drift["start_layer"], drift["end_layer"]) for drift in record["drifts"]] == [(4, 5)]
+    assert "did not run" not in " ".join(record["notes"])
+    worse = NOISY.format(size=1.4 * stated, in_a_chain=True, unloaded=(9,))
+    found = bisect(write_port(worse), "--json", "--quiet")
+    assert found.exit_code == 1
+    record = json.loads(found.stdout)
+    assert (layers_blamed(record), len(record["drifts"])) == ([9], 1)
+
+
+def test_golden_of_all_sites_tells_what_a_sweep_would_see(run: Any, toy: Path, golden: Path) -> None:
+    result = run("bisect", "--model", toy, "--golden", golden, "--backend", "cpu", "--json", "--quiet")
+    assert result.exit_code == 0
+    visible = json.loads(result.stdout)["smallest_visible"]
+    assert visible["in_a_sweep"] < visible["alone"] < visible["in_chains"]
+
+
+def test_all_culprits_are_found_when_asked_for(bisect: Any, write_port: Any) -> None:
+    target = write_port(UNLOADED.format(layers={2, 3, 9}))
+    first = json.loads(bisect(target, "--json", "--quiet").stdout)
+    assert layers_blamed(first) == [2]
+    every = json.loads(bisect(target, "--all", "--json", "--quiet").stdout)
+    assert layers_blamed(every) == [2, 3, 9]
+    assert every["runs_resumed"] == first["runs"]
+    part = json.loads(bisect(target, "--all", "--start-layer", 3, "--end-layer", 8, "--json").stdout)
+    assert layers_blamed(part) == [3]
+
+
+def test_mistake_of_few_tokens_hides_in_chains_and_not_in_layers_alone(bisect: Any, write_port: Any) -> None:
+    target = write_port(FEW_TOKENS)
+    chained = bisect(target, "--chain-length", 4, "--json", "--quiet")
+    assert chained.exit_code == 0
+    notes = " ".join(json.loads(chained.stdout)["notes"])
+    assert "or one of few tokens, may hide" in notes
+    assert "choose a shorter --chain-length" in notes
+    alone = bisect(target, "--exhaustive", "--json", "--quiet")
+    assert alone.exit_code == 1
+    record = json.loads(alone.stdout)
+    assert layers_blamed(record) == [5]
+    assert record["runs"] == record["compared"] == record["of"] == NUM_LAYERS
+    assert record["smallest_visible"]["in_chains"] is None
+    assert "chains" not in record["blame"][0]["reason"]
+
+
+def test_layers_that_are_wrong_in_a_chain_alone_are_no_culprits(bisect: Any, write_port: Any) -> None:
+    result = bisect(write_port(WRONG_IN_A_CHAIN), "--json", "--quiet")
+    assert result.exit_code == 1
+    record = json.loads(result.stdout)
+    assert (record["verdict"], record["blame"]) == ("fail", [])
+    [drift] = record["drifts"]
+    assert (drift["start_layer"], drift["end_layer"]) == (4, 5)
+    assert "each of the layers, run alone, is right" in drift["reason"]
+    shown = bisect(write_port(WRONG_IN_A_CHAIN), "--quiet")
+    assert shown.stdout.startswith("FAIL: layers 4-5, in a chain alone\n")
+
+
+def test_interrupted_bisection_goes_on_where_it_stopped(
+    bisect: Any, write_port: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target, ran = write_port(STUMBLING), tmp_path / "ran"
+    monkeypatch.setenv("RAN", str(ran))
+    monkeypatch.setenv("FAIL_AT", "10")
+    failed = bisect(target)
+    assert failed.exit_code == 3
+    assert "out of luck" in failed.stderr
+    assert ran.read_text().split() == ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
+    monkeypatch.delenv("FAIL_AT")
+    ran.unlink()
+    resumed = bisect(target, "--json")
+    assert "Probe 1: layers 0 to 5: done before." in resumed.stderr
+    assert "Probe 2: layers 6 to 8: done before." in resumed.stderr
+    record = json.loads(resumed.stdout)
+    assert (resumed.exit_code, layers_blamed(record), record["runs_resumed"]) == (1, [10], 3)
+    assert ran.read_text().split() == ["10"]
+    whole = json.loads(bisect(target, "--json", "--anew").stdout)
+    assert whole["runs_resumed"] == 0
+    assert whole["probes"] == record["probes"]
+
+
+def test_killed_bisection_goes_on_where_it_stopped(
+    process: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
+) -> None:
+    ran = tmp_path / "ran"
+    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--target", write_port(STUMBLING))
+
+    # Both are processes: what this one was left with (a variable that changes numbers) must not tell them apart.
+    def search(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        place = ("--captures", tmp_path / "captures")
+        return process("bisect", *common, *place, *arguments, RAN=str(ran), **environment)
+
+    killed = search(DIE_AT="8")
+    assert killed.returncode == 3
+    assert "the process was ended by SIGKILL" in killed.stderr
+    assert "while converting the weights of layer 8 of target" in killed.stderr
+    ran.unlink()
+    resumed = search("--json")
+    record = json.loads(resumed.stdout)
+    assert (resumed.returncode, layers_blamed(record), record["runs_resumed"]) == (1, [10], 1)
+    assert ran.read_text().split() == ["6", "7", "8", "9", "10"]
+
+
+def test_edited_port_is_searched_anew(bisect: Any, write_port: Any) -> None:
+    assert bisect(write_port(UNLOADED.format(layers={3}))).exit_code == 1
+    mended = bisect(write_port(UNLOADED.format(layers={99})))
+    assert mended.exit_code == 0
+    assert "Starting anew" in mended.stderr
+    assert "has other target_digest" in mended.stderr
+
+
+def test_damaged_journal_is_begun_anew(bisect: Any, tmp_path: Path) -> None:
+    journal = tmp_path / "captures" / "neuron" / "bisect_0_to_11" / "bisection.json"
+    bisect("builtin")
+    journal.write_text(journal.read_text()[:-40])
+    again = bisect("builtin")
+    assert again.exit_code == 0
+    assert "Starting anew" in again.stderr
+    assert "cannot be read" in again.stderr
+
+
+def test_other_files_in_the_directory_are_left_alone(bisect: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    result = bisect("builtin", "--output-dir", tmp_path / "mine")
+    assert result.exit_code == 3
+    assert "holds something other than a bisection: found thesis.txt" in result.stderr
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "all of it"
+
+
+def test_golden_that_lacks_layers_is_refused(run: Any, deep: Path, tmp_path: Path) -> None:
+    golden = tmp_path / "part"
+    arguments = ("multi-layer", "--model", deep, "--layers", "0:6", "--seq-len", "12", "--sites", "layer")
+    done = click.testing.CliRunner().invoke(
+        mm2_gpu, [*map(str, arguments), "--output-dir", str(golden), "--quiet"]
+    )
+    assert done.exit_code == 0, done.output
+    result = run("bisect", "--model", deep, "--golden", golden, "--backend", "cpu")
+    assert result.exit_code == 3
+    assert "lacks layer 6, layer 7, layer 8, layer 9 and 2 more" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--layers", "4:13"), "layer 12 is out of range"),
+        (("--chain-length", 9), "9 is not in the range 1<=x<=8"),
+    ],
+)
+def test_wrong_usage_is_refused(bisect: Any, arguments: tuple[object, ...], words: str) -> None:
+    result = bisect("builtin", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_golden_is_asked_for(run: Any, deep: Path) -> None:
+    result = run("bisect", "--model", deep)
+    assert result.exit_code == 2
+    assert "--golden" in result.stderr
+
+
+@pytest.mark.slow
+def test_graphs_are_compiled_for_the_first_layer_alone(
+    needs_xla: None, serve: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
+) -> None:
+    target = write_port(UNLOADED.format(layers={7}))
+    common = ("--model", deep, "--golden", deep_golden, "--backend", "xla-cpu", "--captures", tmp_path)
+    [result] = serve([("bisect", *common, "--target", target, "--json")])
+    record = json.loads(result["stdout"])
+    assert (result["exit_code"], layers_blamed(record)) == (1, [7])
+    assert record["graphs"]["first_layer"] > 0
+    assert record["graphs"]["later_layers"] == 0
+    assert record["graphs"]["fallbacks"] == []
+
+
+@pytest.mark.slow
+def test_ranks_share_the_layers_of_a_bisection(
+    process: Any, write_port: Any, deep: Path, deep_golden: Path, tmp_path: Path
+) -> None:
+    common = ("--model", deep, "--golden", deep_golden, "--backend", "cpu", "--captures", tmp_path)
+    target = write_port(UNLOADED_ON_RANKS)
+    done = process("bisect", *common, "--target", target, "--tp-degree", 2, "--json", "--quiet")
+    assert done.returncode == 1, done.stderr
+    record = json.loads(done.stdout)
+    assert layers_blamed(record) == [7]
+    assert "--tp-degree 2 --ep-degree 1" in record["next"][0]

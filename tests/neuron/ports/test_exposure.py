@@ -1,0 +1,188 @@
+"""Which sites a port shows: those it names, or those that are found by the usual names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import nn
+
+from minimax_tools.errors import TargetError
+from minimax_tools.model.sites import Site
+from neuron.ports.exposure import find_exposure
+
+# What the reference layer's submodules do not show by their names alone.
+HIDDEN = {"q_rope", "k_rope", "router_experts", "router_weights"}
+
+UNDECLARED = """
+class Port(ReferenceLayer):
+    sites = None
+"""
+
+
+@pytest.fixture
+def run_port(run: Any, write_port: Any, toy: Path, golden: Path) -> Any:
+    """Runs layer 1 of the toy on the golden's input through a port; the result and its JSON."""
+
+    def run_source(source: str) -> tuple[Any, dict[str, Any]]:
+        arguments = ("single-layer", "--layer", 1, "--model", toy, "--golden", golden, "--json")
+        result = run(*arguments, "--target", write_port(source))
+        return result, json.loads(result.stdout)
+
+    return run_source
+
+
+def stored(record: dict[str, Any]) -> set[str]:
+    return set(load_file(Path(record["directory"]) / "layer_1.safetensors"))
+
+
+def test_usual_names_are_found(run_port: Any) -> None:
+    result, record = run_port(UNDECLARED)
+    assert result.exit_code == 0
+    assert stored(record) == {str(site) for site in Site} - HIDDEN
+    assert set(record["layers"][0]["not_exposed"]) == HIDDEN
+    assert (record["compared"], record["of"]) == (13, 17)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "name"),
+    [("block_sparse_moe", "mlp"), ("self_attn", "attention"), ("post_attention_layernorm", "ffn_norm")],
+)
+def test_other_usual_names_are_found_too(run_port: Any, renamed: str, name: str) -> None:
+    source = f"""
+class Port(ReferenceLayer):
+    sites = None
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.{name} = self.{renamed}
+        del self.{renamed}
+        self.__dict__["{renamed}"] = self.{name}
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        return {{key.replace("{renamed}.", "{name}."): tensors[key] for key in tensors}}
+"""
+    result, record = run_port(source)
+    assert result.exit_code == 0, result.stderr
+    assert set(record["layers"][0]["not_exposed"]) == HIDDEN
+
+
+def test_declared_sites_are_the_only_ones(run_port: Any) -> None:
+    result, record = run_port("class Port(ReferenceLayer):\n    sites = {'moe_delta': 'block_sparse_moe'}\n")
+    assert result.exit_code == 0
+    assert stored(record) == {"input", "moe_delta", "output"}
+    assert record["compared"] == 2
+
+
+def test_black_box_shows_input_and_output(run_port: Any) -> None:
+    result, record = run_port("class Port(ReferenceLayer):\n    sites = {}\n")
+    assert result.exit_code == 0
+    assert stored(record) == {"input", "output"}
+
+
+def test_inputs_and_elements_of_outputs_can_be_named(run_port: Any) -> None:
+    source = """
+class Port(ReferenceLayer):
+    sites = {
+        "attn_residual": "post_attention_layernorm:input",
+        "router_experts": "block_sparse_moe.router:output[0]",
+        "router_weights": "block_sparse_moe.router:output[1]",
+    }
+"""
+    result, record = run_port(source)
+    assert result.exit_code == 0
+    assert stored(record) == {"input", "attn_residual", "router_experts", "router_weights", "output"}
+
+
+def test_misleading_name_is_not_exposed_rather_than_wrong(run_port: Any) -> None:
+    source = """
+class Scaled(nn.Module):
+    def forward(self, states):
+        return states[..., :8]
+
+class Port(ReferenceLayer):
+    sites = None
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.input_norm_of_before = self.input_layernorm
+        self.attn = Scaled()
+        self.moe = Scaled()
+        self.feed_forward = self.block_sparse_moe
+        del self.block_sparse_moe
+
+    def convert_state_dict(self, tensors, config, layer_idx):
+        names = {key: key.replace("block_sparse_moe.", "feed_forward.") for key in tensors}
+        state = {name: tensors[key] for key, name in names.items()}
+        return {**state, "input_norm_of_before.weight": tensors["input_layernorm.weight"]}
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        normed = self.input_layernorm(hidden_states)
+        residual = hidden_states + self.self_attn(normed, attention_mask, position_ids)
+        self.moe(residual)
+        return residual + self.feed_forward(self.post_attention_layernorm(residual))
+"""
+    result, record = run_port(source)
+    assert result.exit_code == 0, result.stderr
+    assert "moe_delta" in record["layers"][0]["not_exposed"]
+    assert "attn_delta" in stored(record)
+
+
+def test_declared_site_of_another_shape_fails(run_port: Any) -> None:
+    result, record = run_port("class Port(ReferenceLayer):\n    sites = {'moe_delta': 'self_attn.k_proj'}\n")
+    failed = {site["site"]: site["reason"] for site in record["sites"] if site["status"] == "fail"}
+    assert result.exit_code == 1
+    assert failed == {"moe_delta": "shape: expected (2, 48, 256), found (2, 48, 128)"}
+
+
+def test_flat_tokens_are_the_batch_laid_end_to_end(run_port: Any) -> None:
+    source = """
+class Port(ReferenceLayer):
+    sites = {"moe_delta": "block_sparse_moe", "router_logits": "block_sparse_moe.gate"}
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.block_sparse_moe.register_forward_hook(lambda module, args, output: output.flatten(0, 1))
+
+    def forward(self, hidden_states, attention_mask, position_ids):
+        normed = self.input_layernorm(hidden_states)
+        residual = hidden_states + self.self_attn(normed, attention_mask, position_ids)
+        return residual + self.block_sparse_moe(self.post_attention_layernorm(residual)).view(residual.shape)
+"""
+    result, record = run_port(source)
+    shapes = {site["site"]: site["shape"] for site in record["layers"][0]["sites"]}
+    assert result.exit_code == 0
+    assert (shapes["moe_delta"], shapes["router_logits"]) == ([2, 48, 256], [2, 48, 32])
+
+
+@pytest.mark.parametrize(
+    ("sites", "texts"),
+    [
+        ("{'moe_output': 'block_sparse_moe'}", ("'moe_output' is no site of a decoder layer", "moe_delta")),
+        ("{'moe_delta': 'block_sparse_moe:weights'}", ("sites['moe_delta']", "'block_sparse_moe:weights'")),
+        (
+            "{'moe_delta': 'experts'}",
+            ("sites name submodules that Port does not have", "moe_delta: 'experts'"),
+        ),
+        ("{'moe_delta': 3}", ("sites is no mapping of names", "{'moe_delta': 3}")),
+        ("['moe_delta']", ("sites is no mapping of names",)),
+    ],
+)
+def test_sites_that_mean_nothing_are_an_error(run_port: Any, sites: str, texts: tuple[str, ...]) -> None:
+    result, _ = run_port(f"class Port(ReferenceLayer):\n    sites = {sites}\n")
+    assert result.exit_code == 3
+    for text in texts:
+        assert text in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_output_is_whole_on_every_rank() -> None:
+    module = nn.Linear(2, 2)
+    module.sites = {"output": "@partial"}  # type: ignore[assignment]  # as a port may write it
+    with pytest.raises(
+        TargetError, match=r"sites\['output'\] is @partial: expected the whole of it on every rank"
+    ):
+        find_exposure(module, what="target port.py:Port, layer 0")

@@ -1,0 +1,367 @@
+"""Rows decoded from a cache, and tokens generated through it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+
+# The device layer with a mistake that only a decode step makes.
+DECODE_MISTAKES = """
+import torch
+from neuron.builtin.layer import DeviceLayer
+
+class Forgets(DeviceLayer):
+    "Sees no past row."
+    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
+        if past_key_value is not None:
+            attention_mask = attention_mask.clone()
+            attention_mask[:, : -hidden_states.shape[1]] = 0
+        return super().forward(hidden_states, attention_mask, position_ids, past_key_value)
+
+class CountsAnew(DeviceLayer):
+    "Rotates a step's keys as if they were the first."
+    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
+        if past_key_value is not None:
+            position_ids = torch.zeros_like(position_ids)
+        return super().forward(hidden_states, attention_mask, position_ids, past_key_value)
+
+class ReadsUnused(DeviceLayer):
+    "Attends to rows of the cache that nothing was put into."
+    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
+        return super().forward(hidden_states, torch.ones_like(attention_mask), position_ids, past_key_value)
+
+class NewRowsAlone(DeviceLayer):
+    "Returns the rows it was fed, not those before them: allowed."
+    def forward(self, hidden_states, *args, **kwargs):
+        output, (keys, values) = super().forward(hidden_states, *args, **kwargs)
+        rows = hidden_states.shape[1]
+        return output, (keys[:, :, -rows:], values[:, :, -rows:])
+
+class KeepsNothing(DeviceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
+        return super().forward(hidden_states, attention_mask, position_ids, past_key_value)[0]
+
+class FlatKeys(DeviceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids, past_key_value=None):
+        output, (keys, values) = super().forward(hidden_states, attention_mask, position_ids, past_key_value)
+        return output, (keys.flatten(2), values.flatten(2))
+
+class OtherCache(DeviceLayer):
+    "Computes what it should and returns something else to be cached."
+    def forward(self, *args, **kwargs):
+        output, (keys, values) = super().forward(*args, **kwargs)
+        return output, (keys, torch.zeros_like(values))
+
+class FewerHeads(DeviceLayer):
+    def forward(self, *args, **kwargs):
+        output, (keys, values) = super().forward(*args, **kwargs)
+        return output, (keys[:, :1], values[:, :1])
+
+class MakesNan(DeviceLayer):
+    def forward(self, *args, **kwargs):
+        output, cache = super().forward(*args, **kwargs)
+        return output * float("nan"), cache
+
+class TakesNone(DeviceLayer):
+    def forward(self, hidden_states, attention_mask, position_ids):
+        return super().forward(hidden_states, attention_mask, position_ids)
+"""
+
+
+@pytest.fixture
+def decode(run: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:
+    """Sweeps two layers of the toy, some rows of them decoded, through one of the ports above or mm2's own."""
+
+    def sweep(name: str | None = None, *, rows: int = 4, options: tuple[object, ...] = ()) -> Any:
+        path = tmp_path / "ports.py"
+        path.write_text(DECODE_MISTAKES)
+        target = () if name is None else ("--target", f"{path}:{name}")
+        common = ("sweep", "--layers", "1:3", "--model", toy, "--golden", golden, "--decode", rows, "--json")
+        return run(*common, *target, *options)
+
+    return sweep
+
+
+@pytest.mark.parametrize(("name", "rows"), [(None, 1), (None, 4), (None, 47), ("NewRowsAlone", 4)])
+def test_decoded_rows_pass(decode: Any, name: str | None, rows: int) -> None:
+    result = decode(name, rows=rows)
+    record = json.loads(result.stdout)
+    assert (result.exit_code, record["verdict"], record["compared"]) == (0, "pass", record["of"])
+    assert record["description"]["run"]["decode_rows"] == rows
+    assert record["layers"][0]["sites"][0]["shape"] == [2, 48, 256]
+
+
+@pytest.mark.parametrize("name", ["Forgets", "CountsAnew"])
+def test_mistake_of_a_decode_step_alone_fails_in_attention(decode: Any, name: str) -> None:
+    record = json.loads(decode(name).stdout)
+    assert record["verdict"] == "fail"
+    assert {blame["layer"] for blame in record["blame"]} == {1, 2}
+    assert {site for blame in record["blame"] for site in blame["sites"]} <= {
+        "attn_context",
+        "q_rope",
+        "k_rope",
+    }
+
+
+@pytest.mark.parametrize(("name", "site"), [("OtherCache", "v_proj"), ("FewerHeads", "k_rope")])
+def test_what_is_returned_to_be_cached_is_judged(decode: Any, name: str, site: str) -> None:
+    record = json.loads(decode(name).stdout)
+    assert record["verdict"] == "fail"
+    assert site in {site for blame in record["blame"] for site in blame["sites"]}
+
+
+def test_rows_that_are_decoded_are_each_prompts_own(
+    run: Any, command: Any, toy: Path, tmp_path: Path
+) -> None:
+    """Behind a short prompt, and behind all in a bucket, there is padding: decoding that would judge nothing."""
+    path = tmp_path / "ports.py"
+    path.write_text(DECODE_MISTAKES)
+    for side in ("right", "left"):
+        golden = tmp_path / side
+        rows = ("--seq-len", "24,9", "--pad-to", 32, "--padding-side", side)
+        arguments = ("extract-all", "--model", toy, *rows, "--noise-floor", "full", "--quiet")
+        assert command(mm2_gpu, *arguments, "--output-dir", golden).exit_code == 0
+        common = ("sweep", "--layers", "1:2", "--model", toy, "--golden", golden, "--decode", 5, "--json")
+        assert json.loads(run(*common).stdout)["verdict"] == "pass"
+        wrong = json.loads(run(*common, "--target", f"{path}:Forgets").stdout)
+        assert (side, wrong["verdict"]) == (side, "fail")
+
+
+def test_saved_run_that_decoded_nothing_is_not_shown_as_one_that_did(
+    run: Any, toy: Path, tmp_path: Path
+) -> None:
+    common = (
+        "single-layer",
+        "--layer",
+        0,
+        "--model",
+        toy,
+        "--seq-len",
+        9,
+        "--output-dir",
+        tmp_path / "saved",
+    )
+    assert run(*common).exit_code == 0
+    result = run(*common, "--decode", 2, "--skip-compile")
+    assert result.exit_code == 3
+    assert "last 2 rows of each prompt decoded" in result.stderr
+
+
+def test_mistake_of_a_decode_step_is_not_seen_without_decoding(decode: Any) -> None:
+    assert json.loads(decode("Forgets", rows=0).stdout)["verdict"] == "pass"
+
+
+def test_port_that_reads_beyond_what_the_mask_allows_fails(decode: Any) -> None:
+    """The past is longer than what is in it, so that it has one length for all steps."""
+    record = json.loads(decode("ReadsUnused", rows=20).stdout)
+    assert record["verdict"] == "fail"
+    assert "attn_context" in {site for blame in record["blame"] for site in blame["sites"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("KeepsNothing", "returned no keys and values: expected a pair of tensors"),
+        ("FlatKeys", "returned no keys and values: expected a pair of tensors"),
+        ("TakesNone", "cannot decode: its forward does not accept past_key_value"),
+    ],
+)
+def test_port_that_takes_no_part_is_told_how(decode: Any, name: str, message: str) -> None:
+    result = decode(name)
+    assert result.exit_code == 3
+    assert message in result.stderr
+    assert "accept past_key_value and return (output, (keys, values))" in result.stderr
+
+
+def test_more_rows_than_there_are_cannot_be_decoded(decode: Any) -> None:
+    result = decode(rows=48)
+    assert result.exit_code == 2
+    assert "of 48 rows 48 cannot be decoded" in result.stderr
+
+
+def test_component_does_not_decode(run: Any, toy: Path, golden: Path) -> None:
+    common = ("component", "--layer", 1, "--component", "moe", "--model", toy, "--golden", golden)
+    result = run(*common, "--decode", 2)
+    assert result.exit_code == 2
+    assert "a component does not decode" in result.stderr
+
+
+def test_golden_without_keys_cannot_feed_a_decode_step(
+    run: Any, command: Any, toy: Path, tmp_path: Path
+) -> None:
+    arguments = ("extract-all", "--model", toy, "--seq-len", 8, "--sites", "layer", "--noise-floor", "off")
+    assert command(mm2_gpu, *arguments, "--quiet", "--output-dir", tmp_path / "golden").exit_code == 0
+    result = run("sweep", "--model", toy, "--golden", tmp_path / "golden", "--sites", "layer", "--decode", 2)
+    assert result.exit_code == 3
+    assert "lacks v_proj of layer 0, k_rope of layer 0" in result.stderr
+
+
+def test_chained_steps_go_on_from_the_ports_own_rows(run: Any, float32_golden: Path, copies: Any) -> None:
+    model = ("--model", copies[torch.float32], "--dtype", "float32", "--golden", float32_golden)
+    decoded = json.loads(run("full", *model, "--decode", 5, "--json").stdout)
+    whole = json.loads(run("full", *model, "--json").stdout)
+    assert decoded["verdict"] == whole["verdict"] == "pass"
+    mine, theirs = (load_file(Path(one["directory"]) / "model.safetensors") for one in (decoded, whole))
+    real = load_file(Path(whole["directory"]) / "inputs.safetensors")["attention_mask"].bool()
+    error = (mine["logits"][real] - theirs["logits"][real]).norm() / theirs["logits"][real].norm()
+    assert float(error) < 1e-5
+
+
+def test_a_step_compiles_as_much_as_the_whole_pass_and_nothing_later(
+    needs_xla: None, serve: Any, small: Path, tmp_path: Path
+) -> None:
+    common = (
+        "multi-layer",
+        "--layers",
+        "0:3",
+        "--model",
+        small,
+        "--seq-len",
+        "9,5",
+        "--backend",
+        "xla-cpu",
+        "--json",
+    )
+    # Graphs are counted, not timed: the compiler need not try.
+    fast = "--xla_backend_optimization_level=0"
+    (result,) = serve([(*common, "--decode", 3, "--output-dir", tmp_path / "decoded")], XLA_FLAGS=fast)
+    assert result["exit_code"] == 0, result["stderr"]
+    assert json.loads(result["stdout"])["graphs"] == {"first_layer": 6, "later_layers": 0, "fallbacks": []}
+
+
+@pytest.fixture(scope="module")
+def model(copies: Any) -> tuple[object, ...]:
+    return (
+        "--model",
+        copies[torch.float32],
+        "--dtype",
+        "float32",
+        "--prompt",
+        "The capital",
+        "--prompt",
+        "Hi",
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(model: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    options = ("--max-new-tokens", 5, "--noise-floor", "off", "--quiet", "--json", "--captures")
+    arguments = ("full", *model, *options, tmp_path_factory.mktemp("generated"))
+    result = click.testing.CliRunner().invoke(mm2_gpu, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return [row["generated_ids"] for row in json.loads(result.stdout)["generation"]["rows"]]
+
+
+class TestGeneration:
+    """Against the golden's own, in float32: neither side's noise decides."""
+
+    @pytest.mark.parametrize("side", ["right", "left"])
+    def test_tokens_are_the_goldens(
+        self, run: Any, model: tuple[object, ...], expected: list[list[int]], side: str
+    ) -> None:
+        result = run("full", *model, "--padding-side", side, "--max-new-tokens", 5, "--json")
+        rows = json.loads(result.stdout)["generation"]["rows"]
+        assert [row["generated_ids"] for row in rows] == expected
+        assert all(row["text"] for row in rows)
+
+    def test_tokens_far_out_are_the_goldens_and_end_with_the_models_positions(
+        self, run: Any, model: tuple[object, ...], command: Any, tmp_path: Path
+    ) -> None:
+        rows = ("--seq-len", "6,4", "--start-positions", "4090,196602", "--max-new-tokens", 5)
+        options = (*model[:4], *rows, "--json")
+        golden = command(
+            mm2_gpu, "full", *options, "--noise-floor", "off", "--quiet", "--captures", tmp_path / "golden"
+        )
+        sides = [json.loads(side.stdout)["generation"]["rows"] for side in (golden, run("full", *options))]
+        tokens = [[row["generated_ids"] for row in side] for side in sides]
+        assert tokens[0] == tokens[1]
+        assert [len(row) for row in tokens[0]] == [5, 3]
+
+    def test_one_token_is_told_without_being_asked_for_and_needs_no_past(
+        self, run: Any, model: tuple[object, ...], expected: list[list[int]], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "ports.py"
+        path.write_text(DECODE_MISTAKES)
+        result = run("full", *model, "--target", f"{path}:TakesNone")
+        assert result.exit_code == 0
+        assert all(
+            f"Row {index} continues with 1 token\n  ids   {row[0]}\n" in result.stdout
+            for index, row in enumerate(expected)
+        )
+
+    def test_a_saved_run_says_what_it_generated(
+        self, run: Any, model: tuple[object, ...], expected: list[list[int]]
+    ) -> None:
+        first = json.loads(run("full", *model, "--max-new-tokens", 3, "--json").stdout)
+        shown = json.loads(run("full", *model, "--skip-compile", "--json").stdout)
+        assert shown["generation"] == first["generation"]
+        assert [row["generated_ids"] for row in shown["generation"]["rows"]] == [row[:3] for row in expected]
+
+    def test_a_port_that_keeps_no_past_generates_no_second_token(
+        self, run: Any, model: tuple[object, ...], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "ports.py"
+        path.write_text(DECODE_MISTAKES)
+        result = run("full", *model, "--target", f"{path}:KeepsNothing", "--max-new-tokens", 2)
+        assert result.exit_code == 3
+        assert "layer 0 returned no keys and values" in result.stderr
+
+    def test_logits_that_are_nan_choose_no_token(
+        self, run: Any, model: tuple[object, ...], tmp_path: Path
+    ) -> None:
+        path = tmp_path / "ports.py"
+        path.write_text(DECODE_MISTAKES)
+        result = run("full", *model, "--target", f"{path}:MakesNan")
+        assert result.exit_code == 3
+        assert "warning: no token was generated: no token can be chosen: logits are NaN" in result.stderr
+        assert "continues with" not in result.stdout
+
+    def test_tokens_are_held_against_the_goldens(
+        self, run: Any, command: Any, model: tuple[object, ...], expected: list[list[int]], tmp_path: Path
+    ) -> None:
+        options = (
+            "--max-new-tokens",
+            5,
+            "--noise-floor",
+            "off",
+            "--quiet",
+            "--output-dir",
+            tmp_path / "golden",
+        )
+        assert command(mm2_gpu, "full", *model, *options).exit_code == 0
+        path = tmp_path / "ports.py"
+        path.write_text(DECODE_MISTAKES)
+        common = ("full", *model[:4], "--golden", tmp_path / "golden", "--max-new-tokens", 5)
+        assert "prompt 0: 5 of 5 generated tokens are the golden's" in run(*common).stdout
+        wrong = run(*common, "--target", f"{path}:Forgets", "--json")
+        assert wrong.exit_code == 1
+        record = json.loads(wrong.stdout)
+        [blame] = record["blame"]
+        assert (blame["layer"], blame["sites"]) == (None, ["generated_tokens"])
+        assert f"the golden's is {expected[0][1]}, " in blame["reason"]
+        assert record["generated"][0]["status"] == "fail"
+
+    def test_text_ends_with_the_token_that_ends_it(
+        self, run: Any, expected: list[list[int]], tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "model"
+        synthesize(folder, model=SyntheticModel(), dtype=torch.float32, shard_size_bytes=None, seed=0)
+        ends = {"eos_token_id": [expected[0][1], expected[1][1]]}
+        (folder / "generation_config.json").write_text(json.dumps(ends))
+        model = ("--model", folder, "--dtype", "float32", "--prompt", "The capital", "--prompt", "Hi")
+        rows = json.loads(run("full", *model, "--max-new-tokens", 5, "--json").stdout)["generation"]["rows"]
+        ended = [row["generated_ids"] for row in rows]
+        for index, row in enumerate(ended):
+            assert row == expected[index][: len(row)]
+            assert row[-1] in ends["eos_token_id"]
+            assert not set(row[:-1]) & set(ends["eos_token_id"])

@@ -1,0 +1,190 @@
+"""What a run tells of itself: where its time went, and whether recording changes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.model.spec import ModelSpec
+from neuron.cli import main
+from neuron.runs.layer_times import LayerTimes
+from neuron.runs.run_profile import RunProfile
+from neuron.runs.run_report import CaptureEffect, LayerProfile
+
+# Its attention is fused where nobody looks: a hook on q_norm makes it take the other way.
+# A shift changes every value. A scale would keep those that are exactly zero, and machines differ in how many are.
+CHANGES_WHEN_WATCHED = """
+class Port(ReferenceLayer):
+    def forward(self, *args):
+        output = super().forward(*args)
+        return output + 1 if self.self_attn.q_norm._forward_hooks else output
+"""
+PHASES = ("read", "regroup", "transfer", "compile", "run", "copy back")
+
+
+@pytest.fixture
+def profiled(run: Any, small: Path, tmp_path: Path) -> tuple[Any, Path]:
+    """A profiled run of two layers, and its capture directory."""
+    directory = tmp_path / "profiled"
+    common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", "12,7", "--profile")
+    return run(*common, "--output-dir", directory), directory
+
+
+def test_table_has_a_row_for_each_layer_and_one_for_all(profiled: tuple[Any, Path]) -> None:
+    result, directory = profiled
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines()]
+    # Peaks are of the process that runs the tests: megabytes, or more.
+    rows = [line[0] for line in lines if line[:1] in (["0"], ["1"], ["all"]) and {"MB", "GB"} & set(line)]
+    assert rows == ["0", "1", "all"]
+    assert f"trace: {directory / 'profile.json'}" in result.stdout
+
+
+def test_trace_holds_every_phase_of_every_layer_in_its_time(profiled: tuple[Any, Path]) -> None:
+    trace = json.loads((profiled[1] / "profile.json").read_text())
+    events = trace["traceEvents"]
+    for layer in (0, 1):
+        (whole,) = [event for event in events if event["name"] == f"layer {layer}"]
+        phases = [event for event in events if event["args"].get("layer") == layer]
+        assert tuple(event["name"] for event in phases) == PHASES
+        assert sum(event["dur"] for event in phases) == pytest.approx(whole["dur"])
+        assert whole["args"]["peak_host_bytes"] > 10**8
+    first, second = (event for event in events if event["name"].startswith("layer"))
+    assert first["ts"] + first["dur"] <= second["ts"] + 1e3
+
+
+def test_nothing_is_profiled_unasked(run: Any, small: Path, tmp_path: Path) -> None:
+    common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", "12,7")
+    assert "copy back" not in run(*common, "--output-dir", tmp_path / "plain").stdout
+    assert not (tmp_path / "plain" / "profile.json").exists()
+
+
+def test_compiling_and_sending_are_told_apart_on_xla(
+    needs_xla: None, serve: Any, small: Path, tmp_path: Path
+) -> None:
+    common = ("multi-layer", "--layers", "0:2", "--model", small, "--seq-len", "12,7", "--backend", "xla-cpu")
+    # What compiling takes is not judged: the compiler need not try.
+    fast = "--xla_backend_optimization_level=0"
+    (result,) = serve([(*common, "--profile", "--output-dir", tmp_path / "xla")], XLA_FLAGS=fast)
+    assert result["exit_code"] == 0, result["stderr"]
+    first, second = RunProfile.read(tmp_path / "xla").layers
+    assert first.times.compile_s > 0.0
+    assert second.times.compile_s == 0.0
+    assert min(first.times.transfer_s, second.times.transfer_s) > 0.0
+
+
+class TestEstimate:
+    """`mm2-test check --profile-of`."""
+
+    def write(self, folder: Path, model: Path, *, times: dict[str, float], **about: Any) -> Path:
+        layers = tuple(
+            LayerProfile(
+                layer=layer,
+                started_s=0.0,
+                times=LayerTimes(compile_s=9.0 if layer == 0 else 0.0, **times),
+                peak_host_bytes=1,
+                peak_device_bytes=None,
+            )
+            for layer in range(3)
+        )
+        RunProfile(
+            **{
+                "backend": "cpu",
+                "spec_digest": ModelSpec.from_folder(model).digest(),
+                "dtype": "bfloat16",
+                "num_ranks": 1,
+                "decode_rows": 0,
+                "batch_size": 2,
+                "sequence_length": 64,
+                **about,
+            },
+            layers=layers,
+        ).write(folder)
+        return folder
+
+    def check(self, command: Any, folder: Path, model: Path) -> list[str]:
+        result = command(
+            main, "check", "--model", model, "--seq-len", "64,128", "--profile-of", folder, "--json"
+        )
+        findings = json.loads(result.stdout)["findings"]
+        return [finding["found"] for finding in findings if finding["subject"] == "time"]
+
+    def test_loading_stays_and_running_grows(self, command: Any, small: Path, tmp_path: Path) -> None:
+        folder = self.write(
+            tmp_path, small, times={"read_s": 2.0, "regroup_s": 0.5, "transfer_s": 0.5, "run_s": 4.0}
+        )
+        same, twice = self.check(command, folder, small)
+        # A row is half of the batch that was measured; four layers; what was compiled is left out.
+        assert (
+            "a row of 64 tokens takes about 5.00 s a layer (3.00 s to load, 2.00 s to run) and 0:20 for 4 layers"
+            in same
+        )
+        run_s = float(twice.split("load, ")[1].split(" s")[0])
+        assert 4.0 < run_s < 8.0, "attention grows with the square of the length"
+
+    @pytest.mark.parametrize(
+        ("about", "message"),
+        [
+            ({"spec_digest": "another"}, "another model"),
+            ({"dtype": "float32"}, "another dtype"),
+            ({"backend": "xla-cpu"}, "another backend"),
+            ({"num_ranks": 2}, "several ranks"),
+            ({"decode_rows": 3}, "a run that decodes"),
+        ],
+    )
+    def test_profile_of_something_else_is_refused(
+        self, command: Any, small: Path, tmp_path: Path, about: dict[str, Any], message: str
+    ) -> None:
+        folder = self.write(tmp_path, small, times={"run_s": 1.0}, **about)
+        result = command(main, "check", "--model", small, "--backend", "cpu", "--profile-of", folder)
+        assert result.exit_code == 3
+        assert f"the profile is of {message}" in result.stderr
+
+    def test_run_that_kept_no_profile_is_refused(self, command: Any, golden: Path) -> None:
+        result = command(main, "check", "--profile-of", golden)
+        assert result.exit_code == 3
+        assert "holds no profile that can be read" in result.stderr
+
+
+class TestCheckCapture:
+    """`--check-capture`."""
+
+    def test_recording_that_changes_nothing_is_said_to(self, run_layer: Any, run: Any, small: Path) -> None:
+        common = ("single-layer", "--layer", 0, "--model", small, "--seq-len", "12,7", "--check-capture")
+        result = run(*common)
+        assert "recording the sites changes no bit of what 1 layer gave" in result.stdout
+        (effect,) = json.loads(run(*common, "--json").stdout)["capture_effects"]
+        assert (effect["num_changed"], effect["num_values"], effect["max_abs_diff"]) == (0, 2 * 12 * 64, 0.0)
+
+    def test_recording_that_changes_the_output_is_warned_of(
+        self, run: Any, write_port: Any, small: Path
+    ) -> None:
+        target = write_port(CHANGES_WHEN_WATCHED)
+        result = run(
+            "single-layer",
+            "--layer",
+            0,
+            "--model",
+            small,
+            "--seq-len",
+            "12,7",
+            "--check-capture",
+            "--target",
+            target,
+        )
+        assert result.exit_code == 0
+        assert (
+            "warning: recording the sites changes the output of layer 0: of layer 0 1536 of 1536 values"
+            in result.stderr
+        )
+
+    def test_nan_on_both_sides_is_no_change_and_on_one_is(self) -> None:
+        values = torch.tensor([1.0, float("nan"), 3.0])
+        assert CaptureEffect.between(0, values, values.clone()).num_changed == 0
+        effect = CaptureEffect.between(0, values, torch.tensor([1.0, 2.0, 3.5]))
+        assert effect.num_changed == 2
+        assert effect.max_abs_diff != effect.max_abs_diff

@@ -1,0 +1,224 @@
+"""Runs that are killed, fail, or find other things than they left: resumed, or begun anew."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpu_reference.cli import main as mm2_gpu
+
+# Fails, or waits to be killed, at the layer that a variable names: the source stays the same.
+STUMBLING = """
+import time
+
+class Port(ReferenceLayer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+
+    def forward(self, *arguments):
+        if os.environ.get("FAIL_AT") == str(self.layer_idx):
+            raise RuntimeError("out of luck")
+        if os.environ.get("HANG_AT") == str(self.layer_idx):
+            open(os.environ["HANGS"], "w").close()
+            time.sleep(600)
+        return super().forward(*arguments)
+"""
+DEADLINE_S = 300
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+@pytest.fixture
+def fail_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets the stumbling port fail at a layer, or at none."""
+
+    def set_layer(layer: int | None) -> None:
+        if layer is None:
+            monkeypatch.delenv("FAIL_AT", raising=False)
+        else:
+            monkeypatch.setenv("FAIL_AT", str(layer))
+
+    return set_layer
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        ("sweep",),
+        ("multi-layer", "--start-layer", 1, "--end-layer", 3),
+        ("full",),
+    ],
+)
+def test_failed_run_resumes_to_the_bytes_of_an_uninterrupted_one(
+    run: Any,
+    write_port: Any,
+    fail_at: Any,
+    toy: Path,
+    golden: Path,
+    tmp_path: Path,
+    preset: tuple[object, ...],
+) -> None:
+    common = ("--model", toy, "--golden", golden, "--target", write_port(STUMBLING))
+    assert run(*preset, *common, "--output-dir", tmp_path / "whole").exit_code == 0
+    fail_at(2)
+    failed = run(*preset, *common, "--output-dir", tmp_path / "resumed")
+    assert failed.exit_code == 3
+    assert "layer 2 failed while it ran: found RuntimeError: out of luck" in failed.stderr
+    fail_at(None)
+    resumed = run(*preset, *common, "--output-dir", tmp_path / "resumed")
+    assert resumed.exit_code == 0
+    assert "after layer 1" in resumed.stderr
+    assert (
+        "Layer 1 (2 of 4): done before" in resumed.stderr or "Layer 1 (1 of 3): done before" in resumed.stderr
+    )
+    assert re.search(r"Layer 2 \(\d of \d\): .*memory", resumed.stderr)
+    assert contents(tmp_path / "resumed") == contents(tmp_path / "whole")
+
+
+def test_chained_run_from_tokens_in_mid_model_resumes(
+    run: Any, write_port: Any, fail_at: Any, toy: Path, tmp_path: Path
+) -> None:
+    common = (
+        "multi-layer",
+        "--layers",
+        "1:4",
+        "--model",
+        toy,
+        "--seq-len",
+        9,
+        "--target",
+        write_port(STUMBLING),
+    )
+    run(*common, "--output-dir", tmp_path / "whole")
+    fail_at(3)
+    run(*common, "--output-dir", tmp_path / "resumed")
+    fail_at(None)
+    resumed = run(*common, "--output-dir", tmp_path / "resumed")
+    assert "after layer 2" in resumed.stderr
+    assert contents(tmp_path / "resumed") == contents(tmp_path / "whole")
+    stored = load_file(tmp_path / "resumed" / "inputs.safetensors")["hidden_states"]
+    assert torch.equal(stored, load_file(tmp_path / "resumed" / "layer_1.safetensors")["input"])
+
+
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """One thread in this process, for as long as the test runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("single_thread")
+def test_killed_sweep_locks_nobody_out_and_resumes(
+    run: Any, write_port: Any, monkeypatch: pytest.MonkeyPatch, toy: Path, golden: Path, tmp_path: Path
+) -> None:
+    # As in the process that is killed: sums depend on the number of threads in their last digits.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    common = ["sweep", "--model", toy, "--golden", golden, "--target", write_port(STUMBLING)]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    with hanging([*common, "--output-dir", resumed], folder=tmp_path, layer=2):
+        meanwhile = run(*common, "--output-dir", resumed)
+    assert meanwhile.exit_code == 3
+    assert f"the output directory {resumed} is in use by another run" in meanwhile.stderr
+    assert "choose another --output-dir" in meanwhile.stderr
+    done = run(*common, "--output-dir", resumed)
+    assert done.exit_code == 0
+    assert "after layer 1" in done.stderr
+    assert run(*common, "--output-dir", whole).exit_code == 0
+    assert contents(resumed) == contents(whole)
+
+
+@contextlib.contextmanager
+def hanging(arguments: list[object], *, folder: Path, layer: int) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own that has reached the layer and goes no further; killed at the end."""
+    marker = folder / "hangs"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(
+        [sys.executable, "-m", "neuron.cli", *map(str, arguments)],
+        cwd=folder,
+        env={**environment, "HANG_AT": str(layer), "HANGS": str(marker)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not marker.exists():
+            assert running.poll() is None, "the run ended before it reached the layer"
+            assert time.monotonic() < deadline, "the run did not reach the layer"
+            time.sleep(0.05)
+        yield running
+    finally:
+        # The port runs in a child, which dies with its supervisor.
+        children = psutil.Process(running.pid).children()
+        running.kill()
+        running.wait()
+        _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+        assert alive == []
+
+
+class TestBegunAnew:
+    """What a failed run left is not gone on with where something else would be computed."""
+
+    @pytest.fixture
+    def left(self, run: Any, write_port: Any, fail_at: Any, toy: Path, golden: Path, tmp_path: Path) -> Any:
+        """Leaves a sweep that failed at layer 2; goes on with it, with other arguments if given."""
+        target = write_port(STUMBLING)
+        common = ("--model", toy, "--output-dir", tmp_path / "left")
+        fail_at(2)
+        assert run("sweep", *common, "--golden", golden, "--target", target).exit_code == 3
+        fail_at(None)
+
+        def go_on(*, golden: Path = golden, target: str = target) -> Any:
+            result = run("sweep", *common, "--golden", golden, "--target", target)
+            assert result.exit_code == 0, result.stderr
+            return result
+
+        return go_on
+
+    def test_nothing_changed_resumes(self, left: Any) -> None:
+        assert "Resuming" in left().stderr
+
+    def test_changed_source_of_the_target_is_named(self, left: Any, write_port: Any) -> None:
+        write_port(STUMBLING + "# faster now\n")
+        result = left()
+        assert "Starting anew" in result.stderr
+        assert "other target_digest" in result.stderr
+        assert re.search(r"Layer 0 \(1 of 4\): .*memory", result.stderr)
+
+    def test_other_target_is_named(self, left: Any) -> None:
+        assert "other target, target_digest" in left(target="reference").stderr
+
+    def test_golden_made_anew_with_other_values_is_not_mixed_in(
+        self, left: Any, command: Any, toy: Path, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "full_model"
+        arguments = ("extract-all", "--model", toy, "--seq-len", "48,33", "--output-dir", other)
+        command(mm2_gpu, *arguments, "--attn-implementation", "eager", "--noise-floor", "stats", "--quiet")
+        result = left(golden=other)
+        assert "Starting anew" in result.stderr
+        assert "golden_inputs" in result.stderr
+
+    def test_damaged_layer_is_not_kept(self, left: Any, tmp_path: Path) -> None:
+        path = tmp_path / "left" / "layer_0.safetensors"
+        damaged = bytearray(path.read_bytes())
+        damaged[-1] ^= 1
+        path.write_bytes(damaged)
+        assert "Starting anew" in left().stderr
+        assert path.read_bytes() != damaged

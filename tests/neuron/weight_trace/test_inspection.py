@@ -1,0 +1,464 @@
+"""`mm2-test weights`: right conversions pass, whatever their layout; every planted mistake is found and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.cli import main as mm2_test
+from neuron.weight_trace.smaller import ENOUGH, num_elements, smaller
+
+EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
+
+# A port whose conversion one method spoils, after the example's; D is the width of a head.
+_PORT = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import port
+import torch
+
+QKV = "self_attn.qkv_proj.weight"
+BIAS = "moe.router.correction_bias"
+
+class Port(port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        self.spoil(state, tensors, config)
+        return state
+
+    def spoil(self, state, tensors, config):
+{{spoil}}
+"""
+
+MODEL = SyntheticModel(
+    num_hidden_layers=6,
+    hidden_size=128,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    rotary_dim=16,
+    num_local_experts=12,
+    num_experts_per_tok=3,
+    intermediate_size=64,
+    vocab_size=512,
+)
+
+Inspect = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 12 experts: 10 comes before 2 where they are sorted as text."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny"
+    synthesize(folder, model=MODEL, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture
+def inspect(command: Any, tiny: Path, write_port: Any) -> Inspect:
+    """Exit code and JSON for a target, or for the example port with a body of `spoil`."""
+
+    def run(
+        spoil: str = "", *, target: str = "", arguments: tuple[str, ...] = ()
+    ) -> tuple[int, dict[str, Any]]:
+
+        if spoil:
+            body = "\n".join(f"        {line}" for line in spoil.strip().splitlines())
+            target = write_port(_PORT.format(spoil=body))
+        result = command(mm2_test, "weights", "--model", tiny, "--target", target, "--json", *arguments)
+        return result.exit_code, json.loads(result.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "builtin",
+        "reference",
+        *(
+            f"{EXAMPLES}/{file}.py:{name}"
+            for file, name in (
+                ("port", "DecoderLayer"),
+                ("minimal_port", "DecoderLayer"),
+                ("cached_port", "DecoderLayer"),
+                ("tensor_parallel_port", "DecoderLayer"),
+            )
+        ),
+    ],
+)
+def test_a_right_port_passes(inspect: Inspect, target: str) -> None:
+    code, record = inspect(target=target)
+    assert (code, record["verdict"], record["findings"]) == (0, "pass", [])
+    assert record["trial"]["error"] < 1e-5
+    assert record["is_loaded"]
+    assert len(record["compared"]) == 13
+
+
+def test_the_report_says_what_each_place_holds(inspect: Inspect) -> None:
+    _, record = inspect(target=f"{EXAMPLES}/port.py:DecoderLayer")
+    holds = {place["name"]: place["holds"] for place in record["places"]}
+    assert holds["self_attn.qkv_proj.weight"] == "rows 0–255 q_proj, rows 256–319 k_proj, rows 320–383 v_proj"
+    assert holds["moe.gate_up_proj"] == "experts 0–11: rows 0–63 w1 (gate), rows 64–127 w3 (up)"
+    assert holds["moe.down_proj"] == "experts 0–11: w2 (down)"
+
+
+# What is planted; the mistake that must be named, and the tensors that it must be about.
+PLANTED = {
+    "gate_and_up_swapped": (
+        """
+gate, up = state["moe.gate_up_proj"].chunk(2, 1)
+state["moe.gate_up_proj"] = torch.cat((up, gate), 1)
+""",
+        "swapped",
+        {"w1", "w3"},
+    ),
+    "k_and_v_swapped": (
+        """
+q, k, v = state[QKV].split((256, 64, 64))
+state[QKV] = torch.cat((q, v, k))
+""",
+        "swapped",
+        {"k_proj", "v_proj"},
+    ),
+    "down_reshaped_not_transposed": (
+        'state["moe.down_proj"] = state["moe.down_proj"].mT.reshape(state["moe.down_proj"].shape)',
+        "transposed",
+        {"w2"},
+    ),
+    "experts_in_text_order": (
+        """
+order = sorted(range(config.num_local_experts), key=str)
+state["moe.gate_up_proj"], state["moe.down_proj"] = (
+    state[name][order] for name in ("moe.gate_up_proj", "moe.down_proj")
+)
+""",
+        "order",
+        {"w1", "w2", "w3"},
+    ),
+    "down_alone_in_text_order": (
+        'state["moe.down_proj"] = state["moe.down_proj"][sorted(range(config.num_local_experts), key=str)]',
+        "order",
+        {"w2"},
+    ),
+    "one_expert_twice": ('state["moe.down_proj"][4] = state["moe.down_proj"][3]', "missing", {"w2"}),
+    "one_expert_zero": ('state["moe.gate_up_proj"][5] = 0', "missing", {"w1", "w3"}),
+    "bias_rounded": ("state[BIAS] = state[BIAS].bfloat16()", "dtype", {"e_score_correction_bias"}),
+    "gate_quantised": (
+        """
+step = state["moe.router.weight"].abs().amax() / 127
+state["moe.router.weight"] = (state["moe.router.weight"] / step).round() * step
+""",
+        "dtype",
+        {"gate"},
+    ),
+    "q_rows_interleaved": (
+        """
+q = state[QKV][:256].unflatten(0, (8, 32))
+turned = q[:, :16].unflatten(1, (2, 8)).transpose(1, 2).flatten(1, 2)
+state[QKV][:256] = torch.cat((turned, q[:, 16:]), 1).flatten(0, 1)
+""",
+        "order",
+        {"q_proj"},
+    ),
+    "norms_averaged_over_heads": (
+        """
+for name, heads in (("q", 8), ("k", 2)):
+    weight = state[f"self_attn.{name}_norm.weight"]
+    state[f"self_attn.{name}_norm.weight"] = weight.view(heads, 32).mean(0).repeat(heads)
+""",
+        "computed",
+        {"q_norm"},
+    ),
+    "norms_of_the_first_head": (
+        """
+weight = state["self_attn.q_norm.weight"]
+state["self_attn.q_norm.weight"] = weight[:32].repeat(8)
+""",
+        "missing",
+        {"q_norm"},
+    ),
+    "scaled_twice": ('state["moe.down_proj"] = state["moe.down_proj"] * 0.37', "scaled", {"w2"}),
+    "one_added_to_a_norm": (
+        'state["input_layernorm.weight"] = state["input_layernorm.weight"] + 1',
+        "scaled",
+        {"input_layernorm"},
+    ),
+    "a_scale_of_the_checkpoints_own": (
+        'state["moe.down_proj"] = state["moe.down_proj"] / state["moe.down_proj"].abs().amax()',
+        "computed",
+        {"w2"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_named(inspect: Inspect, name: str) -> None:
+    spoil, mistake, tensors = PLANTED[name]
+    code, record = inspect(spoil)
+    assert (code, record["verdict"]) == (1, "fail")
+    wrong = [finding for finding in record["findings"] if finding["weight"] == "wrong"]
+    assert any(finding["mistake"] == mistake and tensors <= set(finding["tensors"]) for finding in wrong), (
+        record["findings"]
+    )
+
+
+def test_the_example_of_a_swapped_layer_is_found_there_alone(inspect: Inspect) -> None:
+    target = f"{EXAMPLES}/swapped_port.py:DecoderLayer"
+    assert inspect(target=target, arguments=("--layer", "4"))[0] == 0
+    code, record = inspect(target=target, arguments=("--layer", "5"))
+    assert code == 1
+    assert record["trial"]["repairs"] == ["w1 (gate) and w3 (up) are swapped"]
+    assert inspect(target=f"{EXAMPLES}/swapped_device_layer.py:SwappedDeviceLayer")[0] == 1
+
+
+def test_two_mistakes_are_both_proved(inspect: Inspect) -> None:
+    _, record = inspect(PLANTED["k_and_v_swapped"][0] + PLANTED["gate_and_up_swapped"][0])
+    assert len(record["trial"]["repairs"]) == 2
+    assert record["trial"]["repaired_error"] < 1e-3
+
+
+def test_a_mean_says_of_how_many(inspect: Inspect) -> None:
+    _, record = inspect(PLANTED["norms_averaged_over_heads"][0])
+    texts = [finding["text"] for finding in record["findings"]]
+    assert "self_attn.q_norm.weight: values are means of 8 elements of q_norm" in texts
+
+
+def test_a_buffer_that_was_never_bound_is_named(inspect: Inspect, write_port: Any) -> None:
+    target = write_port(
+        _PORT.format(spoil="        del state[BIAS]")
+        + """
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        router = self.moe.router
+        del router._buffers["correction_bias"]
+        router.register_buffer("correction_bias", torch.zeros(config.num_local_experts), persistent=False)
+"""
+    )
+    code, record = inspect(target=target)
+    assert code == 1
+    assert record["findings"][0]["mistake"] == "missing"
+    assert "was never bound: it holds 0 everywhere" in record["findings"][0]["text"]
+
+
+# Layouts that a port may choose: its forward undoes what its conversion does.
+MEANT = {
+    "up_before_gate": """
+gate, up = state["moe.gate_up_proj"].chunk(2, 1)
+state["moe.gate_up_proj"] = torch.cat((up, gate), 1)
+self.moe.activate = lambda up, gate: port.Moe.activate(self.moe, gate, up)
+""",
+    "experts_reversed_with_their_router": """
+for name in ("moe.gate_up_proj", "moe.down_proj", "moe.router.weight", BIAS):
+    state[name] = state[name].flip(0)
+""",
+    "a_norm_folded_into_what_follows": """
+self.input_layernorm.forward = lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+state[QKV] = state[QKV] * state["input_layernorm.weight"]
+state["input_layernorm.weight"] = torch.ones_like(state["input_layernorm.weight"])
+""",
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_layout_that_the_forward_undoes_is_right(inspect: Inspect, name: str) -> None:
+    code, record = inspect(MEANT[name])
+    assert (code, record["verdict"]) == (0, "pass")
+    assert all(finding["weight"] == "note" for finding in record["findings"])
+
+
+# FP8 codes of 128 x 128 blocks up to 240, as Trainium's FP8 goes, and what a forward makes of them.
+_REQUANTISE = """
+def requantise(weight):
+    rows, columns = weight.shape
+    blocks = [[block for block in row.split(128, 1)] for row in weight.float().split(128, 0)]
+    scales = [[block.abs().amax() / 240 for block in row] for row in blocks]
+    {mistake}
+    codes = [[(block / block.abs().amax() * 240).to(torch.float8_e4m3fn) for block in row] for row in blocks]
+    parts = [[c.float() * s for c, s in zip(*row)] for row in zip(codes, scales)]
+    return torch.cat([torch.cat(row, 1) for row in parts]).to(weight.dtype)
+state[QKV] = requantise(state[QKV])
+for name in ("moe.gate_up_proj", "moe.down_proj"):
+    state[name] = torch.stack([requantise(expert) for expert in state[name]])
+"""
+
+
+def test_a_port_that_quantises_is_unclear_and_not_wrong(inspect: Inspect) -> None:
+    code, record = inspect(_REQUANTISE.format(mistake=""))
+    assert (code, record["verdict"]) == (0, "warn")
+    unclear = [finding for finding in record["findings"] if finding["weight"] == "suspect"]
+    assert {finding["mistake"] for finding in unclear} == {"computed"}
+    assert all("right on weights that quantising keeps" in finding["text"] for finding in unclear)
+    assert record["trial"]["kept_error"] < 1e-5 < record["trial"]["error"]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        # Scales of the row above, of the largest code that other FP8 has, and of one block for all.
+        "scales = scales[-1:] + scales[:-1]",
+        "scales = [[scale * 240 / 448 for scale in row] for row in scales]",
+        "scales = [[scales[0][0] for scale in row] for row in scales]",
+    ],
+)
+def test_a_port_that_quantises_with_the_wrong_scales_is_wrong(inspect: Inspect, mistake: str) -> None:
+    code, record = inspect(_REQUANTISE.format(mistake=mistake))
+    assert (code, record["verdict"]) == (1, "fail")
+    assert any(finding["mistake"] == "computed" for finding in record["findings"])
+
+
+# INT8 codes with a scale for each 32 neighbours of a row, or for each block of 128 x 128.
+_QUANTISE_INT8 = """
+def quantise(weight):
+    values = weight.float()
+    rows, columns = values.shape
+    height, width = {size}
+    height, width = min(height, rows), min(width or columns, columns)
+    parts = values.reshape(rows // height, height, columns // width, width)
+    scales = parts.abs().amax((1, 3), keepdim=True) / {largest}
+    codes = (parts / scales).round().clamp(-127, 127).to(torch.int8)
+    {mistake}
+    return (codes.float() * scales).reshape(rows, columns).to(weight.dtype)
+state[QKV] = quantise(state[QKV])
+for name in ("moe.gate_up_proj", "moe.down_proj"):
+    state[name] = torch.stack([quantise(expert) for expert in state[name]])
+"""
+
+
+@pytest.mark.parametrize("size", ["1, 32", "128, 128"])
+def test_a_port_that_quantises_to_int8_is_unclear_and_not_wrong(inspect: Inspect, size: str) -> None:
+    code, record = inspect(_QUANTISE_INT8.format(size=size, largest=127, mistake=""))
+    assert (code, record["verdict"]) == (0, "warn")
+    assert all("rounded" in finding["text"] for finding in record["findings"])
+    assert record["trial"]["kept_error"] < 1e-5 < record["trial"]["error"]
+
+
+def test_a_port_that_quantises_to_int8_with_the_wrong_scales_is_not_cleared(inspect: Inspect) -> None:
+    mistake = "scales = scales.roll(1, 0)"
+    _, record = inspect(_QUANTISE_INT8.format(size="1, None", largest=127, mistake=mistake))
+    assert record["trial"]["kept_error"] > record["trial"]["limit"]
+
+
+def test_a_wrong_forward_is_no_fault_of_the_weights(inspect: Inspect) -> None:
+    code, record = inspect("self.moe.activate = lambda gate, up: torch.relu(gate) * up")
+    assert (code, record["verdict"], record["findings"]) == (0, "warn", [])
+    assert not record["trial"]["is_right"]
+
+
+def test_a_port_that_cannot_run_here_is_traced_all_the_same(inspect: Inspect) -> None:
+    code, record = inspect("self.moe.activate = None")
+    assert (code, record["verdict"], record["findings"]) == (0, "warn", [])
+    assert "not callable" in record["trial"]["failure"]
+
+
+def test_a_conversion_that_knows_its_own_layer_is_right_elsewhere(inspect: Inspect) -> None:
+    spoil = f"if layer_idx == 1:\n    {PLANTED['scaled_twice'][0]}".replace("layer_idx", "tensors.layer")
+    assert inspect(spoil, arguments=("--layer", "0"))[0] == 0
+    assert inspect(spoil, arguments=("--layer", "1"))[0] == 1
+
+
+def test_what_only_the_checkpoint_shows_is_found_in_the_loaded_port(inspect: Inspect) -> None:
+    # Behaves on made numbers, and halves those of the checkpoint.
+    code, record = inspect(
+        """
+if type(tensors).__name__ == "LayerTensors":
+    state["moe.down_proj"] = state["moe.down_proj"] * 0.5
+"""
+    )
+    assert code == 1
+    assert [finding["mistake"] for finding in record["findings"]] == ["scaled"]
+    assert "its norm is 0.5 times" in record["findings"][0]["text"]
+
+
+def test_text_names_the_verdict_and_the_proof(command: Any, tiny: Path, write_port: Any) -> None:
+    spoil = PLANTED["gate_and_up_swapped"][0].strip().replace("\n", "\n        ")
+    target = write_port(_PORT.format(spoil=f"        {spoil}"))
+    result = command(mm2_test, "weights", "--model", tiny, "--target", target, "--quiet")
+    assert result.stdout.startswith("FAIL: the weights of layer 0")
+    assert "[wrong]   w1 (gate) and w3 (up) are swapped" in result.stdout
+    assert "rows 0–63 w3 (up), rows 64–127 w1 (gate)" in result.stdout
+
+
+def test_a_compiled_layer_has_no_conversion(command: Any, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "layer.pt2").write_bytes(b"")
+    result = command(mm2_test, "weights", "--model", tiny, "--target", f"traced:{tmp_path}/layer.pt2")
+    assert result.exit_code == 2
+    assert "there is no conversion to trace" in result.stderr
+
+
+def test_a_port_of_one_size_is_traced_at_it(command: Any, toy: Path, write_port: Any) -> None:
+    spoil = "        assert config.num_local_experts == 32, 'other sizes are not built'"
+    arguments = ("--model", toy, "--target", write_port(_PORT.format(spoil=spoil)), "--quiet")
+    refused = command(mm2_test, "weights", *arguments)
+    assert refused.exit_code == 3
+    assert "other sizes are not built" in refused.stderr
+    assert "--full-size" in refused.stderr
+    assert command(mm2_test, "weights", *arguments, "--full-size").exit_code == 0
+
+
+# What every rank does that takes its number for 0: a Python constant in a traced graph.
+_RANK_0 = """
+import sys
+sys.path.insert(0, {examples!r})
+import tensor_parallel_port
+
+class Port(tensor_parallel_port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        state["self_attn.q_norm.weight"] = tensors["self_attn.q_norm.weight"][:128]
+        return state
+"""
+
+
+# Two heads of one rank change places.
+_RANK_1 = """
+import sys
+sys.path.insert(0, {examples!r})
+import tensor_parallel_port
+import torch
+import torch.distributed as dist
+
+class Port(tensor_parallel_port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+        if dist.get_rank() == 1:
+            first, second, *others = state["self_attn.q_norm.weight"].split(config.head_dim)
+            state["self_attn.q_norm.weight"] = torch.cat((second, first, *others))
+        return state
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_traced_together(process: Any, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank_0.py").write_text(_RANK_0.format(examples=str(EXAMPLES)))
+    arguments = ("weights", "--model", tiny, "--tp-degree", 2, "--json", "--quiet", "--target")
+    right = process(*arguments, f"{EXAMPLES}/tensor_parallel_port.py:DecoderLayer")
+    assert right.returncode == 0, right.stderr
+    record = json.loads(right.stdout)
+    assert (record["num_ranks"], record["findings"]) == (2, [])
+    wrong = process(*arguments, f"{tmp_path}/rank_0.py:Port")
+    assert wrong.returncode == 1, wrong.stderr
+    text = json.loads(wrong.stdout)["findings"][0]["text"]
+    assert text == "missing: 128 of 256 elements of q_norm land nowhere"
+    (tmp_path / "rank_1.py").write_text(_RANK_1.format(examples=str(EXAMPLES)))
+    swapped = process(*arguments, f"{tmp_path}/rank_1.py:Port")
+    assert swapped.returncode == 1, swapped.stderr
+    assert json.loads(swapped.stdout)["findings"][0]["text"].endswith("(on rank 1)")
+
+
+def test_minimax_m2_is_traced_at_a_fraction_of_its_size() -> None:
+    spec = SyntheticModel.m2().spec()
+    found = smaller(spec)
+    assert num_elements(found) <= ENOUGH
+    assert found.num_attention_heads // found.num_key_value_heads == 6
+    assert (found.head_dim, found.rotary_dim, found.num_hidden_layers) == (128, 64, 62)
+    assert found.num_local_experts > 10
+    assert spec.hidden_size // found.hidden_size == spec.intermediate_size // found.intermediate_size
+    assert smaller(SyntheticModel(num_local_experts=8).spec()) == SyntheticModel(num_local_experts=8).spec()

@@ -1,0 +1,146 @@
+"""`mm2-test weights --full-size`: within a memory budget some experts are followed, and the report says which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minimax_tools.machine.memory import MemoryBudget, MemoryBudgetError
+from minimax_tools.machine.memory_usage import MemoryUsage
+from minimax_tools.model.weight_size import layer_bytes
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.cli import main as mm2_test
+from neuron.weight_trace.place_part import Baseline, PlacePart
+from neuron.weight_trace.sample import Sample, TrialRoom
+
+EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
+
+MODEL = SyntheticModel(
+    num_hidden_layers=1,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    rotary_dim=16,
+    num_local_experts=24,
+    num_experts_per_tok=3,
+    intermediate_size=256,
+    vocab_size=512,
+)
+# What is planned for each element of an expert that is followed.
+_EXPERT_BYTES = 3 * 128 * 256 * 64
+
+_PORT = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import port
+import torch
+
+class Port(port.DecoderLayer):
+    def convert_state_dict(self, tensors, config, layer_idx):
+        state = super().convert_state_dict(tensors, config, layer_idx)
+{{spoil}}
+        return state
+"""
+
+Inspect = Callable[..., dict[str, Any]]
+
+
+def budget_of(num_experts: int) -> str:
+    """A budget in which about so many experts of a port that converts are followed, as an option's value."""
+    held = 2 * layer_bytes(MODEL.spec(), torch.bfloat16) + (64 << 20)
+    return f"{MemoryUsage.current().anonymous_bytes + held + num_experts * _EXPERT_BYTES}B"
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide") / "wide"
+    synthesize(folder, model=MODEL, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+    return folder
+
+
+@pytest.fixture
+def inspect(command: Any, wide: Path) -> Inspect:
+    """What is said of a target where a few experts fit."""
+
+    def run(target: str) -> dict[str, Any]:
+        limit = ("--full-size", "--memory-budget", budget_of(7))
+        arguments = ("--model", wide, "--target", target, *limit)
+        result = command(mm2_test, "weights", *arguments, "--json", "--quiet")
+        assert result.exit_code in (0, 1), result.stderr
+        record: dict[str, Any] = json.loads(result.stdout)
+        assert 2 <= len(record["followed_experts"]) < 20
+        assert {0, 23} <= set(record["followed_experts"])
+        return record
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["port", "minimal_port"])
+def test_a_right_port_passes(inspect: Inspect, name: str) -> None:
+    record = inspect(f"{EXAMPLES}/{name}.py:DecoderLayer")
+    assert (record["verdict"], record["findings"]) == ("pass", [])
+    # The numbers of all experts are compared, followed or not.
+    assert len(record["compared"]) == 13
+
+
+@pytest.mark.parametrize(
+    ("spoil", "mistake", "tensors"),
+    [
+        ('state["moe.down_proj"][23] = state["moe.down_proj"][5]', "missing", {"w2"}),
+        # Of experts that are not followed: seen once the layer is loaded.
+        ('state["moe.down_proj"][7] = state["moe.down_proj"][6]', "scaled", {"w2"}),
+    ],
+    ids=["last_expert_lost", "one_that_is_not_followed_lost"],
+)
+def test_a_planted_mistake_is_named(
+    inspect: Inspect, write_port: Any, spoil: str, mistake: str, tensors: set[str]
+) -> None:
+    body = "\n".join(f"        {line}" for line in spoil.splitlines())
+    record = inspect(f"{write_port(_PORT.format(spoil=body))}")
+    assert record["verdict"] == "fail"
+    assert any(
+        finding["mistake"] == mistake and tensors <= set(finding["tensors"])
+        for finding in record["findings"]
+        if finding["weight"] == "wrong"
+    ), record["findings"]
+
+
+def test_text_says_which_experts_were_followed(command: Any, wide: Path) -> None:
+    arguments = ("--model", wide, "--target", f"{EXAMPLES}/port.py:DecoderLayer", "--quiet", "--no-load")
+    limit = ("--full-size", "--memory-budget")
+    result = command(mm2_test, "weights", *arguments, *limit, budget_of(7))
+    assert "of 24 experts were followed (0, 1, " in result.stdout
+    refused = command(mm2_test, "weights", *arguments, *limit, "1MB")
+    assert refused.exit_code == 3
+    assert "tracing a layer of the model's own size would break the memory budget" in refused.stderr
+
+
+def test_a_layer_of_minimax_m2_is_followed_in_part_and_run_in_bf16() -> None:
+    spec = SyntheticModel.m2().spec()
+    now = MemoryUsage.current().anonymous_bytes
+    sample = Sample.that_fits(spec, torch.bfloat16, MemoryBudget(now + 24_000_000_000), num_layers_held=2)
+    assert 4 <= len(sample.experts) <= 16
+    assert {0, 1, 10, 255} <= set(sample.experts)
+    room = TrialRoom.that_fits(spec, torch.bfloat16, MemoryBudget(now + 20_000_000_000), num_layers_held=2)
+    assert (room.dtype, room.keeps_tensors) == (torch.bfloat16, False)
+    with pytest.raises(MemoryBudgetError):
+        Sample.that_fits(spec, torch.bfloat16, MemoryBudget(now + 12_000_000_000), num_layers_held=2)
+
+
+def test_the_part_that_answers_is_the_least_that_holds_it() -> None:
+    place = torch.ones(6, 3, 5)
+    before = Baseline.of(place)
+    assert before.values.dim() == 0
+    assert PlacePart.changed(before, place) is None
+    place[[1, 4], :, 2] = 2
+    part = PlacePart.changed(before, place)
+    assert part is not None
+    assert part.of(place).tolist() == torch.full((2, 3, 1), 2.0).tolist()
+    assert part.of_baseline(before).tolist() == torch.ones(2, 3, 1).tolist()
