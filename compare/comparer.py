@@ -6,16 +6,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from compare.blame.blame import blame_layer, excused_sites
-from compare.blame.groups import group_blame
+from compare.blame.blame import blame_layer, excused_sites, group_blame
 from compare.blame.location import locate_blamed
-from compare.blame.recomputed_judge import Refed, judge_refed
+from compare.blame.recomputed_judge import Recomputed, judge_recomputed
 from compare.chains.curve import measure_point, trace_curve
-from compare.judging.coverage import is_proved, unproved_notes, word_tokens
+from compare.judging.coverage import is_proved, leave_undecided, undecided_notes, unproved_notes, word_tokens
 from compare.judging.layer_judge import LayerJudge
 from compare.judging.model_judge import ModelJudge
 from compare.judging.router_dtypes import find_router_dtypes
-from compare.judging.undecided import leave_undecided, undecided_notes
 from compare.limits.criteria import Criteria, layers_without_output
 from compare.limits.limits import NOISE_FIGURES
 from compare.notes import (
@@ -34,8 +32,8 @@ from compare.notes import (
     unfinished_notes,
 )
 from compare.sides.batch import Batch
+from compare.sides.captured_input import CapturedInput, read_captured_input
 from compare.sides.golden_weights import WeightSource, keep_layer_open
-from compare.sides.layer_input import Feed, read_feed
 from compare.sides.own_head import on_own_output
 from compare.sides.own_input import on_own_input
 from compare.sides.pairing import declared_layers, is_finished, refuse_foreign, select_layers
@@ -207,7 +205,7 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
     sites = _declared_sites(sides.target, layer)
     if layer not in sides.target.layers:
         return _absent(sides.target, layer, tuple(str(site) for site in sites))
-    feed = read_feed(sides, layer)
+    feed = read_captured_input(sides, layer)
     given, incoming = sides, feed.incoming
     own = on_own_input(sides, layer) if feed.is_handed_on else None
     if own is not None:
@@ -243,14 +241,14 @@ def _compare_layer(sides: Sides, layer: int) -> _Part:
 
 
 def _judge_excused(
-    results: Mapping[Site, SiteResult], layer: int, *, feed: Feed, judge: LayerJudge, sides: Sides
-) -> Mapping[Site, Refed]:
+    results: Mapping[Site, SiteResult], layer: int, *, feed: CapturedInput, judge: LayerJudge, sides: Sides
+) -> Mapping[Site, Recomputed]:
     """What a failure before them excuses, once more; nothing of a layer that was not fed the golden's own input."""
     if feed.is_handed_on or not feed.is_recorded:
         return {}
     failing = frozenset(site for site, result in results.items() if result.status is SiteStatus.FAIL)
     excused = excused_sites(results, fed=feed.known)
-    return judge_refed(excused, layer=layer, failing=failing, judge=judge, sides=sides)
+    return judge_recomputed(excused, layer=layer, failing=failing, judge=judge, sides=sides)
 
 
 def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]) -> tuple[Blame, ...]:

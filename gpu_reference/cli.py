@@ -30,8 +30,14 @@ from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE, capture_directory
 from minimax_tools.checkpoint.index import find_absent_shards
-from minimax_tools.command_line.console import Mm2Group, end_command, print_json, show_warnings_only
-from minimax_tools.command_line.detail import shows_details, shows_pictures
+from minimax_tools.command_line.console import (
+    Mm2Group,
+    end_command,
+    print_json,
+    show_warnings_only,
+    shows_details,
+    shows_pictures,
+)
 from minimax_tools.command_line.options import (
     layer_option,
     output_options,

@@ -26,8 +26,7 @@ from minimax_tools.errors import BackendError, MissingExtraError
 from minimax_tools.machine.memory import available_bytes
 from minimax_tools.machine.size import word_size
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import expected_layer_shapes
-from minimax_tools.model.weight_size import layer_bytes, vocabulary_bytes
+from minimax_tools.model.weight_names import expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.provenance import library_versions, numeric_environment
 from minimax_tools.text.prompts import InputRequest, build_inputs
 from neuron.devices.backend import Backend, choose_backend
@@ -55,7 +54,7 @@ class Level(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class MachineFinding:
     """One thing that was looked at.
 
     Args:
@@ -125,7 +124,7 @@ def check_machine(
     dtype: torch.dtype,
     profile: RunProfile | None = None,
     root: Path = Path("/"),
-) -> tuple[Finding, ...]:
+) -> tuple[MachineFinding, ...]:
     """Look at this machine.
 
     Args:
@@ -172,14 +171,14 @@ def check_machine(
     return tuple(findings)
 
 
-def worst(findings: Sequence[Finding]) -> Level:
+def worst(findings: Sequence[MachineFinding]) -> Level:
     """The level that matters most."""
     return max((finding.level for finding in findings), key=tuple(Level).index, default=Level.OK)
 
 
-def _look_at_machine(machine: Machine) -> Iterator[Finding]:
+def _look_at_machine(machine: Machine) -> Iterator[MachineFinding]:
     if machine.instance_type is None and not machine.num_devices:
-        yield Finding(
+        yield MachineFinding(
             level=Level.NOTE,
             subject="machine",
             found=f"no Neuron device; {psutil.cpu_count()} cores, {word_size(psutil.virtual_memory().total)}",
@@ -188,7 +187,7 @@ def _look_at_machine(machine: Machine) -> Iterator[Finding]:
         return
     name = machine.instance_type or "an instance of unknown type"
     if not machine.num_devices:
-        yield Finding(
+        yield MachineFinding(
             level=Level.FAIL,
             subject="machine",
             found=f"{name}, and the driver shows no device: there is no /dev/neuron0",
@@ -199,19 +198,21 @@ def _look_at_machine(machine: Machine) -> Iterator[Finding]:
     hbm = "" if machine.hbm_bytes_per_core is None else f" of {machine.hbm_bytes_per_core >> 30} GiB each"
     devices = f"{machine.num_devices} device{'s' if machine.num_devices > 1 else ''}"
     host = word_size(psutil.virtual_memory().total)
-    yield Finding(level=Level.OK, subject="machine", found=f"{name}: {devices}{cores}{hbm}; host {host}")
+    yield MachineFinding(
+        level=Level.OK, subject="machine", found=f"{name}: {devices}{cores}{hbm}; host {host}"
+    )
 
 
-def _look_at_versions() -> Iterator[Finding]:
+def _look_at_versions() -> Iterator[MachineFinding]:
     versions = library_versions()
-    yield Finding(
+    yield MachineFinding(
         level=Level.OK,
         subject="versions",
         found=", ".join(f"{name} {version}" for name, version in versions.items()),
     )
     torch_line, xla_line = (_minor(versions.get(name)) for name in ("torch", "torch_xla"))
     if xla_line is not None and torch_line != xla_line:
-        yield Finding(
+        yield MachineFinding(
             level=Level.FAIL,
             subject="versions",
             found=f"torch {versions['torch']} and torch_xla {versions['torch_xla']} do not go together",
@@ -223,16 +224,18 @@ def _minor(version: str | None) -> str | None:
     return None if version is None else ".".join(version.split("+")[0].split(".")[:2])
 
 
-def _look_at_backends(machine: Machine, backend: str) -> tuple[Backend | None, list[Finding]]:
+def _look_at_backends(machine: Machine, backend: str) -> tuple[Backend | None, list[MachineFinding]]:
     """The backend that a run would take, and what there is to say of it and of the others."""
-    findings: list[Finding] = []
+    findings: list[MachineFinding] = []
     chosen: Backend | None = None
     try:
         chosen = choose_backend(backend)
-        findings.append(Finding(level=Level.OK, subject="backend", found=f"{chosen}: {chosen.description}"))
+        findings.append(
+            MachineFinding(level=Level.OK, subject="backend", found=f"{chosen}: {chosen.description}")
+        )
     except (BackendError, MissingExtraError) as error:
         findings.append(
-            Finding(
+            MachineFinding(
                 level=Level.FAIL,
                 subject="backend",
                 found=f"{error.what}: {error.found}" if error.found else error.what,
@@ -245,14 +248,14 @@ def _look_at_backends(machine: Machine, backend: str) -> tuple[Backend | None, l
     return chosen, findings
 
 
-def _why_not(backend: Backend) -> Finding:
+def _why_not(backend: Backend) -> MachineFinding:
     """Why a machine with devices would not compute on them."""
     try:
         choose_backend(str(backend))
         why, next_step = "another backend was asked for", f"--backend {backend} computes on the devices."
     except (BackendError, MissingExtraError) as error:
         why, next_step = error.found or error.what, "Run in the Neuron SDK's virtual environment."
-    return Finding(
+    return MachineFinding(
         level=Level.WARN,
         subject="backend",
         found=f"nothing would run on this machine's Neuron devices: {why}",
@@ -260,14 +263,14 @@ def _why_not(backend: Backend) -> Finding:
     )
 
 
-def _look_at_environment(machine: Machine) -> Iterator[Finding]:
+def _look_at_environment(machine: Machine) -> Iterator[MachineFinding]:
     variables = numeric_environment()
     found_any = False
     for name, value in variables.items():
         setting = _SETTINGS.get(name)
         if setting is not None and setting.changes(value):
             found_any = True
-            yield Finding(
+            yield MachineFinding(
                 level=setting.level,
                 subject="environment",
                 found=f"{name}={value} {setting.effect}",
@@ -275,7 +278,7 @@ def _look_at_environment(machine: Machine) -> Iterator[Finding]:
             )
     if machine.num_devices and variables.get("PJRT_DEVICE", "NEURON") != "NEURON":
         found_any = True
-        yield Finding(
+        yield MachineFinding(
             level=Level.FAIL,
             subject="environment",
             found=f"PJRT_DEVICE={variables['PJRT_DEVICE']} keeps torch_xla off the Neuron devices",
@@ -283,18 +286,18 @@ def _look_at_environment(machine: Machine) -> Iterator[Finding]:
         )
     if not found_any:
         others = ", ".join(f"{name}={value}" for name, value in variables.items())
-        yield Finding(
+        yield MachineFinding(
             level=Level.OK,
             subject="environment",
             found="no variable changes what is computed" + (f" (set: {others})" if others else ""),
         )
 
 
-def _look_at_cache(root: Path) -> Finding:
+def _look_at_cache(root: Path) -> MachineFinding:
     """Whether compiled graphs outlive a run."""
     place = os.environ.get(_CACHE_VARIABLE, "")
     if place.startswith("s3://"):
-        return Finding(level=Level.OK, subject="compile cache", found=f"{place}: not looked into")
+        return MachineFinding(level=Level.OK, subject="compile cache", found=f"{place}: not looked into")
     folder = Path(place.removeprefix("file://")) if place else root / _DEFAULT_CACHE
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
@@ -302,24 +305,24 @@ def _look_at_cache(root: Path) -> Finding:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        return Finding(
+        return MachineFinding(
             level=Level.WARN,
             subject="compile cache",
             found=f"{folder} cannot be written to ({error.strerror}): every run compiles again",
             next_step=f"Set {_CACHE_VARIABLE} to a folder that can be written to, or to s3://….",
         )
     free = word_size(shutil.disk_usage(there).free)
-    return Finding(level=Level.OK, subject="compile cache", found=f"{folder}, {free} free")
+    return MachineFinding(level=Level.OK, subject="compile cache", found=f"{folder}, {free} free")
 
 
-def _look_at_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) -> Iterator[Finding]:
+def _look_at_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype) -> Iterator[MachineFinding]:
     """Whether a layer fits a core, and each of its tensors the runtime."""
     weights, head = layer_bytes(spec, dtype), vocabulary_bytes(spec, dtype)
     hbm = machine.hbm_bytes_per_core
     if hbm is not None:
         largest = max(weights, head)
         fits = largest <= hbm
-        yield Finding(
+        yield MachineFinding(
             level=Level.OK if fits else Level.FAIL,
             subject="device memory",
             found=f"a layer takes {word_size(weights)}, the lm_head {word_size(head)}, of {word_size(hbm)} on a core",
@@ -330,7 +333,7 @@ def _look_at_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype
         gate_up, head, *(math.prod(shape) * dtype.itemsize for shape in expected_layer_shapes(spec).values())
     )
     if largest_tensor > _MAX_TENSOR_BYTES:
-        yield Finding(
+        yield MachineFinding(
             level=Level.NOTE,
             subject="tensor size",
             found=f"gate and up of all experts in one tensor take {word_size(largest_tensor)}, over the 4 GiB that "
@@ -339,7 +342,7 @@ def _look_at_device_memory(machine: Machine, spec: ModelSpec, dtype: torch.dtype
         )
 
 
-def _look_at_device_activations(machine: Machine, footprint: DeviceFootprint) -> Iterator[Finding]:
+def _look_at_device_activations(machine: Machine, footprint: DeviceFootprint) -> Iterator[MachineFinding]:
     """Whether a core holds a layer and what it computes of a row of some length."""
     hbm = machine.hbm_bytes_per_core
     if hbm is None:
@@ -348,7 +351,7 @@ def _look_at_device_activations(machine: Machine, footprint: DeviceFootprint) ->
     on_device = replace(footprint, backend=Backend.CPU)
     needed = on_device.layer_bytes + on_device.activation_bytes
     fits = needed <= hbm
-    yield Finding(
+    yield MachineFinding(
         level=Level.OK if fits else Level.FAIL,
         subject="device memory by length",
         found=f"a layer and what it computes of {footprint.inputs.sequence_length} tokens take about "
@@ -357,7 +360,7 @@ def _look_at_device_activations(machine: Machine, footprint: DeviceFootprint) ->
     )
 
 
-def _look_at_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> Finding:
+def _look_at_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> MachineFinding:
     """What a row of a length takes, told from a run: what is computed grows with the length, loading does not."""
     measured = profile.batch_size * _layer_flops(spec, profile.sequence_length)
     usual = profile.usual
@@ -366,7 +369,7 @@ def _look_at_time(profile: RunProfile, spec: ModelSpec, seq_len: int) -> Finding
     loading_s = usual.read_s + usual.regroup_s + usual.transfer_s
     layer_s = loading_s + run_s + copy_back_s
     all_s = word_duration(layer_s * spec.num_hidden_layers)
-    return Finding(
+    return MachineFinding(
         level=Level.OK,
         subject="time",
         found=f"a row of {seq_len} tokens takes about {layer_s:.2f} s a layer ({loading_s:.2f} s to load, "
@@ -382,10 +385,10 @@ def _layer_flops(spec: ModelSpec, seq_len: int) -> float:
     return seq_len * (attention + experts + 4 * spec.query_width * seq_len)
 
 
-def _look_at_host_memory(footprint: DeviceFootprint, free: int) -> Finding:
+def _look_at_host_memory(footprint: DeviceFootprint, free: int) -> MachineFinding:
     needed = footprint.layer_bytes + footprint.activation_bytes
     fits = needed <= free
-    return Finding(
+    return MachineFinding(
         level=Level.OK if fits else Level.FAIL,
         subject="host memory",
         found=f"a layer and {footprint.inputs.sequence_length} tokens take {word_size(needed)}, "

@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 
 from minimax_tools.errors import CannotRunError
-from neuron.devices.crew import attempt_store, leave_word, tell_end
+from neuron.devices.rank_messages import attempt_store, leave_word, tell_end
 from neuron.process.ending import describe_end, describe_timeout
 from neuron.process.record import StatusRecord
 from neuron.process.status import RECORD_VARIABLE, discard_output

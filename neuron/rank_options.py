@@ -14,8 +14,8 @@ from minimax_tools.command_line.options import DTYPES, stack_options
 from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.machine.native_output import native_output_dropped
 from neuron.devices.backend import Backend, choose_backend
-from neuron.devices.crew import RankFailedError
 from neuron.devices.distributed import refuse_launched
+from neuron.devices.rank_messages import RankFailedError
 from neuron.devices.ranks import Ranks, read_ranks
 from neuron.devices.runtime import open_runtime
 from neuron.launch import launch_ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 from minimax_tools.metrics.noise_floor import MASSIVE_RATIO
 from minimax_tools.model.span import Span
-from minimax_tools.results.probes import Bisection, Chain, Finding, Probe
+from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Probe
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
@@ -153,7 +153,7 @@ def _extent(bisection: Bisection) -> str:
     return f"compared {bisection.compared} of {_count(bisection.of, 'output')} in {runs}{resumed}, {how}"
 
 
-def _reason(bisection: Bisection, finding: Finding) -> str:
+def _reason(bisection: Bisection, finding: BisectionFinding) -> str:
     chain = finding.chain
     if not finding.is_culprit:
         return (

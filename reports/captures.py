@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from minimax_tools.capture.inspection import Inspection
+from minimax_tools.capture.inspection import CaptureInspection
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -40,7 +40,7 @@ _TENSOR = (
 )
 
 
-def capture_record(source: CaptureSource, inspection: Inspection | None = None) -> dict[str, Any]:
+def capture_record(source: CaptureSource, inspection: CaptureInspection | None = None) -> dict[str, Any]:
     """A capture as JSON: what made it (null where its layout does not say), and the statistics of every site.
 
     Args:
@@ -64,7 +64,7 @@ def capture_record(source: CaptureSource, inspection: Inspection | None = None) 
     }
 
 
-def is_damaged(source: CaptureSource, inspection: Inspection | None) -> bool:
+def is_damaged(source: CaptureSource, inspection: CaptureInspection | None) -> bool:
     """Return whether reading all of a capture showed faults, or its certificate speaks of other tensors."""
     if not isinstance(source, Capture) or inspection is None:
         return False
@@ -87,7 +87,7 @@ def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict
 
 def render_capture(
     source: CaptureSource,
-    inspection: Inspection | None = None,
+    inspection: CaptureInspection | None = None,
     *,
     width: int | None = None,
     is_terminal: bool | None = None,
@@ -152,7 +152,7 @@ def _observed_dtypes(source: CaptureSource) -> Mapping[str, str]:
     return source.manifest.observed_dtypes if isinstance(source, Capture) else {}
 
 
-def _facts(source: CaptureSource, inspection: Inspection | None) -> list[tuple[str, str]]:
+def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[tuple[str, str]]:
     description = source.known_description
     if description is None:
         return [("made by", "unknown: this layout does not say")]
@@ -188,7 +188,7 @@ def _word_floor(description: Description) -> str:
     return f"{description.noise_floor}, of {word_variants(variants)}"
 
 
-def _word_certificate(capture: Capture, inspection: Inspection | None) -> str:
+def _word_certificate(capture: Capture, inspection: CaptureInspection | None) -> str:
     manifest = capture.manifest
     if manifest.certificate is None:
         return "none: mm2-gpu certify makes one"
@@ -199,7 +199,7 @@ def _word_certificate(capture: Capture, inspection: Inspection | None) -> str:
     return str(manifest.certificate)
 
 
-def _word_digests(capture: Capture, inspection: Inspection | None) -> str:
+def _word_digests(capture: Capture, inspection: CaptureInspection | None) -> str:
     """Return whether the files are those that were written, such as `96 tensors match`."""
     older = "" if capture.has_digests else "; twins and floors have none, made by an older mm2"
     if inspection is None:

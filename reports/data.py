@@ -11,9 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.errors import CannotRunError
+from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
-from reports.artefact import write_artefact
 from reports.json_values import to_json
 from reports.wording import word_index
 
@@ -211,3 +212,24 @@ def _cell(value: object) -> str:
 
 def _json_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_artefact(path: Path, text: str) -> Path:
+    """Write `text` as UTF-8 to `path`, and return `path`.
+
+    Missing folders are made.
+
+    Raises:
+        CannotRunError: The folder cannot be made or written to, or the disk is full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, newline="") as file:
+            file.write(text)
+    except OSError as error:
+        raise CannotRunError(
+            f"cannot write the report {path}",
+            found=error.strerror or str(error),
+            next_step="Choose another directory for reports, one that can be written to.",
+        ) from error
+    return path

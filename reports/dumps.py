@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minimax_tools.dumps.capture import ForeignCapture
-from minimax_tools.dumps.module_name import find_layer, word_module
-from minimax_tools.dumps.piece import Piece
+from minimax_tools.dumps.piece import DumpPiece, find_layer, word_module
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_layers, word_shape
 
@@ -36,7 +35,7 @@ class Line:
     """
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DumpPiece, ...]
     sites: tuple[str, ...]
 
     @property
@@ -139,7 +138,7 @@ def list_lines(source: ForeignCapture) -> list[Line]:
         for term in found.terms:
             for piece in term.pieces.values():
                 sites[_key(piece)][str(site)] = None
-    pieces: dict[tuple[str, str, str], list[Piece]] = defaultdict(list)
+    pieces: dict[tuple[str, str, str], list[DumpPiece]] = defaultdict(list)
     for piece in source.dump.pieces:
         pieces[_key(piece)].append(piece)
     return [
@@ -148,7 +147,7 @@ def list_lines(source: ForeignCapture) -> list[Line]:
     ]
 
 
-def _key(piece: Piece) -> tuple[str, str, str]:
+def _key(piece: DumpPiece) -> tuple[str, str, str]:
     return word_module(piece.module), piece.point, piece.element
 
 

@@ -22,7 +22,7 @@ from reflinks import BLOCK_BYTES, clone_range
 
 from minimax_tools.checkpoint.header import encode_header
 from minimax_tools.model.weight_names import layer_of
-from minimax_tools.synthetic.checkpoint import FP8, PlannedTensor, plan_tensors, write_tensor
+from minimax_tools.synthetic.checkpoint import FP8, SyntheticTensor, plan_tensors, write_tensor
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
@@ -41,7 +41,7 @@ class PlannedShard:
     """
 
     file_name: str
-    tensors: tuple[PlannedTensor, ...]
+    tensors: tuple[SyntheticTensor, ...]
     source: PlannedShard | None = None
 
     def __post_init__(self) -> None:
@@ -112,8 +112,8 @@ def write_shards(folder: Path, shards: Sequence[PlannedShard], weights: Syntheti
 _Key = tuple[int, int]  # layer, part: part 0 is what is never cloned
 
 
-def _group_tensors(tensors: Sequence[PlannedTensor]) -> dict[_Key, list[PlannedTensor]]:
-    groups: dict[_Key, list[PlannedTensor]] = {}
+def _group_tensors(tensors: Sequence[SyntheticTensor]) -> dict[_Key, list[SyntheticTensor]]:
+    groups: dict[_Key, list[SyntheticTensor]] = {}
     filled_bytes: dict[int, int] = {}
     for tensor in tensors:
         layer = layer_of(tensor.name)

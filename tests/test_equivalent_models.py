@@ -12,8 +12,7 @@ import click.testing
 import pytest
 
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.synthetic.equivalent import CHANGES
-from minimax_tools.synthetic.rewriting import rewrite_checkpoint
+from minimax_tools.synthetic.equivalent import CHANGES, rewrite_checkpoint
 from neuron.cli import main as mm2_test
 
 Command = Callable[..., click.testing.Result]

@@ -10,13 +10,12 @@ names the whole set that may hold the fault.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from compare.blame.inherited import is_handed_on
 from minimax_tools.model.sites import SITE_INPUTS, Site
-from minimax_tools.results.results import Blame, SiteResult, SiteStatus
+from minimax_tools.results.results import Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
 
 # These show any fault of the site they are computed from: they are plain products of it alone, while a norm
 # hides a wrong scale, attention a shift, a residual add what is small beside the stream.
@@ -188,3 +187,58 @@ def _join(sites: list[Site]) -> str:
 
 def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:
     return sorted(sites, key=lambda site: site.order)
+
+
+def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
+    """Blame by the sites that it names, in the order of the first layer of each.
+
+    Args:
+        blame: Earliest layer first.
+        grounds: What it rests on: results, which tell where it is worst; of a site that was judged twice the last.
+    """
+    by_site = {(result.layer, result.site): result for result in grounds}
+    groups: dict[tuple[str, ...], list[Blame]] = {}
+    for one in blame:
+        groups.setdefault(one.sites, []).append(one)
+
+    def rests_on(one: Blame) -> list[SiteResult]:
+        return [by_site[one.layer, site] for site in one.sites if (one.layer, site) in by_site]
+
+    def badness(one: Blame) -> float:
+        return max((result.nearest.excess for result in rests_on(one) if result.nearest), default=0.0)
+
+    return tuple(
+        BlameGroup(
+            layers=tuple(one.layer for one in members),
+            sites=sites,
+            worst_layer=(worst := max(members, key=badness)).layer,
+            reason=worst.reason,
+            where=tuple(sentence for result in rests_on(worst) for sentence in result.where),
+        )
+        for sites, members in groups.items()
+    )
+
+
+def is_handed_on(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
+    """Whether a failing site breaks its limit by no more than its inputs' errors account for.
+
+    Args:
+        result: The failing site's; what fails without a figure, such as NaN or a wrong shape, nobody handed on.
+        inputs: Those of the sites that it is computed from, which pass.
+    """
+    broken = result.nearest
+    if broken is None or not broken.excess > 1.0:
+        return False
+    carried = max((_carried(one, broken) for one in inputs), default=0.0)
+    return broken.value**2 <= broken.limit**2 + carried
+
+
+def _carried(upstream: SiteResult, broken: NearestLimit) -> float:
+    """The square of what a site hands on, in the unit of the figure that is broken behind it."""
+    if upstream.noise is not None:
+        value: float | None = getattr(upstream.noise, broken.figure, None)
+        return 0.0 if value is None else max(value**2 - 1.0, 0.0)
+    if upstream.relative is not None and upstream.nearest is not None:
+        # No floor tells how much of it is noise: all of it may be an error.
+        return (broken.limit * upstream.nearest.excess) ** 2
+    return 0.0

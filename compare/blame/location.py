@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from compare.blame.recomputed_judge import Refed
+from compare.blame.recomputed_judge import Recomputed
 from compare.blame.regions import Bounds, describe_whereabouts
 from compare.judging.layer_judge import LayerJudge
 from compare.noise.rho import Rows
@@ -35,7 +35,7 @@ def locate_blamed(
     blame: tuple[Blame, ...],
     *,
     judge: LayerJudge,
-    refed: Mapping[Site, Refed],
+    refed: Mapping[Site, Recomputed],
     sides: Sides,
 ) -> Mapping[Site, SiteResult]:
     """Results of one layer, those to blame with what their wrong tokens and channels have in common.

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from compare.blame.site_inputs import Upstream, Values
+from compare.blame.site_inputs import SiteInputs, Values
 from compare.judging.routing import RouterNoise
 from compare.noise.rho import Rows, foreseen_error_at
 from compare.noise.squared_errors import square_difference
@@ -25,7 +25,7 @@ from minimax_tools.model.inputs import Inputs, decoded_rows
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
-from minimax_tools.reference.own_layer import OwnLayer
+from minimax_tools.reference.float32_layer import Float32Layer
 from minimax_tools.reference.upcast import upcast_experts
 
 # Experts are read for so many tokens and no more: those that are furthest off, and others evenly spread.
@@ -67,8 +67,8 @@ class Refeed:
         return self._open_weights()
 
     @cached_property
-    def _own(self) -> OwnLayer:
-        return OwnLayer(self._weights.spec, self._weights.tensors)
+    def _own(self) -> Float32Layer:
+        return Float32Layer(self._weights.spec, self._weights.tensors)
 
     def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
         """Rows of a site whose golden is computed from the port's own values.
@@ -140,11 +140,11 @@ class Refeed:
             margin=margin, noise=noise.noise * growth, scores=scores
         )
 
-    def _read(self, site: Site) -> Upstream | None:
-        return Upstream.read(site, sides=self._sides, layer=self._layer, prompt_of=self._prompt_of)
+    def _read(self, site: Site) -> SiteInputs | None:
+        return SiteInputs.read(site, sides=self._sides, layer=self._layer, prompt_of=self._prompt_of)
 
     def _compute_variants(
-        self, site: Site, upstream: Upstream, tokens: torch.Tensor, doubted: frozenset[Site]
+        self, site: Site, upstream: SiteInputs, tokens: torch.Tensor, doubted: frozenset[Site]
     ) -> Iterator[tuple[Values, torch.Tensor]]:
         """What the site may have been computed from, [T,F] each, and what comes of it at the `tokens`, [t,F]."""
         router = self._read(Site.ROUTER_WEIGHTS) if site is Site.MOE_DELTA else None

@@ -18,7 +18,7 @@ from minimax_tools.results.results import SiteResult, SiteStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Refed:
+class Recomputed:
     """A site judged by what the port itself computed it from.
 
     Args:
@@ -30,14 +30,14 @@ class Refed:
     rows: Rows | None = None
 
 
-def judge_refed(
+def judge_recomputed(
     sites: tuple[Site, ...],
     *,
     layer: int,
     failing: frozenset[Site],
     judge: LayerJudge,
     sides: Sides,
-) -> Mapping[Site, Refed]:
+) -> Mapping[Site, Recomputed]:
     """Judge failing sites of one layer by what the port itself computed them from.
 
     Left out are those that cannot be judged so: the golden is not mm2's own, a side lacks what the site is computed
@@ -66,7 +66,7 @@ def judge_refed(
             layer=layer,
             open_weights=lambda: stack.enter_context(source.open_layer(layer, golden)),
         )
-        judged: dict[Site, Refed] = {}
+        judged: dict[Site, Recomputed] = {}
         doubted = set(failing)
         for site in sites:
             if not {site, *SITE_INPUTS[site]} <= seen:
@@ -89,19 +89,19 @@ def _judge(
     judge: LayerJudge,
     sides: Sides,
     doubted: frozenset[Site],
-) -> Refed | None:
+) -> Recomputed | None:
     result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
     mismatch = find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site))
     if mismatch is not None:
-        return Refed(result=replace(result, reason=mismatch)) if refeed.can_feed(site) else None
+        return Recomputed(result=replace(result, reason=mismatch)) if refeed.can_feed(site) else None
     if site is Site.ROUTER_EXPERTS:
         choice = None if judge.router_noise is None else refeed.choice(judge.router_noise)
-        return None if choice is None else Refed(result=_told(judge.judge_choice(result, *choice)))
+        return None if choice is None else Recomputed(result=_told(judge.judge_choice(result, *choice)))
     stored = judge.stored_rows(site)
-    first: Refed | None = None
+    first: Recomputed | None = None
     for rows in refeed.rows(site, stored, doubted=doubted):
         judged = judge_values(result, rows, criteria=sides.criteria, terms=judge.terms(site))
-        refed = Refed(result=_told(judged), rows=rows)
+        refed = Recomputed(result=_told(judged), rows=rows)
         if judged.status is not SiteStatus.FAIL:
             return refed
         first = first or refed

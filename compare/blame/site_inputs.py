@@ -1,4 +1,4 @@
-"""Upstream: what a site is computed from, as both sides show it, and as the port may have it besides.
+"""SiteInputs: what a site is computed from, as both sides show it, and as the port may have it besides.
 
 T real tokens, E experts, k experts per token, F channels of a site.
 """
@@ -20,7 +20,7 @@ Values = Mapping[Site, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Upstream:
+class SiteInputs:
     """What a site is computed from.
 
     Args:
@@ -36,7 +36,7 @@ class Upstream:
     usable: torch.Tensor
 
     @classmethod
-    def read(cls, site: Site, *, sides: Sides, layer: int, prompt_of: torch.Tensor) -> Upstream | None:
+    def read(cls, site: Site, *, sides: Sides, layer: int, prompt_of: torch.Tensor) -> SiteInputs | None:
         """What both sides hold of it; None where one lacks a part, or holds it in another shape.
 
         Args:
@@ -59,7 +59,7 @@ class Upstream:
             usable = ~torch.isin(prompt_of, prompt_of[~usable])
         return cls(site=site, mine=mine, theirs=theirs, usable=usable)
 
-    def variants(self, doubted: frozenset[Site], router: Upstream | None) -> Iterator[Values]:
+    def variants(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
         """What the site may have been computed from: first all that the port shows.
 
         What it shows may be a copy of what it computes with, scaled or in another order: so then with the golden's
@@ -80,7 +80,7 @@ class Upstream:
                 yield values
 
     def _alternatives(
-        self, group: list[Site], doubted: frozenset[Site], router: Upstream | None
+        self, group: list[Site], doubted: frozenset[Site], router: SiteInputs | None
     ) -> Iterator[Values]:
         yield {site: self.theirs[site] for site in group}
         if not doubted & set(group):

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from minimax_tools.model.span import Span
-from minimax_tools.results.probes import Finding, Probe
+from minimax_tools.results.probes import BisectionFinding, Probe
 
 RunProbe = Callable[[Span], Probe]
 
 
-def find_first(span: Span, run_probe: RunProbe) -> Finding | None:
+def find_first(span: Span, run_probe: RunProbe) -> BisectionFinding | None:
     """The first finding in `span`, in at most ⌈log2 of its length⌉ + 1 probes; None where every chain is right.
 
     The left half of the suspects runs first: where it holds no error, the right half is suspected, and in the end one
@@ -28,17 +28,17 @@ def find_first(span: Span, run_probe: RunProbe) -> Finding | None:
         half = Span(suspects.start, suspects.start + max(len(suspects) // 2, 1))
         found = run_probe(half).first_wrong
         if found is not None and len(found.span) == 1:
-            return Finding(chain=found)
+            return BisectionFinding(chain=found)
         if found is not None:
             suspects, wrong = found.span, found
         elif half.stop < suspects.stop:
             suspects = Span(half.stop, suspects.stop)
         else:
             # Every part of a chain that is wrong is right: what it suffers from is in no layer alone.
-            return None if wrong is None else Finding(chain=wrong)
+            return None if wrong is None else BisectionFinding(chain=wrong)
 
 
-def find_all(span: Span, run_probe: RunProbe) -> Iterator[Finding]:
+def find_all(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
     """Every finding in `span`: behind each, the search goes on from the golden's own input."""
     rest: Span | None = span
     while rest is not None:
@@ -50,7 +50,7 @@ def find_all(span: Span, run_probe: RunProbe) -> Iterator[Finding]:
         rest = Span(stop, span.stop) if stop < span.stop else None
 
 
-def find_until_proof(span: Span, run_probe: RunProbe) -> Iterator[Finding]:
+def find_until_proof(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
     """Every finding up to the first that proves the port wrong: behind a faint drift the search goes on."""
     for finding in find_all(span, run_probe):
         yield finding
@@ -58,9 +58,9 @@ def find_until_proof(span: Span, run_probe: RunProbe) -> Iterator[Finding]:
             return
 
 
-def find_exhaustively(span: Span, run_probe: RunProbe) -> Iterator[Finding]:
+def find_exhaustively(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
     """Every layer of `span` that is wrong when it runs alone: a probe for each."""
     for layer in span:
         found = run_probe(Span.single(layer)).first_wrong
         if found is not None:
-            yield Finding(chain=found)
+            yield BisectionFinding(chain=found)

@@ -20,7 +20,7 @@ from compare.limits.criteria import Criteria
 from compare.limits.limit_context import computes_in_float32
 from compare.limits.limits import RATIO_FIGURES
 from compare.sides.batch import Batch
-from compare.sides.layer_input import Feed
+from compare.sides.captured_input import CapturedInput
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
@@ -87,7 +87,7 @@ class ChainJudge:
     def _judge_site(self, layer: int, site: Site, tensor: torch.Tensor) -> SiteResult:
         target = _OneSite(layer=layer, site=site, tensor=tensor)
         sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
-        return LayerJudge(sides, layer=layer, feed=Feed(known=(Site.INPUT,))).judge(site)
+        return LayerJudge(sides, layer=layer, feed=CapturedInput(known=(Site.INPUT,))).judge(site)
 
     def _judge_chain(self, span: Span, output: torch.Tensor) -> Chain:
         reference = self._batch.rows(self._golden.read(span.last, Site.OUTPUT), Site.OUTPUT)

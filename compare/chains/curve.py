@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from compare.noise.input_error import Incoming
+from compare.noise.input_error import InputError
 from compare.noise.squared_errors import square_difference, square_rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
@@ -22,7 +22,7 @@ _TINY = 1e-300
 
 
 def measure_point(
-    sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, incoming: Incoming | None
+    sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, incoming: InputError | None
 ) -> CurvePoint | None:
     """Return how far a layer's output is from the golden's; None where it was not judged.
 

@@ -20,8 +20,8 @@ from compare.diagnosis.naming import LIMITS
 from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.batch import Batch
+from compare.sides.captured_input import CapturedInput, read_captured_input
 from compare.sides.golden_weights import CheckpointWeights, refuse_other_model
-from compare.sides.layer_input import Feed, read_feed
 from compare.sides.sides import Sides
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -210,16 +210,16 @@ def _where(comparison: Comparison, layer: int) -> tuple[str, ...]:
     return tuple(f"{site.site}: {sentence}" for site in comparison.of_layer(layer) for sentence in site.where)
 
 
-def _find_feed(sides: Sides, layer: int) -> Feed | None:
+def _find_feed(sides: Sides, layer: int) -> CapturedInput | None:
     """What a layer was fed; None where that is not known, or is not finite."""
     if layer not in sides.target.layers:
         return None
-    feed = read_feed(sides, layer)
+    feed = read_captured_input(sides, layer)
     is_finite = feed.incoming is None or feed.incoming.is_finite
     return feed if feed.is_recorded and is_finite else None
 
 
-def _chain_notes(feeds: Mapping[int, Feed | None], blamed: tuple[int, ...]) -> tuple[str, ...]:
+def _chain_notes(feeds: Mapping[int, CapturedInput | None], blamed: tuple[int, ...]) -> tuple[str, ...]:
     """What a comparison of a chained run may have missed, and how to look closer."""
     handed_on = [layer for layer, feed in feeds.items() if feed is not None and feed.is_handed_on]
     if not set(handed_on) - set(blamed):

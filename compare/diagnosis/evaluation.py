@@ -21,7 +21,7 @@ from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.spec import ModelSpec
 
 
-class Part(str, Enum):
+class ExpertValue(str, Enum):
     """Points within the experts that are no sites."""
 
     EXPERT_INPUT = "expert_input"  # [T,H]
@@ -32,16 +32,16 @@ class Part(str, Enum):
         return self.value
 
 
-Node = Site | Part
+GraphNode = Site | ExpertValue
 Stage = Callable[["Evaluation"], torch.Tensor]
 
-NODE_INPUTS: Mapping[Node, tuple[Node, ...]] = MappingProxyType(
+NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
     {
-        **{site: tuple[Node, ...](inputs) for site, inputs in SITE_INPUTS.items()},
-        Part.EXPERT_INPUT: (Site.POST_NORM,),
-        Part.EXPERT_NUMBERS: (Site.ROUTER_EXPERTS,),
-        Part.EXPERT_OUTPUTS: (Part.EXPERT_INPUT, Part.EXPERT_NUMBERS),
-        Site.MOE_DELTA: (Part.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
+        **{site: tuple[GraphNode, ...](inputs) for site, inputs in SITE_INPUTS.items()},
+        ExpertValue.EXPERT_INPUT: (Site.POST_NORM,),
+        ExpertValue.EXPERT_NUMBERS: (Site.ROUTER_EXPERTS,),
+        ExpertValue.EXPERT_OUTPUTS: (ExpertValue.EXPERT_INPUT, ExpertValue.EXPERT_NUMBERS),
+        Site.MOE_DELTA: (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
     }
 )
 # Attention mixes rows up to here: these have all rows of the batch, what comes later has the chosen tokens' alone.
@@ -49,7 +49,7 @@ _OF_ALL_ROWS = frozenset(site for site in Site if site.order < Site.ATTN_CONTEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scene:
+class LayerInputs:
     """What a layer is run on.
 
     Args:
@@ -81,13 +81,13 @@ class Change:
         recipe: How experts compute, where that changes.
     """
 
-    stages: Mapping[Node, Stage] = field(default_factory=dict)
+    stages: Mapping[GraphNode, Stage] = field(default_factory=dict)
     recipe: Recipe | None = None
 
     @property
-    def nodes(self) -> frozenset[Node]:
+    def nodes(self) -> frozenset[GraphNode]:
         """What it replaces."""
-        experts = () if self.recipe is None else (Part.EXPERT_OUTPUTS,)
+        experts = () if self.recipe is None else (ExpertValue.EXPERT_OUTPUTS,)
         return frozenset((*self.stages, *experts))
 
     @property
@@ -116,13 +116,13 @@ class Evaluation:
 
     def __init__(
         self,
-        scene: Scene,
-        stages: Mapping[Node, Stage],
+        scene: LayerInputs,
+        stages: Mapping[GraphNode, Stage],
         *,
         tokens: torch.Tensor,
         base: Evaluation | None = None,
         change: Change | None = None,
-        values: Mapping[Node, torch.Tensor] | None = None,
+        values: Mapping[GraphNode, torch.Tensor] | None = None,
     ) -> None:
         self.scene = scene
         self.tokens = tokens
@@ -148,7 +148,7 @@ class Evaluation:
         """The layer's weights."""
         return self.scene.weights
 
-    def __getitem__(self, node: Node) -> torch.Tensor:
+    def __getitem__(self, node: GraphNode) -> torch.Tensor:
         if self.base is not self and node not in self._affected and node not in self._values:
             return self.base[node]
         if node not in self._values:
@@ -159,15 +159,15 @@ class Evaluation:
         """This layer with a change."""
         return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=change)
 
-    def is_affected(self, node: Node) -> bool:
+    def is_affected(self, node: GraphNode) -> bool:
         """Whether the change may touch a node."""
         return node in self._affected
 
-    def give(self, node: Node, value: torch.Tensor) -> None:
+    def give(self, node: GraphNode, value: torch.Tensor) -> None:
         """Tell a value that was computed elsewhere."""
         self._values[node] = value
 
-    def with_value(self, node: Node, value: torch.Tensor) -> Evaluation:
+    def with_value(self, node: GraphNode, value: torch.Tensor) -> Evaluation:
         """This layer, its change included, with another value at a node."""
         given = Change(stages={node: _constant(value)})
         return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=given)
@@ -199,8 +199,8 @@ class Evaluation:
     def expert_job(self) -> ExpertJob:
         """What this evaluation asks of the experts."""
         return ExpertJob(
-            states=self[Part.EXPERT_INPUT],
-            experts=self[Part.EXPERT_NUMBERS],
+            states=self[ExpertValue.EXPERT_INPUT],
+            experts=self[ExpertValue.EXPERT_NUMBERS],
             shares=self[Site.ROUTER_WEIGHTS],
             recipe=self.recipe,
         )
@@ -211,9 +211,11 @@ def join_changes(changes: Iterable[Change]) -> Change:
     return reduce(Change.and_also, changes, Change())
 
 
-def with_given(stages: Mapping[Node, Stage], given: Mapping[Site, torch.Tensor]) -> dict[Node, Stage]:
+def with_given(
+    stages: Mapping[GraphNode, Stage], given: Mapping[Site, torch.Tensor]
+) -> dict[GraphNode, Stage]:
     """The stages, those of `given` sites [B,S,…] replaced by what the layer was fed there."""
-    fed: dict[Node, Stage] = {
+    fed: dict[GraphNode, Stage] = {
         site: _constant(value) if site in _OF_ALL_ROWS else _chosen(value) for site, value in given.items()
     }
     return {**stages, **fed}
@@ -227,7 +229,7 @@ def _constant(value: torch.Tensor) -> Stage:
     return lambda _: value
 
 
-def _downstream(nodes: frozenset[Node]) -> frozenset[Node]:
+def _downstream(nodes: frozenset[GraphNode]) -> frozenset[GraphNode]:
     reached = set(nodes)
     while True:
         more = {node for node, inputs in NODE_INPUTS.items() if reached.intersection(inputs)} - reached

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from compare.diagnosis.mistake import Value
 from compare.diagnosis.naming import LIMITS
-from compare.diagnosis.search import Outcome
+from compare.diagnosis.search import SearchOutcome
 from compare.diagnosis.trial import Score
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import Blame
@@ -19,7 +19,7 @@ _CLEARLY_WRONG = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class MistakeFinding:
     """A mistake, or two together, held against one layer, or against a site outside the layers.
 
     Args:
@@ -50,7 +50,7 @@ class Finding:
     resembles: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> Finding:
+    def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:
         """What a score says, and which others say as much."""
         mistakes, name = score.hypothesis.mistakes, score.hypothesis.name
         others = (other.hypothesis.name for other in alike)
@@ -87,8 +87,8 @@ class LayerDiagnosis:
     layer: int
     sites: tuple[Site, ...]
     unexplained: float
-    named: tuple[Finding, ...]
-    nearest: tuple[Finding, ...]
+    named: tuple[MistakeFinding, ...]
+    nearest: tuple[MistakeFinding, ...]
     num_hypotheses: int
     is_blamed: bool = True
     notes: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class LayerDiagnosis:
     def of(
         cls,
         layer: int,
-        outcome: Outcome,
+        outcome: SearchOutcome,
         *,
         sites: tuple[Site, ...],
         is_blamed: bool,
@@ -113,8 +113,8 @@ class LayerDiagnosis:
             layer=layer,
             sites=sites,
             unexplained=outcome.null.leaves,
-            named=tuple(Finding.of(layer, score, alike=outcome.named) for score in outcome.named),
-            nearest=tuple(Finding.of(layer, score) for score in outcome.nearest),
+            named=tuple(MistakeFinding.of(layer, score, alike=outcome.named) for score in outcome.named),
+            nearest=tuple(MistakeFinding.of(layer, score) for score in outcome.nearest),
             num_hypotheses=outcome.num_tried,
             is_blamed=is_blamed,
             notes=notes,
@@ -138,8 +138,8 @@ class SiteDiagnosis:
     site: ModelSite
     unexplained: float
     is_blamed: bool
-    named: tuple[Finding, ...] = ()
-    nearest: tuple[Finding, ...] = ()
+    named: tuple[MistakeFinding, ...] = ()
+    nearest: tuple[MistakeFinding, ...] = ()
     num_hypotheses: int = 0
     notes: tuple[str, ...] = ()
 
@@ -173,7 +173,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> tuple[MistakeFinding, ...]:
         """The mistakes that were named, best first: of the embedding, of the layers ascending, of norm and head."""
         first = [site.named for site in self.sites if site.site is ModelSite.EMBEDDING]
         behind = [site.named for site in self.sites if site.site is not ModelSite.EMBEDDING]

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from compare.diagnosis.catalogue.fp8 import is_fp8
-from compare.diagnosis.evaluation import Evaluation, Node, Scene, with_given
+from compare.diagnosis.evaluation import Evaluation, GraphNode, LayerInputs, with_given
 from compare.diagnosis.layer_weights import LayerWeights
 from compare.diagnosis.stages import STAGES
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
 from compare.sides.batch import Batch
-from compare.sides.layer_input import fed_sites
+from compare.sides.captured_input import fed_sites
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -140,9 +140,9 @@ class LayerCase:
     def _batch(self) -> Batch:
         return Batch(self.scene.attention_mask)
 
-    def _read_all(self) -> dict[Node, torch.Tensor]:
+    def _read_all(self) -> dict[GraphNode, torch.Tensor]:
         """All values of the layer that the golden holds, but for what it gives out."""
-        values: dict[Node, torch.Tensor] = {}
+        values: dict[GraphNode, torch.Tensor] = {}
         for site in self._reference.sites(self._layer):
             value = _widened(self._reference.read(self._layer, site))
             if site.order < Site.ATTN_CONTEXT.order:
@@ -182,11 +182,13 @@ def judging_sites(
     return tuple(site for site in both if site in wanted or site is both[-1])
 
 
-def _make_scene(reference: Capture, target: CaptureSource, weights: LayerWeights, spec: ModelSpec) -> Scene:
+def _make_scene(
+    reference: Capture, target: CaptureSource, weights: LayerWeights, spec: ModelSpec
+) -> LayerInputs:
     inputs, description = reference.read_inputs(), target.known_description
     num_decoded = description.run.decode_rows if description is not None else 0
     mask = inputs.attention_mask
-    return Scene(
+    return LayerInputs(
         spec=spec,
         weights=weights,
         attention_mask=mask,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from compare.diagnosis.finding import Finding, LayerDiagnosis
+from compare.diagnosis.finding import LayerDiagnosis, MistakeFinding
 
 # Fitted parameters of one mistake differ a little from layer to layer.
 _SAME_VALUE = 0.05
@@ -24,8 +24,8 @@ class LayerGroup:
     """
 
     layers: tuple[LayerDiagnosis, ...]
-    named: tuple[Finding, ...]
-    others: tuple[tuple[Finding, ...], ...]
+    named: tuple[MistakeFinding, ...]
+    others: tuple[tuple[MistakeFinding, ...], ...]
 
     @property
     def is_right(self) -> bool:
@@ -44,7 +44,7 @@ def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
     A mistake that resembles the best one of a layer explains it as well, so a layer belongs to the first group whose
     mistake is among its own; those that nothing explains belong together where the same mistake comes nearest.
     """
-    groups: list[list[tuple[LayerDiagnosis, Finding | None]]] = []
+    groups: list[list[tuple[LayerDiagnosis, MistakeFinding | None]]] = []
     for layer in layers:
         for members in groups:
             first, shared = members[0]
@@ -61,9 +61,9 @@ def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
     return tuple(_group(members) for members in groups)
 
 
-def gather(findings: Iterable[Finding]) -> tuple[tuple[Finding, ...], ...]:
+def gather(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
     """Findings by mistake and parameters, the commonest first."""
-    gathered: list[list[Finding]] = []
+    gathered: list[list[MistakeFinding]] = []
     for finding in findings:
         for members in gathered:
             if _are_alike(members[0], finding):
@@ -74,7 +74,7 @@ def gather(findings: Iterable[Finding]) -> tuple[tuple[Finding, ...], ...]:
     return tuple(tuple(members) for members in sorted(gathered, key=len, reverse=True))
 
 
-def _group(members: Sequence[tuple[LayerDiagnosis, Finding | None]]) -> LayerGroup:
+def _group(members: Sequence[tuple[LayerDiagnosis, MistakeFinding | None]]) -> LayerGroup:
     is_named = bool(members[0][0].named)
     return LayerGroup(
         layers=tuple(layer for layer, _ in members),
@@ -88,13 +88,13 @@ def _group(members: Sequence[tuple[LayerDiagnosis, Finding | None]]) -> LayerGro
     )
 
 
-def _find_alike(shared: Finding | None, findings: Iterable[Finding]) -> Finding | None:
+def _find_alike(shared: MistakeFinding | None, findings: Iterable[MistakeFinding]) -> MistakeFinding | None:
     if shared is None:
         return None
     return next((finding for finding in findings if _are_alike(shared, finding)), None)
 
 
-def _are_alike(first: Finding, second: Finding) -> bool:
+def _are_alike(first: MistakeFinding, second: MistakeFinding) -> bool:
     """Whether two findings are one mistake with about the same parameters."""
     if first.mistake != second.mistake or first.parameters.keys() != second.parameters.keys():
         return False

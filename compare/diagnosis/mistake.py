@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from compare.diagnosis.evaluation import Change, Scene
+from compare.diagnosis.evaluation import Change, LayerInputs
 from minimax_tools.model.sites import Site
 
 Value = int | float | str
 Parameters = Mapping[str, Value]
 # The parameters that are worth a try in a scene; none where the mistake cannot happen there.
-Candidates = Callable[[Scene], tuple[Parameters, ...]]
+Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]
 
 NOTHING: Parameters = MappingProxyType({})
 
 
-def once(_: Scene) -> tuple[Parameters, ...]:
+def once(_: LayerInputs) -> tuple[Parameters, ...]:
     """A mistake without parameters."""
     return (NOTHING,)
 
@@ -49,7 +49,7 @@ class Mistake:
     is_whole: bool = False
     is_rounding: bool = False
 
-    def hypotheses(self, scene: Scene) -> tuple[Hypothesis, ...]:
+    def hypotheses(self, scene: LayerInputs) -> tuple[Hypothesis, ...]:
         """This mistake with each of its candidates."""
         return tuple(self.with_parameters(parameters) for parameters in self.candidates(scene))
 
@@ -116,10 +116,10 @@ def word_mistake(name: str, parameters: Parameters) -> str:
     return f"{name} ({', '.join(words)})" if words else name
 
 
-def each(name: str, values: Callable[[Scene], tuple[Value, ...]]) -> Candidates:
+def each(name: str, values: Callable[[LayerInputs], tuple[Value, ...]]) -> Candidates:
     """One parameter, with each of the values that a scene allows."""
 
-    def candidates(scene: Scene) -> tuple[Parameters, ...]:
+    def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
         return tuple(MappingProxyType({name: value}) for value in values(scene))
 
     return candidates

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
-from compare.diagnosis.finding import Diagnosis, Finding
+from compare.diagnosis.finding import Diagnosis, MistakeFinding, SiteDiagnosis
 from compare.diagnosis.layer_group import LayerGroup, group_layers
 from compare.diagnosis.mistake import Mistake, Value, word_mistake
-from compare.diagnosis.mistake_text import draw_mistake, word_range
 from compare.diagnosis.model.catalogue import MODEL_CATALOGUE
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.site_report import draw_right_sites, draw_site, draw_unexplained
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_layers
+from reports.wording import word_figure, word_layers, word_place
 
 _MOST_LISTED = 3
 # A mistake that leaves more of the error than this is no hint.
@@ -133,7 +131,7 @@ def _draw_group(canvas: Canvas, group: LayerGroup) -> None:
     _draw_how(canvas, group)
 
 
-def _explains_some(findings: Sequence[Finding], group: LayerGroup) -> bool:
+def _explains_some(findings: Sequence[MistakeFinding], group: LayerGroup) -> bool:
     before: dict[int | None, float] = {layer.layer: layer.unexplained for layer in group.layers}
     return any(finding.leaves <= _NEARLY_ALL * before[finding.layer] for finding in findings)
 
@@ -163,7 +161,7 @@ def _draw_how(canvas: Canvas, group: LayerGroup) -> None:
         canvas.item(note if len(noted) == len(group.layers) else f"{word_layers(noted)}: {note}")
 
 
-def _word(findings: Sequence[Finding]) -> str:
+def _word(findings: Sequence[MistakeFinding]) -> str:
     """A mistake with its parameters; those that were fitted as the range that they lie in."""
     parameters = {
         name: _word_parameter([finding.parameters[name] for finding in findings])
@@ -172,7 +170,7 @@ def _word(findings: Sequence[Finding]) -> str:
     return word_mistake(findings[0].mistake, parameters)
 
 
-def _word_where(findings: Sequence[Finding], group: LayerGroup) -> str:
+def _word_where(findings: Sequence[MistakeFinding], group: LayerGroup) -> str:
     """In which of the layers; nothing where it is in all of them."""
     layers = sorted({finding.layer for finding in findings if finding.layer is not None})
     return "" if len(layers) == len(group.layers) else f" in {word_layers(layers)}"
@@ -187,3 +185,69 @@ def _word_parameter(values: Sequence[Value]) -> str:
     """Layers of a group differ in what was fitted alone."""
     fitted = [value for value in values if isinstance(value, float)]
     return word_range(fitted, word=lambda value: f"{value:.4g}") if fitted else str(values[0])
+
+
+def draw_mistake(canvas: Canvas, named: Sequence[MistakeFinding]) -> None:
+    """Draw what the port does, where to look, and how well that explains what was found of it."""
+    first = named[0]
+    canvas.paragraph(first.what)
+    canvas.paragraph(f"Look at {first.look_at}.")
+    explains = word_range((100 * finding.explains for finding in named), word=lambda value: f"{value:.4g}")
+    amplitudes = word_range((finding.amplitude for finding in named), word=lambda value: f"{value:.3f}")
+    certainty = word_range(finding.z for finding in named)
+    canvas.paragraph(
+        f"Explains {explains} % of the error; amplitude {amplitudes}, {certainty} times its uncertainty."
+    )
+    if first.sources:
+        canvas.paragraph(f"Seen in {', '.join(first.sources)}.")
+
+
+def word_range(values: Iterable[float], *, word: Callable[[float], str] = word_figure) -> str:
+    """The least and the largest of them, such as `0.98 … 1.02`; one where they read alike."""
+    ordered = sorted(values)
+    least, largest = word(ordered[0]), word(ordered[-1])
+    return least if least == largest else f"{least} … {largest}"
+
+
+def draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
+    """Draw a site that is wrong: the mistake that explains it, or what comes nearest."""
+    before = word_figure(site.unexplained)
+    if site.named:
+        first, *others = site.named
+        canvas.line(
+            f"{site.site} matches {_word_finding(first)}: leaves ρ {word_figure(first.leaves)} of {before}",
+            style="bold",
+        )
+        draw_mistake(canvas, [first])
+        if others:
+            words = (f"{_word_finding(one)}, which leaves ρ {word_figure(one.leaves)}" for one in others)
+            canvas.paragraph(f"Cannot be told from: {'; '.join(words)}.")
+    else:
+        canvas.line(f"{site.site}: no known mistake explains it (ρ {before})", style="bold")
+        for near in site.nearest:
+            canvas.paragraph(f"nearest: {_word_finding(near)} leaves ρ {word_figure(near.leaves)}")
+    canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on what the port itself fed it")
+    for note in site.notes:
+        canvas.item(note)
+
+
+def draw_right_sites(canvas: Canvas, diagnosis: Diagnosis) -> None:
+    """Draw one line for the sites outside the layers that are right, where anything else is told."""
+    right = [site for site in diagnosis.sites if site.is_right]
+    if not right or not diagnosis.exit_code:
+        return
+    names = ", ".join(str(site.site) for site in right)
+    figures = word_range(site.unexplained for site in right)
+    canvas.line(f"{names}: nothing to explain (ρ {figures} on what the port itself fed)")
+
+
+def draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:
+    """Draw what the comparison blames and no named mistake explains."""
+    for blame in diagnosis.unexplained:
+        canvas.paragraph(
+            f"Blamed and not explained: {word_place(blame.layer, blame.sites)} ({blame.reason})", indent=0
+        )
+
+
+def _word_finding(finding: MistakeFinding) -> str:
+    return word_mistake(finding.mistake, finding.parameters)

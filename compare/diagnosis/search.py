@@ -27,7 +27,7 @@ _PARTNERS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SearchOutcome:
     """What the search of one layer came to.
 
     Args:
@@ -45,7 +45,7 @@ class Outcome:
 
 def search_layer(
     trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
-) -> Outcome:
+) -> SearchOutcome:
     """Find the mistakes that explain a layer.
 
     Hypotheses are tried in turns, as long as nothing explains the layer: those that other layers were explained by,
@@ -58,7 +58,7 @@ def search_layer(
         expected: What other layers of this run were explained by, with the parameters that were fitted there.
     """
     if not bool(trial.is_usable.any()):
-        return Outcome(null=trial.null(), named=(), nearest=(), num_tried=0)
+        return SearchOutcome(null=trial.null(), named=(), nearest=(), num_tried=0)
     first, screen = (_screen(trial, most) for most in (_FIRST_TOKENS, _SCREENING_TOKENS))
     num_tried = 0
     seen: list[Score] = []
@@ -73,11 +73,11 @@ def search_layer(
         finals = _finish(trial, screen, tried)
         named = name_mistakes(finals)
         if named and (not is_expected or is_proof(named[0])):
-            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
+            return SearchOutcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
     faint = _search_faint(trial, screen, [score.hypothesis for score in (*tried, *finals)])
     named = name_mistakes(faint)
     if named:
-        return Outcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
+        return SearchOutcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
     # Below that nobody could tell a pair from a single mistake.
     pairs = _pairs(seen) if trial.null().leaves >= LIMITS.clear else []
     if pairs:
@@ -85,9 +85,9 @@ def search_layer(
         in_pairs = _finish(trial, screen, _sift(first, screen, first.judge(pairs)))
         named = name_mistakes(in_pairs)
         if named:
-            return Outcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried + len(pairs))
+            return SearchOutcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried + len(pairs))
     nearest = tuple(sorted(best_first(finals), key=lambda score: -score.explains)[:_MOST_NEAREST])
-    return Outcome(null=trial.null(), named=(), nearest=nearest, num_tried=num_tried + len(pairs))
+    return SearchOutcome(null=trial.null(), named=(), nearest=nearest, num_tried=num_tried + len(pairs))
 
 
 def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:

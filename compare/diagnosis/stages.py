@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.evaluation import Evaluation, Node, Part, Stage
+from compare.diagnosis.evaluation import Evaluation, ExpertValue, GraphNode, Stage
 from compare.diagnosis.expert_pass import run_experts
 from compare.judging.routing import expert_shares
 from minimax_tools.model import weight_names
@@ -196,10 +196,10 @@ def _expert_outputs(at: Evaluation) -> torch.Tensor:
 
 
 def _moe_delta(at: Evaluation) -> torch.Tensor:
-    return (at[Part.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]).sum(1)
+    return (at[ExpertValue.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]).sum(1)
 
 
-STAGES: Mapping[Node, Stage] = MappingProxyType(
+STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
     {
         Site.INPUT_NORM: norm_stage(Site.INPUT, weight_names.INPUT_NORM),
         Site.Q_PROJ: product_stage(Site.INPUT_NORM, weight_names.Q_PROJ),
@@ -216,9 +216,9 @@ STAGES: Mapping[Node, Stage] = MappingProxyType(
         Site.ROUTER_LOGITS: product_stage(Site.POST_NORM, weight_names.GATE),
         Site.ROUTER_EXPERTS: _router_experts,
         Site.ROUTER_WEIGHTS: _router_weights,
-        Part.EXPERT_INPUT: lambda at: at[Site.POST_NORM],
-        Part.EXPERT_NUMBERS: lambda at: at[Site.ROUTER_EXPERTS],
-        Part.EXPERT_OUTPUTS: _expert_outputs,
+        ExpertValue.EXPERT_INPUT: lambda at: at[Site.POST_NORM],
+        ExpertValue.EXPERT_NUMBERS: lambda at: at[Site.ROUTER_EXPERTS],
+        ExpertValue.EXPERT_OUTPUTS: _expert_outputs,
         Site.MOE_DELTA: _moe_delta,
         Site.OUTPUT: lambda at: at[Site.ATTN_RESIDUAL] + at[Site.MOE_DELTA],
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation, Node, Part
+from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, GraphNode
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.stages import STAGES
@@ -120,7 +120,7 @@ class Trial:
         """
         if self.fed is None:
             return []
-        clean: dict[frozenset[Node], dict[Site, torch.Tensor]] = {}
+        clean: dict[frozenset[GraphNode], dict[Site, torch.Tensor]] = {}
         right = {hypothesis.change.nodes: _right(hypothesis.change.nodes) for hypothesis in hypotheses}
         for hypothesis, evaluation in self.evaluate(list(right.values()), base=self.fed):
             clean[hypothesis.change.nodes] = {site: evaluation.rows(site) for site in self.yardsticks}
@@ -144,7 +144,7 @@ class Trial:
         for start in range(0, len(hypotheses), at_once):
             some = hypotheses[start : start + at_once]
             evaluations = [(base or self.base).changed(hypothesis.change) for hypothesis in some]
-            self._run_experts([one for one in evaluations if one.is_affected(Part.EXPERT_OUTPUTS)])
+            self._run_experts([one for one in evaluations if one.is_affected(ExpertValue.EXPERT_OUTPUTS)])
             yield from zip(some, evaluations, strict=True)
 
     @property
@@ -166,7 +166,7 @@ class Trial:
             return
         jobs = [evaluation.expert_job() for evaluation in evaluations]
         for evaluation, outputs in zip(evaluations, run_experts(self.base.weights, jobs), strict=True):
-            evaluation.give(Part.EXPERT_OUTPUTS, outputs)
+            evaluation.give(ExpertValue.EXPERT_OUTPUTS, outputs)
 
     def _score_scopes(
         self,
@@ -236,7 +236,7 @@ class Trial:
         )
 
 
-def _right(nodes: frozenset[Node]) -> Hypothesis:
+def _right(nodes: frozenset[GraphNode]) -> Hypothesis:
     """The layer as it is, computed anew from these nodes on."""
     return Hypothesis(
         mistakes=(), parameters=(), change=Change(stages={node: STAGES[node] for node in nodes})

@@ -11,7 +11,7 @@ import torch
 
 from compare.judging.noise_judge import count_unflipped, judge_noise, judge_without_floor
 from compare.limits.criteria import Criteria, Judgement, judge_classic
-from compare.limits.limit_context import Terms
+from compare.limits.limit_context import LimitContext
 from compare.limits.limits import NoiseLimits
 from compare.noise.rho import Rows, noise_ratio
 from compare.noise.squared_errors import square_difference, square_rows
@@ -27,7 +27,7 @@ def judge_values(
     rows: Rows,
     *,
     criteria: Criteria,
-    terms: Terms,
+    terms: LimitContext,
     set_aside: torch.Tensor | None = None,
     replayed: Rows | None = None,
 ) -> SiteResult:
@@ -92,7 +92,7 @@ def _measure(rows: Rows, criteria: Criteria) -> PairMetrics:
     return replace(metrics, worst_index=(*rows.places[token].tolist(), channel))
 
 
-def _nearest_tokens(rows: Rows, limits: NoiseLimits, terms: Terms) -> Rows:
+def _nearest_tokens(rows: Rows, limits: NoiseLimits, terms: LimitContext) -> Rows:
     """The tokens nearest to the golden's, as many as are sure to have its experts; the others may have flipped."""
     incoming = rows.incoming.overall if rows.incoming else 0.0
     num_kept = count_unflipped(rows.num_tokens, limits, incoming=incoming, terms=terms)

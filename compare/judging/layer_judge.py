@@ -17,11 +17,11 @@ from compare.judging.noise_judge import judge_routing
 from compare.judging.replay import Replay
 from compare.judging.routing import RouterNoise, align_by_expert, align_by_size, compare_routing
 from compare.limits.criteria import OUTPUTS_ALONE
-from compare.limits.limit_context import Terms
+from compare.limits.limit_context import LimitContext
 from compare.noise.rho import Rows
 from compare.noise.squared_errors import Squares
+from compare.sides.captured_input import CapturedInput
 from compare.sides.layer_floor import LayerFloor
-from compare.sides.layer_input import Feed
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides
 from minimax_tools.metrics.noise_floor import ROUTER_MARGIN, ROUTER_NOISE, error_name, massive_channels
@@ -44,7 +44,7 @@ class LayerJudge:
         router_noise: How close the golden's choice of experts was; None where it kept no floor of it.
     """
 
-    def __init__(self, sides: Sides, *, layer: int, feed: Feed) -> None:
+    def __init__(self, sides: Sides, *, layer: int, feed: CapturedInput) -> None:
         self._sides = sides
         self._reference = sides.reference
         self._target = sides.target
@@ -194,7 +194,7 @@ class LayerJudge:
             )
         return replace(result, status=status, reason=reason, routing=routing)
 
-    def terms(self, site: Site) -> Terms:
+    def terms(self, site: Site) -> LimitContext:
         """What the limits of a site hang on beside its figures."""
         return self._sides.terms(hides_flips=site in _PAST_A_FLIP and self._replay is None)
 

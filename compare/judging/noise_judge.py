@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from compare.limits.criteria import Judgement
 from compare.limits.limit import most_hits
-from compare.limits.limit_context import Terms
+from compare.limits.limit_context import LimitContext
 from compare.limits.limits import (
     FEWEST_FOR_STRUCTURE,
     NOISE_FIGURES,
@@ -47,7 +47,7 @@ def judge_noise(
     site: str,
     num_tokens: int,
     num_channels: int,
-    terms: Terms,
+    terms: LimitContext,
 ) -> tuple[Judgement, NearestLimit | None]:
     """Judge a site by ρ and the figures beside it.
 
@@ -77,7 +77,7 @@ def judge_noise(
     return judge_broken(reason, limits, terms=terms, is_anywhere=is_anywhere), nearest
 
 
-def judge_broken(reason: str, limits: NoiseLimits, *, terms: Terms, is_anywhere: bool) -> Judgement:
+def judge_broken(reason: str, limits: NoiseLimits, *, terms: LimitContext, is_anywhere: bool) -> Judgement:
     """Judge a broken limit: a warning where it was not measured on the port's backend, and is not broken by far.
 
     Args:
@@ -93,7 +93,7 @@ def judge_broken(reason: str, limits: NoiseLimits, *, terms: Terms, is_anywhere:
 
 
 def judge_without_floor(
-    relative: RelativeError, limits: NoiseLimits, *, site: str, num_tokens: int, terms: Terms
+    relative: RelativeError, limits: NoiseLimits, *, site: str, num_tokens: int, terms: LimitContext
 ) -> tuple[Judgement, NearestLimit]:
     """Judge a site by its relative L2 error, where the golden kept no floor: by what BF16 usually costs there."""
     limit = floorless_limit(relative.incoming, limits, site=site, num_tokens=num_tokens, terms=terms)
@@ -106,7 +106,7 @@ def judge_without_floor(
 
 
 def floorless_limit(
-    incoming: float, limits: NoiseLimits, *, site: str, num_tokens: int, terms: Terms
+    incoming: float, limits: NoiseLimits, *, site: str, num_tokens: int, terms: LimitContext
 ) -> float:
     """The largest relative L2 error that is still noise, of a layer that was handed `incoming` of it."""
 
@@ -117,7 +117,7 @@ def floorless_limit(
     return math.hypot(own, limit("amplification") * incoming if incoming else 0.0)
 
 
-def count_unflipped(num_tokens: int, limits: NoiseLimits, *, incoming: float, terms: Terms) -> int:
+def count_unflipped(num_tokens: int, limits: NoiseLimits, *, incoming: float, terms: LimitContext) -> int:
     """How many of the tokens are sure to have the golden's experts, where nobody shows the port's choice.
 
     In a deep chain nearly all may have others; the best quarter of many tokens is then judged all the same.
@@ -127,7 +127,7 @@ def count_unflipped(num_tokens: int, limits: NoiseLimits, *, incoming: float, te
     return max(sure, num_tokens // 4 if num_tokens >= _MANY_TOKENS else 0)
 
 
-def flip_chance(incoming: float, limits: NoiseLimits, *, terms: Terms) -> float:
+def flip_chance(incoming: float, limits: NoiseLimits, *, terms: LimitContext) -> float:
     """How likely a token's experts are to flip without a fault, where no floor tells its margin.
 
     They flip the more, the more the router's logits are off: by their own noise, and by what they were handed.
@@ -139,7 +139,7 @@ def flip_chance(incoming: float, limits: NoiseLimits, *, terms: Terms) -> float:
 
 
 def judge_routing(
-    routing: RoutingResult, limits: NoiseLimits, *, has_floor: bool, incoming: float, terms: Terms
+    routing: RoutingResult, limits: NoiseLimits, *, has_floor: bool, incoming: float, terms: LimitContext
 ) -> Judgement:
     """Judge expert sets: noise must explain every flip; where the noise is not known, there must be few.
 
@@ -176,7 +176,7 @@ def _held_limits(
     site: str,
     num_tokens: int,
     num_channels: int,
-    terms: Terms,
+    terms: LimitContext,
 ) -> Iterator[NearestLimit]:
     """Every figure that has a limit, in their order."""
     table = limits.of_ratios(

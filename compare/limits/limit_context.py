@@ -1,4 +1,4 @@
-"""Terms: what the limits of a site hang on beside its figures."""
+"""LimitContext: what the limits of a site hang on beside its figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minimax_tools.capture.source import CaptureSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class LimitContext:
     """What is known of both sides, and how much of them is judged.
 
     Args:

@@ -1,4 +1,4 @@
-"""Incoming: the error of what a chained layer was handed, relative to what the golden was fed there.
+"""InputError: the error of what a chained layer was handed, relative to what the golden was fed there.
 
 It widens the noise floor of all that is computed from it. T tokens, F channels.
 """
@@ -17,7 +17,7 @@ _TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Incoming:
+class InputError:
     """‖target − reference‖ / ‖reference‖ of a layer's input.
 
     Of all channels or of the ordinary ones alone, whichever is more: massive channels would hide the rest.
@@ -40,18 +40,18 @@ class Incoming:
         """What each token may suffer from, [T]: its own error, or that of the tokens that it attends to."""
         return self.tokens.clamp(min=self.overall)
 
-    def select(self, tokens: torch.Tensor) -> Incoming:
+    def select(self, tokens: torch.Tensor) -> InputError:
         """That of some tokens, bool [T]."""
-        return Incoming(overall=self.overall, tokens=self.tokens[tokens])
+        return InputError(overall=self.overall, tokens=self.tokens[tokens])
 
 
-def measure_incoming(reference: torch.Tensor, target: torch.Tensor) -> Incoming:
+def measure_input_error(reference: torch.Tensor, target: torch.Tensor) -> InputError:
     """The error of an input [T,F] against the golden's."""
     massive = massive_channels(reference)
     error = square_difference(reference, target, massive=massive)
     norm = square_rows(reference, massive=massive)
     overall = _relative(_total(error), _total(norm))
-    return Incoming(overall=float(overall), tokens=_relative(error, norm))
+    return InputError(overall=float(overall), tokens=_relative(error, norm))
 
 
 def _relative(error: Squares, norm: Squares) -> torch.Tensor:

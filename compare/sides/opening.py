@@ -7,7 +7,7 @@ from typing import Any
 
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.command_line.options import read_reading, reading_options, stack_options
-from minimax_tools.dumps.opening import Reading, is_others, open_sides
+from minimax_tools.dumps.opening import DumpReading, is_others, open_sides
 from minimax_tools.errors import UsageError
 
 opening_options = stack_options(
@@ -31,7 +31,7 @@ def open_named_sides(
     return open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading)
 
 
-def _read_readings(golden: Path, device: Path, options: dict[str, Any]) -> tuple[Reading, Reading]:
+def _read_readings(golden: Path, device: Path, options: dict[str, Any]) -> tuple[DumpReading, DumpReading]:
     """How each side is to be read; --format and --map are meant for the one that is not mm2's own."""
     common = read_reading(options["format"], options["map"])
     golden_reading = read_reading(options["gpu_format"], options["gpu_map"])

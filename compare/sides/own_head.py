@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from compare.limits.limit_context import computes_in_float32
-from compare.noise.input_error import measure_incoming
+from compare.noise.input_error import measure_input_error
 from compare.sides.golden_weights import HeadWeights
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
@@ -105,7 +105,7 @@ def on_own_output(sides: Sides, last_layer: int) -> Sides | None:
     if source is None or sides.is_classic or not isinstance(golden, Capture):
         return None
     rows = sides.read_rows(last_layer, Site.OUTPUT)
-    if rows is None or not bool(rows[1].isfinite().all()) or measure_incoming(*rows).overall == 0.0:
+    if rows is None or not bool(rows[1].isfinite().all()) or measure_input_error(*rows).overall == 0.0:
         return None
     with source.open_head(golden) as weights:
         return replace(

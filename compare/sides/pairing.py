@@ -10,7 +10,7 @@ from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.capture import ForeignCapture
-from minimax_tools.dumps.module_name import word_modules
+from minimax_tools.dumps.piece import word_modules
 from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import Inputs
 

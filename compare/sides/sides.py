@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from compare.limits.criteria import Criteria
-from compare.limits.limit_context import Terms, backend_of, computes_in_float32
+from compare.limits.limit_context import LimitContext, backend_of, computes_in_float32
 from compare.sides.batch import Batch
 from compare.sides.golden_weights import WeightSource
 from compare.sides.pairing import find_mismatch
@@ -30,9 +30,9 @@ class Sides:
         """Return whether the five classic limits judge."""
         return self.criteria.name == "classic"
 
-    def terms(self, *, hides_flips: bool = False) -> Terms:
+    def terms(self, *, hides_flips: bool = False) -> LimitContext:
         """What the limits of a site hang on beside its figures; whether its flips are hidden, the caller knows."""
-        return Terms(
+        return LimitContext(
             backend=backend_of(self.target),
             is_float32=computes_in_float32(self.reference),
             share=self.criteria.share,

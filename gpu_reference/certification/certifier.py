@@ -6,7 +6,10 @@ The proofs of `certify` refuse a model before it runs; these hold what it stored
 
 from __future__ import annotations
 
-from gpu_reference.certification.broken_versions import find_broken
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from gpu_reference.certification.check_tally import claim
 from gpu_reference.certification.checked_capture import CheckedCapture
 from gpu_reference.certification.layer_certifier import NO_MODEL, GoldenModel, LayerCertifier
@@ -19,6 +22,42 @@ from minimax_tools.command_line.progress import Progress
 from minimax_tools.provenance import library_versions
 
 _ROUTER_DTYPES = ("router_gate", "correction_bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenVersions:
+    """The versions of a package before the first good one."""
+
+    package: str
+    first_good: str
+    why: str
+
+    def is_among(self, version: str) -> bool:
+        """Whether a version is one of them."""
+        return _numbers(version) < _numbers(self.first_good)
+
+
+BROKEN_VERSIONS = (
+    BrokenVersions(
+        package="transformers",
+        first_good="5.23",
+        why="it ignores rotary_dim and rotates whole heads (transformers#48241)",
+    ),
+)
+
+
+def find_broken(versions: Mapping[str, str]) -> list[str]:
+    """Each recorded version that is known to be broken, in words."""
+    return [
+        f"{broken.package} {versions[broken.package]}: {broken.why}"
+        for broken in BROKEN_VERSIONS
+        if broken.package in versions and broken.is_among(versions[broken.package])
+    ]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in match[0].split(".")) if match else ()
 
 
 class Certifier:

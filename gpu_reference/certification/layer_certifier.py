@@ -31,8 +31,8 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS
+from minimax_tools.reference.float32_layer import Float32Layer
 from minimax_tools.reference.modules import read_config
-from minimax_tools.reference.own_layer import OwnLayer
 from minimax_tools.reference.twin import Float32Twin
 
 NO_MODEL = "no model was given: --model names it"
@@ -132,7 +132,7 @@ class LayerCertifier:
             return {}
         tensors = LayerTensors.open(model.reader, model.spec, layer, self._dtype)
         chosen = stored.get(Site.ROUTER_EXPERTS)
-        own = OwnLayer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
+        own = Float32Layer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
         exact = twins or self._run_twins(layer, stored, inputs, tensors)
         largest = int(inputs.position_ids[self._real].max())
         for site, tensor in exact.items():

@@ -18,7 +18,7 @@ from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.model import GoldenModelRequest, load_golden_model
 from gpu_reference.model.model_checks import certify, certify_streamed, refuse_ragged_blocks
 from gpu_reference.model.placement import describe_devices, input_device, watched_memory
-from gpu_reference.model.twin_weights import CheckpointWeights, GoldenWeights
+from gpu_reference.model.twin_weights import CheckpointTwinWeights, TwinWeights
 from gpu_reference.streaming.once_reader import OnceReader
 from gpu_reference.streaming.streaming import Streaming, open_streamed_model
 from minimax_tools.capture.manifest import Description, dtype_name
@@ -95,7 +95,7 @@ class Golden:
         request: GoldenRequest,
         model: MiniMaxM2ForCausalLM,
         reader: CheckpointReader,
-        weights: GoldenWeights,
+        weights: TwinWeights,
         proved: tuple[str, ...],
     ) -> None:
         self.request = request
@@ -305,7 +305,7 @@ def _load_whole(request: GoldenRequest, reader: CheckpointReader) -> Golden:
     request.budget.require(request.footprint.loading_bytes, "loading the model whole")
     loaded = load_golden_model(model, reader)
     proved = certify(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
-    weights = CheckpointWeights(reader=reader, spec=model.spec, dtype=model.dtype)
+    weights = CheckpointTwinWeights(reader=reader, spec=model.spec, dtype=model.dtype)
     return Golden(request, loaded, reader, weights, proved)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpu_reference.model.twin_weights import GoldenWeights
+from gpu_reference.model.twin_weights import TwinWeights
 from minimax_tools.machine.memory import give_back_freed_pages
 from minimax_tools.metrics.noise_floor import error_norms, floor_statistics, variant_statistics
 from minimax_tools.model.inputs import Inputs
@@ -39,7 +39,7 @@ class NoiseFloor:
     """
 
     config: MiniMaxM2Config
-    weights: GoldenWeights
+    weights: TwinWeights
     spec: ModelSpec
     inputs: Inputs
     variants: tuple[str, ...] = ()

@@ -13,8 +13,7 @@ import torch
 
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EXPERTS, expected_layer_shapes
-from minimax_tools.model.weight_size import layer_bytes, vocabulary_bytes
+from minimax_tools.model.weight_names import EXPERTS, expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.partition.planners import Stage
 
 # Loading holds, beside what is loaded, the pieces being stacked: 1.8 layers were measured where one was loaded.

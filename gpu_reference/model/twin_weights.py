@@ -14,7 +14,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
 
 
-class GoldenWeights(Protocol):
+class TwinWeights(Protocol):
     """Gives the weights that the golden computes with."""
 
     def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
@@ -25,7 +25,7 @@ class GoldenWeights(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CheckpointWeights:
+class CheckpointTwinWeights:
     """The weights of a golden that was loaded whole, read from the checkpoint once more.
 
     Args:

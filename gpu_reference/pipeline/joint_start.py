@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_reference.golden.golden import Golden
-from gpu_reference.ranks.ranks import Ranks
+from gpu_reference.ranks.ranks import RankGroup
 from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.parts import part_name
 from minimax_tools.capture.sharing import SETTLING_S, require_shared
@@ -66,7 +66,7 @@ class Introduction:
 
 @contextmanager
 def open_together(
-    ranks: Ranks,
+    ranks: RankGroup,
     introduction: Introduction,
     golden: Golden,
     directory: Path,
@@ -99,7 +99,7 @@ def open_together(
         yield writer
 
 
-def merge_introductions(ranks: Ranks, introductions: list[Introduction]) -> Description:
+def merge_introductions(ranks: RankGroup, introductions: list[Introduction]) -> Description:
     """The description of what all ranks make together.
 
     Raises:
@@ -150,7 +150,7 @@ def _as_of(other: Description, first: Description) -> Description:
     return replace(other, provenance=replace(other.provenance, model=model, model_source=own.model_source))
 
 
-def _require_shared(ranks: Ranks, directory: Path, patience_s: float) -> None:
+def _require_shared(ranks: RankGroup, directory: Path, patience_s: float) -> None:
     try:
         require_shared(directory, ranks.nonce, patience_s=patience_s)
     except CaptureError as error:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,7 @@ from gpu_reference.golden.resumption import running_only
 from gpu_reference.model.placement import watched_memory
 from gpu_reference.model.twin_weights import head_name
 from gpu_reference.pipeline.joint_start import Introduction, open_together
-from gpu_reference.pipeline.steps import Step, plan_steps
-from gpu_reference.ranks.ranks import Ranks
+from gpu_reference.ranks.ranks import RankGroup
 from gpu_reference.streaming.once_reader import OnceReader
 from gpu_reference.streaming.streaming import StreamedModel, Streaming
 from minimax_tools.capture.manifest import Entry, Manifest
@@ -49,14 +49,65 @@ from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.partition.planners import Stage
 
 logger = logging.getLogger(__name__)
 
 _FIRST_INPUT = "first_input"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a rank has to do, of what is not stored yet.
+
+    Args:
+        layers: The layers to run; may be none.
+        runs_head: Whether the final norm and the lm_head run.
+        source: Where the first layer's input comes from: `tokens`, `stored`, or `rank` for the rank before.
+        passes_on: Whether the rank behind needs its output.
+    """
+
+    layers: range
+    runs_head: bool
+    source: str
+    passes_on: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.layers or self.runs_head or self.passes_on)
+
+
+def plan_steps(
+    stages: Sequence[Stage], complete: Sequence[int], *, has_model_sites: bool
+) -> tuple[Step, ...]:
+    """What every rank has to do; all ranks find the same.
+
+    Args:
+        stages: One for each rank, in the order in which a token passes them.
+        complete: Layers that are stored whole.
+        has_model_sites: Whether the sites outside the layers are stored.
+    """
+    steps: list[Step] = []
+    needed_behind = False
+    for stage in reversed(stages):
+        pending = [layer for layer in stage.layers if layer not in complete]
+        first = pending[0] if pending else stage.layers.stop
+        is_begun = first == 0 and stage.has_embedding
+        source = "tokens" if is_begun else "stored" if first - 1 in complete else "rank"
+        step = Step(
+            layers=range(first, stage.layers.stop),
+            runs_head=stage.has_head and not has_model_sites,
+            source=source,
+            passes_on=needed_behind,
+        )
+        needed_behind = not step.is_idle and source == "rank"
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
 def capture_by_ranks(
-    golden: Golden, ranks: Ranks, plan: PartitionPlan, directory: Path, *, progress: Progress
+    golden: Golden, ranks: RankGroup, plan: PartitionPlan, directory: Path, *, progress: Progress
 ) -> None:
     """Run the inputs once, this rank its slice of them, and write the capture; a killed capture resumes.
 
@@ -94,7 +145,9 @@ def capture_by_ranks(
 class _RankRun:
     """One rank's slice, run once."""
 
-    def __init__(self, golden: Golden, ranks: Ranks, writer: CaptureWriter, step: Step, *, plan: str) -> None:
+    def __init__(
+        self, golden: Golden, ranks: RankGroup, writer: CaptureWriter, step: Step, *, plan: str
+    ) -> None:
         self._golden = golden
         self._ranks = ranks
         self._writer = writer
@@ -239,7 +292,7 @@ class _RankRun:
 class _ToldProgress:
     """Tells all ranks which layers are done."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def advance(self, layer: int, *, num_bytes: int) -> None:
@@ -251,7 +304,9 @@ class _ToldProgress:
 
 
 @contextmanager
-def _showing_progress(ranks: Ranks, complete: Sequence[int], run: Run, progress: Progress) -> Iterator[None]:
+def _showing_progress(
+    ranks: RankGroup, complete: Sequence[int], run: Run, progress: Progress
+) -> Iterator[None]:
     """Show, on rank 0, what all ranks tell."""
     if ranks.rank > 0:
         yield
@@ -293,7 +348,7 @@ def _read_earlier(folder: Path, own: ReadRecord) -> ReadRecord:
     return earlier if earlier.plan == own.plan and earlier.node == own.node else own
 
 
-def _gather_parts(ranks: Ranks, own: Manifest) -> list[Manifest]:
+def _gather_parts(ranks: RankGroup, own: Manifest) -> list[Manifest]:
     """Tell what this rank wrote; on rank 0, what all others wrote, once they are done."""
     if ranks.rank > 0:
         ranks.say(f"written/{ranks.rank}", own.as_json())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu_reference.ranks.errand import Errand
+from gpu_reference.ranks.background_call import Errand
 from gpu_reference.ranks.rank_place import RankPlace
 
 # Hidden states may be waited for as long as the ranks before need: it is the watch that ends a wait.

@@ -1,4 +1,4 @@
-"""Ranks: the processes of a run that torchrun started, one for each slice of a plan, and how they talk.
+"""RankGroup: the processes of a run that torchrun started, one for each slice of a plan, and how they talk.
 
 | to | call |
 |---|---|
@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from gpu_reference.ranks.errand import Errand
+from gpu_reference.ranks.background_call import Errand
 from gpu_reference.ranks.handshake import ARRIVAL_S, meet
+from gpu_reference.ranks.interrupt import InterruptedRunError, Stopper
 from gpu_reference.ranks.links import Links, identify_gpu
 from gpu_reference.ranks.local_store import LocalStore
 from gpu_reference.ranks.rank_place import RankPlace
-from gpu_reference.ranks.stopper import StoppedError, Stopper
 from gpu_reference.ranks.watch import DONE, FAILED, SILENT_S, Watch
 from minimax_tools.errors import BackendError, CannotRunError, Mm2Error, UsageError
 from minimax_tools.machine.native_output import native_output_dropped
@@ -57,7 +57,7 @@ class RankLostError(CannotRunError):
     """A rank died."""
 
 
-class Ranks:
+class RankGroup:
     """The ranks of a run, as one of them sees them; made by `open_ranks`.
 
     Attributes:
@@ -248,7 +248,7 @@ class Ranks:
         return told
 
     def _explain_own(self, error: BaseException) -> Mm2Error:
-        if isinstance(error, StoppedError):
+        if isinstance(error, InterruptedRunError):
             return self._explain(_EXPLAIN_STOP_S, f"{self.name(self.rank)} was told to stop")
         if isinstance(error, (RankLostError, ToldError)):
             return error
@@ -322,7 +322,7 @@ _STORE_GONE = "the store through which the ranks talk, torchrun's on the first m
 
 
 @contextlib.contextmanager
-def open_ranks(place: RankPlace) -> Iterator[Ranks]:
+def open_ranks(place: RankPlace) -> Iterator[RankGroup]:
     """Meet the other ranks; whatever ends the block ends them too, and one of them says why.
 
     To be called in the main thread: it is interrupted when a rank dies.
@@ -332,7 +332,7 @@ def open_ranks(place: RankPlace) -> Iterator[Ranks]:
         CannotRunError: The ranks did not meet.
     """
     if place.num_ranks == 1:
-        yield Ranks(place, LocalStore())
+        yield RankGroup(place, LocalStore())
         return
     with Stopper() as stopper:
         ranks = _meet(place, stopper)
@@ -341,11 +341,11 @@ def open_ranks(place: RankPlace) -> Iterator[Ranks]:
                 yield ranks
             finally:
                 stopper.disarm()
-        except (Exception, KeyboardInterrupt, StoppedError) as error:
+        except (Exception, KeyboardInterrupt, InterruptedRunError) as error:
             raise ranks.fail(error) from error
 
 
-def _meet(place: RankPlace, stopper: Stopper) -> Ranks:
+def _meet(place: RankPlace, stopper: Stopper) -> RankGroup:
     if not torch.distributed.is_available():
         raise BackendError("several ranks need torch.distributed", found="a torch that was built without it")
     from torch._C._distributed_c10d import PrefixStore
@@ -358,7 +358,7 @@ def _meet(place: RankPlace, stopper: Stopper) -> Ranks:
         # A little more than it takes itself: where the store hangs, it does not see the time.
         if not errand.is_over(ARRIVAL_S + _CONNECT_S):
             raise CannotRunError(failure)
-    except StoppedError:
+    except InterruptedRunError:
         raise CannotRunError(f"rank {place.rank} was told to stop before all ranks were there") from None
     except (RuntimeError, ValueError) as error:
         raise CannotRunError(failure, found=str(error)) from error
@@ -373,7 +373,7 @@ def _meet(place: RankPlace, stopper: Stopper) -> Ranks:
 
     watch = Watch(connect(""), place.rank, meeting.processes, on_loss=stopper.interrupt)
     watch.start()
-    return Ranks(
+    return RankGroup(
         place,
         connect(""),
         nonce=meeting.nonce,

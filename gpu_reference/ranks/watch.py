@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gpu_reference.ranks.errand import Errand
+from gpu_reference.ranks.background_call import Errand
 from gpu_reference.ranks.process import Process
 
 logger = logging.getLogger(__name__)

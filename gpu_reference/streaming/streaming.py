@@ -93,7 +93,7 @@ def open_streamed_model(
     """
     if streaming.packed:
         _refuse_unpackable(request, reader)
-    limits = MemoryLimits(footprint=footprint, budget=budget, is_on_host=streaming.device.type == "cpu")
+    limits = StreamingLimits(footprint=footprint, budget=budget, is_on_host=streaming.device.type == "cpu")
     model = build_golden_model(request, device=streaming.device)
     # What is known to come is told before anything is read.
     if streaming.holds_part and streaming.part is not None:
@@ -112,7 +112,7 @@ def open_streamed_model(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimits:
+class StreamingLimits:
     """Stops a stream before it takes more than it may.
 
     Args:
@@ -146,7 +146,7 @@ class StreamedModel:
         loader: LayerLoader,
         *,
         streaming: Streaming,
-        limits: MemoryLimits,
+        limits: StreamingLimits,
     ) -> None:
         self.model = model
         self._request = request
@@ -289,7 +289,7 @@ class StreamedModel:
         self._is_proved = True
 
 
-def _new_storage(request: GoldenModelRequest, streaming: Streaming, limits: MemoryLimits) -> LayerStorage:
+def _new_storage(request: GoldenModelRequest, streaming: Streaming, limits: StreamingLimits) -> LayerStorage:
     footprint = limits.footprint
     limits.allow(
         footprint.packed_layer_bytes if streaming.packed else footprint.layer_bytes,

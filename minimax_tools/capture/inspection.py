@@ -1,4 +1,4 @@
-"""Inspection: everything that a capture stores, read once and held against its digests."""
+"""CaptureInspection: everything that a capture stores, read once and held against its digests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minimax_tools.model.sites import ModelSite, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
+class CaptureInspection:
     """Results of reading all of a capture.
 
     Args:
@@ -25,7 +25,7 @@ class Inspection:
     faults: tuple[str, ...]
 
 
-def inspect_capture(capture: Capture, *, with_inputs: bool = True) -> Inspection:
+def inspect_capture(capture: Capture, *, with_inputs: bool = True) -> CaptureInspection:
     """Read every tensor of a capture, one in memory at a time, and hold it against its digest.
 
     Of a capture that an older mm2 wrote, the twins are checked for what a twin must be.
@@ -40,7 +40,7 @@ def inspect_capture(capture: Capture, *, with_inputs: bool = True) -> Inspection
             num_tensors += read()
         except CaptureError as error:
             faults.append(error.what if error.found is None else f"{error.what}: found {error.found}")
-    return Inspection(num_tensors=num_tensors, faults=tuple(dict.fromkeys(faults)))
+    return CaptureInspection(num_tensors=num_tensors, faults=tuple(dict.fromkeys(faults)))
 
 
 def _reads(capture: Capture, *, with_inputs: bool) -> Iterator[Callable[[], int]]:

@@ -55,7 +55,7 @@ class CheckpointReader:
         self._lock = threading.Lock()
         self._staging = threading.local()
         self._num_bytes_read = 0
-        self._reading_s = self._weighing_s = 0.0
+        self._reading_s = self._converting_s = 0.0
 
     @property
     def num_bytes_read(self) -> int:
@@ -68,9 +68,9 @@ class CheckpointReader:
         return self._reading_s
 
     @property
-    def weighing_s(self) -> float:
+    def converting_s(self) -> float:
         """Seconds spent so far on getting weights, reading their bytes included, of all threads together."""
-        return self._weighing_s
+        return self._converting_s
 
     @property
     def folder(self) -> Path:
@@ -131,8 +131,8 @@ class CheckpointReader:
         entry = self.index[name]
         _check_out(entry, out)
         _check_weight(entry)
-        with self._weighing():
-            self._weigh(entry, out, past_cache=past_cache)
+        with self._converting():
+            self._read_values(entry, out, past_cache=past_cache)
 
     def read_weight_rows_into(
         self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
@@ -159,7 +159,7 @@ class CheckpointReader:
         if tuple(out.shape) != shape:
             raise ValueError(f"{name} has a part of {list(shape)}, out has {list(out.shape)}")
         _check_weight(entry)
-        with self._weighing():
+        with self._converting():
             if entry.dtype == torch.float8_e4m3fn:
                 self._dequantise_part_into(entry, rows, columns or range(entry.shape[1]), out)
             elif columns is None:
@@ -186,11 +186,11 @@ class CheckpointReader:
         self._fill(entry, out, past_cache=past_cache)
         return out
 
-    def _weigh(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _read_values(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
         """Fill `out`, contiguous or not, with a weight's values."""
         if is_transposed(out):
             rows = self._staged("rows", entry.shape, out.dtype)
-            self._weigh(entry, rows, past_cache=past_cache)
+            self._read_values(entry, rows, past_cache=past_cache)
             copy_matrix(rows, out)
         elif entry.dtype == torch.float8_e4m3fn:
             scale_inv = self._read(find_scale(self.index, entry), past_cache=past_cache)
@@ -227,12 +227,12 @@ class CheckpointReader:
             out.copy_(values[first_row:, first_column:][: len(rows), : len(columns)])
 
     @contextmanager
-    def _weighing(self) -> Iterator[None]:
+    def _converting(self) -> Iterator[None]:
         """Count the time of the block as spent on weights."""
         started = time.perf_counter()
         yield
         with self._lock:
-            self._weighing_s += time.perf_counter() - started
+            self._converting_s += time.perf_counter() - started
 
     def _dequantise_into(
         self, entry: TensorEntry, scale_inv: torch.Tensor, out: torch.Tensor, *, past_cache: bool

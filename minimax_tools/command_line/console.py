@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -157,3 +157,18 @@ def _no_verdict(exit_code: int) -> dict[str, Any]:
     if exit_code != CannotRunError.exit_code:
         return {}
     return {"verdict": "incomparable", "compared": 0, "of": 0, "blame": []}
+
+
+# From this level of the variable DEBUG on every section is shown.
+DETAILED_LEVEL = 11
+
+
+def shows_details() -> bool:
+    """Whether the variable DEBUG asks for every section."""
+    text = os.environ.get("DEBUG", "")
+    return text.isdecimal() and int(text) >= DETAILED_LEVEL
+
+
+def shows_pictures(stream: TextIO) -> bool:
+    """Whether a stream can draw more than ASCII."""
+    return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"

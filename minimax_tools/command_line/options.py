@@ -27,7 +27,7 @@ import torch
 from minimax_tools.command_line.console import remember_debug, remember_json, show_progress
 from minimax_tools.dumps.formats import FORMATS
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.opening import Reading
+from minimax_tools.dumps.opening import DumpReading
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import parse_size
 from minimax_tools.model.sites import SITE_LEVELS
@@ -238,13 +238,13 @@ output_options = stack_options(
 )
 
 
-def read_reading(format_name: str | None, map_path: Path | None) -> Reading:
+def read_reading(format_name: str | None, map_path: Path | None) -> DumpReading:
     """How another tool's directory is to be read, as the reading options say.
 
     Raises:
         UsageError: The map is wrong.
     """
-    return Reading(format=format_name, names=NameMap() if map_path is None else NameMap.read(map_path))
+    return DumpReading(format=format_name, names=NameMap() if map_path is None else NameMap.read(map_path))
 
 
 def read_span(start_layer: int | None, end_layer: int | None, layers: str | None) -> Span | None:
@@ -287,3 +287,12 @@ def read_input_request(options: dict[str, Any]) -> InputRequest:
         start_positions=options["start_positions"],
         seed=options["seed"],
     )
+
+
+plan_option = click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    help="The plan: a file that mm2-split plan wrote.",
+)

@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from minimax_tools.command_line.console import Mm2Command, print_json
-from minimax_tools.command_line.options import output_options, parse_size_option
+from minimax_tools.command_line.options import output_options, parse_size_option, plan_option
 from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.commands.plan_option import plan_option
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan

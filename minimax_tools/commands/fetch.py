@@ -9,11 +9,9 @@ from typing import Any
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command, print_json
-from minimax_tools.command_line.detail import shows_details, shows_pictures
-from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.console import Mm2Command, print_json, shows_details, shows_pictures
+from minimax_tools.command_line.options import output_options, plan_option
 from minimax_tools.command_line.progress import LayerProgress
-from minimax_tools.commands.plan_option import plan_option
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -21,7 +19,7 @@ from minimax_tools.slices.download import Download, DownloadedFile, Repository
 from minimax_tools.slices.extract import DEFAULT_FOLDER
 from minimax_tools.slices.fetch import FetchedSlice, fetch_slice, fetch_slice_ranges
 from minimax_tools.slices.folder import open_slice
-from minimax_tools.slices.source import Source, open_source
+from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.slices.verification_text import render_completion, render_download
 
 
@@ -77,7 +75,7 @@ def fetch_command(
         click.echo(f"{fetched.node}: {fetched.folder}, {len(fetched.files)} files, {size}{came}")
 
 
-def _show_download(plan: PartitionPlan, slice_: Slice, source: Source) -> None:
+def _show_download(plan: PartitionPlan, slice_: Slice, source: SliceSource) -> None:
     sizes = source.measure_tensors(plan)
     text = render_download(
         plan,
@@ -90,7 +88,7 @@ def _show_download(plan: PartitionPlan, slice_: Slice, source: Source) -> None:
     click.echo(f"{text}\n", err=True)
 
 
-def _show_completion(plan: PartitionPlan, slice_: Slice, source: Source, fetched: FetchedSlice) -> None:
+def _show_completion(plan: PartitionPlan, slice_: Slice, source: SliceSource, fetched: FetchedSlice) -> None:
     if fetched.bytes_fetched is None:
         files = Download.of(slice_, source, Repository.of(source, plan)).files
     else:

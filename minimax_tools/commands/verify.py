@@ -7,10 +7,14 @@ from pathlib import Path
 
 import click
 
-from minimax_tools.command_line.console import Mm2Command, print_json
-from minimax_tools.command_line.detail import DETAILED_LEVEL, shows_details, shows_pictures
-from minimax_tools.command_line.options import output_options
-from minimax_tools.commands.plan_option import plan_option
+from minimax_tools.command_line.console import (
+    DETAILED_LEVEL,
+    Mm2Command,
+    print_json,
+    shows_details,
+    shows_pictures,
+)
+from minimax_tools.command_line.options import output_options, plan_option
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.verification_text import render_details, render_summary
 from minimax_tools.slices.verify import verify

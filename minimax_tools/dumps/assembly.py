@@ -1,4 +1,4 @@
-"""Assembly: a site's real tokens from the pieces that ranks and passes left of it.
+"""DumpAssembly: a site's real tokens from the pieces that ranks and passes left of it.
 
 T real tokens of all prompts, F channels, N heads, D head_dim.
 """
@@ -31,7 +31,7 @@ class Shape(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
+class DumpAssembly:
     """Reads a dump's tensors, one site in memory at a time.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import WithoutFloor
-from minimax_tools.dumps.assembly import Assembly, Shape
+from minimax_tools.dumps.assembly import DumpAssembly, Shape
 from minimax_tools.dumps.finder import find_sites
 from minimax_tools.dumps.findings import Findings, Found, Key
 from minimax_tools.dumps.formats import FORMATS, Format, find_format, read_dump
@@ -52,7 +52,7 @@ class ForeignCapture(WithoutFloor):
         self.dump = dump
         self.names = names
         self.findings: Findings = find_sites(dump, names)
-        self._assembly = Assembly(dump=dump, findings=self.findings)
+        self._assembly = DumpAssembly(dump=dump, findings=self.findings)
         self._rows = self._find_rows(mask, input_ids)
         own = batch_mask(self._rows.lengths) if self._rows is not None else None
         self._mask = own if mask is None else mask

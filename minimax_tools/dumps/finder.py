@@ -10,16 +10,15 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from minimax_tools.dumps.findings import Findings, Found, Key, Term
-from minimax_tools.dumps.module_name import word_modules
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.notes import dump_notes
-from minimax_tools.dumps.piece import Dump, Piece
-from minimax_tools.dumps.place import Place
+from minimax_tools.dumps.piece import Dump, DumpPiece, word_modules
+from minimax_tools.dumps.place import SitePlace
 from minimax_tools.dumps.schedule import Schedule
 from minimax_tools.dumps.tensor_file import read_tensor
-from minimax_tools.dumps.usual_names import HEAD_INPUT, Source, usual_layout, usual_sources
+from minimax_tools.dumps.usual_names import HEAD_INPUT, UsualPlaces, usual_layout, usual_sources
 from minimax_tools.errors import CaptureError
-from minimax_tools.model.site_layouts import Layout, Partial, Replicated, Sharded
+from minimax_tools.model.site_layouts import Partial, Replicated, Sharded, SiteLayout
 from minimax_tools.model.sites import ModelSite, Site
 
 
@@ -33,8 +32,8 @@ def find_sites(dump: Dump, names: NameMap) -> Findings:
     passes = (dump.steps,) if schedule is not None else _choose_passes(dump, names)
     wanted = frozenset(step for group in passes for step in group)
     num_ranks = names.num_ranks or dump.num_ranks
-    by_module: dict[str, list[Piece]] = defaultdict(list)
-    marks: list[Piece] = []
+    by_module: dict[str, list[DumpPiece]] = defaultdict(list)
+    marks: list[DumpPiece] = []
     for piece in dump.pieces:
         if _is_mark_of_absence(dump, piece):
             marks.append(piece)
@@ -102,12 +101,14 @@ def _complete_last_layer(sites: dict[Key, Found], dump: Dump) -> None:
 class _Finder:
     """Looks for places among the modules of a dump."""
 
-    def __init__(self, dump: Dump, by_module: Mapping[str, list[Piece]], *, wanted: frozenset[str]) -> None:
+    def __init__(
+        self, dump: Dump, by_module: Mapping[str, list[DumpPiece]], *, wanted: frozenset[str]
+    ) -> None:
         self._dump = dump
         self._by_module = by_module
         self._wanted = wanted
 
-    def find(self, site: Site | ModelSite | str, source: Source) -> dict[Key, tuple[Term, ...]]:
+    def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[Key, tuple[Term, ...]]:
         """The site's terms wherever all of them are, by layer."""
         found = [self._find_place(site, place) for place in source]
         layers = set.intersection(*(set(of_place) for of_place in found))
@@ -117,7 +118,7 @@ class _Finder:
             layers -= {None}
         return {(layer, site): tuple(of_place[layer] for of_place in found) for layer in layers}
 
-    def _find_place(self, site: Site | ModelSite | str, place: Place) -> dict[int | None, Term]:
+    def _find_place(self, site: Site | ModelSite | str, place: SitePlace) -> dict[int | None, Term]:
         terms = {}
         for layer, module in place.find_layers(self._by_module).items():
             pieces = [piece for piece in place.choose(self._by_module[module]) if piece.step in self._wanted]
@@ -132,15 +133,17 @@ class _Finder:
                 )
         return terms
 
-    def _layout(self, site: Site | ModelSite | str, place: Place, piece: Piece) -> tuple[Layout, bool]:
+    def _layout(
+        self, site: Site | ModelSite | str, place: SitePlace, piece: DumpPiece
+    ) -> tuple[SiteLayout, bool]:
         if place.layout is not None:
             return place.layout, True
         if piece.dims is not None:
             return read_dims(piece.dims), True
         return usual_layout(site), False
 
-    def _by_pass_and_rank(self, pieces: Iterable[Piece]) -> dict[tuple[str, int], Piece]:
-        found: dict[tuple[str, int], Piece] = {}
+    def _by_pass_and_rank(self, pieces: Iterable[DumpPiece]) -> dict[tuple[str, int], DumpPiece]:
+        found: dict[tuple[str, int], DumpPiece] = {}
         for piece in pieces:
             other = found.setdefault((piece.step, piece.rank), piece)
             if other is not piece:
@@ -152,7 +155,7 @@ class _Finder:
         return found
 
 
-def read_dims(dims: str) -> Layout:
+def read_dims(dims: str) -> SiteLayout:
     """The layout that a dump's own words for its dims give, as in `b s h[tp]` or `t h[tp:partial]`.
 
     A dim of size one, written `1`, counts as the others do.
@@ -188,7 +191,7 @@ def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:
     return names.steps or ((dump.steps[:1],) if dump.steps else ())
 
 
-def _is_mark_of_absence(dump: Dump, piece: Piece) -> bool:
+def _is_mark_of_absence(dump: Dump, piece: DumpPiece) -> bool:
     """Whether NxDI wrote `zeros(1)` there, which stands for a tensor that it did not find."""
     if piece.shape != (1,):
         return False
@@ -196,7 +199,7 @@ def _is_mark_of_absence(dump: Dump, piece: Piece) -> bool:
     return not bool(value.any()) or bool(value.to(torch.float32).isnan().all())
 
 
-def _is_residual_beside_a_norm(piece: Piece) -> bool:
+def _is_residual_beside_a_norm(piece: DumpPiece) -> bool:
     is_second = piece.point == "output" and piece.element == "1"
     return is_second and piece.module.endswith("post_attention_layernorm")
 
@@ -243,7 +246,7 @@ def _missing_ranks(term: Term, num_ranks: int) -> set[int]:
 
 
 def _names_nothing(
-    names: NameMap, site: Site | ModelSite | str, source: Source, modules: Iterable[str]
+    names: NameMap, site: Site | ModelSite | str, source: UsualPlaces, modules: Iterable[str]
 ) -> CaptureError:
     known = word_modules(modules)
     wanted = source[0].path

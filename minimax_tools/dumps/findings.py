@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from minimax_tools.dumps.piece import Piece
-from minimax_tools.dumps.place import Place
+from minimax_tools.dumps.piece import DumpPiece
+from minimax_tools.dumps.place import SitePlace
 from minimax_tools.dumps.schedule import Schedule
-from minimax_tools.model.site_layouts import Layout
+from minimax_tools.model.site_layouts import SiteLayout
 from minimax_tools.model.sites import ModelSite, Site
 
 # A site of a layer, or of the model where the layer is None.
@@ -27,10 +27,10 @@ class Term:
         is_declared: Whether the layout was declared, by the map or by the dump itself.
     """
 
-    place: Place
+    place: SitePlace
     module: str
-    pieces: Mapping[tuple[str, int], Piece]
-    layout: Layout
+    pieces: Mapping[tuple[str, int], DumpPiece]
+    layout: SiteLayout
     is_declared: bool
 
     @property
@@ -38,7 +38,7 @@ class Term:
         """The passes that hold it."""
         return frozenset(step for step, _ in self.pieces)
 
-    def of_pass(self, step: str) -> dict[int, Piece]:
+    def of_pass(self, step: str) -> dict[int, DumpPiece]:
         """The pieces of one pass, by rank."""
         return {rank: self.pieces[name, rank] for name, rank in sorted(self.pieces) if name == step}
 

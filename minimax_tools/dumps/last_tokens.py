@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.dumps.assembly import Assembly
+from minimax_tools.dumps.assembly import DumpAssembly
 from minimax_tools.dumps.findings import Findings, Found
 from minimax_tools.dumps.rows import TokenRows
 from minimax_tools.errors import CaptureError
@@ -55,7 +55,7 @@ def held_rows(tokens: tuple[LastToken, ...], mask: torch.Tensor) -> torch.Tensor
 
 
 def read_last_tokens(
-    found: Found, tokens: tuple[LastToken, ...], *, assembly: Assembly, mask: torch.Tensor, what: str
+    found: Found, tokens: tuple[LastToken, ...], *, assembly: DumpAssembly, mask: torch.Tensor, what: str
 ) -> torch.Tensor:
     """Read the site as [B,S,F], zeros where the dump holds nothing.
 

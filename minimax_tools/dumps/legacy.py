@@ -13,7 +13,7 @@ import torch
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.source import WithoutFloor
-from minimax_tools.dumps.legacy_files import LegacyFiles, Place, described, file_names, tensor_in
+from minimax_tools.dumps.legacy_files import LegacyFiles, LegacyPlace, described, file_names, tensor_in
 from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, LegacyLayout, is_legacy, read_layout
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
@@ -120,7 +120,7 @@ class LegacyCapture(WithoutFloor):
             )
         return (mask[None] if mask.ndim == 1 else mask).to(torch.int64)
 
-    def _place(self, layer: int, site: Site) -> Place | None:
+    def _place(self, layer: int, site: Site) -> LegacyPlace | None:
         place = self._layout.layers.get((layer, site))
         if place is not None or site is not Site.INPUT:
             return place
@@ -128,7 +128,7 @@ class LegacyCapture(WithoutFloor):
             return self._layout.model.get(ModelSite.EMBEDDING)
         return self._layout.layers.get((layer - 1, Site.OUTPUT))
 
-    def _read(self, place: Place) -> torch.Tensor:
+    def _read(self, place: LegacyPlace) -> torch.Tensor:
         tensor = self._files.read(place)
         if tensor.ndim != 2 or self._layout.batch_shape is None:
             return tensor

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minimax_tools.dumps.restricted import load_restricted
+from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError
 
 # A tensor lies at most so deep: in a tuple under a key of a dict, with one to spare.
@@ -18,7 +18,7 @@ _MAX_NESTING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LegacyPlace:
     """Where a tensor lies: a file of the folder, and the keys it may have there, the likeliest first."""
 
     file: str
@@ -44,7 +44,7 @@ class LegacyFiles:
             self._loaded = name, load_restricted(self.directory / name)
         return self._loaded[1]
 
-    def read(self, place: Place) -> torch.Tensor:
+    def read(self, place: LegacyPlace) -> torch.Tensor:
         """The tensor at `place`, as it was saved.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from minimax_tools.dumps.legacy_files import LegacyFiles, Place, described, first_of
+from minimax_tools.dumps.legacy_files import LegacyFiles, LegacyPlace, described, first_of
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -76,8 +76,8 @@ class LegacyLayout:
         batch_shape: (B, S) of the token rows; None where no file says.
     """
 
-    layers: Mapping[tuple[int, Site], Place]
-    model: Mapping[ModelSite, Place]
+    layers: Mapping[tuple[int, Site], LegacyPlace]
+    model: Mapping[ModelSite, LegacyPlace]
     mask: Any
     batch_shape: tuple[int, int] | None
 
@@ -93,7 +93,7 @@ def read_layout(files: LegacyFiles) -> LegacyLayout:
     Raises:
         CaptureError: A file is damaged, or does not say which layers it is of.
     """
-    layers: dict[tuple[int, Site], Place] = {}
+    layers: dict[tuple[int, Site], LegacyPlace] = {}
     mask: Any = None
     batch_shape: tuple[int, int] | None = None
     for name in files.names:
@@ -105,19 +105,19 @@ def read_layout(files: LegacyFiles) -> LegacyLayout:
                 mask = first_of(record, _MASK_KEYS) if mask is None else mask
                 batch_shape = batch_shape or _batch_shape(record)
     model = {
-        _MODEL_FILES[name]: Place(file=name, keys=_OWN_FILE_KEYS)
+        _MODEL_FILES[name]: LegacyPlace(file=name, keys=_OWN_FILE_KEYS)
         for name in files.names
         if name in _MODEL_FILES
     }
     return LegacyLayout(layers=layers, model=model, mask=mask, batch_shape=batch_shape)
 
 
-def _layer_places(files: LegacyFiles, name: str) -> dict[tuple[int, Site], Place]:
+def _layer_places(files: LegacyFiles, name: str) -> dict[tuple[int, Site], LegacyPlace]:
     layer_file = _LAYER_FILE.fullmatch(name)
     if layer_file is not None:
         layer, site = int(layer_file[1]), Site(layer_file[2])
         keys = _OWN_FILE_KEYS if site is Site.OUTPUT else (*_RUN_KEYS[site], "hidden_states", "input")
-        return {(layer, site): Place(file=name, keys=keys)}
+        return {(layer, site): LegacyPlace(file=name, keys=keys)}
     if name not in _RUN_FILES:
         return {}
     record = files.load(name)
@@ -131,7 +131,7 @@ def _layer_places(files: LegacyFiles, name: str) -> dict[tuple[int, Site], Place
     first, last = _run_layers(files, name, record)
     owners = ((first, Site.INPUT), (last, Site.OUTPUT))
     return {
-        (layer, site): Place(file=name, keys=_RUN_KEYS[site])
+        (layer, site): LegacyPlace(file=name, keys=_RUN_KEYS[site])
         for layer, site in owners
         if first_of(record, _RUN_KEYS[site]) is not None
     }
@@ -165,7 +165,9 @@ def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tup
     return first, last
 
 
-def _stored_twice(files: LegacyFiles, key: tuple[int, Site], first: Place, second: Place) -> CaptureError:
+def _stored_twice(
+    files: LegacyFiles, key: tuple[int, Site], first: LegacyPlace, second: LegacyPlace
+) -> CaptureError:
     return CaptureError(
         f"{files.directory} holds the {key[1]} of layer {key[0]} twice",
         found=f"{first.file} and {second.file}",

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.piece import Dump, DumpPiece
 from minimax_tools.dumps.tensor_file import list_tensors
 from minimax_tools.errors import CaptureError
 
@@ -69,12 +69,12 @@ def read_dump(directory: Path) -> Dump:
     )
 
 
-def _pieces(path: Path, class_name: str) -> Iterator[Piece]:
+def _pieces(path: Path, class_name: str) -> Iterator[DumpPiece]:
     match = _REST.fullmatch(path.name.removeprefix(class_name))
     if match is None:
         return
     for held in list_tensors(path):
-        yield Piece(
+        yield DumpPiece(
             file=path.name,
             keys=held.keys,
             module=match["module"] or "",

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.piece import Dump, DumpPiece
 from minimax_tools.dumps.tensor_file import list_tensors
 
 NAME = "msprobe"
@@ -37,7 +37,7 @@ def read_dump(directory: Path) -> Dump:
     Raises:
         CaptureError: A file is damaged.
     """
-    pieces: list[Piece] = []
+    pieces: list[DumpPiece] = []
     empty: list[str] = []
     for step, rank, folder in _data_folders(directory):
         for path in sorted(folder.glob("Module.*.pt")):
@@ -57,13 +57,15 @@ def read_dump(directory: Path) -> Dump:
     )
 
 
-def _pieces(directory: Path, path: Path, match: re.Match[str], *, step: int, rank: int) -> Iterator[Piece]:
+def _pieces(
+    directory: Path, path: Path, match: re.Match[str], *, step: int, rank: int
+) -> Iterator[DumpPiece]:
     point = "output" if match["point"] == "output" else "input"
     # A module called again in the same step: the next pass of a model that generates.
     label = str(step) if match["call"] == "0" else f"{step}.{int(match['call'])}"
     for held in list_tensors(path):
         inner = ".".join(str(key) for key in held.keys)
-        yield Piece(
+        yield DumpPiece(
             file=path.relative_to(directory).as_posix(),
             keys=held.keys,
             module=match["path"],

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.dumps.formats import FORMATS
-from minimax_tools.dumps.place import Place
-from minimax_tools.dumps.usual_names import INPUT_IDS, Source
+from minimax_tools.dumps.place import SitePlace
+from minimax_tools.dumps.usual_names import INPUT_IDS, UsualPlaces
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.yaml_file import read_yaml
 from minimax_tools.model.sites import ModelSite, Site
@@ -52,7 +52,7 @@ _SEE = "The keys are: " + ", ".join(_KEYS) + "."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class MappedSite:
     """Where one site lies, as a user said it.
 
     Args:
@@ -60,7 +60,7 @@ class Origin:
         transpose: Order of the dims that makes of each term the shape that mm2 gives the site; empty to leave it.
     """
 
-    source: Source
+    source: UsualPlaces
     transpose: tuple[int, ...] = ()
 
 
@@ -92,7 +92,7 @@ class NameMap:
     is_packed: bool | None = None
     attention_mask: Path | None = None
     has_usual_names: bool = True
-    origins: Mapping[Site | ModelSite | str, Origin] = field(default_factory=dict)
+    origins: Mapping[Site | ModelSite | str, MappedSite] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> NameMap:
@@ -191,7 +191,7 @@ class _Reader:
             raise self._wrong(key, expected="a file's name")
         return self._path.parent / value
 
-    def origins(self) -> dict[Site | ModelSite | str, Origin]:
+    def origins(self) -> dict[Site | ModelSite | str, MappedSite]:
         sites = self._record.get("sites") or {}
         if not isinstance(sites, Mapping):
             raise self._wrong("sites", expected="sites and where they lie")
@@ -208,7 +208,7 @@ class _Reader:
             expected="one of " + ", ".join((*map(str, Site), *map(str, ModelSite), INPUT_IDS)),
         )
 
-    def _origin(self, name: str, value: Any) -> Origin:
+    def _origin(self, name: str, value: Any) -> MappedSite:
         terms: Any = value
         transpose: tuple[int, ...] = ()
         if isinstance(value, Mapping):
@@ -223,7 +223,7 @@ class _Reader:
         if not terms or not all(isinstance(term, str) for term in terms):
             raise self._wrong_site(name, value)
         try:
-            return Origin(source=tuple(Place.parse(term) for term in terms), transpose=transpose)
+            return MappedSite(source=tuple(SitePlace.parse(term) for term in terms), transpose=transpose)
         except UsageError as error:
             raise UsageError(f"{self._path}: sites.{name}: {error.what}", expected=error.expected) from error
 

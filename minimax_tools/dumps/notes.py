@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minimax_tools.dumps.module_name import word_modules
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.piece import Dump, DumpPiece, word_modules
 
 _NUM_NAMED = 6
 
@@ -18,7 +17,7 @@ def dump_notes(
     passes: tuple[tuple[str, ...], ...],
     left: tuple[str, ...],
     unmapped: tuple[str, ...],
-    marks: Sequence[Piece],
+    marks: Sequence[DumpPiece],
 ) -> tuple[str, ...]:
     """What of a dump is not read, and what is taken for granted.
 
@@ -57,7 +56,7 @@ def _unmapped_notes(modules: tuple[str, ...]) -> tuple[str, ...]:
     return (f"{number} to no site: {shown}",)
 
 
-def _mark_notes(marks: Sequence[Piece]) -> tuple[str, ...]:
+def _mark_notes(marks: Sequence[DumpPiece]) -> tuple[str, ...]:
     if not marks:
         return ()
     worded = word_modules(str(piece) for piece in marks)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.piece import Dump, DumpPiece
 from minimax_tools.dumps.tensor_file import list_tensors
 from minimax_tools.errors import CaptureError
 
@@ -73,11 +73,11 @@ def read_dump(directory: Path) -> Dump:
     )
 
 
-def _pieces(directory: Path, match: re.Match[str], named: Mapping[str, Any]) -> Iterator[Piece]:
+def _pieces(directory: Path, match: re.Match[str], named: Mapping[str, Any]) -> Iterator[DumpPiece]:
     module, point, element = _parse_name(match, named)
     for held in list_tensors(directory / match.string):
         inner = ".".join(str(key) for key in held.keys)
-        yield Piece(
+        yield DumpPiece(
             file=match.string,
             keys=held.keys,
             module=module,

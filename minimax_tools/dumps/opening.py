@@ -20,7 +20,7 @@ _TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class DumpReading:
     """How a user wants another tool's directory to be read.
 
     Args:
@@ -37,14 +37,14 @@ class Reading:
         return self.format is None and self.names.path is None
 
 
-def open_source(directory: Path, reading: Reading | None = None) -> CaptureSource:
+def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureSource:
     """Open a capture directory: mm2's own, one of `.pt` files, or another tool's dump.
 
     Raises:
         CaptureError: The directory is not there, holds none of them, or what it holds is damaged.
         UsageError: A format or a map is given for what is no other tool's dump.
     """
-    reading = reading or Reading()
+    reading = reading or DumpReading()
     if not directory.is_dir():
         raise CaptureError(
             f"there is no capture directory {directory}",
@@ -78,7 +78,7 @@ def is_others(directory: Path) -> bool:
 
 
 def open_sides(
-    reference: Path, target: Path, *, reference_reading: Reading, target_reading: Reading
+    reference: Path, target: Path, *, reference_reading: DumpReading, target_reading: DumpReading
 ) -> tuple[CaptureSource, CaptureSource]:
     """Open two captures to be compared; another tool's dump is laid out as the batch of the other side.
 

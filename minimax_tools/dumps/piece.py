@@ -1,7 +1,9 @@
-"""Piece: one tensor of another tool's dump, known by the names and headers of its file; Dump: all of them."""
+"""DumpPiece: one tensor of another tool's dump, known by the names and headers of its file; Dump: all of them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from minimax_tools.dumps.schedule import PassRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class DumpPiece:
     """What one rank wrote of one tensor in one forward pass.
 
     Args:
@@ -61,7 +63,7 @@ class Dump:
 
     directory: Path
     format: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DumpPiece, ...]
     steps: tuple[str, ...]
     num_ranks: int = 1
     is_packed: bool | None = None
@@ -69,3 +71,23 @@ class Dump:
     is_whole_model: bool = False
     without_tensor: tuple[str, ...] = ()
     records: tuple[PassRecord, ...] = ()
+
+
+# Whatever the list of layers is called: numbers of experts come behind.
+_FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+
+
+def find_layer(module: str) -> int | None:
+    """The number of the layer that a module belongs to; None where its name has no number."""
+    match = _FIRST_NUMBER.search(module)
+    return None if match is None else int(match[0])
+
+
+def word_module(module: str) -> str:
+    """A module's name as a map has it, such as `blocks.{layer}.attn.wq`."""
+    return _FIRST_NUMBER.sub("{layer}", module, count=1)
+
+
+def word_modules(modules: Iterable[str]) -> list[str]:
+    """Modules' names, those that differ in their layer's number alone as one."""
+    return list(dict.fromkeys(word_module(module) for module in modules))

@@ -1,4 +1,4 @@
-"""Place: where in another tool's dump a site lies, in the words of a map.
+"""SitePlace: where in another tool's dump a site lies, in the words of a map.
 
     model.layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.dumps.piece import Piece
+from minimax_tools.dumps.piece import DumpPiece
 from minimax_tools.errors import CaptureError, TargetError, UsageError
-from minimax_tools.model.site_layouts import Layout, parse_layout
+from minimax_tools.model.site_layouts import SiteLayout, parse_layout
 
 _NOTATION = re.compile(
     r"(?P<path>[^:@\[\]]*)"
@@ -34,7 +34,7 @@ _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SitePlace:
     """Where a site lies.
 
     Args:
@@ -49,10 +49,10 @@ class Place:
     point: str = "output"
     element: str | None = None
     part: tuple[int, int] | None = None
-    layout: Layout | None = None
+    layout: SiteLayout | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> SitePlace:
         """Read the notation above.
 
         Raises:
@@ -110,7 +110,7 @@ class Place:
                 exact.add(layer)
         return {layer: module for layer, module in found.items() if layer is None or layer >= 0}
 
-    def choose(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    def choose(self, pieces: Iterable[DumpPiece]) -> tuple[DumpPiece, ...]:
         """Those of one module's pieces that are meant: one for each rank and pass."""
         wanted: tuple[str, ...]
         own = [piece for piece in pieces if piece.point == self.point]

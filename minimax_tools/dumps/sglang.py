@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.piece import Dump, DumpPiece
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import describe_structure, find_tensors, read_tensor
 from minimax_tools.errors import CaptureError
@@ -52,7 +52,7 @@ class _File:
     step: int
     world_rank: int
     num_ranks: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DumpPiece, ...]
     name: str
     rids: tuple[str, ...] = ()
 
@@ -112,7 +112,7 @@ def _read(path: Path) -> _File:
     dims = meta.get("dims")
     module, point, element = _parse_name(meta)
     pieces = tuple(
-        Piece(
+        DumpPiece(
             file=path.name,
             keys=held.keys,
             module=module,

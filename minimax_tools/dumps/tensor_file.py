@@ -11,10 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minimax_tools.capture.manifest import dtype_name
-from minimax_tools.dumps.restricted import load_restricted
 from minimax_tools.errors import CaptureError
 from minimax_tools.torch_files.stored import StoredTensor
-from minimax_tools.torch_files.torch_file import read_structure, refusing
+from minimax_tools.torch_files.torch_file import read_structure, read_value, refusing
 
 _SAFETENSORS = ".safetensors"
 _SAFETENSORS_DTYPES = {
@@ -128,3 +127,14 @@ def _read_safetensors(path: Path, name: str) -> torch.Tensor:
             return tensor
     except (OSError, SafetensorError) as error:
         raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error
+
+
+def load_restricted(path: Path) -> Any:
+    """What torch.save wrote to `path`: CPU tensors, containers and numbers; the rest as `InertRecord`s.
+
+    Raises:
+        CaptureError: The file is missing, cut short, damaged, or not one of torch.save's.
+    """
+    next_step = "Copy it again from the host that wrote it, or run the capture again."
+    with refusing(path, CaptureError, next_step=next_step):
+        return read_value(path)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from minimax_tools.dumps.place import Place
-from minimax_tools.model.site_layouts import Layout, Replicated, Sharded
+from minimax_tools.dumps.place import SitePlace
+from minimax_tools.model.site_layouts import Replicated, Sharded, SiteLayout
 from minimax_tools.model.sites import ModelSite, Site
 
 # Terms of a sum, most often one.
-Source = tuple[Place, ...]
+UsualPlaces = tuple[SitePlace, ...]
 
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
 # What the final norm is fed: the last layer's output.
@@ -85,29 +85,29 @@ _SPLIT_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM,
 
 def usual_sources(
     format_name: str, *, has_fused_residuals: bool
-) -> Mapping[Site | ModelSite | str, tuple[Source, ...]]:
+) -> Mapping[Site | ModelSite | str, tuple[UsualPlaces, ...]]:
     """The places of every site, and of the token ids and mask, the likeliest first.
 
     Args:
         format_name: The dump's format.
         has_fused_residuals: Whether norms return what they normed beside the residual stream.
     """
-    sources: dict[Site | ModelSite | str, tuple[Source, ...]] = {
-        site: tuple((Place.parse(name),) for name in names) for site, names in _NAMES.items()
+    sources: dict[Site | ModelSite | str, tuple[UsualPlaces, ...]] = {
+        site: tuple((SitePlace.parse(name),) for name in names) for site, names in _NAMES.items()
     }
     if format_name == "nxdi":
         # Its fused projection returns queries, keys and values apart; the first is what the capture keeps.
-        sources[Site.Q_PROJ] += ((Place.parse(_NXDI_QUERIES),),)
+        sources[Site.Q_PROJ] += ((SitePlace.parse(_NXDI_QUERIES),),)
     if has_fused_residuals:
         for site, names in _FUSED_PAIRS.items():
-            sources[site] = tuple(tuple(Place.parse(name) for name in terms) for terms in names)
+            sources[site] = tuple(tuple(SitePlace.parse(name) for name in terms) for terms in names)
     if format_name == "vllm-neuron":
         # Of several outputs it keeps the first: whether that is a layer's whole output, only the model's author knows.
         sources[Site.OUTPUT] = ()
     return sources
 
 
-def usual_layout(site: Site | ModelSite | str) -> Layout:
+def usual_layout(site: Site | ModelSite | str) -> SiteLayout:
     """How several ranks hold a site where nobody says it: heads are divided, all else is whole on each rank."""
     if site in _SPLIT_HEADS:
         return Sharded(dim=-1)

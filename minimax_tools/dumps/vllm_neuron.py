@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, Piece
+from minimax_tools.dumps.piece import Dump, DumpPiece
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import list_tensors
 from minimax_tools.errors import CaptureError
@@ -36,7 +36,7 @@ def read_dump(directory: Path) -> Dump:
     Raises:
         CaptureError: A file is damaged.
     """
-    pieces: list[Piece] = []
+    pieces: list[DumpPiece] = []
     empty: list[str] = []
     passes = _passes(directory)
     for step, folder in passes:
@@ -57,12 +57,12 @@ def read_dump(directory: Path) -> Dump:
     )
 
 
-def _pieces(directory: Path, path: Path, step: str) -> Iterator[Piece]:
+def _pieces(directory: Path, path: Path, step: str) -> Iterator[DumpPiece]:
     match = _FILE.fullmatch(path.name)
     if match is None:
         return
     for held in list_tensors(path):
-        yield Piece(
+        yield DumpPiece(
             file=path.relative_to(directory).as_posix(),
             keys=held.keys,
             module=path.parent.name,

@@ -19,7 +19,7 @@ _LONGEST_DELAY_S = 30.0
 _LONGEST_ASKED_DELAY_S = 330.0
 
 
-class StoppedError(Exception):
+class FetchStoppedError(Exception):
     """Another file's failure, or the user, ended this one's transfer."""
 
 
@@ -42,7 +42,7 @@ class Attempts:
         """The result of `work`, which is called until it succeeds.
 
         Raises:
-            StoppedError: `stop` was set.
+            FetchStoppedError: `stop` was set.
             Exception: The last failure of `work`.
         """
         while True:
@@ -59,7 +59,7 @@ class Attempts:
         """Wait after a failure, or raise it, if it is the last one or none that passes.
 
         Raises:
-            StoppedError: `stop` was set.
+            FetchStoppedError: `stop` was set.
             Exception: `error`.
         """
         self._num_failed += 1
@@ -83,4 +83,4 @@ class Attempts:
             delay_s,
         )
         if self._stop.wait(delay_s):
-            raise StoppedError
+            raise FetchStoppedError

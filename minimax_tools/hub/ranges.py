@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from minimax_tools.errors import CheckpointError
-from minimax_tools.hub.attempts import Attempts, StoppedError
+from minimax_tools.hub.attempts import Attempts, FetchStoppedError
 from minimax_tools.hub.faults import BrokenTransferError, translate
 from minimax_tools.hub.transfer import HubCommit, HubFile, open_body
 
@@ -40,7 +40,7 @@ class HubRanges:
         Raises:
             NoRangesError: The server sends whole files only.
             CheckpointError: They could not be fetched.
-            StoppedError: `stop` was set.
+            FetchStoppedError: `stop` was set.
         """
         return b"".join(self.stream(file, start, stop))
 
@@ -50,7 +50,7 @@ class HubRanges:
         Raises:
             NoRangesError: The server sends whole files only.
             CheckpointError: They could not be fetched.
-            StoppedError: `stop` was set.
+            FetchStoppedError: `stop` was set.
         """
         attempts = Attempts(self._commit.access, what=file.name, stop=self._stop)
         position = start
@@ -76,7 +76,7 @@ class HubRanges:
         """Wait until another attempt is due, or raise what the user should see."""
         try:
             attempts.fail(error)
-        except StoppedError:
+        except FetchStoppedError:
             raise
         except Exception as last:
             commit = self._commit
@@ -91,7 +91,7 @@ class HubRanges:
             self._require_part(answer, file, start)
             for piece in pieces:
                 if self._stop.is_set():
-                    raise StoppedError
+                    raise FetchStoppedError
                 yield piece[:missing]
                 missing -= min(len(piece), missing)
                 if not missing:

@@ -19,7 +19,7 @@ from typing import Any
 
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.access import HubAccess, hub_tools
-from minimax_tools.hub.attempts import Attempts, StoppedError
+from minimax_tools.hub.attempts import Attempts, FetchStoppedError
 from minimax_tools.hub.faults import BrokenTransferError, translate
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class HubTransfer:
 
         Raises:
             CheckpointError: It could not be fetched or stored, or is corrupted twice.
-            StoppedError: `stop` was set.
+            FetchStoppedError: `stop` was set.
         """
         if self._commit.holds(file):
             return self._commit.folder / file.name
@@ -124,7 +124,7 @@ class HubTransfer:
                     return path
             self._fetch_blob(expected, self._commit.blob(metadata.etag))
             return self._link(file)
-        except StoppedError:
+        except FetchStoppedError:
             raise
         except Exception as error:
             raise translate(
@@ -246,7 +246,7 @@ class HubTransfer:
             with part.open("ab" if is_continued else "wb") as output:
                 for chunk in chunks:
                     if self._stop.is_set():
-                        raise StoppedError
+                        raise FetchStoppedError
                     output.write(chunk)
                     self._on_bytes(len(chunk))
         size_bytes = _size(part)

@@ -1,4 +1,4 @@
-"""Layout: how the pieces that ranks hold of a site make up its logical tensor.
+"""SiteLayout: how the pieces that ranks hold of a site make up its logical tensor.
 
 It is written after `@` in a port's `sites`, and in the map of a capture that another tool wrote.
 
@@ -30,7 +30,7 @@ _ASK_REDUCTION = (
 )
 
 
-class Layout(Protocol):
+class SiteLayout(Protocol):
     """One of the forms above."""
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
@@ -198,7 +198,7 @@ class Sharded:
         return f"@shard({self.dim}; {numbers})" if numbers else f"@shard({self.dim})"
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> SiteLayout:
     """Read what stands behind the `@`.
 
     Raises:

@@ -6,9 +6,12 @@ H hidden, N heads, K kv heads, D head_dim, E experts, I intermediate.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+
+import torch
 
 from minimax_tools.model.spec import ModelSpec
 
@@ -84,3 +87,16 @@ def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
         shapes[expert_weight(expert, EXPERT_DOWN)] = (hidden, intermediate)
         shapes[expert_weight(expert, EXPERT_UP)] = (intermediate, hidden)
     return MappingProxyType(shapes)
+
+
+def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """The weights of one decoder layer in `dtype`, router gate and correction bias in float32."""
+    return sum(
+        math.prod(shape) * (torch.float32 if name in FLOAT32_NAMES else dtype).itemsize
+        for name, shape in expected_layer_shapes(spec).items()
+    )
+
+
+def vocabulary_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """The embedding's weights in `dtype`; the lm_head takes as much."""
+    return spec.vocab_size * spec.hidden_size * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Chain: which runs of layers a node can take, and in what order nodes can share all of them.
+"""NodeChain: which runs of layers a node can take, and in what order nodes can share all of them.
 
 A stage is a node with a run of layers, the first with the embedding before it, the last with the head behind it.
 A stage fits a node whose memory holds it and, where a time is set, that is through with a token in that time.
@@ -42,7 +42,7 @@ class Ends:
         )
 
 
-class Chain:
+class NodeChain:
     """A model's layers in a row, and how far each node gets along it.
 
     A stage with layers is charged for the activations of the largest: config.json makes them all alike.
@@ -137,7 +137,9 @@ class Chain:
         return None if flops < 0 else (memory, flops)
 
 
-def find_order(chain: Chain, nodes: Sequence[Node], seconds: float | None = None) -> tuple[Node, ...] | None:
+def find_order(
+    chain: NodeChain, nodes: Sequence[Node], seconds: float | None = None
+) -> tuple[Node, ...] | None:
     """An order in which the nodes can share all layers, near to the given one; None where there is none.
 
     Which node is first and which is last matters, because they hold the embedding and the head, and where layers
@@ -158,7 +160,7 @@ def find_order(chain: Chain, nodes: Sequence[Node], seconds: float | None = None
 
 
 def divide(
-    chain: Chain, order: Sequence[Node], targets: Sequence[float], seconds: float | None = None
+    chain: NodeChain, order: Sequence[Node], targets: Sequence[float], seconds: float | None = None
 ) -> tuple[range, ...]:
     """The layers of each node: as near to the targets as they fit.
 
@@ -185,7 +187,7 @@ def divide(
     return tuple(runs)
 
 
-def _covers(chain: Chain, order: Sequence[Node], seconds: float | None) -> bool:
+def _covers(chain: NodeChain, order: Sequence[Node], seconds: float | None) -> bool:
     stop = 0
     for position, node in enumerate(order):
         stop = chain.reach(
@@ -196,7 +198,7 @@ def _covers(chain: Chain, order: Sequence[Node], seconds: float | None) -> bool:
     return stop == chain.num_layers
 
 
-def _latest_starts(chain: Chain, order: Sequence[Node], seconds: float | None) -> list[int]:
+def _latest_starts(chain: NodeChain, order: Sequence[Node], seconds: float | None) -> list[int]:
     """For each node the first layer that it and those behind it can share to the end; last the number of layers."""
     starts = [chain.num_layers]
     for position in reversed(range(len(order))):
@@ -212,7 +214,7 @@ def _latest_starts(chain: Chain, order: Sequence[Node], seconds: float | None) -
     return starts[::-1]
 
 
-def count_room(chain: Chain, nodes: Sequence[Node], seconds: float | None = None) -> int:
+def count_room(chain: NodeChain, nodes: Sequence[Node], seconds: float | None = None) -> int:
     """How many layers two or more nodes have room for in the best order, if all are alike.
 
     -1 where no two of them have room for embedding and head.
@@ -221,7 +223,9 @@ def count_room(chain: Chain, nodes: Sequence[Node], seconds: float | None = None
     return room
 
 
-def _order_of_alike(chain: Chain, nodes: Sequence[Node], seconds: float | None) -> tuple[Node, ...] | None:
+def _order_of_alike(
+    chain: NodeChain, nodes: Sequence[Node], seconds: float | None
+) -> tuple[Node, ...] | None:
     """Of layers that are alike each node takes so many, wherever it stands: only the ends are to be chosen."""
     room, first, last = _best_ends(chain, nodes, seconds)
     if room < chain.num_layers:
@@ -230,7 +234,7 @@ def _order_of_alike(chain: Chain, nodes: Sequence[Node], seconds: float | None) 
     return (nodes[first], *between, nodes[last])
 
 
-def _best_ends(chain: Chain, nodes: Sequence[Node], seconds: float | None) -> tuple[int, int, int]:
+def _best_ends(chain: NodeChain, nodes: Sequence[Node], seconds: float | None) -> tuple[int, int, int]:
     """The layers that fit with the best two nodes at the ends, and who they are."""
 
     def most(node: Node, *, is_first: bool = False, is_last: bool = False) -> int:
@@ -261,7 +265,9 @@ def _best_ends(chain: Chain, nodes: Sequence[Node], seconds: float | None) -> tu
     return sum(middle) - cost, first, -last
 
 
-def _order_of_kinds(chain: Chain, nodes: Sequence[Node], seconds: float | None) -> tuple[Node, ...] | None:
+def _order_of_kinds(
+    chain: NodeChain, nodes: Sequence[Node], seconds: float | None
+) -> tuple[Node, ...] | None:
     """An order of some of the nodes, those that it does not need between its last two.
 
     Of nodes of one kind it does not matter which comes first, and of a set of nodes all that matters is the farthest
@@ -297,7 +303,7 @@ def _next_of_each(kinds: Sequence[Sequence[Node]], used: Sequence[int]) -> Itera
 
 
 def _most_promising(
-    chain: Chain,
+    chain: NodeChain,
     sets: dict[tuple[int, ...], tuple[int, tuple[Node, ...]]],
     *,
     limit: int,

@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 from minimax_tools.errors import CannotRunError, UsageError, list_faults
 from minimax_tools.machine.size import word_size
-from minimax_tools.partition.chain import Chain, count_room, divide, find_order
+from minimax_tools.partition.chain import NodeChain, count_room, divide, find_order
 from minimax_tools.partition.cost import ModelCost, PartCost
 from minimax_tools.partition.node import Node, check_nodes
 
@@ -72,21 +72,21 @@ def plan_stages(planner: str, cost: ModelCost, nodes: Sequence[Node]) -> tuple[S
 
 def _plan_memory(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     nodes = sorted(nodes, key=lambda node: (node.memory_bytes, node.name), reverse=True)
-    chain = Chain(cost)
+    chain = NodeChain(cost)
     order = _need_order(chain, cost, nodes)
     return _stages(nodes, order, divide(chain, order, _targets_by_memory(chain, order)))
 
 
 def _plan_compute(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     nodes = _by_speed(nodes, "compute")
-    chain = Chain(cost)
+    chain = NodeChain(cost)
     order = _need_order(chain, cost, nodes)
     return _stages(nodes, order, divide(chain, order, _targets_by_speed(chain, order)))
 
 
 def _plan_balanced(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     nodes = _by_speed(nodes, "balanced")
-    chain = Chain(cost)
+    chain = NodeChain(cost)
     order = _need_order(chain, cost, nodes)
     runs = divide(chain, order, _targets_by_speed(chain, order))
     slowest = _slowest(chain, order, runs)
@@ -160,7 +160,7 @@ def _stages(nodes: Sequence[Node], order: Sequence[Node], runs: Sequence[range])
     return (*used, *(Stage(node=node, layers=range(end, end)) for node in idle))
 
 
-def _targets_by_memory(chain: Chain, order: Sequence[Node]) -> list[float]:
+def _targets_by_memory(chain: NodeChain, order: Sequence[Node]) -> list[float]:
     """Where each node's run would end if layers could be cut and each were to use the same share of its memory."""
     ends = chain.ends(is_first=len(order) == 1, is_last=True)
     embedding = chain.ends(is_first=True, is_last=False).held_bytes
@@ -174,7 +174,7 @@ def _targets_by_memory(chain: Chain, order: Sequence[Node]) -> list[float]:
     return _round_shares(targets) if chain.is_uniform else targets
 
 
-def _targets_by_speed(chain: Chain, order: Sequence[Node]) -> list[float]:
+def _targets_by_speed(chain: NodeChain, order: Sequence[Node]) -> list[float]:
     """Where each node's run would end if layers could be cut and each were to work as long as the others."""
     total = chain.flops[-1] + chain.ends(is_first=True, is_last=True).flops
     embedding = chain.ends(is_first=True, is_last=False).flops
@@ -223,14 +223,14 @@ def _by_speed(nodes: Sequence[Node], planner: str) -> list[Node]:
     return sorted(nodes, key=lambda node: (_tflops(node), node.memory_bytes, node.name), reverse=True)
 
 
-def _slowest(chain: Chain, order: Sequence[Node], runs: Sequence[range]) -> float:
+def _slowest(chain: NodeChain, order: Sequence[Node], runs: Sequence[range]) -> float:
     return max(
         chain.seconds(node, layers, is_first=position == 0, is_last=position == len(order) - 1)
         for position, (node, layers) in enumerate(zip(order, runs, strict=True))
     )
 
 
-def _need_order(chain: Chain, cost: ModelCost, nodes: Sequence[Node]) -> tuple[Node, ...]:
+def _need_order(chain: NodeChain, cost: ModelCost, nodes: Sequence[Node]) -> tuple[Node, ...]:
     """An order of the nodes that can share the model: of as many as there are layers where that will do."""
     able = [node for node in nodes if chain.longest(node)]
     for chosen in (able[: chain.num_layers], able, nodes):
@@ -253,7 +253,7 @@ def _needs(cost: ModelCost, nodes: Sequence[Node]) -> str:
     )
 
 
-def _lacks(chain: Chain, cost: ModelCost, nodes: Sequence[Node]) -> list[str]:
+def _lacks(chain: NodeChain, cost: ModelCost, nodes: Sequence[Node]) -> list[str]:
     """What keeps the nodes from sharing the model."""
     lacks = [
         f"no node has the {word_size(part.memory_bytes)} that the {name} takes"
@@ -276,7 +276,7 @@ def _lacks(chain: Chain, cost: ModelCost, nodes: Sequence[Node]) -> list[str]:
     return [f"{word_size(total)} in all, which no order of the nodes makes do"]
 
 
-def _rooms(chain: Chain, nodes: Sequence[Node]) -> str:
+def _rooms(chain: NodeChain, nodes: Sequence[Node]) -> str:
     return list_faults(
         [
             f"{node.name}: {word_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"

@@ -14,7 +14,7 @@ import torch
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import ATTENTION_MATRICES, EXPERTS
-from minimax_tools.reference.lone_layer import LoneLayer
+from minimax_tools.reference.transformers_layer import TransformersLayer
 from minimax_tools.reference.upcast import upcast_experts
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Float32Twin:
         layer: int,
         device: torch.device,
     ) -> None:
-        self._layer = LoneLayer(_twin_config(config), layer=layer, device=device)
+        self._layer = TransformersLayer(_twin_config(config), layer=layer, device=device)
         module = self._layer.module
         # Norms and router.
         small = {

@@ -109,7 +109,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class BisectionFinding:
     """Where a search ended: a layer that is wrong alone, or layers that are wrong only in a chain.
 
     Args:
@@ -150,7 +150,7 @@ class Bisection:
     target: str
     arguments: tuple[str, ...]
     probes: tuple[Probe, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[BisectionFinding, ...]
     num_resumed: int = 0
     sweep_visible: float | None = None
 
@@ -162,12 +162,12 @@ class Bisection:
         return Verdict.WARN if self.findings else Verdict.PASS
 
     @property
-    def culprits(self) -> tuple[Finding, ...]:
+    def culprits(self) -> tuple[BisectionFinding, ...]:
         """Layers that are wrong alone."""
         return tuple(finding for finding in self.findings if finding.is_culprit)
 
     @property
-    def drifts(self) -> tuple[Finding, ...]:
+    def drifts(self) -> tuple[BisectionFinding, ...]:
         """Chains that are wrong though each of their layers, run alone, is right."""
         return tuple(finding for finding in self.findings if not finding.is_culprit)
 

@@ -11,7 +11,7 @@ from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import DESCRIBING_SUFFIXES, is_on_hub, work_on_hub
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.slices.source import Source
+from minimax_tools.slices.source import SliceSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Repository:
     is_listed: bool
 
     @classmethod
-    def of(cls, source: Source, plan: PartitionPlan, *, access: HubAccess | None = None) -> Repository:
+    def of(cls, source: SliceSource, plan: PartitionPlan, *, access: HubAccess | None = None) -> Repository:
         """The repository of a plan's checkpoint.
 
         Raises:
@@ -102,7 +102,7 @@ class Download:
     repository: Repository
 
     @classmethod
-    def of(cls, slice_: Slice, source: Source, repository: Repository) -> Download:
+    def of(cls, slice_: Slice, source: SliceSource, repository: Repository) -> Download:
         """What a slice needs, and which of it is here.
 
         Places come from the plan; where it was made without headers, from the checkpoint's index; and where there
@@ -164,7 +164,7 @@ class Download:
         return all(file.is_complete for file in self.files)
 
 
-def _list(source: Source, access: HubAccess | None) -> tuple[dict[str, int | None], bool]:
+def _list(source: SliceSource, access: HubAccess | None) -> tuple[dict[str, int | None], bool]:
     """The files' sizes by name, and whether these are all that a repository has."""
     if is_on_hub(source.model):
         return work_on_hub(
@@ -197,7 +197,7 @@ def _planned_sizes(plan: PartitionPlan) -> dict[str, int]:
     return sizes
 
 
-def _weight_files(slice_: Slice, source: Source, repository: Repository) -> set[str]:
+def _weight_files(slice_: Slice, source: SliceSource, repository: Repository) -> set[str]:
     if not slice_.tensors:
         return set()
     if slice_.files:

@@ -16,7 +16,7 @@ from minimax_tools.slices.download import Download, Repository
 from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.holding import Holding
-from minimax_tools.slices.source import Source, open_source
+from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.slices.sparse_source import sparse_source
 
 
@@ -149,7 +149,7 @@ def _find_whole(slice_: Slice, output: Path, model: str) -> FetchedSlice | None:
     )
 
 
-def _open_remote(model: str, access: HubAccess | None) -> Source:
+def _open_remote(model: str, access: HubAccess | None) -> SliceSource:
     if not is_on_hub(model):
         raise UsageError(
             f"{model} is a folder: there is nothing to fetch by byte ranges",

@@ -1,4 +1,4 @@
-"""Source: the checkpoint that is divided, as far as it is known: headers, the index file, or config.json alone."""
+"""SliceSource: the checkpoint that is divided, as far as it is known: headers, the index file, or config.json alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TOLD_BY_CONFIG = "minimax_m2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source(StoredWeights):
+class SliceSource(StoredWeights):
     """A checkpoint to be divided; `model` is a folder as it was given, or `owner/name@commit` of a hub's model.
 
     Args:
@@ -112,7 +112,7 @@ class Source(StoredWeights):
         return sizes
 
 
-def open_source(model: str, *, headers: bool = False, access: HubAccess | None = None) -> Source:
+def open_source(model: str, *, headers: bool = False, access: HubAccess | None = None) -> SliceSource:
     """The checkpoint in a folder or on the hub; of a hub's model only the description is fetched.
 
     A hub's branch may move: the source is of the commit that it stands for now, and bears its name. Shards may be
@@ -140,7 +140,7 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
     if entries is None and headers and index is not None:
         num_absent = len(set(index.absent.values()))
         logger.info("Shards of %s are not here, and their headers not known: %d.", model, num_absent)
-    return Source(
+    return SliceSource(
         model=model,
         folder=folder,
         config=config,

@@ -30,7 +30,7 @@ from minimax_tools.machine.new_folder import held
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.byte_ranges import ByteRange, join_ranges
-from minimax_tools.slices.source import Source
+from minimax_tools.slices.source import SliceSource
 
 # What is lost at most of a shard when a fetch breaks off.
 _PIECE_BYTES = 64 << 20
@@ -47,7 +47,7 @@ class SparseSource:
         bytes_fetched: That came from the hub now; less where some were here.
     """
 
-    source: Source
+    source: SliceSource
     bytes_asked: int
     bytes_fetched: int
 
@@ -56,7 +56,7 @@ class SparseSource:
 def sparse_source(
     plan: PartitionPlan,
     node: str,
-    source: Source,
+    source: SliceSource,
     folder: Path,
     *,
     access: HubAccess | None = None,
@@ -117,7 +117,7 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 def _fetch_into(
     folder: Path,
-    source: Source,
+    source: SliceSource,
     entries: Sequence[TensorEntry],
     access: HubAccess | None,
     progress: Progress,

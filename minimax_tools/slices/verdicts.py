@@ -38,7 +38,7 @@ _BY_RANGES = "mm2-split fetch --byte-ranges fetches its tensors alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SliceVerdict:
     """A claim, and whether it holds.
 
     Args:
@@ -54,18 +54,18 @@ class Verdict:
     found: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, name: str, claim: str, faults: Iterable[str]) -> Verdict:
+    def of(cls, name: str, claim: str, faults: Iterable[str]) -> SliceVerdict:
         """The verdict that there are no faults."""
         found = tuple(faults)
         return cls(name=name, claim=claim, holds=not found, found=found)
 
     @classmethod
-    def open(cls, name: str, claim: str, reason: str) -> Verdict:
+    def open(cls, name: str, claim: str, reason: str) -> SliceVerdict:
         """The claim is not judged, for a reason."""
         return cls(name=name, claim=claim, holds=None, found=(reason,))
 
 
-def judge_difference(slices: Sequence[Slice], holdings: Mapping[str, Holding]) -> Verdict:
+def judge_difference(slices: Sequence[Slice], holdings: Mapping[str, Holding]) -> SliceVerdict:
     """Whether all nodes that hold something hold different things, of different layers."""
     faults = []
     for first, second in combinations([slice_ for slice_ in slices if holdings[slice_.node.name].sizes], 2):
@@ -75,10 +75,10 @@ def judge_difference(slices: Sequence[Slice], holdings: Mapping[str, Holding]) -
             faults.append(f"{names} have the same {len(first.stage.layers)} layers")
         if held == holdings[second.node.name].sizes.keys():
             faults.append(f"{names} hold the same {len(held)} tensors")
-    return Verdict.of("nodes_differ", "all nodes hold different layers and tensors", faults)
+    return SliceVerdict.of("nodes_differ", "all nodes hold different layers and tensors", faults)
 
 
-def judge_files(downloads: Mapping[str, Download]) -> Verdict:
+def judge_files(downloads: Mapping[str, Download]) -> SliceVerdict:
     """Whether no two nodes download the same weight files.
 
     Args:
@@ -86,9 +86,9 @@ def judge_files(downloads: Mapping[str, Download]) -> Verdict:
     """
     claim = "all nodes download different weight files"
     if not downloads:
-        return Verdict.open("downloads_differ", claim, "no node downloads whole files")
+        return SliceVerdict.open("downloads_differ", claim, "no node downloads whole files")
     weights = {node: {file.name for file in download.weights} for node, download in downloads.items()}
-    return Verdict.of(
+    return SliceVerdict.of(
         "downloads_differ",
         claim,
         (
@@ -99,23 +99,25 @@ def judge_files(downloads: Mapping[str, Download]) -> Verdict:
     )
 
 
-def judge_coverage(holdings: Mapping[str, Holding], names: Set[str] | None) -> Verdict:
+def judge_coverage(holdings: Mapping[str, Holding], names: Set[str] | None) -> SliceVerdict:
     """Whether the nodes together hold every tensor of the checkpoint, of which `names` are all that there are."""
     claim = "all nodes together hold the whole model"
     if names is None:
         reason = "neither headers nor an index file tell here what the checkpoint holds"
-        return Verdict.open("cover_everything", claim, reason)
+        return SliceVerdict.open("cover_everything", claim, reason)
     held = {name for holding in holdings.values() for name in holding.sizes}
-    return Verdict.of("cover_everything", claim, (f"no node holds {name}" for name in sorted(names - held)))
+    return SliceVerdict.of(
+        "cover_everything", claim, (f"no node holds {name}" for name in sorted(names - held))
+    )
 
 
-def judge_overlap(holdings: Mapping[str, Holding], shared: Mapping[str, str]) -> Verdict:
+def judge_overlap(holdings: Mapping[str, Holding], shared: Mapping[str, str]) -> SliceVerdict:
     """Whether no tensor lies on two nodes, but for `shared` ones."""
     holders: dict[str, list[str]] = {}
     for holding in holdings.values():
         for name in holding.sizes:
             holders.setdefault(name, []).append(holding.node)
-    return Verdict.of(
+    return SliceVerdict.of(
         "overlap_nowhere",
         "no tensor is on two nodes" + (f", but {len(shared)} shared on purpose" if shared else ""),
         (
@@ -128,7 +130,7 @@ def judge_overlap(holdings: Mapping[str, Holding], shared: Mapping[str, str]) ->
 
 def judge_whole(
     holdings: Mapping[str, Holding], names: Set[str] | None, downloads: Mapping[str, Download]
-) -> Verdict:
+) -> SliceVerdict:
     """Whether no node of several that are used holds or downloads the whole model.
 
     Args:
@@ -138,7 +140,7 @@ def judge_whole(
     """
     used = [holding for holding in holdings.values() if holding.sizes]
     if len(used) == 1:
-        return Verdict.of("nobody_holds_the_whole", "one node is used, which holds the whole model", ())
+        return SliceVerdict.of("nobody_holds_the_whole", "one node is used, which holds the whole model", ())
     everything = names or {name for holding in used for name in holding.sizes}
     faults = [
         f"{holding.node} holds all {len(everything)} tensors"
@@ -150,10 +152,10 @@ def judge_whole(
         for node, download in downloads.items()
         if download.weights and download.repository.weights <= set(download.names)
     ]
-    return Verdict.of("nobody_holds_the_whole", "no node holds or downloads the whole model", faults)
+    return SliceVerdict.of("nobody_holds_the_whole", "no node holds or downloads the whole model", faults)
 
 
-def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> Verdict:
+def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> SliceVerdict:
     """Whether what the nodes hold goes with their memory.
 
     Every slice must fit. Where the plan divides by memory, all nodes must be equally full of all that they hold:
@@ -178,12 +180,12 @@ def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> Verdict:
     if plan.planner == _PLANNER_BY_MEMORY and cost is not None:
         claim += ", and all nodes are equally full, within a layer"
         faults += _disproportions(plan, costs, cost)
-    return Verdict.of("memory_in_proportion", claim, faults)
+    return SliceVerdict.of("memory_in_proportion", claim, faults)
 
 
-def judge_downloads(downloads: Mapping[str, Download]) -> Verdict:
+def judge_downloads(downloads: Mapping[str, Download]) -> SliceVerdict:
     """Whether all files of these nodes are here."""
-    return Verdict.of(
+    return SliceVerdict.of(
         "downloads_complete",
         "every file of the nodes' slices is here, in its size",
         (
@@ -197,7 +199,7 @@ def judge_downloads(downloads: Mapping[str, Download]) -> Verdict:
     )
 
 
-def judge_slices(slices: Sequence[Slice], holdings: Mapping[str, Holding], model: str) -> Verdict:
+def judge_slices(slices: Sequence[Slice], holdings: Mapping[str, Holding], model: str) -> SliceVerdict:
     """Whether the folders hold what is planned for these slices of a model, and nothing else."""
     faults = []
     for slice_ in slices:
@@ -211,7 +213,7 @@ def judge_slices(slices: Sequence[Slice], holdings: Mapping[str, Holding], model
             faults += [
                 f"{node} holds {name}, which is not its" for name in sorted(held.sizes.keys() - planned)
             ]
-    return Verdict.of("slices_as_planned", "each slice holds the plan's tensors, and no other", faults)
+    return SliceVerdict.of("slices_as_planned", "each slice holds the plan's tensors, and no other", faults)
 
 
 def judge_digests(
@@ -220,7 +222,7 @@ def judge_digests(
     *,
     shapes: Mapping[str, str],
     digests: Mapping[str, str],
-) -> Verdict:
+) -> SliceVerdict:
     """Whether the slices' tensors are their source's, byte for byte.
 
     Args:
@@ -246,8 +248,8 @@ def judge_digests(
     )
     if not faults and num_unknown:
         reason = f"of {num_unknown} tensors neither the source is here nor a digest in slice.json"
-        return Verdict.open("digests_match", claim, reason)
-    return Verdict.of("digests_match", claim, faults)
+        return SliceVerdict.open("digests_match", claim, reason)
+    return SliceVerdict.of("digests_match", claim, faults)
 
 
 def judge_reads(
@@ -255,7 +257,7 @@ def judge_reads(
     slices: Sequence[Slice],
     records: Mapping[str, ReadRecord] | None,
     sizes: Mapping[str, int],
-) -> Verdict:
+) -> SliceVerdict:
     """Whether these slices' nodes went by this plan, and read what is theirs, once.
 
     Args:
@@ -266,7 +268,7 @@ def judge_reads(
     """
     claim = "each node read its slice's tensors, 1.00 times"
     if records is None:
-        return Verdict.open("reads_match", claim, "no records of a run were given")
+        return SliceVerdict.open("reads_match", claim, "no records of a run were given")
     faults, digest = [], plan.digest
     for slice_ in slices:
         node, record = slice_.node.name, records.get(slice_.node.name)
@@ -284,7 +286,7 @@ def judge_reads(
         ratio = read_over_slice(record, slice_bytes)
         if round(ratio, 2) != 1:
             faults.append(f"{node} read {record.bytes_read} bytes, {ratio:.2f} times its {slice_bytes}")
-    return Verdict.of("reads_match", claim, faults)
+    return SliceVerdict.of("reads_match", claim, faults)
 
 
 def read_over_slice(record: ReadRecord, slice_bytes: int) -> float:

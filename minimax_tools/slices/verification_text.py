@@ -26,7 +26,7 @@ from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile
 from minimax_tools.slices.holding import Holding
-from minimax_tools.slices.verdicts import Verdict, read_over_slice
+from minimax_tools.slices.verdicts import SliceVerdict, read_over_slice
 from minimax_tools.slices.verify import NodeVerification, Verification, layers_read
 
 # Pictures, what turns a sign into one, and the space behind.
@@ -229,7 +229,7 @@ def _folder(holding: Holding) -> Iterator[str]:
         yield f"📋 Digests of {len(holding.digests)} tensors, each in --json; over all: sha256 {holding.digest}"
 
 
-def _verdict_lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
+def _verdict_lines(verdicts: Sequence[SliceVerdict]) -> Iterator[str]:
     for verdict in verdicts:
         if verdict.holds is None:
             yield f"⚪ {verdict.name}: not judged: {list_faults(list(verdict.found))}"

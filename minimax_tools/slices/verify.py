@@ -21,9 +21,9 @@ from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.digest import digest_tensor, word_shape
 from minimax_tools.slices.download import Download, Repository
 from minimax_tools.slices.holding import Holding
-from minimax_tools.slices.source import Source, open_source
+from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.slices.verdicts import (
-    Verdict,
+    SliceVerdict,
     judge_coverage,
     judge_difference,
     judge_digests,
@@ -73,7 +73,7 @@ class Verification:
     plan: PartitionPlan
     model: str
     nodes: tuple[NodeVerification, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[SliceVerdict, ...]
 
     @property
     def holds(self) -> bool:
@@ -190,15 +190,15 @@ def _choose(plan: PartitionPlan, nodes: Sequence[str]) -> tuple[Slice, ...]:
     return tuple(slice_ for slice_ in plan.slices if not nodes or slice_.node.name in nodes)
 
 
-def _judge_plan(plan: PartitionPlan, source: Source) -> Verdict:
+def _judge_plan(plan: PartitionPlan, source: SliceSource) -> SliceVerdict:
     """Whether the plan is the checkpoint's, as far as headers and index file tell here."""
     names = source.names
     entries = None if names is None else source.headers_known
     faults = plan.find_faults(entries, source.architecture, folder=source.folder, names=names)
-    return Verdict.of("plan_is_whole", "the plan agrees with itself and the checkpoint", faults)
+    return SliceVerdict.of("plan_is_whole", "the plan agrees with itself and the checkpoint", faults)
 
 
-def _measure_costs(plan: PartitionPlan, source: Source) -> ModelCost | None:
+def _measure_costs(plan: PartitionPlan, source: SliceSource) -> ModelCost | None:
     """What the parts of the model take, whatever the plan says of it; None where its tensors are not known."""
     tensors = source.find_tensors()
     if tensors is None:
@@ -206,24 +206,24 @@ def _measure_costs(plan: PartitionPlan, source: Source) -> ModelCost | None:
     return measure_costs(tensors, source.architecture, source.config, plan.workload)
 
 
-def _judge_downloads(downloads: Mapping[str, Download], *, is_here: bool) -> Verdict:
+def _judge_downloads(downloads: Mapping[str, Download], *, is_here: bool) -> SliceVerdict:
     verdict = judge_downloads(downloads)
     if is_here or verdict.holds:
         return verdict
     here = ", ".join(node for node, download in downloads.items() if download.is_complete) or "none"
     reason = f"only of nodes asked for by name, and without --slices; complete here: {here}"
-    return Verdict.open(verdict.name, verdict.claim, reason)
+    return SliceVerdict.open(verdict.name, verdict.claim, reason)
 
 
 def _judge_folders(
-    chosen: Sequence[Slice], holdings: Mapping[str, Holding], source: Source, *, slices: Path | None
-) -> tuple[Verdict, Verdict]:
+    chosen: Sequence[Slice], holdings: Mapping[str, Holding], source: SliceSource, *, slices: Path | None
+) -> tuple[SliceVerdict, SliceVerdict]:
     as_planned = judge_slices(chosen, holdings, source.model)
     if slices is None:
         reason = "no folder of slices was given"
         return (
-            Verdict.open(as_planned.name, as_planned.claim, reason),
-            Verdict.open("digests_match", "each tensor has its source's bytes", reason),
+            SliceVerdict.open(as_planned.name, as_planned.claim, reason),
+            SliceVerdict.open("digests_match", "each tensor has its source's bytes", reason),
         )
     names = {name for slice_ in chosen for name in holdings[slice_.node.name].digests}
     shapes = {name: word_shape(entry) for name, entry in source.headers_known.items()}
@@ -231,7 +231,7 @@ def _judge_folders(
     return as_planned, judge_digests(chosen, holdings, shapes=shapes, digests=digests)
 
 
-def _source_digests(source: Source, names: set[str]) -> dict[str, str]:
+def _source_digests(source: SliceSource, names: set[str]) -> dict[str, str]:
     """sha256 of those of the source's tensors that are here."""
     if source.index is None:
         return {}

@@ -15,7 +15,7 @@ from minimax_tools.checkpoint.reader import WEIGHT_DTYPES
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
-from minimax_tools.split.module_names import SCALE_ENDING, ModuleNames, Place, Slot
+from minimax_tools.split.module_names import SCALE_ENDING, ModuleNames, ParameterPlace, Slot
 
 
 class TensorFacts(Protocol):
@@ -45,7 +45,7 @@ class Binding:
     """The plan: every slot, and the stored tensor that fills each of its places."""
 
     slots: Mapping[str, Slot] = field(repr=False)
-    sources: Mapping[Place, str] = field(repr=False)
+    sources: Mapping[ParameterPlace, str] = field(repr=False)
 
     @property
     def size_bytes(self) -> int:
@@ -82,7 +82,7 @@ class Binding:
             for slot in self.slots.values()
         }
 
-        def fill_one(place: Place) -> None:
+        def fill_one(place: ParameterPlace) -> None:
             view = place.view(filled[place.slot])
             if view.dtype.is_floating_point:
                 source.read_weight_into(self.sources[place], view)
@@ -122,7 +122,7 @@ def plan_binding(
         CheckpointError: Listing every fault at once: a slot that nothing fills or two tensors would fill, a
             shape or dtype that does not fit, FP8 without its scales, a tensor left over.
     """
-    found: dict[Place, str] = {}
+    found: dict[ParameterPlace, str] = {}
     faults: list[str] = []
     for name in stored:
         if _is_scale(name, stored):
@@ -135,7 +135,7 @@ def plan_binding(
             faults.append(f"{name} and {found[place]} are the same tensor of the model")
         else:
             found[place] = name
-    chosen: dict[Place, str] = {}
+    chosen: dict[ParameterPlace, str] = {}
     for slot in slots.values():
         chosen.update(_fill_slot(slot, found, names, faults))
     for place, name in chosen.items():
@@ -172,14 +172,14 @@ class MappedTensors:
 
 
 def _fill_slot(
-    slot: Slot, found: Mapping[Place, str], names: ModuleNames, faults: list[str]
-) -> dict[Place, str]:
-    whole = Place(slot=slot.name)
+    slot: Slot, found: Mapping[ParameterPlace, str], names: ModuleNames, faults: list[str]
+) -> dict[ParameterPlace, str]:
+    whole = ParameterPlace(slot=slot.name)
     if whole in found:
         return {whole: found[whole]}
     tied = names.tied.get(slot.name)
-    if tied is not None and Place(slot=tied) in found:
-        return {whole: found[Place(slot=tied)]}
+    if tied is not None and ParameterPlace(slot=tied) in found:
+        return {whole: found[ParameterPlace(slot=tied)]}
     wanted = _expert_places(slot)
     have = {place: found[place] for place in wanted if place in found}
     if not have:
@@ -191,13 +191,13 @@ def _fill_slot(
     return have
 
 
-def _expert_places(slot: Slot) -> list[Place]:
+def _expert_places(slot: Slot) -> list[ParameterPlace]:
     name = slot.name.rpartition(".")[2]
     halves: dict[str, tuple[str | None, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": (None,)}
     if name not in halves or len(slot.shape) != 3:
         return []
     return [
-        Place(slot=slot.name, expert=expert, half=half)
+        ParameterPlace(slot=slot.name, expert=expert, half=half)
         for expert in range(slot.shape[0])
         for half in halves[name]
     ]

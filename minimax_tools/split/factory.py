@@ -19,7 +19,6 @@ from minimax_tools.reference.modules import require_golden_extra
 from minimax_tools.split.causal_model import Implementation, is_quantised, read_causal_config
 from minimax_tools.split.components import SplitModel
 from minimax_tools.split.devices import DeviceName, choose_devices
-from minimax_tools.split.narration import narrating
 from minimax_tools.split.part_folder import LoadedPart, refuse_foreign
 from minimax_tools.split.part_loading import load_part, load_parts_of_whole
 from minimax_tools.split.parts import Part, Role, plan_parts
@@ -28,6 +27,7 @@ from minimax_tools.split.shards import Weights, first_dtype
 
 if TYPE_CHECKING:
     from minimax_tools.split.causal_model import CausalConfig
+import sys
 
 logger = logging.getLogger(__name__)
 
@@ -215,3 +215,26 @@ def _parse_budget(memory_budget: int | str | None) -> MemoryBudget:
         return MemoryBudget(size)
     except ValueError as error:
         raise UsageError(f"memory_budget is {memory_budget!r}", found=str(error)) from error
+
+
+_PACKAGE = "minimax_tools"
+
+
+@contextlib.contextmanager
+def narrating(verbose: bool) -> Iterator[None]:
+    """While the block lasts, show the package's log messages on stderr; not again where they are shown already."""
+    logger = logging.getLogger(_PACKAGE)
+    if not verbose or (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
+        yield
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    # Whoever listens further up would show every line again.
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.level, logger.propagate, logger.handlers[:] = before
+        logger.setLevel(before[0])

@@ -42,7 +42,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ParameterPlace:
     """Where a stored tensor goes: a whole slot, or an expert's rows in a grouped one.
 
     Args:
@@ -96,17 +96,17 @@ class ModuleNames:
     tied: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
-    def place_of(self, stored_name: str) -> Place | None:
+    def place_of(self, stored_name: str) -> ParameterPlace | None:
         """Where a tensor of that name goes; None where the model has no place for it."""
         for name in self._spellings(stored_name):
             if name in self.known:
-                return Place(slot=name)
+                return ParameterPlace(slot=name)
             match = _EXPERT.fullmatch(name)
             if match and match["matrix"] in _MATRICES:
                 grouped, half = _MATRICES[match["matrix"]]
                 slot = f"{match['experts']}.{grouped}"
                 if slot in self.known:
-                    return Place(slot=slot, expert=int(match["number"]), half=half)
+                    return ParameterPlace(slot=slot, expert=int(match["number"]), half=half)
         return None
 
     def layer_of(self, stored_name: str) -> int | None:

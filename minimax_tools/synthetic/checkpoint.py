@@ -36,7 +36,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTensor:
+class SyntheticTensor:
     """A tensor to be written."""
 
     name: str
@@ -99,7 +99,7 @@ def synthesize(
 
 
 def write_shards(
-    folder: Path, plan: tuple[PlannedTensor, ...], weights: TensorMaker, *, shard_size_bytes: int | None
+    folder: Path, plan: tuple[SyntheticTensor, ...], weights: TensorMaker, *, shard_size_bytes: int | None
 ) -> int:
     """Write the planned tensors to safetensors shards with their index; return the number of shards.
 
@@ -121,7 +121,7 @@ def write_shards(
     return len(shards)
 
 
-def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedTensor, ...]:
+def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[SyntheticTensor, ...]:
     """Every tensor of the checkpoint in the hub's order, which is the alphabet's.
 
     Raises:
@@ -136,7 +136,7 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedT
         _refuse_ragged_blocks(spec)
     plain_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     plan = [
-        PlannedTensor(name=name, shape=shape, dtype=plain_dtype)
+        SyntheticTensor(name=name, shape=shape, dtype=plain_dtype)
         for name, shape in (
             (weight_names.EMBEDDING, (spec.vocab_size, spec.hidden_size)),
             (weight_names.FINAL_NORM, (spec.hidden_size,)),
@@ -151,16 +151,16 @@ def plan_tensors(model: SyntheticModel, *, dtype: torch.dtype) -> tuple[PlannedT
             kept = (
                 torch.float32 if kind in weight_names.FLOAT32_NAMES else dtype if is_linear else plain_dtype
             )
-            plan.append(PlannedTensor(name=name, shape=shape, dtype=kept))
+            plan.append(SyntheticTensor(name=name, shape=shape, dtype=kept))
             if kept == FP8:
-                scales = PlannedTensor(
+                scales = SyntheticTensor(
                     name=weight_names.scale_name(name), shape=scale_shape(shape), dtype=torch.float32
                 )
                 plan.append(scales)
     return tuple(sorted(plan, key=lambda tensor: tensor.name))
 
 
-def write_tensor(file: BinaryIO, tensor: PlannedTensor, weights: TensorMaker) -> None:
+def write_tensor(file: BinaryIO, tensor: SyntheticTensor, weights: TensorMaker) -> None:
     """Append a tensor's data, made part by part."""
     start = file.tell()
     for part in weights.make(tensor.name, shape=tensor.shape, dtype=tensor.dtype):
@@ -180,8 +180,8 @@ def _refuse_ragged_blocks(spec: ModelSpec) -> None:
         )
 
 
-def _split(plan: tuple[PlannedTensor, ...], shard_size_bytes: int) -> dict[str, list[PlannedTensor]]:
-    shards: list[list[PlannedTensor]] = [[]]
+def _split(plan: tuple[SyntheticTensor, ...], shard_size_bytes: int) -> dict[str, list[SyntheticTensor]]:
+    shards: list[list[SyntheticTensor]] = [[]]
     filled_bytes = 0
     for tensor in plan:
         if shards[-1] and filled_bytes + tensor.size_bytes > shard_size_bytes:
@@ -194,7 +194,7 @@ def _split(plan: tuple[PlannedTensor, ...], shard_size_bytes: int) -> dict[str, 
     }
 
 
-def _write_shard(path: Path, shard: list[PlannedTensor], weights: TensorMaker) -> None:
+def _write_shard(path: Path, shard: list[SyntheticTensor], weights: TensorMaker) -> None:
     with path.open("wb") as file:
         file.write(encode_header(shard))
         for tensor in shard:

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import tokenizers
+import torch
+
 from minimax_tools.errors import UsageError
+from minimax_tools.synthetic.toy_tokenizer import find_token_ids
 
 _PASSAGE_BYTES = 4096
 _HELD_OUT_EVERY = 20
@@ -173,3 +177,52 @@ CORPORA: Mapping[str, Callable[[], Iterator[Document]]] = MappingProxyType(
         "licences": _licences,
     }
 )
+
+
+class TokenStream:
+    """Passages one after another as token ids, each ended by the tokenizer's end token.
+
+    Args:
+        passages: The text.
+        tokenizer: The model's.
+    """
+
+    def __init__(self, passages: tuple[str, ...], *, tokenizer: tokenizers.Tokenizer) -> None:
+        end = find_token_ids(tokenizer).eos_token_id
+        encoded = tokenizer.encode_batch(list(passages), add_special_tokens=False)
+        self.ids = torch.tensor([id_ for row in encoded for id_ in (*row.ids, end)], dtype=torch.int64)
+        self.num_bytes = sum(len(passage.encode()) for passage in passages)
+
+    def draw_rows(self, *, num_rows: int, length: int, generator: torch.Generator) -> torch.Tensor:
+        """Rows [num_rows, length] of ids that begin anywhere, drawn by `generator`.
+
+        Raises:
+            UsageError: The text is shorter than a row.
+        """
+        self._refuse_short(length)
+        starts = torch.randint(len(self.ids) - length + 1, (num_rows, 1), generator=generator)
+        return self.ids[starts + torch.arange(length)]
+
+    def cut_rows(self, *, length: int, most: int) -> torch.Tensor:
+        """The first rows [at most `most`, length] of the stream, without overlap.
+
+        Raises:
+            UsageError: The text is shorter than a row.
+        """
+        self._refuse_short(length)
+        num_rows = min(most, len(self.ids) // length)
+        return self.ids[: num_rows * length].view(num_rows, length)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Mean bytes of text that a token stands for."""
+        return self.num_bytes / len(self.ids)
+
+    def _refuse_short(self, length: int) -> None:
+        if len(self.ids) < length:
+            raise UsageError(
+                "there is too little text for a row",
+                expected=f"at least {length} tokens, the length of a row",
+                found=f"{len(self.ids)} tokens",
+                next_step="Give more --text, or a smaller --seq-len.",
+            )

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import platform
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,12 @@ from typing import Any
 import tokenizers
 import torch
 
+from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.machine.new_folder import new_folder, refuse_occupied
+from minimax_tools.model import weight_names
 from minimax_tools.synthetic.checkpoint import plan_tensors, write_json, write_shards
-from minimax_tools.synthetic.corpus import Corpus, read_corpus
-from minimax_tools.synthetic.evaluation import Evaluation, Rivals, evaluate, measure_rivals
-from minimax_tools.synthetic.learned_weights import LearnedWeights
-from minimax_tools.synthetic.massive_channels import plant_massive_channels
-from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.corpus import Corpus, TokenStream, read_corpus
+from minimax_tools.synthetic.held_out import HeldOutEvaluation, Rivals, evaluate, measure_rivals
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import find_token_ids, make_tokenizer, save_tokenizer
 from minimax_tools.synthetic.trainee import Trainee
@@ -48,8 +48,8 @@ class LearnedModel:
     course: TrainingCourse
     corpus: Corpus
     rivals: Rivals
-    before: Evaluation
-    after: Evaluation
+    before: HeldOutEvaluation
+    after: HeldOutEvaluation
 
 
 def train_checkpoint(
@@ -112,7 +112,7 @@ def _refuse_useless(outputs: dict[Path, torch.dtype], model: SyntheticModel) -> 
 
 def _evaluate(
     trainee: Trainee, text: TokenStream, model: SyntheticModel, options: TrainingOptions
-) -> Evaluation:
+) -> HeldOutEvaluation:
     return evaluate(
         trainee, text, length=options.seq_len, num_experts=model.num_local_experts, seed=options.seed
     )
@@ -174,3 +174,73 @@ def training_record(
             "python": platform.python_version(),
         },
     }
+
+
+_ORDINARY = 0.5  # root mean square of an ordinary channel of the embedding
+_MASSIVE = (32.0, -28.0, 24.0, -20.0)  # in turn; 40 to 64 times an ordinary channel
+_MASSIVE_AFTER_NORM = 2.0  # where an ordinary channel is 1
+
+
+def plant_massive_channels(trainee: Trainee, *, count: int, seed: int) -> None:
+    """Give an untrained model `count` massive channels, drawn by `seed`, in place.
+
+    Every row of the embedding holds the same large numbers there. The weights of all norms undo what these channels
+    add to the mean square.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters = dict(trainee.module.named_parameters())
+    embedding = parameters["model.embed_tokens.weight"]
+    hidden_size = embedding.shape[1]
+    channels = torch.randperm(hidden_size, generator=generator)[:count]
+    magnitudes = torch.tensor([_MASSIVE[number % len(_MASSIVE)] for number in range(count)])
+    rms = math.sqrt(_ORDINARY**2 + float(magnitudes.square().sum()) / hidden_size)
+    with torch.no_grad():
+        embedding.normal_(std=_ORDINARY, generator=generator)
+        embedding[:, channels] = magnitudes
+        for name, parameter in parameters.items():
+            if name.endswith("layernorm.weight") or name == "model.norm.weight":
+                parameter.fill_(rms / _ORDINARY)
+                parameter[channels] = _MASSIVE_AFTER_NORM * rms / magnitudes.abs()
+
+
+_LARGEST_CODE = 448.0
+
+
+class LearnedWeights:
+    """Makes the tensors of a checkpoint out of float32 ones.
+
+    Args:
+        tensors: Every tensor of the model under the hub's name, float32 on the CPU.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def make(self, name: str, *, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The tensor `name` of `shape` in `dtype`, whole; FP8 codes and their scales are made here."""
+        if name.endswith(weight_names.SCALE_SUFFIX):
+            tensor = quantise(self._tensors[name.removesuffix("_scale_inv")])[1]
+        elif dtype == torch.float8_e4m3fn:
+            tensor = quantise(self._tensors[name])[0]
+        else:
+            tensor = self._tensors[name].to(dtype)
+        assert tensor.shape == shape, f"{name} is {list(tensor.shape)}, planned as {list(shape)}"
+        yield tensor
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a weight [R,C] to FP8 in blocks of 128 × 128.
+
+    The largest value of a block becomes ±448, the largest code; a block of zeros has scale 1.
+
+    Returns:
+        Codes, float8_e4m3fn [R,C], and the scales to multiply them with, float32 [ceil(R/128), ceil(C/128)].
+    """
+    num_rows, num_columns = weight.shape
+    padding = (0, -num_columns % BLOCK_SIZE, 0, -num_rows % BLOCK_SIZE)
+    padded = torch.nn.functional.pad(weight.float(), padding)
+    blocks = padded.unflatten(1, (-1, BLOCK_SIZE)).unflatten(0, (-1, BLOCK_SIZE))
+    largest = blocks.abs().amax(dim=(1, 3))
+    scale = torch.where(largest > 0, largest / _LARGEST_CODE, 1.0)
+    codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:num_rows, :num_columns]
+    return codes.clamp(-_LARGEST_CODE, _LARGEST_CODE).to(torch.float8_e4m3fn).contiguous(), scale

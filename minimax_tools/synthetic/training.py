@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.corpus import TokenStream
 from minimax_tools.synthetic.trainee import Trainee
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from neuron.devices.weights import Gathered
 _BAND_ROWS = 256
 
 
-class Run(NamedTuple):
+class IndexRun(NamedTuple):
     """Indices that lie side by side in the tensor and in the rank's part of it."""
 
     source: int
@@ -40,16 +40,16 @@ class RankCut:
 
     dim: int
     size: int
-    runs: tuple[Run, ...]
+    runs: tuple[IndexRun, ...]
 
     @classmethod
     def of_heads(cls, heads: Sequence[Head], *, head_dim: int, dim: int) -> RankCut:
         """The part that holds these heads, each of `head_dim` indices."""
-        runs: list[Run] = []
+        runs: list[IndexRun] = []
         for place, head in enumerate(heads):
             if head is None:
                 continue
-            run = Run(head * head_dim, place * head_dim, head_dim)
+            run = IndexRun(head * head_dim, place * head_dim, head_dim)
             last = runs[-1] if runs else None
             if last and (last.source + last.length, last.place + last.length) == (run.source, run.place):
                 runs[-1] = last._replace(length=last.length + head_dim)
@@ -63,7 +63,7 @@ class RankCut:
         length = part_size(size, num_parts)
         start = min(part * length, size)
         filled = min(length, size - start)
-        return cls(dim=dim, size=length, runs=(Run(start, 0, filled),) if filled else ())
+        return cls(dim=dim, size=length, runs=(IndexRun(start, 0, filled),) if filled else ())
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The part's shape, of a tensor of `shape`."""

@@ -29,7 +29,7 @@ from neuron.options import target_option
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as TRACED
 from neuron.rank_options import rank_options
-from neuron.weight_trace.inspection import Inspection, inspect_weights
+from neuron.weight_trace.inspection import WeightInspection, inspect_weights
 from neuron.weight_trace.port import TracedPort
 from neuron.weight_trace.report import inspection_record, render_inspection
 from neuron.weight_trace.shared_port import SharedPort
@@ -110,7 +110,7 @@ def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
     end_command(inspection.verdict.exit_code)
 
 
-def _print(inspection: Inspection, *, as_json: bool) -> None:
+def _print(inspection: WeightInspection, *, as_json: bool) -> None:
     if as_json:
         print_json(inspection_record(inspection))
     else:

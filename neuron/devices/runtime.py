@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 
 from neuron.devices.backend import Backend, choose_backend, open_device
-from neuron.devices.crew import Crew, open_store
 from neuron.devices.distributed import PATIENCE, model_parallel, probe_group, process_group, refuse_launched
+from neuron.devices.rank_messages import Crew, open_store
 from neuron.devices.ranks import Ranks
 from neuron.devices.spmd import Spmd, open_spmd
 

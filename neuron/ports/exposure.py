@@ -14,7 +14,7 @@ from torch import nn
 from minimax_tools.capture.recorder import shape_to_batch
 from minimax_tools.capture.taps import Tap, verify_taps
 from minimax_tools.errors import Mm2Error, TargetError
-from minimax_tools.model.site_layouts import Layout, Replicated, parse_layout
+from minimax_tools.model.site_layouts import Replicated, SiteLayout, parse_layout
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
@@ -42,7 +42,7 @@ class Exposure:
 
     taps: Mapping[Site, Tap]
     declared: frozenset[Site]
-    layouts: Mapping[Site, Layout] = field(default_factory=dict)
+    layouts: Mapping[Site, SiteLayout] = field(default_factory=dict)
 
     def accepts(
         self, site: Site, tensor: torch.Tensor, spec: ModelSpec, batch_shape: tuple[int, int]
@@ -157,7 +157,7 @@ def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tup
     return (batch, sequence, widths.get(site, spec.hidden_size))
 
 
-def _declared(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Site, Layout]]:
+def _declared(declared: object, *, what: str) -> tuple[dict[Site, Tap], dict[Site, SiteLayout]]:
     if not isinstance(declared, Mapping) or not all(
         isinstance(text, str) for entry in declared.items() for text in entry
     ):

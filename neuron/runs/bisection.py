@@ -24,7 +24,7 @@ from minimax_tools.model.run import bisect_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import Provenance
-from minimax_tools.results.probes import Bisection, Finding
+from minimax_tools.results.probes import Bisection, BisectionFinding
 from neuron.devices.runtime import Runtime
 from neuron.runs.chain_runner import ChainRequest, ChainRunner
 from neuron.runs.journal import open_journal
@@ -128,7 +128,7 @@ def bisect_layers(
     return bisection, prober.compile_report()
 
 
-def _search(request: BisectRequest, prober: Prober) -> Iterator[Finding]:
+def _search(request: BisectRequest, prober: Prober) -> Iterator[BisectionFinding]:
     if request.extent is Extent.EXHAUSTIVE:
         yield from find_exhaustively(request.span, prober.run)
     elif request.extent is Extent.ALL:

@@ -28,16 +28,15 @@ from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
 from neuron.ports.own_code import own_code
-from neuron.ports.past import PAST, find_key_values, require_past
-from neuron.ports.returned import find_output
+from neuron.ports.returned import PAST, find_key_values, find_output, require_past
 from neuron.ports.targets import Target
 from neuron.process.status import doing
-from neuron.runs.assembly import Assembly
-from neuron.runs.footprint import MemoryLimits, choose_read_ahead, device_footprint
+from neuron.runs.footprint import RunLimits, choose_read_ahead, device_footprint
 from neuron.runs.layer_input import LayerInput
 from neuron.runs.layer_run import LayerRun
+from neuron.runs.layer_times import Stopwatch
 from neuron.runs.orders import Assignment, LayerOrder, ReleaseOrder
-from neuron.runs.stopwatch import Stopwatch
+from neuron.runs.rank_assembly import RankAssembly
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class LayerExecutor:
         self._spec = spec
         self._dtype = dtype
         footprint = device_footprint(target, spec, dtype=dtype, inputs=inputs, runtime=runtime)
-        self.limits = MemoryLimits(footprint=footprint, budget=budget)
+        self.limits = RunLimits(footprint=footprint, budget=budget)
         self._pool = ReadingPool(torch.get_num_threads())
         self.loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=self._pool)
         self._ahead = (
@@ -197,7 +196,7 @@ class LayerExecutor:
             require_past(module, what=what)
             if self._runtime.ranks.are_several:
                 exposure.require_heads(Site.K_ROPE, what=f"{what}, keys of the past")
-        assembly = Assembly(
+        assembly = RankAssembly(
             crew=self._runtime.crew, exposure=exposure, spec=self._spec, batch_shape=batch_shape, what=what
         )
         _refuse_unfeedable(order.feeds, exposure, what=what)
@@ -320,7 +319,7 @@ class LayerExecutor:
             return module(states, attention_mask, position_ids, **past)
 
     def _accepted(
-        self, recorder: Recorder, assembly: Assembly, sites: tuple[Site, ...]
+        self, recorder: Recorder, assembly: RankAssembly, sites: tuple[Site, ...]
     ) -> dict[Site, torch.Tensor]:
         """The recorded tensors that may stand for their sites, of all ranks, on the CPU, in execution order."""
         accepted = {}

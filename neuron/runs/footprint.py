@@ -18,7 +18,7 @@ from minimax_tools.machine.size import word_size
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_size import layer_bytes, vocabulary_bytes
+from minimax_tools.model.weight_names import layer_bytes, vocabulary_bytes
 from neuron.builtin.moe import CHUNK_SIZE_BYTES
 from neuron.devices.backend import Backend
 from neuron.devices.runtime import Runtime
@@ -130,7 +130,7 @@ def device_footprint(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimits:
+class RunLimits:
     """Stops a device run before it takes more memory than it may.
 
     Args:

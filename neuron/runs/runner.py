@@ -25,7 +25,7 @@ from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import Provenance
-from minimax_tools.text.end_tokens import read_end_tokens
+from minimax_tools.text.tokenizer import read_end_tokens
 from neuron.builtin.layer import KeyValues
 from neuron.devices.runtime import Runtime
 from neuron.runs.decoding import run_decoding
@@ -36,7 +36,7 @@ from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.head import embed_tokens, run_head
 from neuron.runs.layer_input import LayerInput
 from neuron.runs.layer_run import LayerRun
-from neuron.runs.profiler import Profiler
+from neuron.runs.run_profile import Profiler
 from neuron.runs.run_report import CaptureEffect, CompileReport, RunReport
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence as Values
 
 import torch
 
-from neuron.weight_trace.finding import Finding, Mistake, Weight
-from neuron.weight_trace.layout import Layout
+from neuron.weight_trace.finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.layout import PlaceLayout
 from neuron.weight_trace.origin import Origin
 from neuron.weight_trace.place_part import AT_ONCE
-from neuron.weight_trace.sources import Source, Sources, kinds_of, word_sources
+from neuron.weight_trace.sources import Sources, SourceTensors, kinds_of, word_sources
 
 
-def find_by_count(by_rank: Values[Values[Layout]], sources: Sources) -> list[Finding]:
+def find_by_count(by_rank: Values[Values[PlaceLayout]], sources: Sources) -> list[WeightFinding]:
     """What lands nowhere, and what lands several times.
 
     Args:
@@ -28,7 +28,7 @@ def find_by_count(by_rank: Values[Values[Layout]], sources: Sources) -> list[Fin
     return [*missing, *duplicated]
 
 
-def _count(layouts: Values[Layout], sources: Sources) -> torch.Tensor:
+def _count(layouts: Values[PlaceLayout], sources: Sources) -> torch.Tensor:
     """How often each element lands, int16: a count, and no index, is what is kept of each."""
     counts = torch.zeros(sources.size, dtype=torch.int16)
     for layout in layouts:
@@ -38,7 +38,9 @@ def _count(layouts: Values[Layout], sources: Sources) -> torch.Tensor:
     return counts
 
 
-def _find_missing(counts: torch.Tensor, layouts: Values[Layout], sources: Sources) -> list[Finding]:
+def _find_missing(
+    counts: torch.Tensor, layouts: Values[PlaceLayout], sources: Sources
+) -> list[WeightFinding]:
     computed = {kind for layout in layouts for kind in layout.origin.mixed_kinds}
     lost = {source: int((_part(counts, source) == 0).sum()) for source in sources.all}
     whole = [source for source, count in lost.items() if count == source.size and source.kind not in computed]
@@ -46,9 +48,9 @@ def _find_missing(counts: torch.Tensor, layouts: Values[Layout], sources: Source
     if whole:
         constants = _constants_like(whole, layouts)
         found.append(
-            Finding(
-                mistake=Mistake.MISSING,
-                weight=Weight.WRONG,
+            WeightFinding(
+                mistake=WeightMistake.MISSING,
+                weight=Severity.WRONG,
                 tensors=kinds_of(whole),
                 places=tuple(origin.name for origin in constants),
                 text=f"missing: {word_sources(whole)} {'lands' if len(whole) == 1 else 'land'} nowhere"
@@ -58,9 +60,9 @@ def _find_missing(counts: torch.Tensor, layouts: Values[Layout], sources: Source
     for source, count in lost.items():
         if 0 < count < source.size and source.kind not in computed:
             found.append(
-                Finding(
-                    mistake=Mistake.MISSING,
-                    weight=Weight.WRONG,
+                WeightFinding(
+                    mistake=WeightMistake.MISSING,
+                    weight=Severity.WRONG,
                     tensors=(source.kind,),
                     places=(),
                     text=f"missing: {count} of {source.size} elements of {word_sources([source])} land nowhere",
@@ -69,7 +71,7 @@ def _find_missing(counts: torch.Tensor, layouts: Values[Layout], sources: Source
     return found
 
 
-def _constants_like(missing: Values[Source], layouts: Values[Layout]) -> list[Origin]:
+def _constants_like(missing: Values[SourceTensors], layouts: Values[PlaceLayout]) -> list[Origin]:
     """Places that could be meant for what is missing, and hold what the port's constructor put there."""
     shapes = {source.shape for source in missing}
     return [
@@ -86,10 +88,10 @@ def _word_constant(origin: Origin) -> str:
 
 def _find_duplicated(
     counts: torch.Tensor,
-    missing: Values[Finding],
-    layouts: Values[Layout],
+    missing: Values[WeightFinding],
+    layouts: Values[PlaceLayout],
     sources: Sources,
-) -> list[Finding]:
+) -> list[WeightFinding]:
     several = [source for source in sources.all if bool((_part(counts, source) > 1).any())]
     if not several:
         return []
@@ -100,9 +102,9 @@ def _find_duplicated(
         if group:
             most = max(int(_part(counts, source).max()) for source in group)
             found.append(
-                Finding(
-                    mistake=Mistake.DUPLICATED,
-                    weight=Weight.WRONG if is_wrong else Weight.NOTE,
+                WeightFinding(
+                    mistake=WeightMistake.DUPLICATED,
+                    weight=Severity.WRONG if is_wrong else Severity.NOTE,
                     tensors=kinds_of(group),
                     places=_places_of(group, layouts),
                     text=f"duplicated: {word_sources(group)} {'lands' if len(group) == 1 else 'land'} "
@@ -112,7 +114,7 @@ def _find_duplicated(
     return found
 
 
-def _places_of(sources: Values[Source], layouts: Values[Layout]) -> tuple[str, ...]:
+def _places_of(sources: Values[SourceTensors], layouts: Values[PlaceLayout]) -> tuple[str, ...]:
     names = {source.name for source in sources}
     return tuple(
         layout.origin.name
@@ -121,7 +123,7 @@ def _places_of(sources: Values[Source], layouts: Values[Layout]) -> tuple[str, .
     )
 
 
-def _part(counts: torch.Tensor, source: Source) -> torch.Tensor:
+def _part(counts: torch.Tensor, source: SourceTensors) -> torch.Tensor:
     return counts[source.start : source.start + source.size]
 
 

@@ -6,7 +6,7 @@ which layout the port's forward wants: with its inverse the layer's output is ri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,9 +14,8 @@ import torch
 
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight
-from neuron.weight_trace.finding import Mistake
-from neuron.weight_trace.layout import Layout
-from neuron.weight_trace.on_access import OnAccess
+from neuron.weight_trace.finding import WeightMistake
+from neuron.weight_trace.layout import PlaceLayout
 from neuron.weight_trace.sequences import Order
 from neuron.weight_trace.sources import Sources, role
 
@@ -34,13 +33,13 @@ class Exchange:
         change: Gives the tensors that differ, from the layer's own; each is made when it is asked for.
     """
 
-    mistake: Mistake
+    mistake: WeightMistake
     tensors: tuple[str, ...]
     text: str
     change: Callable[[Tensors], Tensors]
 
 
-def find_exchanges(layouts: Sequence[Layout], sources: Sources, spec: ModelSpec) -> list[Exchange]:
+def find_exchanges(layouts: Sequence[PlaceLayout], sources: Sources, spec: ModelSpec) -> list[Exchange]:
     """The exchanges worth trying: of tensors of equal shape, and of what the layouts show."""
     return [
         *_swaps(sources),
@@ -60,7 +59,7 @@ def _swaps(sources: Sources) -> list[Exchange]:
     shapes = {source.kind: source.shape for source in sources.all}
     return [
         Exchange(
-            mistake=Mistake.SWAPPED,
+            mistake=WeightMistake.SWAPPED,
             tensors=pair,
             text=f"{role(pair[0])} and {role(pair[1])} are swapped",
             change=_swap(sources, *pair),
@@ -78,7 +77,7 @@ def _swap(sources: Sources, one: str, other: str) -> Callable[[Tensors], Tensors
     )
 
 
-def _transposes(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
+def _transposes(layouts: Sequence[PlaceLayout], sources: Sources) -> list[Exchange]:
     """A matrix reshaped where it should be transposed, and one as wide as high, whose shape tells nothing."""
     torn = {kind for layout in layouts for piece in layout.pieces if piece.is_reshaped for kind in piece.torn}
     shapes = {source.kind: source.shape for source in sources.all if len(source.shape) == 2}
@@ -89,7 +88,7 @@ def _transposes(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
         for change in (_reshaped_transpose, _transposed_reshape):
             found.append(
                 Exchange(
-                    mistake=Mistake.TRANSPOSED,
+                    mistake=WeightMistake.TRANSPOSED,
                     tensors=(kind,),
                     text=f"{role(kind)} is not transposed as the port's forward wants it",
                     change=_each(sources, kind, change),
@@ -106,7 +105,7 @@ def _transposed_reshape(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(tensor.T.shape).T
 
 
-def _expert_orders(layouts: Sequence[Layout], spec: ModelSpec) -> list[Exchange]:
+def _expert_orders(layouts: Sequence[PlaceLayout], spec: ModelSpec) -> list[Exchange]:
     found: dict[str, tuple[list[int], set[str]]] = {}
     for layout in layouts:
         if layout.experts:
@@ -120,7 +119,7 @@ def _expert_orders(layouts: Sequence[Layout], spec: ModelSpec) -> list[Exchange]
             orders.setdefault(tuple(experts), set()).update(kinds)
     return [
         Exchange(
-            mistake=Mistake.ORDER,
+            mistake=WeightMistake.ORDER,
             tensors=tuple(sorted(kinds)),
             text=f"{', '.join(role(kind) for kind in sorted(kinds))} of the experts lie in the order "
             f"{', '.join(map(str, order[:6]))}, …",
@@ -140,7 +139,7 @@ def _reorder_experts(experts: tuple[int, ...], matrices: Sequence[str]) -> Calla
     )
 
 
-def _row_orders(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
+def _row_orders(layouts: Sequence[PlaceLayout], sources: Sources) -> list[Exchange]:
     orders: dict[str, torch.Tensor] = {}
     for layout in layouts:
         for piece in layout.pieces:
@@ -151,7 +150,7 @@ def _row_orders(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
                 orders.setdefault(piece.source.kind, rows)
     exchanges = [
         Exchange(
-            mistake=Mistake.ORDER,
+            mistake=WeightMistake.ORDER,
             tensors=(kind,),
             text=f"rows of {role(kind)} lie in another order",
             change=_each(sources, kind, partial(_put_back, rows=rows)),
@@ -173,7 +172,7 @@ def _rotary_orders(sources: Sources, spec: ModelSpec) -> list[Exchange]:
             changes = [_each(sources, kind, partial(_reorder_heads, order=order)) for kind in kinds]
             found.append(
                 Exchange(
-                    mistake=Mistake.ORDER,
+                    mistake=WeightMistake.ORDER,
                     tensors=kinds,
                     text=f"rotated rows of {', '.join(kinds)} lie in {text}, and the forward takes them for the other",
                     change=_all(changes),
@@ -182,7 +181,7 @@ def _rotary_orders(sources: Sources, spec: ModelSpec) -> list[Exchange]:
     return found
 
 
-def _scales(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
+def _scales(layouts: Sequence[PlaceLayout], sources: Sources) -> list[Exchange]:
     found = []
     for layout in layouts:
         origin = layout.origin
@@ -194,7 +193,7 @@ def _scales(layouts: Sequence[Layout], sources: Sources) -> list[Exchange]:
             added = f", and {offset:g} added" if offset else ""
             found.append(
                 Exchange(
-                    mistake=Mistake.SCALED,
+                    mistake=WeightMistake.SCALED,
                     tensors=(kind,),
                     text=f"{role(kind)} is multiplied by {gain:.4g}{added}",
                     change=_each(sources, kind, partial(_unscale, gain=gain, offset=offset)),
@@ -239,3 +238,24 @@ def _all(changes: Sequence[Callable[[Tensors], Tensors]]) -> Callable[[Tensors],
 
 def _names(sources: Sources, kind: str) -> list[str]:
     return [source.name for source in sources.all if source.kind == kind]
+
+
+class OnAccess(Mapping[str, torch.Tensor]):
+    """Tensors that are made anew at every access.
+
+    Args:
+        makers: What makes each, by name.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A tensor of one's own; KeyError where there is none of the name."""
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)

@@ -1,4 +1,4 @@
-"""Finding: one thing that is wrong with the weights in a port, or looks as if it were."""
+"""WeightFinding: one thing that is wrong with the weights in a port, or looks as if it were."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 
-class Mistake(str, Enum):
+class WeightMistake(str, Enum):
     """What can be wrong with a weight."""
 
     MISSING = "missing"
@@ -25,7 +25,7 @@ class Mistake(str, Enum):
         return self.value
 
 
-class Weight(str, Enum):
+class Severity(str, Enum):
     """How much a finding counts."""
 
     WRONG = "wrong"  # certain: the port fails
@@ -37,7 +37,7 @@ class Weight(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class WeightFinding:
     """One thing that was found.
 
     Args:
@@ -49,26 +49,26 @@ class Finding:
         is_named: Whether the port's own names contradict it, so that it is wrong even where no trial could tell.
     """
 
-    mistake: Mistake
-    weight: Weight
+    mistake: WeightMistake
+    weight: Severity
     tensors: tuple[str, ...]
     places: tuple[str, ...]
     text: str
     is_named: bool = False
 
-    def on_ranks(self, ranks: tuple[int, ...]) -> Finding:
+    def on_ranks(self, ranks: tuple[int, ...]) -> WeightFinding:
         """The same, of some of the ranks alone."""
         names = ", ".join(str(rank) for rank in dict.fromkeys(ranks))
         return replace(self, text=f"{self.text} (on rank {names})")
 
-    def cleared(self, reason: str) -> Finding:
+    def cleared(self, reason: str) -> WeightFinding:
         """The same, as what the port means."""
-        return replace(self, weight=Weight.NOTE, text=f"{self.text}; {reason}")
+        return replace(self, weight=Severity.NOTE, text=f"{self.text}; {reason}")
 
-    def quantised(self) -> Finding:
+    def quantised(self) -> WeightFinding:
         """The same, as what quantising does to it: whether the port can afford that, a run tells."""
         return replace(self, text=f"{self.text}: quantised, and right on weights that quantising keeps")
 
-    def confirmed(self) -> Finding:
+    def confirmed(self) -> WeightFinding:
         """The same, as what is wrong."""
-        return replace(self, weight=Weight.WRONG)
+        return replace(self, weight=Severity.WRONG)

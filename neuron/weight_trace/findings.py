@@ -8,10 +8,10 @@ from collections.abc import Sequence as Values
 import torch
 
 from neuron.weight_trace.coverage import find_by_count
-from neuron.weight_trace.finding import Finding, Mistake, Weight
-from neuron.weight_trace.layout import Layout
+from neuron.weight_trace.finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.layout import PlaceLayout
 from neuron.weight_trace.origin import Origin
-from neuron.weight_trace.piece import Piece
+from neuron.weight_trace.piece import WeightPiece
 from neuron.weight_trace.sequences import Order
 from neuron.weight_trace.sources import Sources, kinds_of, role
 
@@ -30,14 +30,14 @@ _NAMED_KINDS = {
 }
 
 
-def find_findings(by_rank: Values[Values[Layout]], sources: Sources) -> list[Finding]:
+def find_findings(by_rank: Values[Values[PlaceLayout]], sources: Sources) -> list[WeightFinding]:
     """What the layouts of all places show.
 
     Args:
         by_rank: The layouts of each rank; of several each may hold a copy.
         sources: The layer's tensors.
     """
-    found: dict[str, Finding] = {}
+    found: dict[str, WeightFinding] = {}
     ranks: dict[str, list[int]] = {}
     for rank, of_rank in enumerate(by_rank):
         in_places = [finding for layout in of_rank for finding in _find_in_place(layout)]
@@ -54,14 +54,14 @@ def find_findings(by_rank: Values[Values[Layout]], sources: Sources) -> list[Fin
     ]
 
 
-def _find_expert_order(layouts: Values[Layout]) -> list[Finding]:
+def _find_expert_order(layouts: Values[PlaceLayout]) -> list[WeightFinding]:
     """Experts beside each other, or in modules that count them, in another order than their numbers'."""
-    by_name: dict[str, list[tuple[list[int], Layout]]] = {}
+    by_name: dict[str, list[tuple[list[int], PlaceLayout]]] = {}
     for layout in layouts:
         if layout.experts:
             numbers = [int(number) for number in _NUMBER.findall(layout.origin.name)]
             by_name.setdefault(_NUMBER.sub("#", layout.origin.name), []).append((numbers, layout))
-    orders: dict[tuple[int, ...], list[Layout]] = {}
+    orders: dict[tuple[int, ...], list[PlaceLayout]] = {}
     for entries in by_name.values():
         entries.sort(key=lambda entry: entry[0])
         experts = tuple(expert for _, layout in entries for expert in layout.experts)
@@ -75,9 +75,9 @@ def _find_expert_order(layouts: Values[Layout]) -> list[Finding]:
         )
         places = list(dict.fromkeys(_NUMBER.sub("#", layout.origin.name) for layout in those))
         found.append(
-            Finding(
-                mistake=Mistake.ORDER,
-                weight=Weight.SUSPECT,
+            WeightFinding(
+                mistake=WeightMistake.ORDER,
+                weight=Severity.SUSPECT,
                 tensors=tuple(dict.fromkeys(kind for layout in those for kind in _kinds_held(layout))),
                 places=tuple(layout.origin.name for layout in those),
                 text=f"{', '.join(places)}: experts lie in {order}: {', '.join(map(str, experts[:6]))}, …",
@@ -87,12 +87,14 @@ def _find_expert_order(layouts: Values[Layout]) -> list[Finding]:
     return found
 
 
-def _find_in_place(layout: Layout) -> list[Finding]:
+def _find_in_place(layout: PlaceLayout) -> list[WeightFinding]:
     origin, kinds = layout.origin, _kinds_held(layout)
 
-    def finding(mistake: Mistake, weight: Weight, text: str, *, is_named: bool = False) -> Finding:
+    def finding(
+        mistake: WeightMistake, weight: Severity, text: str, *, is_named: bool = False
+    ) -> WeightFinding:
         held = kinds or origin.mixed_kinds
-        return Finding(
+        return WeightFinding(
             mistake=mistake,
             weight=weight,
             tensors=held,
@@ -105,7 +107,7 @@ def _find_in_place(layout: Layout) -> list[Finding]:
     named = {_NAMED_KINDS[part] for part in origin.name.split(".") if part in _NAMED_KINDS}
     if len(named) == 1 and kinds and not named & set(kinds):
         text = f"is named {role(*named)}, and holds {', '.join(map(role, kinds))}"
-        found.append(finding(Mistake.SWAPPED, Weight.SUSPECT, text, is_named=True))
+        found.append(finding(WeightMistake.SWAPPED, Severity.SUSPECT, text, is_named=True))
     for piece in _first_of_each(layout):
         if not piece.is_in_order:
             found.append(finding(*_disorder(piece)))
@@ -113,34 +115,38 @@ def _find_in_place(layout: Layout) -> list[Finding]:
         found += [finding(*scale) for scale in _find_scale(origin)]
         found += [finding(*loss) for loss in _find_loss(origin, kinds)]
     if origin.num_computed:
-        found.append(finding(Mistake.COMPUTED, Weight.SUSPECT, word_computed(origin)))
+        found.append(finding(WeightMistake.COMPUTED, Severity.SUSPECT, word_computed(origin)))
     return found
 
 
-def _disorder(piece: Piece) -> tuple[Mistake, Weight, str]:
+def _disorder(piece: WeightPiece) -> tuple[WeightMistake, Severity, str]:
     if piece.source is None:
-        return (Mistake.TRANSPOSED if piece.is_reshaped else Mistake.ORDER), Weight.SUSPECT, piece.what
+        return (
+            (WeightMistake.TRANSPOSED if piece.is_reshaped else WeightMistake.ORDER),
+            Severity.SUSPECT,
+            piece.what,
+        )
     assert piece.rows is not None, "a piece of a source has rows"
     assert piece.columns is not None, "a piece of a source has columns"
     is_rows = piece.rows.order is not Order.FORWARD
     what, order = ("rows", piece.rows) if is_rows else ("columns", piece.columns)
     verb = "repeated" if order.order is Order.REPEATED else "in another order"
-    return Mistake.ORDER, Weight.SUSPECT, f"{what} of {role(piece.source.kind)} {verb}: {order}"
+    return WeightMistake.ORDER, Severity.SUSPECT, f"{what} of {role(piece.source.kind)} {verb}: {order}"
 
 
-def _find_scale(origin: Origin) -> list[tuple[Mistake, Weight, str]]:
+def _find_scale(origin: Origin) -> list[tuple[WeightMistake, Severity, str]]:
     if origin.gain is None:
-        return [(Mistake.SCALED, Weight.SUSPECT, "values are multiplied by different numbers")]
+        return [(WeightMistake.SCALED, Severity.SUSPECT, "values are multiplied by different numbers")]
     found = []
     if abs(origin.gain - 1) > _GAIN_SLACK:
-        found.append((Mistake.SCALED, Weight.SUSPECT, f"values are multiplied by {origin.gain:.4g}"))
+        found.append((WeightMistake.SCALED, Severity.SUSPECT, f"values are multiplied by {origin.gain:.4g}"))
     if origin.offset is None or origin.offset != 0:
         added = "different numbers are" if origin.offset is None else f"{origin.offset:g} is"
-        found.append((Mistake.SCALED, Weight.SUSPECT, f"{added} added to values"))
+        found.append((WeightMistake.SCALED, Severity.SUSPECT, f"{added} added to values"))
     return found
 
 
-def _find_loss(origin: Origin, kinds: tuple[str, ...]) -> list[tuple[Mistake, Weight, str]]:
+def _find_loss(origin: Origin, kinds: tuple[str, ...]) -> list[tuple[WeightMistake, Severity, str]]:
     if origin.rounding_float32 > _FLOAT32_SLACK:
         exact = [kind for kind in kinds if kind in ("gate", "e_score_correction_bias")]
         where = (
@@ -151,9 +157,9 @@ def _find_loss(origin: Origin, kinds: tuple[str, ...]) -> list[tuple[Mistake, We
         text = f"{', '.join(map(role, exact))} {where}: the router decides in float32"
         if "e_score_correction_bias" in exact:
             text += ", and near 9 a bfloat16 is 0.06 from the next"
-        return [(Mistake.DTYPE, Weight.WRONG, text)]
+        return [(WeightMistake.DTYPE, Severity.WRONG, text)]
     if origin.rounding > _FLOAT32_SLACK and origin.gain == 1:
-        return [(Mistake.DTYPE, Weight.NOTE, f"values are rounded to {_word_bits(origin.rounding)}")]
+        return [(WeightMistake.DTYPE, Severity.NOTE, f"values are rounded to {_word_bits(origin.rounding)}")]
     return []
 
 
@@ -181,15 +187,15 @@ def _word_bits(rounding: float) -> str:
     return "bfloat16" if bits in (8, 9) else f"about {bits} bits"
 
 
-def _first_of_each(layout: Layout) -> list[Piece]:
+def _first_of_each(layout: PlaceLayout) -> list[WeightPiece]:
     """One piece of each kind that is out of order, rather than one for every expert."""
-    pieces: dict[tuple[str, bool], Piece] = {}
+    pieces: dict[tuple[str, bool], WeightPiece] = {}
     for piece in layout.pieces:
         kind = piece.source.kind if piece.source is not None else piece.what
         pieces.setdefault((kind, piece.is_in_order), piece)
     return list(pieces.values())
 
 
-def _kinds_held(layout: Layout) -> tuple[str, ...]:
+def _kinds_held(layout: PlaceLayout) -> tuple[str, ...]:
     held = kinds_of([piece.source for piece in layout.pieces if piece.source is not None])
     return tuple(dict.fromkeys((*held, *(kind for piece in layout.pieces for kind in piece.torn))))

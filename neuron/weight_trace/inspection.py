@@ -1,4 +1,4 @@
-"""Inspection: a port's weights traced, tried and loaded, and what all of it says about them."""
+"""WeightInspection: a port's weights traced, tried and loaded, and what all of it says about them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Verdict
 from neuron.weight_trace.exchanges import find_exchanges
-from neuron.weight_trace.finding import Finding, Mistake, Weight
+from neuron.weight_trace.finding import Severity, WeightFinding, WeightMistake
 from neuron.weight_trace.findings import find_findings
-from neuron.weight_trace.layout import Layout, find_layout
+from neuron.weight_trace.layout import PlaceLayout, find_layout
 from neuron.weight_trace.loaded import find_in_loaded
 from neuron.weight_trace.origin import Origin
 from neuron.weight_trace.sample import Sample, TrialRoom
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
+class WeightInspection:
     """What was found out about a port's weights.
 
     Args:
@@ -47,8 +47,8 @@ class Inspection:
     is_smaller: bool
     sample: Sample
     num_ranks: int
-    layouts: tuple[Layout, ...]
-    findings: tuple[Finding, ...]
+    layouts: tuple[PlaceLayout, ...]
+    findings: tuple[WeightFinding, ...]
     trial: TrialOutcome
     is_loaded: bool
     compared: tuple[str, ...]
@@ -56,14 +56,16 @@ class Inspection:
     @property
     def verdict(self) -> Verdict:
         """Fail where something is certainly wrong, warn where something could not be told, else pass."""
-        if any(finding.weight is Weight.WRONG for finding in self.findings):
+        if any(finding.weight is Severity.WRONG for finding in self.findings):
             return Verdict.FAIL
-        if any(finding.weight is Weight.SUSPECT for finding in self.findings) or not self.trial.is_right:
+        if any(finding.weight is Severity.SUSPECT for finding in self.findings) or not self.trial.is_right:
             return Verdict.WARN
         return Verdict.PASS
 
 
-def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool, budget: MemoryBudget) -> Inspection:
+def inspect_weights(
+    shared: SharedPort, spec: ModelSpec, *, loads: bool, budget: MemoryBudget
+) -> WeightInspection:
     """Trace a port's conversion, run the port on made weights, and load the checkpoint's own layer.
 
     Args:
@@ -97,11 +99,11 @@ def inspect_weights(shared: SharedPort, spec: ModelSpec, *, loads: bool, budget:
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
         loaded = shared.load(spec)
-        known = {kind for finding in findings if finding.weight is Weight.WRONG for kind in finding.tensors}
+        known = {kind for finding in findings if finding.weight is Severity.WRONG for kind in finding.tensors}
         check = find_in_loaded(loaded.places, loaded.before, loaded.tensors, by_rank[0], known=known)
         findings += check.findings
         compared = check.compared
-    return Inspection(
+    return WeightInspection(
         target=port.target.name,
         layer=port.layer,
         traced=traced,
@@ -130,17 +132,17 @@ def _trace(shared: SharedPort, spec: ModelSpec, sample: Sample) -> list[list[Ori
         ) from error
 
 
-def _judge(findings: list[Finding], trial: TrialOutcome) -> list[Finding]:
+def _judge(findings: list[WeightFinding], trial: TrialOutcome) -> list[WeightFinding]:
     """What the trial says about each suspect."""
     if trial.is_right:
         reason = "the port means it: its output is right"
         return [
-            finding.cleared(reason) if finding.weight is Weight.SUSPECT else finding for finding in findings
+            finding.cleared(reason) if finding.weight is Severity.SUSPECT else finding for finding in findings
         ]
     proved = [
-        Finding(
+        WeightFinding(
             mistake=repair.mistake,
-            weight=Weight.WRONG,
+            weight=Severity.WRONG,
             tensors=repair.tensors,
             places=(),
             text=repair.text,
@@ -151,9 +153,9 @@ def _judge(findings: list[Finding], trial: TrialOutcome) -> list[Finding]:
         repaired = {kind for repair in trial.repairs for kind in repair.tensors}
         explained = [
             finding.cleared("proved above, or meant")
-            if finding.weight is Weight.SUSPECT and set(finding.tensors) & repaired
+            if finding.weight is Severity.SUSPECT and set(finding.tensors) & repaired
             else finding.cleared("the port means it: its output is right without what is proved above")
-            if finding.weight is Weight.SUSPECT
+            if finding.weight is Severity.SUSPECT
             else finding
             for finding in findings
         ]
@@ -163,15 +165,17 @@ def _judge(findings: list[Finding], trial: TrialOutcome) -> list[Finding]:
     # A port that could not run is taken at its word, unless its own names contradict it.
     has_run = trial.error is not None
     return [
-        finding.confirmed() if finding.weight is Weight.SUSPECT and (has_run or finding.is_named) else finding
+        finding.confirmed()
+        if finding.weight is Severity.SUSPECT and (has_run or finding.is_named)
+        else finding
         for finding in findings
     ]
 
 
-def _judge_quantised(finding: Finding) -> Finding:
+def _judge_quantised(finding: WeightFinding) -> WeightFinding:
     """What a port means that is right but for quantising; what it computed may cost too much, which no trial tells."""
-    if finding.weight is not Weight.SUSPECT:
+    if finding.weight is not Severity.SUSPECT:
         return finding
-    if finding.mistake is Mistake.COMPUTED:
+    if finding.mistake is WeightMistake.COMPUTED:
         return finding.quantised()
     return finding.cleared("the port means it: its output is right on weights that quantising keeps")

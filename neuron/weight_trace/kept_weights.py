@@ -18,8 +18,7 @@ import torch
 
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE
 from minimax_tools.model.weight_names import ATTENTION_MATRICES, EXPERTS
-from neuron.weight_trace.exchanges import Tensors
-from neuron.weight_trace.on_access import OnAccess
+from neuron.weight_trace.exchanges import OnAccess, Tensors
 
 _NUM_POWERS = 3
 _LARGEST_INT8 = 127.0

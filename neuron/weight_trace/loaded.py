@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from neuron.weight_trace.finding import Finding, Mistake, Weight
-from neuron.weight_trace.layout import Layout
+from neuron.weight_trace.finding import Severity, WeightFinding, WeightMistake
+from neuron.weight_trace.layout import PlaceLayout
 from neuron.weight_trace.sources import role
 
 _NUMBER = re.compile(r"\d+")
@@ -31,7 +31,7 @@ class LoadedCheck:
         compared: The kinds of tensors whose numbers were held against the checkpoint's, all of them.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[WeightFinding, ...]
     compared: tuple[str, ...]
 
 
@@ -85,7 +85,7 @@ def find_in_loaded(
     places: Mapping[str, torch.Tensor],
     before: Mapping[str, torch.Tensor],
     tensors: LayerTensors,
-    layouts: Sequence[Layout],
+    layouts: Sequence[PlaceLayout],
     *,
     known: Collection[str],
 ) -> LoadedCheck:
@@ -98,7 +98,7 @@ def find_in_loaded(
         layouts: What the trace found, of this model or a smaller one; places are matched by their names.
         known: The kinds that are known to be wrong: nothing more is said of them.
     """
-    found: list[Finding] = []
+    found: list[WeightFinding] = []
     compared: list[str] = []
     groups = _groups(layouts, known)
     names: dict[str, list[str]] = {}
@@ -121,14 +121,14 @@ def _find_in_group(
     kinds: tuple[str, ...],
     tensors: LayerTensors,
     before: Mapping[str, torch.Tensor],
-) -> tuple[list[Finding], bool]:
+) -> tuple[list[WeightFinding], bool]:
     """What is wrong with places that hold some kinds, and whether all their numbers were compared."""
     words = ", ".join(map(role, kinds))
 
-    def wrong(mistake: Mistake, places: Sequence[str], text: str) -> Finding:
-        return Finding(
+    def wrong(mistake: WeightMistake, places: Sequence[str], text: str) -> WeightFinding:
+        return WeightFinding(
             mistake=mistake,
-            weight=Weight.WRONG,
+            weight=Severity.WRONG,
             tensors=kinds,
             places=tuple(places),
             text=f"as loaded, {text}",
@@ -137,7 +137,7 @@ def _find_in_group(
     sums = [_Sums.of(tensor) for tensor in held]
     broken = [name for name, of in zip(names, sums, strict=True) if of.num_nan]
     if broken:
-        return [wrong(Mistake.VALUES, broken, f"{_listed(broken)} holds NaN or Inf")], True
+        return [wrong(WeightMistake.VALUES, broken, f"{_listed(broken)} holds NaN or Inf")], True
     empty = [name for name, of in zip(names, sums, strict=True) if of.squares == 0]
     if empty:
         kept = [
@@ -145,9 +145,9 @@ def _find_in_group(
         ]
         if kept:
             text = f"{_listed(kept)} holds the zeros of its constructor: {words} never got there"
-            return [wrong(Mistake.NEVER_BOUND, kept, text)], True
+            return [wrong(WeightMistake.NEVER_BOUND, kept, text)], True
         return [
-            wrong(Mistake.ZERO, empty, f"{_listed(empty)} is zero everywhere, where {words} should be")
+            wrong(WeightMistake.ZERO, empty, f"{_listed(empty)} is zero everywhere, where {words} should be")
         ], True
     dtype = held[0].dtype
     if any(tensor.dtype != dtype for tensor in held):
@@ -167,13 +167,13 @@ def _find_in_group(
         text = (
             f"{_listed(names)} holds {words} scaled: its norm is {ratio:.4g} times that of the checkpoint's"
         )
-        return [wrong(Mistake.SCALED, names, text)], True
+        return [wrong(WeightMistake.SCALED, names, text)], True
     text = f"{_listed(names)} holds other numbers than the checkpoint's {words}, of the same norm"
-    return [wrong(Mistake.VALUES, names, text)], True
+    return [wrong(WeightMistake.VALUES, names, text)], True
 
 
 def _groups(
-    layouts: Sequence[Layout], known: Collection[str]
+    layouts: Sequence[PlaceLayout], known: Collection[str]
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Names of places, their numbers left out, and the kinds that they hold between them, all of each.
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from neuron.weight_trace.made_tensors import Make
-from neuron.weight_trace.made_values import (
+from neuron.weight_trace.made_tensors import (
     BASE,
     NUM_SIGNS,
     MadeValues,
+    Make,
     digit,
     level,
     level_but,
@@ -25,7 +25,7 @@ from neuron.weight_trace.made_values import (
 )
 from neuron.weight_trace.origin import Origin
 from neuron.weight_trace.place_part import Baseline, PlacePart
-from neuron.weight_trace.reading import Reading
+from neuron.weight_trace.reading import PlaceReading
 from neuron.weight_trace.sources import Sources
 
 # Loads made tensors into the port, and gives every tensor that it then holds, by name.
@@ -48,7 +48,7 @@ class OriginReader:
         self._shapes = shapes
         self._load = load
         self._parts: dict[str, PlacePart] = {}
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, PlaceReading] = {}
         self._place_shapes: dict[str, tuple[int, ...]] = {}
 
     def read(self) -> list[Origin]:
@@ -85,7 +85,7 @@ class OriginReader:
                 unanswering[name] = baseline
                 part = PlacePart.first_element(place)
             self._parts[name] = part
-            self._readings[name] = Reading(part.of_baseline(baseline), part.of(place))
+            self._readings[name] = PlaceReading(part.of_baseline(baseline), part.of(place))
         if not self._follows_all:
             for name, place in self._load_all(level(1), aside=_ASIDE).items():
                 if name not in self._readings:

@@ -1,11 +1,11 @@
-"""Piece: lines of a matrix side by side that one source fills, or that none does."""
+"""WeightPiece: lines of a matrix side by side that one source fills, or that none does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from neuron.weight_trace.sequences import Order, Sequence
-from neuron.weight_trace.sources import Source, role
+from neuron.weight_trace.sources import SourceTensors, role
 
 # How the words for what lies there in no order of rows or columns begin.
 RESHAPED = "rows torn"
@@ -14,7 +14,7 @@ NO_ORDER = (RESHAPED, IN_NO_ORDER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class WeightPiece:
     """Lines of a place that one source fills; or that none does.
 
     Args:
@@ -28,7 +28,7 @@ class Piece:
     """
 
     lines: range
-    source: Source | None = None
+    source: SourceTensors | None = None
     is_transposed: bool = False
     rows: Sequence | None = None
     columns: Sequence | None = None

@@ -1,4 +1,4 @@
-"""Reading: what the passes of a trace tell of one place, or of a part of it."""
+"""PlaceReading: what the passes of a trace tell of one place, or of a part of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from neuron.weight_trace.made_values import BASE, exact_probe, short_probe
+from neuron.weight_trace.made_tensors import BASE, exact_probe, short_probe
 from neuron.weight_trace.origin import ASIDE, COMPUTED, CONSTANT, Origin
 from neuron.weight_trace.place_part import AT_ONCE
 from neuron.weight_trace.sources import Sources
@@ -19,7 +19,7 @@ _MOST_ROUNDING = 0.08
 _MOSTLY = 0.25
 
 
-class Reading:
+class PlaceReading:
     """What the passes so far tell of a place.
 
     Kept are its values after the first two passes, in its own dtype, and what is known of each element.

@@ -6,18 +6,18 @@ from typing import Any
 
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.results.results import Verdict
-from neuron.weight_trace.finding import Finding, Weight
-from neuron.weight_trace.inspection import Inspection
-from neuron.weight_trace.layout import Layout
+from neuron.weight_trace.finding import Severity, WeightFinding
+from neuron.weight_trace.inspection import WeightInspection
+from neuron.weight_trace.layout import PlaceLayout
 from neuron.weight_trace.sources import Sources, role
 from neuron.weight_trace.trial import TrialOutcome
 from reports.json_values import to_json
 
-_MARKS = {Weight.WRONG: "[wrong]", Weight.SUSPECT: "[unclear]", Weight.NOTE: "[note]"}
+_MARKS = {Severity.WRONG: "[wrong]", Severity.SUSPECT: "[unclear]", Severity.NOTE: "[note]"}
 _SHOWN_LIKE = 2
 
 
-def render_inspection(inspection: Inspection) -> str:
+def render_inspection(inspection: WeightInspection) -> str:
     """The verdict, what is wrong, what the port holds, and what was done, as text."""
     lines = [
         f"{str(inspection.verdict).upper()}: the weights of layer {inspection.layer} in {inspection.target}",
@@ -35,7 +35,7 @@ def render_inspection(inspection: Inspection) -> str:
     return "\n".join(lines)
 
 
-def inspection_record(inspection: Inspection) -> dict[str, Any]:
+def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
     """The same as JSON."""
     trial = inspection.trial
     return {
@@ -70,7 +70,7 @@ def inspection_record(inspection: Inspection) -> dict[str, Any]:
     }
 
 
-def finding_record(finding: Finding) -> dict[str, Any]:
+def finding_record(finding: WeightFinding) -> dict[str, Any]:
     """A finding as JSON."""
     return {
         "mistake": str(finding.mistake),
@@ -105,7 +105,7 @@ def word_trial(trial: TrialOutcome) -> str:
     return f"{off}, and no exchange of weights repairs it."
 
 
-def _word_loaded(inspection: Inspection) -> str:
+def _word_loaded(inspection: WeightInspection) -> str:
     """What loading the checkpoint's own layer showed, and of what it could not."""
     if not inspection.is_loaded:
         return "The checkpoint's own layer was not loaded."
@@ -118,11 +118,11 @@ def _word_loaded(inspection: Inspection) -> str:
     return f"{text}not compared are {names}, of which the port holds parts, copies or what it made of them."
 
 
-def _word_holder(inspection: Inspection) -> str:
+def _word_holder(inspection: WeightInspection) -> str:
     return "the port" if inspection.num_ranks == 1 else f"rank 0 of {inspection.num_ranks}"
 
 
-def _word_model(inspection: Inspection) -> str:
+def _word_model(inspection: WeightInspection) -> str:
     if not inspection.is_smaller:
         return "a layer of the checkpoint's size"
     spec = inspection.traced
@@ -133,7 +133,7 @@ def _word_model(inspection: Inspection) -> str:
     )
 
 
-def _word_sample(inspection: Inspection) -> list[str]:
+def _word_sample(inspection: WeightInspection) -> list[str]:
     """Which experts were followed, where not all were."""
     sample = inspection.sample
     if sample.is_whole:
@@ -144,10 +144,10 @@ def _word_sample(inspection: Inspection) -> list[str]:
     ]
 
 
-def _word_layouts(layouts: tuple[Layout, ...]) -> list[str]:
+def _word_layouts(layouts: tuple[PlaceLayout, ...]) -> list[str]:
     """A line for each place; of those that differ in the number of an expert alone, the first and how many more."""
     lines: list[str] = []
-    groups: dict[str, list[Layout]] = {}
+    groups: dict[str, list[PlaceLayout]] = {}
     for layout in layouts:
         key = "".join("#" if letter.isdigit() else letter for letter in layout.origin.name)
         groups.setdefault(key, []).append(layout)

@@ -8,7 +8,7 @@ import torch
 
 from minimax_tools.machine.memory import MemoryBudget, available_bytes
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_size import layer_bytes
+from minimax_tools.model.weight_names import layer_bytes
 from neuron.weight_trace.sources import Sources
 
 # Of an element that is followed: the place's values after two passes, its number, and, of one place at a time, what

@@ -17,7 +17,7 @@ _ROLES = {"w1": "w1 (gate)", "w2": "w2 (down)", "w3": "w3 (up)", "gate": "gate (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SourceTensors:
     """One tensor of a layer.
 
     Args:
@@ -62,16 +62,16 @@ class Source:
 class Sources:
     """Tensors of a layer, all or some, one after the other in one numbering from 0."""
 
-    all: tuple[Source, ...]
+    all: tuple[SourceTensors, ...]
     starts: torch.Tensor = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Sources:
         """Those of a layer of `spec`."""
-        found: list[Source] = []
+        found: list[SourceTensors] = []
         start = 0
         for name, shape in expected_layer_shapes(spec).items():
-            found.append(Source(name=name, shape=shape, start=start))
+            found.append(SourceTensors(name=name, shape=shape, start=start))
             start += found[-1].size
         return cls(all=tuple(found), starts=torch.tensor([source.start for source in found]))
 
@@ -80,14 +80,14 @@ class Sources:
         """How many elements there are."""
         return self.all[-1].start + self.all[-1].size
 
-    def get(self, name: str) -> Source | None:
+    def get(self, name: str) -> SourceTensors | None:
         """The source of a name; None where there is none."""
         return next((source for source in self.all if source.name == name), None)
 
     def only(self, names: Iterable[str]) -> Sources:
         """Some of them, numbered from 0 without gaps."""
         wanted = set(names)
-        found: list[Source] = []
+        found: list[SourceTensors] = []
         for source in self.all:
             if source.name in wanted:
                 start = found[-1].start + found[-1].size if found else 0
@@ -104,12 +104,12 @@ def role(kind: str) -> str:
     return _ROLES.get(kind, kind)
 
 
-def kinds_of(sources: Sequence[Source]) -> tuple[str, ...]:
+def kinds_of(sources: Sequence[SourceTensors]) -> tuple[str, ...]:
     """The kinds of sources, each once."""
     return tuple(dict.fromkeys(source.kind for source in sources))
 
 
-def word_sources(sources: Sequence[Source]) -> str:
+def word_sources(sources: Sequence[SourceTensors]) -> str:
     """Sources in words, experts put together: `q_proj`, `w1 (gate) of experts 3, 4`."""
     kinds: dict[str, list[int]] = {}
     for source in sources:

@@ -18,12 +18,11 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, expected_layer_shapes, layer_prefix
-from minimax_tools.reference.own_layer import OwnLayer
+from minimax_tools.reference.float32_layer import Float32Layer
 from minimax_tools.synthetic.random_weights import SyntheticWeights
 from neuron.ports.own_code import PortEndError
-from neuron.weight_trace.exchanges import Exchange, Tensors
+from neuron.weight_trace.exchanges import Exchange, OnAccess, Tensors
 from neuron.weight_trace.kept_weights import KEPT, keep_quantised
-from neuron.weight_trace.on_access import OnAccess
 
 _BATCH_SIZE, _NUM_ROWS = 2, 16
 _SEED = 0
@@ -194,5 +193,5 @@ def _reference_output(spec: ModelSpec, tensors: Tensors, given: TrialInput) -> t
         position_ids=given.position_ids,
         source="made hidden states",
     )
-    sites = OwnLayer(spec, tensors).run(given.hidden_states, inputs, router_experts=None)
+    sites = Float32Layer(spec, tensors).run(given.hidden_states, inputs, router_experts=None)
     return sites[Site.OUTPUT]

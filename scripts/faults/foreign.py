@@ -15,7 +15,7 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.opening import Reading, open_sides
+from minimax_tools.dumps.opening import DumpReading, open_sides
 from minimax_tools.model.sites import ModelSite, Site
 
 TOOL = "vllm_neuron"
@@ -66,8 +66,8 @@ def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> C
     _, dump = open_sides(
         golden.directory,
         directory,
-        reference_reading=Reading(),
-        target_reading=Reading(names=NameMap.read(path)),
+        reference_reading=DumpReading(),
+        target_reading=DumpReading(names=NameMap.read(path)),
     )
     return dump
 

@@ -12,7 +12,7 @@ from faults.right_ports import plan_right_ports
 from faults.runs import PlannedRun, plan_decoding, plan_plants
 from faults.scene import Stage
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from minimax_tools.text.default_rows import default_rows
+from minimax_tools.text.prompts import default_rows
 
 _SHORT = (96, 61, 7)
 _QUICK = ("gate_up_swapped", "router_bias_missing", "tile_twice", "weights_bfloat16")

@@ -22,7 +22,7 @@ from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement
 from gpu_reference.pipeline.pipeline import capture_by_ranks
 from gpu_reference.ranks.rank_place import RankPlace
-from gpu_reference.ranks.ranks import Ranks, open_ranks
+from gpu_reference.ranks.ranks import RankGroup, open_ranks
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.command_line.progress import NoProgress
 from minimax_tools.model.run import full_run
@@ -82,7 +82,7 @@ def _request(folder: Path, lengths: str, streaming: Streaming) -> GoldenRequest:
     )
 
 
-def _meet(ranks: Ranks) -> None:
+def _meet(ranks: RankGroup) -> None:
     ranks.say(f"here/{ranks.rank}", True)
     for rank in range(ranks.num_ranks):
         ranks.ask(f"here/{rank}")

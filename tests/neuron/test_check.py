@@ -13,7 +13,7 @@ import torch
 
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.toy_model import SyntheticModel
-from neuron.check import Finding, Level, check_machine, worst
+from neuron.check import Level, MachineFinding, check_machine, worst
 from neuron.cli import main
 from neuron.devices.machine import Machine
 
@@ -57,8 +57,8 @@ def machine(tmp_path: Path) -> Callable[[str, int], Path]:
 
 def check(
     root: Path, *, spec: ModelSpec = TOY, backend: str = "cpu", seq_lens: tuple[int, ...] = (8,)
-) -> dict[str, list[Finding]]:
-    findings: dict[str, list[Finding]] = {}
+) -> dict[str, list[MachineFinding]]:
+    findings: dict[str, list[MachineFinding]] = {}
     for finding in check_machine(spec, seq_lens, backend=backend, dtype=torch.bfloat16, root=root):
         findings.setdefault(finding.subject, []).append(finding)
     return findings
@@ -168,7 +168,7 @@ def test_a_variable_that_keeps_torch_xla_off_the_devices_fails(
     root = machine("trn1.2xlarge", 1)
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     (found,) = check(root)["environment"]
-    assert found == Finding(
+    assert found == MachineFinding(
         level=Level.FAIL,
         subject="environment",
         found="PJRT_DEVICE=CPU keeps torch_xla off the Neuron devices",
@@ -237,7 +237,7 @@ def test_memory_is_told_for_each_length_and_too_much_fails(machine: Any) -> None
 
 def test_the_level_that_matters_most_decides() -> None:
     levels = (Level.WARN, Level.OK, Level.NOTE)
-    assert worst([Finding(level=level, subject="x", found="y") for level in levels]) is Level.WARN
+    assert worst([MachineFinding(level=level, subject="x", found="y") for level in levels]) is Level.WARN
     assert worst([]) is Level.OK
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from minimax_tools.model.span import Span
-from minimax_tools.results.probes import Bisection, Chain, Finding, Probe
+from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Probe
 from minimax_tools.results.results import Verdict
 from reports.bisection import bisection_record, render_bisection
 
@@ -32,7 +32,7 @@ def bisection(*probes: Probe, findings: tuple[Chain, ...] = ()) -> Bisection:
         target="port.py:Port",
         arguments=ARGUMENTS,
         probes=probes,
-        findings=tuple(Finding(chain=found) for found in findings),
+        findings=tuple(BisectionFinding(chain=found) for found in findings),
         sweep_visible=0.0004,
     )
 

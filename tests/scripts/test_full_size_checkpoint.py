@@ -25,7 +25,7 @@ from minimax_tools.errors import CannotRunError
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of, layer_prefix
-from minimax_tools.synthetic.checkpoint import FP8, PlannedTensor, synthesize
+from minimax_tools.synthetic.checkpoint import FP8, SyntheticTensor, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -56,8 +56,8 @@ def made(*arguments: object) -> dict[str, Any]:
     return described
 
 
-def planned(*names: str) -> tuple[PlannedTensor, ...]:
-    return tuple(PlannedTensor(name=name, shape=(16, 16), dtype=FP8) for name in names)
+def planned(*names: str) -> tuple[SyntheticTensor, ...]:
+    return tuple(SyntheticTensor(name=name, shape=(16, 16), dtype=FP8) for name in names)
 
 
 def source_name(name: str, *, is_cloned: bool) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from compare.diagnosis.catalogue.splits import rank_of, share
-from compare.diagnosis.evaluation import Change, Evaluation, Scene
+from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
 from compare.diagnosis.mistake import Mistake, each, once, values_of
 from compare.diagnosis.stages import attend, product_stage
 from minimax_tools.model import weight_names
@@ -75,17 +75,17 @@ def _one_rank(tp_degree: int, rank: int) -> Change:
     return Change(stages={Site.ATTN_DELTA: stage})
 
 
-def _has_padding(scene: Scene) -> bool:
+def _has_padding(scene: LayerInputs) -> bool:
     return not bool(scene.attention_mask.all())
 
 
-def _windows(scene: Scene) -> tuple[int, ...]:
+def _windows(scene: LayerInputs) -> tuple[int, ...]:
     longest = int(scene.attention_mask.sum(-1).max())
     sizes = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
     return tuple(size for size in sizes if size < longest)
 
 
-def _scales(scene: Scene) -> tuple[float, ...]:
+def _scales(scene: LayerInputs) -> tuple[float, ...]:
     head_dim, rotary_dim = scene.spec.head_dim, scene.spec.rotary_dim
     return (
         head_dim**0.5,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from compare.diagnosis.catalogue.low_bits import bfloat16
 from compare.diagnosis.catalogue.splits import rank_of, share
-from compare.diagnosis.evaluation import Change, Evaluation, Part, Scene, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Mix, Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
 from minimax_tools.model.sites import Site
@@ -55,7 +55,7 @@ def _width_part(tp_degree: int, rank: int) -> Change:
 
 def _numbered(number: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
     """Other experts' weights in place of the chosen ones'."""
-    return Change(stages={Part.EXPERT_NUMBERS: lambda at: number(at, at[Site.ROUTER_EXPERTS])})
+    return Change(stages={ExpertValue.EXPERT_NUMBERS: lambda at: number(at, at[Site.ROUTER_EXPERTS])})
 
 
 def _text_order(at: Evaluation, experts: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def _combined(keeps: Callable[[Evaluation], torch.Tensor]) -> Change:
 
     def stage(at: Evaluation) -> torch.Tensor:
         shares = torch.where(keeps(at), at[Site.ROUTER_WEIGHTS], 0.0)
-        return (at[Part.EXPERT_OUTPUTS] * shares[..., None]).sum(1)
+        return (at[ExpertValue.EXPERT_OUTPUTS] * shares[..., None]).sum(1)
 
     return Change(stages={Site.MOE_DELTA: stage})
 
@@ -97,7 +97,7 @@ def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torc
 
 def _accumulated(at: Evaluation) -> torch.Tensor:
     order = at[Site.ROUTER_EXPERTS].argsort(dim=-1)
-    weighed = at[Part.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]
+    weighed = at[ExpertValue.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]
     weighed = weighed.gather(1, order[..., None].expand_as(weighed))
     total = torch.zeros_like(weighed[:, 0])
     for position in range(weighed.shape[1]):
@@ -107,17 +107,17 @@ def _accumulated(at: Evaluation) -> torch.Tensor:
 
 def _scaled(factor: float) -> Change:
     def stage(at: Evaluation) -> torch.Tensor:
-        return factor * (at[Part.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]).sum(1)
+        return factor * (at[ExpertValue.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]).sum(1)
 
     return Change(stages={Site.MOE_DELTA: stage})
 
 
-def _offsets(scene: Scene) -> tuple[int, ...]:
+def _offsets(scene: LayerInputs) -> tuple[int, ...]:
     half = scene.spec.num_local_experts // 2
     return tuple(dict.fromkeys(offset for offset in (1, -1, half, half // 2, -(half // 2)) if offset))
 
 
-def _capacities(scene: Scene) -> tuple[Parameters, ...]:
+def _capacities(scene: LayerInputs) -> tuple[Parameters, ...]:
     counted = ("all",) if bool(scene.attention_mask.all()) else ("all", "real")
     return tuple(
         {"factor": factor} if count == "all" else {"factor": factor, "counted": count}

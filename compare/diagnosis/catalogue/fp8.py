@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 from compare.diagnosis.catalogue.low_bits import fp8_groups
-from compare.diagnosis.evaluation import Change, Evaluation, Node, Part, Scene, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, GraphNode, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.layer_weights import Decode, LayerWeights, read_codes, spread_scales
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each
@@ -27,7 +27,7 @@ TENSORS = (*_PROJECTIONS, *EXPERT_MATRICES)
 
 def _decoded(decode: Decode, *tensors: str) -> Change:
     """These tensors' codes and scales read in another way."""
-    stages: dict[Node, Stage] = {
+    stages: dict[GraphNode, Stage] = {
         _PROJECTIONS[tensor][0]: _product(tensor, decode) for tensor in tensors if tensor in _PROJECTIONS
     }
     matrices = tuple(tensor for tensor in tensors if tensor in EXPERT_MATRICES)
@@ -76,16 +76,16 @@ def _activations() -> Change:
         return fp8_groups(torch.nn.functional.silu(gate) * up)
 
     return Change(
-        stages={Part.EXPERT_INPUT: lambda at: fp8_groups(at[Site.POST_NORM])}, recipe=Recipe(mix=mix)
+        stages={ExpertValue.EXPERT_INPUT: lambda at: fp8_groups(at[Site.POST_NORM])}, recipe=Recipe(mix=mix)
     )
 
 
-def is_fp8(scene: Scene) -> bool:
+def is_fp8(scene: LayerInputs) -> bool:
     """Whether the checkpoint stores matrices of the layer in FP8."""
     return bool(_stored(scene))
 
 
-def _stored(scene: Scene) -> tuple[str, ...]:
+def _stored(scene: LayerInputs) -> tuple[str, ...]:
     """The tensors that the checkpoint stores in FP8."""
     of_tensor = {
         **{tensor: name for tensor, (_, _, name) in _PROJECTIONS.items()},

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from compare.diagnosis.catalogue.splits import degrees
-from compare.diagnosis.evaluation import Change, Evaluation, Node, Scene, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
 from compare.diagnosis.stages import (
     normalise,
@@ -111,7 +111,7 @@ def _low_precision(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -
 
 
 def _after_rope() -> Change:
-    stages: dict[Node, Stage] = {}
+    stages: dict[GraphNode, Stage] = {}
     for rope, norm, source in (
         (Site.Q_ROPE, Site.Q_NORM, Site.Q_PROJ),
         (Site.K_ROPE, Site.K_NORM, Site.K_PROJ),
@@ -130,7 +130,7 @@ def _normed_after_rope(source: Site, name: str) -> Stage:
     return stage
 
 
-def _tp_degrees(scene: Scene) -> tuple[int, ...]:
+def _tp_degrees(scene: LayerInputs) -> tuple[int, ...]:
     """Those that split the kv heads evenly too, or leave at most one to a rank."""
     num_kv_heads = scene.spec.num_key_value_heads
     return tuple(
@@ -140,11 +140,11 @@ def _tp_degrees(scene: Scene) -> tuple[int, ...]:
     )
 
 
-def _width_parts(scene: Scene) -> tuple[int, ...]:
+def _width_parts(scene: LayerInputs) -> tuple[int, ...]:
     return tuple(degree for degree in degrees(scene.spec.hidden_size) if degree <= 64)
 
 
-def _other_eps(scene: Scene) -> tuple[float, ...]:
+def _other_eps(scene: LayerInputs) -> tuple[float, ...]:
     candidates = (1e-5, 1e-12, 1e-8, 1e-4, 1e-3, 1e-2)
     return tuple(eps for eps in candidates if eps != scene.spec.rms_norm_eps)
 

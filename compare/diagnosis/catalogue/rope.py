@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from compare.diagnosis.catalogue.low_bits import bfloat16
-from compare.diagnosis.evaluation import Change, Evaluation, Scene, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
 from compare.diagnosis.stages import frequencies, rotate_halves, rotation_angles, split_heads
 from minimax_tools.model.sites import Site
@@ -84,24 +84,24 @@ def _wrong_slice(period: int) -> Change:
     return _ropes(turn)
 
 
-def _other_widths(scene: Scene) -> tuple[int, ...]:
+def _other_widths(scene: LayerInputs) -> tuple[int, ...]:
     spec = scene.spec
     widths = {spec.head_dim * eighths // 8 for eighths in range(1, 9)}
     return tuple(sorted(width for width in widths if width % 2 == 0 and width != spec.rotary_dim))[::-1]
 
 
-def _other_ladders(scene: Scene) -> tuple[int, ...]:
+def _other_ladders(scene: LayerInputs) -> tuple[int, ...]:
     spec = scene.spec
     widths = (spec.head_dim, spec.head_dim // 2, spec.rotary_dim // 2, 2 * spec.head_dim, spec.hidden_size)
     return tuple(dict.fromkeys(width for width in widths if width not in (0, spec.rotary_dim)))
 
 
-def _other_thetas(scene: Scene) -> tuple[float, ...]:
+def _other_thetas(scene: LayerInputs) -> tuple[float, ...]:
     thetas = (1e4, 1e6, 5e5, 1e5, 1e7, 5e7, 1e3)
     return tuple(theta for theta in thetas if theta != scene.spec.rope_theta)
 
 
-def _periods(scene: Scene) -> tuple[int, ...]:
+def _periods(scene: LayerInputs) -> tuple[int, ...]:
     spec = scene.spec
     if spec.head_dim < 2 * spec.rotary_dim:
         return ()

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation, Scene
+from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, Value
 from compare.diagnosis.stages import frequencies, rotate_halves, split_heads
 from minimax_tools.model.sites import Site
@@ -58,7 +58,7 @@ def _counted(positions: torch.Tensor) -> torch.Tensor:
 def _that_differ(name: str, values: tuple[Value, ...], build: Callable[..., _Wrong]) -> Candidates:
     """The values of one parameter with which some real token turns by another position."""
 
-    def candidates(scene: Scene) -> tuple[Parameters, ...]:
+    def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
         return tuple(
             MappingProxyType({name: value}) for value in values if _shows(scene, build(**{name: value}))
         )
@@ -66,13 +66,13 @@ def _that_differ(name: str, values: tuple[Value, ...], build: Callable[..., _Wro
     return candidates
 
 
-def _shows(scene: Scene, wrong: _Wrong) -> bool:
+def _shows(scene: LayerInputs, wrong: _Wrong) -> bool:
     # An integer beside BF16 would be rounded too.
     differs = wrong(scene.position_ids).double() != scene.position_ids
     return bool((differs & scene.attention_mask.bool()).any())
 
 
-def _where_rows_begin_elsewhere(scene: Scene) -> tuple[Parameters, ...]:
+def _where_rows_begin_elsewhere(scene: LayerInputs) -> tuple[Parameters, ...]:
     return (MappingProxyType({}),) if _shows(scene, _counted) else ()
 
 

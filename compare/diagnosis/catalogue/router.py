@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, int4_groups
-from compare.diagnosis.evaluation import Change, Evaluation, Part, Scene, Stage
+from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
 from compare.diagnosis.stages import choose_experts, correction_bias, router_scores
@@ -21,7 +21,7 @@ _Scores = Callable[[Evaluation], torch.Tensor]
 
 def _choosing(choice: _Scores, scores: _Scores | None = None) -> Change:
     """Experts by other scores; their weights too, where those are given."""
-    stages: dict[Site | Part, Stage] = {
+    stages: dict[Site | ExpertValue, Stage] = {
         Site.ROUTER_EXPERTS: lambda at: choose_experts(choice(at), at.spec.num_experts_per_tok)
     }
     if scores is not None:
@@ -70,16 +70,18 @@ def _on_input() -> Change:
     def mix(gate: torch.Tensor, up: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(gate * shares[:, None]) * (up * shares[:, None])
 
-    return Change(stages={Site.MOE_DELTA: lambda at: at[Part.EXPERT_OUTPUTS].sum(1)}, recipe=Recipe(mix=mix))
+    return Change(
+        stages={Site.MOE_DELTA: lambda at: at[ExpertValue.EXPERT_OUTPUTS].sum(1)}, recipe=Recipe(mix=mix)
+    )
 
 
-def _other_ks(scene: Scene) -> tuple[int, ...]:
+def _other_ks(scene: LayerInputs) -> tuple[int, ...]:
     k, num_experts = scene.spec.num_experts_per_tok, scene.spec.num_local_experts
     ks = (1, 2, k // 2, k - 1, k + 1, 2 * k, k - 2, k + 2)
     return tuple(dict.fromkeys(other for other in ks if 0 < other <= num_experts and other != k))
 
 
-def _both_bits(_: Scene) -> tuple[Parameters, ...]:
+def _both_bits(_: LayerInputs) -> tuple[Parameters, ...]:
     return ({"bits": 8}, {"bits": 4}, {"bits": 8, "scales": "tensor"}, {"bits": 4, "scales": "rows"})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from compare.diagnosis.evaluation import Scene
+from compare.diagnosis.evaluation import LayerInputs
 from compare.diagnosis.mistake import Candidates, Parameters
 
 _DEGREES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
@@ -20,7 +20,7 @@ def degrees(size: int) -> tuple[int, ...]:
 def rank_of(degree_name: str, quantity: str) -> Candidates:
     """A degree and one of its ranks, over a quantity of the model."""
 
-    def candidates(scene: Scene) -> tuple[Parameters, ...]:
+    def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
         return tuple(
             MappingProxyType({degree_name: degree, "rank": rank})
             for degree in degrees(getattr(scene.spec, quantity))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.finding import Finding, SiteDiagnosis
+from compare.diagnosis.finding import MistakeFinding, SiteDiagnosis
 from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model.case import SiteCase
 from compare.diagnosis.model.mistake import ModelMistake
@@ -114,11 +114,11 @@ def _best_of_each(scores: Sequence[_Score]) -> list[_Score]:
     return [*sorted(alike, key=lambda score: score.order), *ordered[len(alike) :]]
 
 
-def _finding(score: _Score, null: float, *, alike: Sequence[str]) -> Finding:
+def _finding(score: _Score, null: float, *, alike: Sequence[str]) -> MistakeFinding:
     mistake = score.mistake
     # An error that is infinite in units of a floor of zero cannot be.
     share = (score.leaves / null) ** 2 if math.isfinite(null) else 0.0
-    return Finding(
+    return MistakeFinding(
         layer=None,
         mistake=mistake.name,
         parameters=MappingProxyType(dict(score.parameters)),

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from compare.blame.groups import group_blame
+from compare.blame.blame import group_blame
 from minimax_tools.results.results import Blame, NearestLimit, SiteResult, SiteStatus
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.blame.blame import blame_layer
-from compare.blame.inherited import is_handed_on
+from compare.blame.blame import blame_layer, is_handed_on
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteResult, SiteStatus

@@ -21,7 +21,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from minimax_tools.reference.own_layer import OwnLayer
+from minimax_tools.reference.float32_layer import Float32Layer
 from minimax_tools.results.results import Comparison
 from neuron.cli import main as mm2_test
 
@@ -213,7 +213,7 @@ def simulated(golden: Path, toy: Path, copyist: Any, judge: Judge) -> Callable[[
         inputs = capture.read_inputs()
         values, shown = {Site.INPUT: capture.read(LAYER, Site.INPUT).float()}, {}
         with CheckpointWeights(model=str(toy)).open_layer(LAYER, capture) as weights:
-            own = OwnLayer(weights.spec, weights.tensors)
+            own = Float32Layer(weights.spec, weights.tensors)
             for site in list(Site)[1:]:
                 dtype = capture.read(LAYER, site).dtype
                 right = own.compute(site, values, inputs).to(dtype)

@@ -10,7 +10,7 @@ import pytest
 
 from compare.chains.bisection import find_all, find_exhaustively, find_first, find_until_proof
 from minimax_tools.model.span import Span
-from minimax_tools.results.probes import Chain, Finding, Probe
+from minimax_tools.results.probes import BisectionFinding, Chain, Probe
 
 
 class Port:
@@ -52,7 +52,7 @@ class Port:
         return Chain(span=span, is_right=excess <= 1.0, excess=excess, visible=0.01)
 
 
-def layers_of(findings: list[Finding]) -> list[int]:
+def layers_of(findings: list[BisectionFinding]) -> list[int]:
     return [finding.chain.span.start for finding in findings]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import MappingProxyType
 
-from compare.diagnosis.finding import Diagnosis, Finding, LayerDiagnosis
+from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, MistakeFinding
 from compare.diagnosis.layer_group import group_layers
 from compare.diagnosis.report import diagnosis_record, render_diagnosis
 from minimax_tools.model.sites import Site
@@ -13,8 +13,10 @@ from minimax_tools.model.sites import Site
 SWAPPED = "gate_up_swapped"
 
 
-def finding(layer: int, mistake: str = SWAPPED, *, leaves: float = 1.0, **parameters: float | str) -> Finding:
-    return Finding(
+def finding(
+    layer: int, mistake: str = SWAPPED, *, leaves: float = 1.0, **parameters: float | str
+) -> MistakeFinding:
+    return MistakeFinding(
         layer=layer,
         mistake=mistake,
         parameters=MappingProxyType(dict(parameters)),
@@ -29,8 +31,8 @@ def finding(layer: int, mistake: str = SWAPPED, *, leaves: float = 1.0, **parame
 
 def layer(
     number: int,
-    *named: Finding,
-    nearest: tuple[Finding, ...] = (),
+    *named: MistakeFinding,
+    nearest: tuple[MistakeFinding, ...] = (),
     unexplained: float = 100.0,
     notes: tuple[str, ...] = (),
     is_blamed: bool = True,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from compare.judging.logits import compare_logits
-from compare.judging.token_limits import TokenLimits, judge_logits
+from compare.judging.model_judge import TokenLimits, judge_logits
 from compare.limits.criteria import Judgement
-from compare.limits.limit_context import Terms
+from compare.limits.limit_context import LimitContext
 from compare.limits.limits_file import calibrated_limits
 from compare.noise.rho import Rows
 from minimax_tools.model.run import full_run
@@ -48,7 +48,7 @@ def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None, floor: b
 
 
 def judged(result: LogitsResult, *, backend: str | None = "cpu") -> Judgement:
-    terms = Terms(backend=backend, is_float32=False, share=1e-3)
+    terms = LimitContext(backend=backend, is_float32=False, share=1e-3)
     return judge_logits(result, TokenLimits(), noise=calibrated_limits(), terms=terms)
 
 

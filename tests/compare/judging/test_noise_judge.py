@@ -13,14 +13,14 @@ from compare.judging.noise_judge import (
     judge_routing,
     judge_without_floor,
 )
-from compare.limits.limit_context import Terms
+from compare.limits.limit_context import LimitContext
 from compare.limits.limits import NOISE_FIGURES, STRUCTURE_FIGURES
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, RoutingResult, SiteStatus
 
 LIMITS = calibrated_limits()
-TERMS = Terms(backend="cpu", is_float32=False, share=1e-6)
+TERMS = LimitContext(backend="cpu", is_float32=False, share=1e-6)
 ELSEWHERE = replace(TERMS, backend="neuron-xla")
 CLEAN = NoiseRatio(
     whole=1.0,
@@ -52,7 +52,7 @@ def metrics(reference: torch.Tensor) -> PairMetrics:
 
 
 def judge(
-    noise: NoiseRatio, metrics: PairMetrics, *, terms: Terms = TERMS, num_tokens: int = 200
+    noise: NoiseRatio, metrics: PairMetrics, *, terms: LimitContext = TERMS, num_tokens: int = 200
 ) -> tuple[SiteStatus, str, NearestLimit]:
     (status, reason), nearest = judge_noise(
         noise, metrics, LIMITS, site="moe_delta", num_tokens=num_tokens, num_channels=256, terms=terms
@@ -147,7 +147,7 @@ class TestOtherBackends:
 
 class TestWithoutFloor:
     def limit(
-        self, site: str, *, incoming: float = 0.0, num_tokens: int = 200, terms: Terms = TERMS
+        self, site: str, *, incoming: float = 0.0, num_tokens: int = 200, terms: LimitContext = TERMS
     ) -> float:
         return floorless_limit(incoming, LIMITS, site=site, num_tokens=num_tokens, terms=terms)
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from compare.judging.noise_judge import judge_noise
-from compare.limits.limit_context import Terms
+from compare.limits.limit_context import LimitContext
 from compare.limits.limits import FLOORLESS_FIGURES, NOISE_FIGURES
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import NearestLimit, NoiseRatio, SiteStatus
 
-TERMS = Terms(backend="cpu", is_float32=False, share=1e-6)
+TERMS = LimitContext(backend="cpu", is_float32=False, share=1e-6)
 NOISE = NoiseRatio(
     whole=1.1,
     ordinary=1.1,

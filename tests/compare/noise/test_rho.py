@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from compare.noise.input_error import Incoming, measure_incoming
+from compare.noise.input_error import InputError, measure_input_error
 from compare.noise.rho import Rows, noise_ratio
 from compare.noise.squared_errors import square_difference
 from minimax_tools.metrics.noise_floor import massive_channels
@@ -39,7 +39,9 @@ def rows_with(
         places=places(reference.shape[0]),
         twin=None if stats else twin,
         floor=square_difference(twin, reference, massive=massive) if stats else None,
-        incoming=Incoming(overall=error, tokens=torch.full((reference.shape[0],), error)) if error else None,
+        incoming=InputError(overall=error, tokens=torch.full((reference.shape[0],), error))
+        if error
+        else None,
     )
 
 
@@ -207,7 +209,7 @@ class TestChained:
         reference, target = exact.bfloat16(), exact.bfloat16().float()
         handed = reference.float()
         handed[4] += 0.5 * random(CHANNELS, seed=2)
-        incoming = measure_incoming(reference, handed)
+        incoming = measure_input_error(reference, handed)
         for token, is_forgiven in ((4, True), (5, False)):
             upset = target.clone()
             upset[token] += 0.5 * random(CHANNELS, seed=3)
@@ -228,7 +230,7 @@ class TestChained:
 class TestIncoming:
     def test_error_is_relative_to_what_the_golden_was_fed(self) -> None:
         fed = random(TOKENS, CHANNELS, seed=0)
-        incoming = measure_incoming(fed, 1.01 * fed)
+        incoming = measure_input_error(fed, 1.01 * fed)
         assert incoming.overall == pytest.approx(0.01, rel=1e-4)
         assert incoming.tokens.tolist() == pytest.approx([0.01] * TOKENS, rel=1e-4)
         assert incoming.is_finite
@@ -237,13 +239,13 @@ class TestIncoming:
         handed = twin.clone()
         handed[:, :MASSIVE] *= 1.1
         whole = float((handed - twin).norm() / twin.norm())
-        assert measure_incoming(twin, handed).overall > 2 * whole
+        assert measure_input_error(twin, handed).overall > 2 * whole
 
     def test_each_token_has_its_own_error_and_suffers_from_the_others(self) -> None:
         fed = random(TOKENS, CHANNELS, seed=0)
         handed = fed.clone()
         handed[4] *= 1.5
-        incoming = measure_incoming(fed, handed)
+        incoming = measure_input_error(fed, handed)
         assert float(incoming.tokens[4]) == pytest.approx(0.5, rel=1e-4)
         assert float(incoming.tokens[5]) == 0.0
         assert float(incoming.widest[5]) == incoming.overall > 0.0
@@ -251,14 +253,14 @@ class TestIncoming:
 
     def test_same_input_has_no_error(self) -> None:
         fed = random(TOKENS, CHANNELS, seed=0)
-        assert measure_incoming(fed, fed.clone()).overall == 0.0
+        assert measure_input_error(fed, fed.clone()).overall == 0.0
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_nan_and_infinity_are_told(self, bad: float) -> None:
         fed = random(TOKENS, CHANNELS, seed=0)
         handed = fed.clone()
         handed[0, 0] = bad
-        assert not measure_incoming(fed, handed).is_finite
+        assert not measure_input_error(fed, handed).is_finite
 
 
 def test_averages_of_few_channels_are_told_by_token_alone() -> None:

@@ -18,7 +18,7 @@ from damage.tampering import change_tensor, sign
 
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
-from gpu_reference.certification.broken_versions import find_broken
+from gpu_reference.certification.certifier import find_broken
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
 from minimax_tools.capture.reader import Capture

@@ -13,9 +13,9 @@ from torch.distributed import HashStore
 
 from gpu_reference.golden.golden import Golden, open_golden
 from gpu_reference.pipeline.joint_start import Introduction, merge_introductions, open_together
-from gpu_reference.ranks.errand import Errand
+from gpu_reference.ranks.background_call import Errand
 from gpu_reference.ranks.rank_place import RankPlace
-from gpu_reference.ranks.ranks import Ranks
+from gpu_reference.ranks.ranks import RankGroup
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CannotRunError, CaptureError
@@ -38,9 +38,9 @@ def plan_of(folder: Path, middle: int) -> PartitionPlan:
     )
 
 
-def rank_of(store: Any, rank: int) -> Ranks:
+def rank_of(store: Any, rank: int) -> RankGroup:
     place = RankPlace(rank=rank, num_ranks=2, local_rank=rank, num_local=2)
-    ranks = Ranks(place, store, nonce="attempt")
+    ranks = RankGroup(place, store, nonce="attempt")
     ranks.assign(["a", "b"])
     return ranks
 

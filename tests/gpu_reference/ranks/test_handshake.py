@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from gpu_reference.ranks.errand import Errand
+from gpu_reference.ranks.background_call import Errand
 from gpu_reference.ranks.handshake import Meeting, meet
 from gpu_reference.ranks.process import Process
 from gpu_reference.ranks.rank_place import RankPlace

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from gpu_reference.ranks.interrupt import InterruptedRunError, Stopper
 from gpu_reference.ranks.process import Process
 from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
-from gpu_reference.ranks.ranks import RankLostError, Ranks, ToldError, open_ranks
-from gpu_reference.ranks.stopper import StoppedError, Stopper
+from gpu_reference.ranks.ranks import RankGroup, RankLostError, ToldError, open_ranks
 from gpu_reference.ranks.watch import ALIVE, DONE, FAILED, Watch, status_key
 from minimax_tools.errors import CannotRunError, CaptureError, UsageError
 
@@ -28,13 +28,13 @@ def place(rank: int, num_ranks: int = 2) -> RankPlace:
     return RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, num_local=num_ranks)
 
 
-def ranks_of(store: Any, rank: int, *, watch: Watch | None = None) -> Ranks:
-    ranks = Ranks(place(rank), store, watch=watch)
+def ranks_of(store: Any, rank: int, *, watch: Watch | None = None) -> RankGroup:
+    ranks = RankGroup(place(rank), store, watch=watch)
     ranks.assign(["a", "b"])
     return ranks
 
 
-def watched(store: Any, *processes: Process, rank: int = 0) -> tuple[Ranks, Watch]:
+def watched(store: Any, *processes: Process, rank: int = 0) -> tuple[RankGroup, Watch]:
     """A rank and its watch, which looks when it is told to."""
     for number in range(len(processes)):
         store.set(status_key(number), ALIVE)
@@ -80,12 +80,12 @@ def test_wait_for_a_dead_rank_ends() -> None:
 def test_rank_that_was_stopped_names_who_died() -> None:
     ranks, watch = watched(HashStore(), Process.current(), GONE)
     watch.look()
-    assert str(ranks.fail(StoppedError())).startswith("rank 1 (node b) died")
+    assert str(ranks.fail(InterruptedRunError())).startswith("rank 1 (node b) died")
 
 
 def test_rank_that_was_stopped_by_nobodys_death_says_so() -> None:
     ranks = ranks_of(HashStore(), 0)
-    assert str(ranks.fail(StoppedError())).startswith("rank 0 (node a) was told to stop")
+    assert str(ranks.fail(InterruptedRunError())).startswith("rank 0 (node a) was told to stop")
 
 
 def test_store_that_is_gone_is_told_by_everybody() -> None:
@@ -150,7 +150,7 @@ def test_loss_interrupts_what_the_main_thread_does() -> None:
     with Stopper() as stopper:
         watch = Watch(store, 0, [Process.current(), GONE], on_loss=stopper.interrupt)
         watch.start()
-        with pytest.raises(StoppedError):
+        with pytest.raises(InterruptedRunError):
             time.sleep(30)
     watch.stop()
 

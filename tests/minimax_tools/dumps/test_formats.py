@@ -16,7 +16,7 @@ from minimax_tools.dumps.finder import read_dims
 from minimax_tools.dumps.formats import FORMATS, find_format, read_dump
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.opening import open_source
-from minimax_tools.dumps.piece import Piece
+from minimax_tools.dumps.piece import DumpPiece
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded
 from minimax_tools.model.sites import Site
@@ -30,7 +30,7 @@ def save(value: Any, path: Path) -> Path:
     return path
 
 
-def only_piece(directory: Path, name: str) -> Piece:
+def only_piece(directory: Path, name: str) -> DumpPiece:
     found = find_format(directory)
     assert found is not None
     assert found.name == name

@@ -6,7 +6,7 @@ import pytest
 
 from minimax_tools.dumps import name_map
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.place import Place
+from minimax_tools.dumps.place import SitePlace
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -24,10 +24,10 @@ def test_everything_that_the_docstring_shows_is_read(tmp_path: Path) -> None:
     assert (names.padding, names.is_packed, names.steps) == ("right", False, (("0",),))
     assert names.origins[Site.Q_ROPE].transpose == (0, 2, 1, 3)
     assert names.origins[Site.OUTPUT].source == (
-        Place.parse("layers.{layer}:output[0]"),
-        Place.parse("layers.{layer}:output[1]"),
+        SitePlace.parse("layers.{layer}:output[0]"),
+        SitePlace.parse("layers.{layer}:output[1]"),
     )
-    assert names.origins[ModelSite.LOGITS].source == (Place(path="lm_head"),)
+    assert names.origins[ModelSite.LOGITS].source == (SitePlace(path="lm_head"),)
 
 
 def test_mask_lies_beside_the_map(tmp_path: Path) -> None:

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minimax_tools.dumps.piece import Piece
-from minimax_tools.dumps.place import Place
+from minimax_tools.dumps.piece import DumpPiece
+from minimax_tools.dumps.place import SitePlace
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded
 
 
-def piece(element: str, *, point: str = "output") -> Piece:
-    return Piece(
+def piece(element: str, *, point: str = "output") -> DumpPiece:
+    return DumpPiece(
         file="file.pt",
         keys=(),
         module="layers.0",
@@ -25,8 +25,8 @@ def piece(element: str, *, point: str = "output") -> Piece:
 
 class TestParse:
     def test_all_parts(self) -> None:
-        place = Place.parse("layers.{layer}.self_attn.qkv_proj:output[1][768:896]@shard(-1; 0,0,1,1)")
-        assert place == Place(
+        place = SitePlace.parse("layers.{layer}.self_attn.qkv_proj:output[1][768:896]@shard(-1; 0,0,1,1)")
+        assert place == SitePlace(
             path="layers.{layer}.self_attn.qkv_proj",
             point="output",
             element="1",
@@ -37,73 +37,75 @@ class TestParse:
     @pytest.mark.parametrize(
         ("text", "place"),
         [
-            ("lm_head", Place(path="lm_head")),
-            ("lm_head[0:8]", Place(path="lm_head", part=(0, 8))),
-            ("a.b:input", Place(path="a.b", point="input")),
-            ("a.b:input[hidden_states]", Place(path="a.b", point="input", element="hidden_states")),
-            (":output[logits]", Place(path="", element="logits")),
-            ("a@partial", Place(path="a", layout=Partial())),
-            ("a:output@replicate", Place(path="a", layout=Replicated())),
+            ("lm_head", SitePlace(path="lm_head")),
+            ("lm_head[0:8]", SitePlace(path="lm_head", part=(0, 8))),
+            ("a.b:input", SitePlace(path="a.b", point="input")),
+            ("a.b:input[hidden_states]", SitePlace(path="a.b", point="input", element="hidden_states")),
+            (":output[logits]", SitePlace(path="", element="logits")),
+            ("a@partial", SitePlace(path="a", layout=Partial())),
+            ("a:output@replicate", SitePlace(path="a", layout=Replicated())),
         ],
     )
-    def test_parts_may_be_left_out(self, text: str, place: Place) -> None:
-        assert Place.parse(text) == place
-        assert Place.parse(str(place)) == place
+    def test_parts_may_be_left_out(self, text: str, place: SitePlace) -> None:
+        assert SitePlace.parse(text) == place
+        assert SitePlace.parse(str(place)) == place
 
     @pytest.mark.parametrize("text", ["a:middle", "a[0]", "a:output[0", "a[3:x]", "{layer}.{layer}"])
     def test_other_words_are_refused(self, text: str) -> None:
         with pytest.raises(UsageError, match="cannot be read: expected 'layers"):
-            Place.parse(text)
+            SitePlace.parse(text)
 
     def test_part_that_takes_nothing_is_refused(self) -> None:
         with pytest.raises(UsageError, match="its part ends before it begins"):
-            Place.parse("a[8:8]")
+            SitePlace.parse("a[8:8]")
 
     def test_unknown_layout_is_refused(self) -> None:
         with pytest.raises(UsageError, match="'@split' cannot be read: expected '@replicate'"):
-            Place.parse("a@split")
+            SitePlace.parse("a@split")
 
 
 class TestFindLayers:
     def test_whole_path_or_its_end_is_meant(self) -> None:
         modules = ("model.layers.0.mlp", "model.layers.11.mlp", "model.layers.0.mlp.gate", "mlp")
-        found = Place.parse("layers.{layer}.mlp").find_layers(modules)
+        found = SitePlace.parse("layers.{layer}.mlp").find_layers(modules)
         assert found == {0: "model.layers.0.mlp", 11: "model.layers.11.mlp"}
 
     def test_next_layer_means_the_one_before(self) -> None:
         modules = ("layers.0", "layers.1", "layers.2")
-        assert Place.parse("layers.{next}:input").find_layers(modules) == {0: "layers.1", 1: "layers.2"}
+        assert SitePlace.parse("layers.{next}:input").find_layers(modules) == {0: "layers.1", 1: "layers.2"}
 
     def test_name_inside_a_layer_is_not_the_models(self) -> None:
-        assert Place.parse("norm").find_layers(("model.layers.0.norm", "model.norm")) == {None: "model.norm"}
+        assert SitePlace.parse("norm").find_layers(("model.layers.0.norm", "model.norm")) == {
+            None: "model.norm"
+        }
 
     def test_exact_path_goes_before_the_end_of_another(self) -> None:
-        assert Place.parse("norm").find_layers(("draft.norm", "norm")) == {None: "norm"}
-        assert Place.parse("norm").find_layers(("norm", "draft.norm")) == {None: "norm"}
+        assert SitePlace.parse("norm").find_layers(("draft.norm", "norm")) == {None: "norm"}
+        assert SitePlace.parse("norm").find_layers(("norm", "draft.norm")) == {None: "norm"}
 
     def test_two_modules_for_one_layer_are_refused(self) -> None:
         with pytest.raises(
             CaptureError, match=r"means two modules: found draft\.layers\.0 and model\.layers\.0"
         ):
-            Place.parse("layers.{layer}").find_layers(("draft.layers.0", "model.layers.0"))
+            SitePlace.parse("layers.{layer}").find_layers(("draft.layers.0", "model.layers.0"))
 
     def test_dots_of_a_path_are_dots(self) -> None:
-        assert Place.parse("layers.{layer}.a_b").find_layers(("layers.0xa_b", "layers.0.a.b")) == {}
+        assert SitePlace.parse("layers.{layer}.a_b").find_layers(("layers.0xa_b", "layers.0.a.b")) == {}
 
 
 class TestChoose:
     def test_first_of_several_is_the_usual_one(self) -> None:
         pieces = [piece("1"), piece("0"), piece("0", point="input")]
-        assert Place.parse("layers.{layer}").choose(pieces) == (pieces[1],)
-        assert Place.parse("layers.{layer}:output[1]").choose(pieces) == (pieces[0],)
-        assert Place.parse("layers.{layer}:input").choose(pieces) == (pieces[2],)
+        assert SitePlace.parse("layers.{layer}").choose(pieces) == (pieces[1],)
+        assert SitePlace.parse("layers.{layer}:output[1]").choose(pieces) == (pieces[0],)
+        assert SitePlace.parse("layers.{layer}:input").choose(pieces) == (pieces[2],)
 
     def test_first_of_one_is_that_one(self) -> None:
-        assert Place.parse("layers.{layer}:output[0]").choose([piece("")]) == (piece(""),)
-        assert Place.parse("layers.{layer}:output[1]").choose([piece("")]) == ()
+        assert SitePlace.parse("layers.{layer}:output[0]").choose([piece("")]) == (piece(""),)
+        assert SitePlace.parse("layers.{layer}:output[1]").choose([piece("")]) == ()
 
 
 def test_part_beyond_the_tensor_is_refused() -> None:
-    assert Place.parse("a[1:3]").cut(torch.arange(8).reshape(2, 4), what="q").tolist() == [[1, 2], [5, 6]]
+    assert SitePlace.parse("a[1:3]").cut(torch.arange(8).reshape(2, 4), what="q").tolist() == [[1, 2], [5, 6]]
     with pytest.raises(CaptureError, match=r"q cannot be cut .*expected at least 9 .*found \[2, 8\]"):
-        Place.parse("a[1:9]").cut(torch.zeros(2, 8), what="q")
+        SitePlace.parse("a[1:9]").cut(torch.zeros(2, 8), what="q")

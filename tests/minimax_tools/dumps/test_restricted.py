@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from minimax_tools.dumps.restricted import load_restricted
+from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError
 from minimax_tools.torch_files.inert import InertRecord
 

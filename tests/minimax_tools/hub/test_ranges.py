@@ -10,7 +10,7 @@ import pytest
 
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
-from minimax_tools.hub.attempts import StoppedError
+from minimax_tools.hub.attempts import FetchStoppedError
 from minimax_tools.hub.checkpoint_folder import work_on_hub
 from minimax_tools.hub.ranges import HubRanges, NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot
@@ -85,7 +85,7 @@ def test_a_part_of_another_file_is_not_taken(access: HubAccess, hub: Any) -> Non
 
 
 def test_what_is_stopped_fetches_nothing(access: HubAccess) -> None:
-    with pytest.raises(StoppedError):
+    with pytest.raises(FetchStoppedError):
         read(access, 0, 8, is_stopped=True)
 
 

@@ -10,8 +10,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EMBEDDING
-from minimax_tools.model.weight_size import layer_bytes, vocabulary_bytes
+from minimax_tools.model.weight_names import EMBEDDING, layer_bytes, vocabulary_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -5,13 +5,13 @@ from itertools import accumulate
 
 import pytest
 
-from minimax_tools.partition.chain import Chain, count_room, divide, find_order
+from minimax_tools.partition.chain import NodeChain, count_room, divide, find_order
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.node import Node
 
 
-def chain_of(*sizes: int, embedding: int = 50, head: int = 30) -> Chain:
-    return Chain(
+def chain_of(*sizes: int, embedding: int = 50, head: int = 30) -> NodeChain:
+    return NodeChain(
         ModelCost(
             embedding=PartCost(loaded_bytes=embedding, activation_bytes=1),
             layers=tuple(

@@ -14,7 +14,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, PlannedTensor, Slice, make_plan
-from minimax_tools.slices.source import Source, open_source
+from minimax_tools.slices.source import SliceSource, open_source
 
 WORKLOAD = Workload(context_length=100)
 EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -22,7 +22,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def source(toy: Path) -> Source:
+def source(toy: Path) -> SliceSource:
     return open_source(str(toy))
 
 
@@ -34,7 +34,7 @@ def nodes_of(*layers: tuple[int, int]) -> tuple[Node, ...]:
 
 
 def plan_of(
-    source: Source, *, nodes: tuple[Node, ...] | None = None, planner: str = "manual"
+    source: SliceSource, *, nodes: tuple[Node, ...] | None = None, planner: str = "manual"
 ) -> PartitionPlan:
     return source.divide(
         planner=planner,
@@ -43,13 +43,13 @@ def plan_of(
     )
 
 
-def tied(source: Source) -> Source:
+def tied(source: SliceSource) -> SliceSource:
     assert source.entries is not None
     entries = {name: entry for name, entry in source.entries.items() if name != LM_HEAD}
     return replace(source, entries=entries)
 
 
-def faults_of(plan: PartitionPlan, source: Source) -> list[str]:
+def faults_of(plan: PartitionPlan, source: SliceSource) -> list[str]:
     return plan.find_faults(source.entries, source.architecture, folder=source.folder)
 
 
@@ -74,7 +74,7 @@ def staged(**changes: Any) -> Callable[[Slice], Slice]:
     return lambda slice_: replace(slice_, stage=replace(slice_.stage, **changes))
 
 
-def test_plan_holds_every_tensor_of_the_checkpoint_once(source: Source) -> None:
+def test_plan_holds_every_tensor_of_the_checkpoint_once(source: SliceSource) -> None:
     plan = plan_of(source)
     assert source.entries is not None
     assert faults_of(plan, source) == []
@@ -89,7 +89,7 @@ def test_plan_holds_every_tensor_of_the_checkpoint_once(source: Source) -> None:
             assert (tensor.start, tensor.stop) == (entry.offset, entry.offset + entry.size_bytes)
 
 
-def test_slice_holds_its_layers_and_the_ends_what_stands_there(source: Source) -> None:
+def test_slice_holds_its_layers_and_the_ends_what_stands_there(source: SliceSource) -> None:
     first, middle, last = plan_of(source).slices
     assert EMBEDDING in first.names
     assert {NORM, LM_HEAD} <= set(last.names)
@@ -99,7 +99,7 @@ def test_slice_holds_its_layers_and_the_ends_what_stands_there(source: Source) -
     assert middle.seconds_per_token == pytest.approx(middle.cost.flops_per_token / 1.5e12)
 
 
-def test_plan_of_config_alone_knows_names_and_costs_and_no_places(source: Source) -> None:
+def test_plan_of_config_alone_knows_names_and_costs_and_no_places(source: SliceSource) -> None:
     from_headers = plan_of(source)
     names_alone = make_plan(
         model=source.model,
@@ -121,7 +121,9 @@ def test_plan_of_config_alone_knows_names_and_costs_and_no_places(source: Source
 
 
 @pytest.mark.parametrize("planner", ["memory", "compute", "balanced", "manual"])
-def test_plan_that_was_written_and_read_is_the_same(planner: str, source: Source, tmp_path: Path) -> None:
+def test_plan_that_was_written_and_read_is_the_same(
+    planner: str, source: SliceSource, tmp_path: Path
+) -> None:
     nodes = nodes_of((0, 1), (1, 3), (3, 4))
     if planner != "manual":
         nodes = (*nodes, *(Node(name=f"spare{number}", memory_bytes=10**5, tflops=1) for number in range(2)))
@@ -132,7 +134,7 @@ def test_plan_that_was_written_and_read_is_the_same(planner: str, source: Source
 
 
 def test_plan_of_a_tied_model_and_one_without_places_survive_the_file_too(
-    source: Source, tmp_path: Path
+    source: SliceSource, tmp_path: Path
 ) -> None:
     sizes = tuple(expected_tensors(ModelSpec.from_config({**source.config, "tie_word_embeddings": True})))
     plan = make_plan(
@@ -150,7 +152,7 @@ def test_plan_of_a_tied_model_and_one_without_places_survive_the_file_too(
     assert PartitionPlan.read(tmp_path / "plan.json") == plan
 
 
-def test_file_has_a_line_for_each_tensor(source: Source, tmp_path: Path) -> None:
+def test_file_has_a_line_for_each_tensor(source: SliceSource, tmp_path: Path) -> None:
     plan = plan_of(source)
     plan.write(tmp_path / "plan.json")
     lines = (tmp_path / "plan.json").read_text().splitlines()
@@ -159,7 +161,7 @@ def test_file_has_a_line_for_each_tensor(source: Source, tmp_path: Path) -> None
     assert len(lines) < num_tensors + 150
 
 
-def test_plan_that_cannot_be_written_leaves_nothing_behind(source: Source, tmp_path: Path) -> None:
+def test_plan_that_cannot_be_written_leaves_nothing_behind(source: SliceSource, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(CannotRunError, match="cannot write the plan"):
         plan_of(source).write(tmp_path / "taken")
@@ -201,7 +203,7 @@ def test_plan_that_cannot_be_written_leaves_nothing_behind(source: Source, tmp_p
     ],
 )
 def test_file_that_is_no_plan_is_refused(
-    edit: Callable[[dict[str, Any]], None], source: Source, tmp_path: Path
+    edit: Callable[[dict[str, Any]], None], source: SliceSource, tmp_path: Path
 ) -> None:
     values = plan_of(source).to_values()
     edit(values)
@@ -211,14 +213,14 @@ def test_file_that_is_no_plan_is_refused(
         PartitionPlan.read(path)
 
 
-def test_shares_and_memory_weights_are_parts_of_the_whole(source: Source) -> None:
+def test_shares_and_memory_weights_are_parts_of_the_whole(source: SliceSource) -> None:
     plan = plan_of(source)
     assert [plan.share(slice_) for slice_ in plan.slices] == [0.25, 0.5, 0.25]
     weights = [plan.memory_weight(slice_) for slice_ in plan.slices]
     assert weights == [(0.0, 1 / 3), (1 / 3, 2 / 3), (2 / 3, 1.0)]
 
 
-def test_faults_are_found_where_only_some_headers_are_known(source: Source) -> None:
+def test_faults_are_found_where_only_some_headers_are_known(source: SliceSource) -> None:
     assert source.entries is not None
     plan, names = plan_of(source), source.entries.keys()
     some = {Q_PROJ: source.entries[Q_PROJ]}
@@ -236,7 +238,7 @@ def test_faults_are_found_where_only_some_headers_are_known(source: Source) -> N
     assert faults(with_unknown) == ["node b holds model.layers.2.new, which the checkpoint lacks"]
 
 
-def test_plan_of_another_version_or_none_is_refused(source: Source, tmp_path: Path) -> None:
+def test_plan_of_another_version_or_none_is_refused(source: SliceSource, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**plan_of(source).to_values(), "schema_version": 2}))
     with pytest.raises(UsageError, match="is a plan of another version: expected 1, found 2"):
@@ -249,7 +251,7 @@ def test_plan_of_another_version_or_none_is_refused(source: Source, tmp_path: Pa
         PartitionPlan.read(tmp_path / "absent.json")
 
 
-def test_tied_embedding_lies_with_the_head_too_and_is_named(source: Source) -> None:
+def test_tied_embedding_lies_with_the_head_too_and_is_named(source: SliceSource) -> None:
     source = tied(source)
     plan = plan_of(source)
     assert plan.shared == {EMBEDDING: "the lm_head is tied to the embedding"}
@@ -259,7 +261,7 @@ def test_tied_embedding_lies_with_the_head_too_and_is_named(source: Source) -> N
         assert slice_.cost.stored_bytes == sum(tensor.size_bytes for tensor in slice_.tensors)
 
 
-def test_one_node_shares_nothing_with_itself(source: Source) -> None:
+def test_one_node_shares_nothing_with_itself(source: SliceSource) -> None:
     source = tied(source)
     plan = plan_of(source, nodes=nodes_of((0, 4)))
     assert plan.shared == {}
@@ -339,14 +341,14 @@ def test_one_node_shares_nothing_with_itself(source: Source) -> None:
     ],
 )
 def test_each_fault_is_found(
-    position: int, edit: Callable[[Slice], Slice], said: list[str], source: Source
+    position: int, edit: Callable[[Slice], Slice], said: list[str], source: SliceSource
 ) -> None:
     faults = faults_of(change(plan_of(source), position, edit), source)
     for text in said:
         assert any(text in fault for fault in faults), faults
 
 
-def test_tensor_with_another_node_than_its_parts_is_found(source: Source) -> None:
+def test_tensor_with_another_node_than_its_parts_is_found(source: SliceSource) -> None:
     plan = plan_of(source)
     assert faults_of(change(plan, 0, with_tensor(plan, Q_PROJ)), source) == [
         f"node a holds {Q_PROJ}, which is no part of it",
@@ -359,7 +361,7 @@ def test_tensor_with_another_node_than_its_parts_is_found(source: Source) -> Non
     }
 
 
-def test_wrong_sharing_is_found(source: Source) -> None:
+def test_wrong_sharing_is_found(source: SliceSource) -> None:
     source = tied(source)
     plan = plan_of(source)
     assert faults_of(change(plan, 1, with_tensor(plan, EMBEDDING)), source) == [
@@ -380,7 +382,7 @@ def test_wrong_sharing_is_found(source: Source) -> None:
     assert "gone is shared, and no node holds it" in faults_of(replace(plan, shared={"gone": ""}), source)
 
 
-def test_all_faults_are_told_at_once(source: Source) -> None:
+def test_all_faults_are_told_at_once(source: SliceSource) -> None:
     plan = plan_of(source)
     plan = change(plan, 0, staged(has_embedding=False))
     plan = change(plan, 1, without(Q_PROJ))
@@ -400,7 +402,7 @@ def test_all_faults_are_told_at_once(source: Source) -> None:
         assert fault in str(raised.value)
 
 
-def test_plan_of_another_checkpoint_is_found_out(source: Source) -> None:
+def test_plan_of_another_checkpoint_is_found_out(source: SliceSource) -> None:
     assert source.entries is not None
     plan = plan_of(source)
     entries = {name: entry for name, entry in source.entries.items() if ".3." not in name}
@@ -409,14 +411,14 @@ def test_plan_of_another_checkpoint_is_found_out(source: Source) -> None:
     assert all("which the checkpoint lacks" in fault for fault in faults)
 
 
-def test_slice_is_asked_for_by_its_nodes_name(source: Source) -> None:
+def test_slice_is_asked_for_by_its_nodes_name(source: SliceSource) -> None:
     plan = plan_of(source)
     assert plan.slice_of("b") is plan.slices[1]
     with pytest.raises(UsageError, match="the plan has no node 'x': expected one of a, b, c"):
         plan.slice_of("x")
 
 
-def test_headers_that_lack_a_layer_make_no_plan(source: Source) -> None:
+def test_headers_that_lack_a_layer_make_no_plan(source: SliceSource) -> None:
     sizes = [
         TensorSize(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
         for tensor in source.tensors

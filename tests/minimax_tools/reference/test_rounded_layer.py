@@ -12,7 +12,7 @@ from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.reference.own_layer import OwnLayer
+from minimax_tools.reference.float32_layer import Float32Layer
 from minimax_tools.reference.rounded_layer import RoundedLayer
 from minimax_tools.reference.rounding import RoundingKind
 
@@ -49,7 +49,7 @@ def test_exact_copy_is_the_float32_layer(
     site: Site,
 ) -> None:
     experts = capture.read(LAYER, Site.ROUTER_EXPERTS)
-    own = OwnLayer(spec, open_layer(LAYER)).run(
+    own = Float32Layer(spec, open_layer(LAYER)).run(
         capture.read(LAYER, Site.INPUT), inputs, router_experts=experts
     )
     assert error(copies[0], own, site, inputs) < 2e-6

@@ -29,14 +29,14 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import Workload, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
+from minimax_tools.partition.planned_slice import SyntheticTensor as PlaceOf
 from minimax_tools.slices.cut import FileFormat, SliceCut
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.folder import SliceFolder, write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
-from minimax_tools.synthetic.checkpoint import PlannedTensor, synthesize
+from minimax_tools.synthetic.checkpoint import SyntheticTensor, synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
@@ -87,7 +87,7 @@ def write_sparse(folder: Path, shards: list[dict[str, tuple[int, ...]]], *, num_
     config = {"model_type": "llama", "hidden_size": 2, "num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     for number, shapes in enumerate(shards):
-        tensors = [PlannedTensor(name=name, shape=shapes[name], dtype=torch.bfloat16) for name in shapes]
+        tensors = [SyntheticTensor(name=name, shape=shapes[name], dtype=torch.bfloat16) for name in shapes]
         header, path = encode_header(tensors), folder / f"model-{number}.safetensors"
         path.write_bytes(header)
         os.truncate(path, len(header) + sum(tensor.size_bytes for tensor in tensors))

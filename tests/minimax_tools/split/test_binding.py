@@ -10,7 +10,7 @@ import torch
 
 from minimax_tools.errors import CheckpointError
 from minimax_tools.split.binding import Binding, MappedTensors, plan_binding
-from minimax_tools.split.module_names import ModuleNames, Place, Slot
+from minimax_tools.split.module_names import ModuleNames, ParameterPlace, Slot
 
 EXPERTS = "model.layers.1.mlp.experts"
 HUB_EXPERTS = "model.layers.1.block_sparse_moe.experts"
@@ -102,7 +102,7 @@ def test_grouped_tensors_are_taken_as_they_are() -> None:
     stored = {name: tensor for name, tensor in tensors().items() if ".experts." not in name}
     stored[f"{EXPERTS}.gate_up_proj"] = torch.ones(11, 6, 4)
     stored[f"{EXPERTS}.down_proj"] = torch.ones(11, 4, 3)
-    assert plan(stored).sources[Place(slot=f"{EXPERTS}.down_proj")] == f"{EXPERTS}.down_proj"
+    assert plan(stored).sources[ParameterPlace(slot=f"{EXPERTS}.down_proj")] == f"{EXPERTS}.down_proj"
 
 
 @pytest.mark.parametrize("change", [lambda name: name.removeprefix("model."), lambda name: name])
@@ -114,13 +114,13 @@ def test_prefix_may_be_left_out(change: object) -> None:
 
 def test_prefix_that_the_model_lacks_is_dropped() -> None:
     names = ModuleNames(known=frozenset({"h.0.ln.weight"}), prefix="transformer", layers="h")
-    assert names.place_of("transformer.h.0.ln.weight") == Place(slot="h.0.ln.weight")
+    assert names.place_of("transformer.h.0.ln.weight") == ParameterPlace(slot="h.0.ln.weight")
     assert names.layer_of("transformer.h.0.ln.weight") == 0
 
 
 def test_absent_head_takes_the_embedding_and_a_present_one_its_own() -> None:
     stored = tensors()
-    head = Place(slot="lm_head.weight")
+    head = ParameterPlace(slot="lm_head.weight")
     assert plan(stored).sources[head] == "model.embed_tokens.weight"
     stored["lm_head.weight"] = torch.zeros(8, 4, dtype=torch.bfloat16)
     assert plan(stored).sources[head] == "lm_head.weight"

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from minimax_tools.split.narration import narrating
+from minimax_tools.split.factory import narrating
 
 logger = logging.getLogger("minimax_tools.split.tests")
 package = logging.getLogger("minimax_tools")

@@ -10,9 +10,8 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import UsageError
 from minimax_tools.model import weight_names
 from minimax_tools.split.causal_model import Implementation, load_whole, read_causal_config
-from minimax_tools.synthetic.equivalent import CHANGES
+from minimax_tools.synthetic.equivalent import CHANGES, rewrite_checkpoint
 from minimax_tools.synthetic.learned import LearnedModel
-from minimax_tools.synthetic.rewriting import rewrite_checkpoint
 
 EXACT = [name for name in CHANGES if name.startswith("scale")]
 IDS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -25,8 +25,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run, full_run, multi_layer_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
-from minimax_tools.model.weight_size import layer_bytes, vocabulary_bytes
+from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD, layer_bytes, vocabulary_bytes
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest, build_inputs

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gpu_reference.ranks.stopper import StoppedError, Stopper
+from gpu_reference.ranks.interrupt import InterruptedRunError, Stopper
 
 
 def test_main_thread_is_interrupted_in_a_wait_for_a_lock() -> None:
@@ -15,14 +15,14 @@ def test_main_thread_is_interrupted_in_a_wait_for_a_lock() -> None:
     begun_s = time.monotonic()
     with Stopper() as stopper:
         threading.Timer(0.1, stopper.interrupt).start()
-        with pytest.raises(StoppedError):
+        with pytest.raises(InterruptedRunError):
             never.wait(30)
     assert time.monotonic() - begun_s < 10
 
 
 def test_signal_from_another_process_does_the_same() -> None:
     with Stopper():
-        with pytest.raises(StoppedError):
+        with pytest.raises(InterruptedRunError):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -37,6 +37,6 @@ def test_one_that_is_disarmed_interrupts_nothing() -> None:
 
 def test_second_signal_lets_the_first_be_answered() -> None:
     with Stopper():
-        with pytest.raises(StoppedError):
+        with pytest.raises(InterruptedRunError):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)

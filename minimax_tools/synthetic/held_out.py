@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.synthetic.corpus import Corpus
-from minimax_tools.synthetic.token_stream import TokenStream
+from minimax_tools.synthetic.corpus import Corpus, TokenStream
 from minimax_tools.synthetic.trainee import Trainee
 
 _MOST_TOKENS = 32_768
@@ -45,7 +44,7 @@ class LayerExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class HeldOutEvaluation:
     """Held-out text as a model sees it; `layers` tells of the experts of each layer."""
 
     num_tokens: int
@@ -67,7 +66,9 @@ class Rivals:
     lzma: float
 
 
-def evaluate(trainee: Trainee, text: TokenStream, *, length: int, num_experts: int, seed: int) -> Evaluation:
+def evaluate(
+    trainee: Trainee, text: TokenStream, *, length: int, num_experts: int, seed: int
+) -> HeldOutEvaluation:
     """Judge at most 32 768 tokens of held-out `text`, in rows of `length`.
 
     Args:
@@ -96,7 +97,7 @@ def evaluate(trainee: Trainee, text: TokenStream, *, length: int, num_experts: i
         for choice in choices
     )
     per_byte = 1 / math.log(2) / text.bytes_per_token
-    return Evaluation(
+    return HeldOutEvaluation(
         num_tokens=rows[:, 1:].numel(),
         bits_per_byte=loss * per_byte,
         bits_per_byte_random_experts=random_loss * per_byte,

@@ -1,4 +1,4 @@
-"""OwnLayer: mm2's own reference layer in float32, site by site, with as little of its weights as its rows need.
+"""Float32Layer: mm2's own reference layer in float32, site by site, with as little of its weights as its rows need.
 
 What a golden or a port computed is held against it, and shares no line with it. One head of one row of the batch
 attends at a time, and of the experts runs one, from those that the rows are routed to.
@@ -30,7 +30,7 @@ _Values = Mapping[Site, torch.Tensor]
 _Stage = Callable[[_Values, Inputs], torch.Tensor]
 
 
-class OwnLayer:
+class Float32Layer:
     """One layer.
 
     Args:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from gpu_reference.ranks.errand import Errand
+from gpu_reference.ranks.background_call import Errand
 
 
 def test_errand_gives_what_its_call_gave() -> None:

@@ -1,4 +1,4 @@
-"""Feed: what a layer was fed: the golden's own values, another layer's output, or something else."""
+"""CapturedInput: what a layer was fed: the golden's own values, another layer's output, or something else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.noise.input_error import Incoming, measure_incoming
+from compare.noise.input_error import InputError, measure_input_error
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.capture import ForeignCapture
@@ -19,7 +19,7 @@ _FARTHEST_INPUT = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Feed:
+class CapturedInput:
     """What one layer was fed.
 
     Args:
@@ -29,7 +29,7 @@ class Feed:
     """
 
     known: tuple[Site, ...]
-    incoming: Incoming | None = None
+    incoming: InputError | None = None
     is_recorded: bool = True
 
     @property
@@ -38,7 +38,7 @@ class Feed:
         return self.incoming is not None
 
 
-def read_feed(sides: Sides, layer: int) -> Feed:
+def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
     """Find out what the target's layer was fed.
 
     Raises:
@@ -46,18 +46,18 @@ def read_feed(sides: Sides, layer: int) -> Feed:
             capture does not hold what it was fed.
     """
     known: list[Site] = []
-    incoming: Incoming | None = None
+    incoming: InputError | None = None
     for site in fed_sites(sides.target):
         rows = sides.read_rows(layer, site)
         if rows is None and site is Site.INPUT:
             _refuse_unrecorded(sides, layer)
-            return Feed(known=(), is_recorded=False)
+            return CapturedInput(known=(), is_recorded=False)
         if rows is not None and not _is_same(*rows):
-            incoming = measure_incoming(*rows)
+            incoming = measure_input_error(*rows)
             if site is not Site.INPUT or not _is_handed_on(sides.target, layer, incoming):
                 raise _fed_otherwise(sides, layer, site)
         known.append(site)
-    return Feed(known=tuple(known), incoming=incoming)
+    return CapturedInput(known=tuple(known), incoming=incoming)
 
 
 def fed_sites(target: CaptureSource) -> tuple[Site, ...]:
@@ -72,7 +72,7 @@ def _is_same(reference: torch.Tensor, target: torch.Tensor) -> bool:
     return bool(((cast == target) | (cast.isnan() & target.isnan())).all())
 
 
-def _is_handed_on(target: CaptureSource, layer: int, incoming: Incoming) -> bool:
+def _is_handed_on(target: CaptureSource, layer: int, incoming: InputError) -> bool:
     """Whether the target's layer was fed what the layer before it, or the embedding, put out."""
     description = target.known_description
     if description is None:
@@ -81,7 +81,7 @@ def _is_handed_on(target: CaptureSource, layer: int, incoming: Incoming) -> bool
     return run.mode is Mode.CHAINED and (layer > run.span.start or ModelSite.EMBEDDING in run.model_sites)
 
 
-def _comes_from_unseen_layers(target: CaptureSource, layer: int, incoming: Incoming) -> bool:
+def _comes_from_unseen_layers(target: CaptureSource, layer: int, incoming: InputError) -> bool:
     """Whether another tool's dump of the whole model left out the layer before, and the input is near the golden's."""
     is_unseen = (
         isinstance(target, ForeignCapture) and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)

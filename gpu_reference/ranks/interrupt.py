@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 
-class StoppedError(BaseException):
+class InterruptedRunError(BaseException):
     """This rank was told to stop, by its watch or by torchrun, which ends the ranks that are left when one has died.
 
     Nothing that runs then may take it for its own error.
@@ -15,7 +15,7 @@ class StoppedError(BaseException):
 
 
 class Stopper:
-    """Turns the first SIGTERM in its block into a `StoppedError` in the main thread, until it is disarmed."""
+    """Turns the first SIGTERM in its block into a `InterruptedRunError` in the main thread, until it is disarmed."""
 
     def __init__(self) -> None:
         self._is_armed = True
@@ -44,4 +44,4 @@ class Stopper:
     def _stop(self, *_: object) -> None:
         if self._is_armed:
             self._is_armed = False
-            raise StoppedError
+            raise InterruptedRunError

@@ -1,4 +1,4 @@
-"""LoneLayer: transformers' decoder layer by itself, fed a golden's input and, where wanted, its choice of experts."""
+"""TransformersLayer: transformers' decoder layer by itself, fed a golden's input and, where wanted, its experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import MiniMaxM2Config
 
 
-class LoneLayer:
+class TransformersLayer:
     """A layer on the meta device, whose weights whoever made it binds; its rotary embedding is real.
 
     Args:

@@ -1,4 +1,4 @@
-"""Assembly: what the ranks recorded of a layer, put together on the lead; alone, what was recorded."""
+"""RankAssembly: what the ranks recorded of a layer, put together on the lead; alone, what was recorded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from neuron.builtin.layer import KeyValues
-from neuron.devices.crew import Crew
+from neuron.devices.rank_messages import Crew
 from neuron.ports.exposure import Exposure
 from neuron.runs.layer_input import LayerInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
+class RankAssembly:
     """One pass of a layer, as its ranks share it; all of them make the same calls in the same order.
 
     Args:
