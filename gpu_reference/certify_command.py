@@ -21,6 +21,7 @@ from minimax_tools.command_line.options import captures_option, optional_model_o
 from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.errors import IncomparableError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.json_codec import encode
 from minimax_tools.model.spec import ModelSpec
 
 _MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKED: "[not checked]"}
@@ -48,7 +49,7 @@ def certify_command(model: str | None, golden: Path | None, captures: Path, as_j
     directory = golden or newest_capture(captures, GOLDEN_SIDE)
     certificate = certify_golden(directory, model)
     if as_json:
-        print_json({"directory": str(directory), "certificate": certificate.as_json()})
+        print_json({"directory": str(directory), "certificate": encode(certificate)})
     else:
         click.echo(render_certificate(directory, certificate))
     end_command(0 if certificate.has_passed else 1)

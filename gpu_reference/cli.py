@@ -51,6 +51,7 @@ from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progr
 from minimax_tools.dumps.opening import open_source
 from minimax_tools.errors import CaptureError, UsageError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.json_codec import encode
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.run import Run, full_run, multi_layer_run, single_layer_run
 from minimax_tools.model.span import Span
@@ -183,7 +184,7 @@ def _run_golden(options: Options, make_run: MakeRun, sampling: Sampling | None =
             with LayerProgress(len(request.run.span), label="Golden") as progress:
                 golden.capture(
                     directory,
-                    extra={GENERATION_NAME: generated.as_json()} if generated else {},
+                    extra={GENERATION_NAME: encode(generated)} if generated else {},
                     progress=progress,
                 )
             if options["certify"]:
@@ -350,7 +351,7 @@ def _read_request(options: Options, make_run: MakeRun) -> GoldenRequest:
 
 
 def _with_generation(record: dict[str, Any], generated: Generation | None) -> dict[str, Any]:
-    return {**record, "generation": generated.as_json()} if generated else record
+    return {**record, "generation": encode(generated)} if generated else record
 
 
 def _word(generated: Generation | None) -> str:

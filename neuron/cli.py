@@ -37,6 +37,7 @@ from minimax_tools.command_line.progress import LayerProgress
 from minimax_tools.dumps.opening import open_source
 from minimax_tools.errors import CannotRunError, CaptureError, TargetError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.json_codec import encode
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.model.run import (
@@ -367,7 +368,7 @@ def _print_outcome(outcome: _Outcome, *, as_json: bool, shows_metrics: bool) -> 
         if outcome.report is not None and outcome.report.effects is not None:
             record["capture_effects"] = to_json(outcome.report.effects)
         if outcome.generation is not None:
-            record["generation"] = outcome.generation.as_json()
+            record["generation"] = encode(outcome.generation)
         print_json({**record, **(comparison_record(outcome.comparison) if outcome.comparison else {})})
         return
     click.echo(render_capture(outcome.capture))

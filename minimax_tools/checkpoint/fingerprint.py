@@ -10,12 +10,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CaptureError
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
@@ -67,34 +65,6 @@ class ModelFingerprint:
             layer_tensors=MappingProxyType({layer: digest for layer, digest in shapes.items() if digest}),
         )
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ModelFingerprint:
-        """The fingerprint that `as_json` gave.
-
-        Raises:
-            CaptureError: `data` is not of that form.
-        """
-        try:
-            return cls(
-                spec_digest=str(data["spec_digest"]),
-                tensors_digest=None if data["tensors_digest"] is None else str(data["tensors_digest"]),
-                layers=_by_layer(data["layers"]),
-                layer_tensors=_by_layer(data["layer_tensors"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CaptureError(
-                "a model fingerprint cannot be read", found=repr(error), next_step="Make the capture again."
-            ) from error
-
-    def as_json(self) -> dict[str, Any]:
-        """The fingerprint as plain JSON values; layer numbers become strings, as JSON's keys must be."""
-        return {
-            "spec_digest": self.spec_digest,
-            "tensors_digest": self.tensors_digest,
-            "layers": {str(layer): digest for layer, digest in self.layers.items()},
-            "layer_tensors": {str(layer): digest for layer, digest in self.layer_tensors.items()},
-        }
-
     def differences(self, other: ModelFingerprint) -> list[str]:
         """One sentence for each difference between the models, in what both have."""
         sentences = []
@@ -119,10 +89,6 @@ def _layer_digest(reader: CheckpointReader, layer: int) -> str:
         digest.update(f"{name} {list(values.shape)}\n".encode())
         digest.update(values.numpy().data)
     return digest.hexdigest()
-
-
-def _by_layer(data: Mapping[str, Any]) -> Mapping[int, str]:
-    return MappingProxyType({int(layer): str(digest) for layer, digest in data.items()})
 
 
 def _differing(mine: Mapping[int, str], theirs: Mapping[int, str], sentence: str) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.json_codec import encode
 from minimax_tools.machine.size import word_size
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost
@@ -35,7 +36,7 @@ def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) 
 
 def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> dict[str, Any]:
     """The plan as JSON: all but the tensors themselves, which are in its file."""
-    values = plan.to_values()
+    values = encode(plan)
     slowest = _slowest(plan)
     nodes = [
         {

@@ -15,6 +15,7 @@ from minimax_tools.command_line.console import (
     shows_pictures,
 )
 from minimax_tools.command_line.options import output_options, plan_option
+from minimax_tools.json_codec import encode
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.verification_text import render_details, render_summary
 from minimax_tools.slices.verify import verify
@@ -58,7 +59,7 @@ def verify_command(
     plan = PartitionPlan.read(plan_file)
     verification = verify(plan, nodes=nodes, model=model, slices=slices, records=records)
     if as_json:
-        print_json(verification.to_values())
+        print_json(encode(verification))
     else:
         render = render_details if verbose or shows_details() else render_summary
         click.echo(render(verification, with_marks=shows_pictures(sys.stdout)))

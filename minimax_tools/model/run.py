@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site, parse_site
+from minimax_tools.json_codec import decode_fields, encode
+from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site
 from minimax_tools.model.span import Span
 
 
@@ -124,34 +125,26 @@ class Run:
             replace(self, name=f"{self.name}_decode_{num_rows}", decode_rows=num_rows) if num_rows else self
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """The run as it stands in a manifest."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the run as a manifest holds it."""
         return {
             "name": self.name,
             "start_layer": self.span.start,
             "stop_layer": self.span.stop,
-            "mode": str(self.mode),
-            "first_site": str(self.sites[0]),
-            "last_site": str(self.sites[-1]),
-            "sites": [str(site) for site in self.sites],
-            "model_sites": [str(site) for site in self.model_sites],
-            "component": str(self.component) if self.component else None,
+            "mode": encode(self.mode),
+            "first_site": encode(self.sites[0]),
+            "last_site": encode(self.sites[-1]),
+            "sites": encode(self.sites),
+            "model_sites": encode(self.model_sites),
+            "component": encode(self.component),
             "decode_rows": self.decode_rows,
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
-        """The run that a manifest describes."""
-        return cls(
-            name=record["name"],
-            span=Span(record["start_layer"], record["stop_layer"]),
-            mode=Mode(record["mode"]),
-            sites=tuple(parse_site(name) for name in record["sites"]),
-            model_sites=tuple(ModelSite(name) for name in record["model_sites"]),
-            component=Component(record["component"]) if record["component"] else None,
-            # Captures of before there was decoding do not say it.
-            decode_rows=record.get("decode_rows", 0),
-        )
+        """Return the run that a manifest describes; captures from before there was decoding lack `decode_rows`."""
+        span = {"start": record["start_layer"], "stop": record["stop_layer"]}
+        return decode_fields(cls, {**record, "span": span})
 
     def __str__(self) -> str:
         decoded = f", last {self.decode_rows} rows of each prompt decoded" if self.decode_rows else ""

@@ -19,6 +19,7 @@ from minimax_tools.command_line.options import (
     stack_options,
 )
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.size import word_size
 from minimax_tools.model.span import Span
@@ -100,7 +101,7 @@ def _print_trace(trace: Trace, output: Path, *, as_json: bool) -> None:
     program, effect = trace.program, trace.effect_of_sites
     if as_json:
         sizes = {"file": str(output), "size_bytes": output.stat().st_size}
-        print_json({**sizes, **program.as_json(), "effect_of_sites": effect})
+        print_json({**sizes, **encode(program), "effect_of_sites": effect})
         return
     sites = ", ".join(str(site) for site in program.sites) or "none"
     click.echo(f"{output}: layer {program.layer} of {program.port}, {word_size(output.stat().st_size)}")

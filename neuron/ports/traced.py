@@ -23,6 +23,7 @@ from torch import nn
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import CaptureError, TargetError
+from minimax_tools.json_codec import decode, decode_fields, encode_fields
 from minimax_tools.model.sites import Site
 
 PREFIX = "traced:"
@@ -79,7 +80,7 @@ class TracedProgram:
         try:
             with zipfile.ZipFile(path) as archive:
                 [name] = [name for name in archive.namelist() if name.endswith(f"/extra/{DESCRIPTION}")]
-                return cls._from_json(json.loads(archive.read(name)))
+                return decode(cls, json.loads(archive.read(name)))
         except (OSError, zipfile.BadZipFile, CaptureError, KeyError, TypeError, ValueError) as error:
             raise TargetError(
                 f"{path} is no file of mm2-test trace",
@@ -88,42 +89,24 @@ class TracedProgram:
                 next_step=_MAKE_ANEW,
             ) from error
 
-    @classmethod
-    def _from_json(cls, data: Mapping[str, Any]) -> TracedProgram:
-        if data["format"] != _FORMAT:
-            raise ValueError(f"format {data['format']}")
-        if data["program"] not in (EXPORT, NEURON):
-            raise ValueError(f"program {data['program']!r}")
-        dtype = getattr(torch, data["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype {data['dtype']!r}")
-        batch, sequence, hidden = map(int, data["shape"])
-        return cls(
-            program=data["program"],
-            port=str(data["port"]),
-            port_digest=str(data["port_digest"]),
-            layer=int(data["layer"]),
-            sites=tuple(Site(name) for name in data["sites"]),
-            shape=(batch, sequence, hidden),
-            dtype=dtype,
-            model=ModelFingerprint.from_json(data["model"]),
-            versions=dict(data["versions"]),
-        )
+    def __post_init__(self) -> None:
+        if self.program not in (EXPORT, NEURON):
+            raise ValueError(f"program {self.program!r}")
 
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        return {
-            "format": _FORMAT,
-            "program": self.program,
-            "port": self.port,
-            "port_digest": self.port_digest,
-            "layer": self.layer,
-            "sites": [str(site) for site in self.sites],
-            "shape": list(self.shape),
-            "dtype": dtype_name(self.dtype),
-            "model": self.model.as_json(),
-            "versions": dict(self.versions),
-        }
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> TracedProgram:
+        """Return the program that a file describes.
+
+        Raises:
+            ValueError: The file is of another format.
+        """
+        if record["format"] != _FORMAT:
+            raise ValueError(f"format {record['format']}")
+        return decode_fields(cls, record)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as the file holds it."""
+        return {"format": _FORMAT, **encode_fields(self)}
 
     @property
     def device_type(self) -> str:

@@ -25,6 +25,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import BackendError, Mm2Error, TargetError, UsageError
+from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -225,7 +226,7 @@ def _effect_of_sites(
 def _compile(
     wrapper: SitesAsOutputs, example: tuple[Any, ...], traced: TracedProgram, output: Path, *, what: str
 ) -> None:
-    extra = {DESCRIPTION: json.dumps(traced.as_json())}
+    extra = {DESCRIPTION: json.dumps(encode(traced))}
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
