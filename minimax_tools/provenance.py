@@ -44,7 +44,7 @@ _NUMERIC_VARIABLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What made a capture.
+    """The maker of a capture: model, software, machine and options.
 
     Args:
         model: Fingerprint of the checkpoint's weights.
@@ -83,5 +83,5 @@ def library_versions() -> dict[str, str]:
 
 
 def numeric_environment() -> dict[str, str]:
-    """The variables that change numbers, where they are set."""
+    """Return the environment variables that change numbers, where they are set."""
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}

@@ -27,7 +27,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
-    """Every tensor of a hub's model by name; of shards that are not here two short ranges each are fetched.
+    """Read every tensor's entry of a hub's model by name; two short ranges of each missing shard are fetched.
 
     Args:
         snapshot: Its description is here already.
@@ -57,7 +57,7 @@ def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
 
 
 def read_shard_headers(snapshot: HubSnapshot, shards: Iterable[str]) -> Mapping[str, tuple[TensorEntry, ...]]:
-    """The tensors of some shards of a hub's model, by shard; of those that are not here by byte ranges.
+    """Read the tensors of some shards of a hub's model, by shard; byte ranges serve for shards that are not here.
 
     Raises:
         NoRangesError: The server sends whole files only.

@@ -40,10 +40,10 @@ class PickledReader(CheckpointReader):
         super().__init__(index.folder, index=index)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU in the dtype it was saved with; only its own elements are read.
+        """Return the tensor on the CPU in the dtype it was saved with; only its own elements are read.
 
-        The memory is fresh and in a row, but for a tensor that repeats its elements (an expanded one): that
-        comes as the view it is, so that no file makes it larger than itself.
+        The memory is fresh and contiguous. A tensor that repeats its elements (an expanded one) stays a view, so that
+        no small file can ask for much memory.
 
         Raises:
             CheckpointError: There is no such tensor, or its file became shorter, unreadable or damaged.
@@ -82,7 +82,7 @@ class PickledReader(CheckpointReader):
             self._fill_by_pieces(entry, stored.narrow(dim, start, length), out.narrow(dim, start, length))
 
     def _read_view(self, entry: PickledEntry, stored: StoredTensor) -> torch.Tensor:
-        """A tensor of `entry`, or a part of one, over the bytes from its first element to its last one."""
+        """Read a tensor of `entry`, or a part of one, over the bytes from its first to its last element."""
         content = torch.empty(stored.extent_bytes, dtype=torch.uint8)
         place = TensorEntry(
             name=entry.name,
