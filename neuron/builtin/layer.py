@@ -34,7 +34,7 @@ from neuron.builtin.head_layout import Head, HeadLayout
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe, ranks_of
 from neuron.builtin.rank_cut import RankCut
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
-from neuron.devices.weights import Weight, unchanged
+from neuron.devices.weights import Weight, read_in_place, unchanged
 
 # Rotated keys and values, [B,K,P,D] both, of the kv heads that a rank holds.
 KeyValues = tuple[torch.Tensor, torch.Tensor]
@@ -225,6 +225,7 @@ class DeviceLayer(nn.Module):
         experts = self.block_sparse_moe.shardings
         return {**matrices, **{f"block_sparse_moe.{name}": axes for name, axes in experts.items()}}
 
+    @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """The layer's weights under this module's names; experts are regrouped right into their storage."""
         experts = self.block_sparse_moe.expert_weights(tensors)

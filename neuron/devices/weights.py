@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -92,6 +93,20 @@ def unchanged(tensors: LayerTensors, name: str) -> Weight:
     return Gathered(
         shape=tensors.given_shape(name), read=tensors.read_into, places=lambda storage: {name: storage}
     )
+
+
+Convert = TypeVar("Convert", bound=Callable[..., object])
+
+
+def read_in_place(convert: Convert) -> Convert:
+    """Mark a convert_state_dict: its weights are read into their storage, without a second layer in memory."""
+    convert.reads_in_place = True  # type: ignore[attr-defined]
+    return convert
+
+
+def reads_in_place(convert: Callable[..., object]) -> bool:
+    """Decide whether a convert_state_dict is marked by `read_in_place`."""
+    return bool(getattr(convert, "reads_in_place", False))
 
 
 class WeightLoader:

@@ -18,7 +18,7 @@ from minimax_tools.model.site_layouts import Replicated, SiteLayout, parse_layou
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
-from neuron.ports.own_code import own_code
+from neuron.ports.port_errors import port_errors
 
 _ATTENTION = ("self_attn", "attention", "attn")
 _MOE = ("block_sparse_moe", "mlp", "moe", "feed_forward")
@@ -117,7 +117,7 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
     """
     always = {Site.INPUT: Tap(path="", point="input"), Site.OUTPUT: Tap(path="")}
-    with own_code(
+    with port_errors(
         f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
     ):
         declared = getattr(module, "sites", None)

@@ -27,8 +27,10 @@ from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from neuron.devices.weights import Weight
+from neuron.devices.weights import Weight, read_in_place
 from neuron.ports.nxdi_layout import NxdiLayout
+from neuron.ports.port_target import import_port
+from neuron.ports.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,6 @@ _LOG_LEVEL = "NXD_LOG_LEVEL"
 _PACKAGES = ("neuronx_distributed", "Neuron")
 _CPU_MODE = "NXD_CPU_MODE"
 _MASTER = "master_weight"
-_CONVERT = "convert_state_dict"
 _INSTALL = (
     "Run in the Neuron SDK's virtual environment for NxD Inference, or install it: pip install "
     "--extra-index-url https://pip.repos.neuron.amazonaws.com neuronx-distributed-inference."
@@ -113,6 +114,7 @@ class NxdiLayer(nn.Module):
                 next_step=f"Set {_CPU_MODE}=1 for --backend cpu, and only there.",
             )
 
+    @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """The layer's weights in NxDI's layout, filled when they are loaded."""
         places = self.layer.state_dict(keep_vars=True)
@@ -124,64 +126,69 @@ class NxdiLayer(nn.Module):
 
 
 class ConvertingNxdiLayer(NxdiLayer):
-    """One whose class converts the layer's tensors itself.
-
-    Args:
-        convert: The class's `convert_state_dict`; the names it returns are the layer's own.
-        arguments: As for `NxdiLayer`.
-    """
-
-    def __init__(
-        self, layer: nn.Module, *, convert: Callable[..., Mapping[str, Weight]], **arguments: Any
-    ) -> None:
-        super().__init__(layer, **arguments)
-        self._convert = convert
+    """An `NxdiLayer` whose class has a `convert_state_dict`; its names are the layer's own."""
 
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
-        """What the class makes of the layer's tensors."""
-        converted = self._convert(tensors, config, layer_idx)
-        return {f"layer.{name}": weight for name, weight in converted.items()}
+        """Call the class's conversion."""
+        convert: Any = self.layer.convert_state_dict
+        return {f"layer.{name}": weight for name, weight in convert(tensors, config, layer_idx).items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NxdiPort:
-    """The factory of a target on NxDI: called as `port(config, layer_idx)`.
+@dataclass(frozen=True, kw_only=True)
+class NxdiTarget(Target):
+    """A decoder layer on neuronx-distributed-inference.
 
     Args:
         layer_class: The decoder layer's class, called as `layer_class(config, layer_idx)` with NxDI's config.
-        module: Where it is defined.
+        module: Module that defines it.
     """
+
+    forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
 
     layer_class: Callable[..., Any]
     module: ModuleType
 
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        """Decide whether a --target begins with `nxdi:`."""
+        return name.startswith(PREFIX)
+
+    @classmethod
+    def find(cls, name: str) -> NxdiTarget:
+        """Import the layer's file or module; NxDI must be installed."""
+        require_nxdi()
+        source, layer_class = import_port(name, prefix=PREFIX)
+        return cls(name=name, layer_class=layer_class, module=source.module, source_digest=source.digest())
+
     @property
-    def reuse(self) -> bool:
-        """As the class says."""
+    def is_reused(self) -> bool:
+        """True if the class sets `reuse`."""
         return bool(getattr(self.layer_class, "reuse", False))
 
-    def __call__(self, config: Any, layer_idx: int) -> NxdiLayer:
-        """The layer, in the dtype that is torch's default.
+    @property
+    def divides_weights(self) -> bool:
+        """True: NxD's parallel modules hold one rank's part."""
+        return True
+
+    @property
+    def fills_storage(self) -> bool:
+        """True: `NxdiLayout` reads in place."""
+        return True
+
+    def make(self, config: Any, layer_idx: int) -> NxdiLayer:
+        """Build the layer with NxDI's config.
 
         Raises:
-            TargetError: NxDI is not installed, or its config cannot be chosen.
+            TargetError: NxDI is not installed, or the module has several configs of NxDI.
         """
         require_nxdi()
         _log_to_stderr()
         degree, rank = _open_parallel_state()
         nxdi_config = self._config(config, tp_degree=degree)
         layer = _build_undrawn(self.layer_class, nxdi_config, layer_idx)
-        spec = ModelSpec.from_config(vars(config))
-        layout = NxdiLayout(spec=spec, tp_degree=degree, rank=rank)
-        arguments = {
-            "layout": layout,
-            "neuron_config": nxdi_config.neuron_config,
-            "is_cpu_mode": _is_cpu_mode(),
-        }
-        convert = getattr(layer, _CONVERT, None)
-        if convert is not None:
-            return ConvertingNxdiLayer(layer, convert=convert, **arguments)
-        return NxdiLayer(layer, **arguments)
+        layout = NxdiLayout(spec=ModelSpec.from_config(vars(config)), tp_degree=degree, rank=rank)
+        kind = ConvertingNxdiLayer if hasattr(layer, "convert_state_dict") else NxdiLayer
+        return kind(layer, layout=layout, neuron_config=nxdi_config.neuron_config, is_cpu_mode=_is_cpu_mode())
 
     def _config(self, config: Any, *, tp_degree: int) -> Any:
         """NxDI's config of the model, with its config of the device."""

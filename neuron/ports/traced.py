@@ -22,8 +22,14 @@ from torch import nn
 
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.errors import CaptureError, TargetError
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.errors import CaptureError, TargetError, UsageError
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from neuron.devices.backend import Backend
+from neuron.devices.ranks import Ranks
+from neuron.devices.weights import Weight, WeightLoader
+from neuron.ports.target import Target
 
 PREFIX = "traced:"
 # An archive of either kind keeps such files beside the program: it can be judged before anything in it is loaded.
@@ -202,21 +208,53 @@ class TracedLayer(nn.Module):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedFiles:
-    """The factory of a traced target: called as `files(config, layer_idx)`, it loads the layer's file.
+@dataclass(frozen=True, kw_only=True)
+class TracedTarget(Target):
+    """Layers that `mm2-test trace` compiled, weights included.
 
     Args:
-        pattern: The file, or files whose paths hold `{layer}` anywhere, as in `layer_{layer}.pt2`.
+        pattern: Path of the file, or of one file per layer with `{layer}` in it, such as `layer_{layer}.pt2`.
     """
+
+    forms = f"{PREFIX}FILE"
 
     pattern: str
 
-    def __call__(self, config: Any, layer_idx: int) -> TracedLayer:
-        """The layer.
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        """Decide whether a --target begins with `traced:`."""
+        return name.startswith(PREFIX)
+
+    @classmethod
+    def find(cls, name: str) -> TracedTarget:
+        """Find the files.
 
         Raises:
-            TargetError: There is no such file, or it is of another layer or dtype, or cannot be loaded; or there are
+            TargetError: A file does not exist, or `mm2-test trace` did not write it.
+        """
+        pattern = name.removeprefix(PREFIX)
+        return cls(name=name, pattern=pattern, source_digest=_digest(pattern))
+
+    @property
+    def reads_weights(self) -> bool:
+        """False: weights are in the file."""
+        return False
+
+    def require_traceable(self, backend: Backend) -> None:
+        """Raise: the layer is compiled already.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{self.name} is traced already", next_step="Give the --target that it was traced from."
+        )
+
+    def make(self, config: Any, layer_idx: int) -> TracedLayer:
+        """Load a layer's file.
+
+        Raises:
+            TargetError: The file does not exist, is of another layer or dtype, or cannot be loaded; or there are
                 several ranks.
         """
         path = Path(self.pattern.replace(_LAYER, str(layer_idx)))
@@ -236,7 +274,7 @@ class TracedFiles:
                 next_step="Weights are in the file: trace each layer into one of its own, and name them as in "
                 f"--target '{PREFIX}layer_{_LAYER}.pt2'.",
             )
-        # The dtype of the run, under which every port is built.
+        # Every target is built under the run's dtype.
         dtype = torch.get_default_dtype()
         if traced.dtype != dtype:
             raise TargetError(
@@ -247,23 +285,39 @@ class TracedFiles:
             )
         return TracedLayer(path, traced, load_program(path, traced))
 
-    def digest(self) -> str:
-        """sha256 over names, sizes and check sums of all that lies in the files: it costs no reading of weights.
+    def load(
+        self,
+        module: nn.Module,
+        tensors: LayerTensors,
+        spec: ModelSpec,
+        *,
+        loader: WeightLoader,
+        ranks: Ranks | None = None,
+        prepared: dict[str, Weight] | None = None,
+    ) -> None:
+        """Check that the weights in the file are those of the checkpoint.
 
         Raises:
-            TargetError: There is no such file, or it is no archive.
+            TargetError: They belong to another model.
         """
-        # What stands around the number means itself, brackets and stars too.
-        pattern = "[0-9]*".join(map(glob.escape, self.pattern.split(_LAYER)))
-        paths = glob.glob(pattern)  # noqa: PTH207 - a Path's glob takes no absolute pattern
-        digest = hashlib.sha256()
-        for path in map(Path, sorted(paths) or [self.pattern]):
-            TracedProgram.read(path)
-            with zipfile.ZipFile(path) as archive:
-                for entry in archive.infolist():
-                    name = entry.filename.partition("/")[2]
-                    digest.update(f"{name} {entry.file_size} {entry.CRC}\n".encode())
-        return digest.hexdigest()
+        assert isinstance(module, TracedLayer), "make returns nothing else"
+        layers = range(tensors.layer, tensors.layer + 1)
+        module.verify_model(ModelFingerprint.of(tensors.reader, spec, layers))
+
+
+def _digest(pattern: str) -> str:
+    """Return sha256 over names, sizes and check sums in the files; weights are not read."""
+    # Special characters around the layer number, such as brackets and stars, stand for themselves.
+    glob_pattern = "[0-9]*".join(map(glob.escape, pattern.split(_LAYER)))
+    paths = glob.glob(glob_pattern)  # noqa: PTH207 - a Path's glob takes no absolute pattern
+    digest = hashlib.sha256()
+    for path in map(Path, sorted(paths) or [pattern]):
+        TracedProgram.read(path)
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                name = entry.filename.partition("/")[2]
+                digest.update(f"{name} {entry.file_size} {entry.CRC}\n".encode())
+    return digest.hexdigest()
 
 
 def load_program(path: Path, traced: TracedProgram) -> Program:

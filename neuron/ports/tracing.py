@@ -24,7 +24,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.errors import BackendError, Mm2Error, TargetError, UsageError
+from minimax_tools.errors import BackendError, Mm2Error, TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -32,10 +32,10 @@ from minimax_tools.provenance import library_versions
 from neuron.devices.backend import Backend
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import find_exposure
-from neuron.ports.own_code import own_code
+from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import find_output
-from neuron.ports.targets import Target
-from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, PREFIX, TracedProgram, load_program
+from neuron.ports.target import Target
+from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, TracedProgram, load_program
 from neuron.process.status import doing
 
 logger = logging.getLogger(__name__)
@@ -105,11 +105,7 @@ class TraceRequest:
     checks_capture: bool = False
 
     def __post_init__(self) -> None:
-        if self.target.name.startswith(PREFIX):
-            raise UsageError(
-                f"{self.target.name} is traced already",
-                next_step="Give the --target that it was traced from.",
-            )
+        self.target.require_traceable(self.backend)
         if self.backend not in _COMPILERS:
             raise BackendError(
                 f"nothing compiles a layer into a file for the backend {self.backend}",
@@ -117,11 +113,6 @@ class TraceRequest:
                 found=str(self.backend),
                 next_step="Use --backend neuron-xla in a virtual environment of torch-neuronx 2.9 or older, or "
                 "--backend cpu.",
-            )
-        if self.backend is Backend.NEURON_XLA and self.target.name == "builtin":
-            raise TargetError(
-                "the target builtin is several graphs on a lazy device, not one program",
-                next_step="Trace a port of your own; builtin runs as it is.",
             )
 
 
@@ -192,7 +183,7 @@ def _showing(
     taps: dict[Site, Tap] = {site: tap for site, tap in exposure.taps.items() if site not in always}
     with Recorder(module, taps, keep=copy_on_device) as recorder:
         step = "Try it with mm2-test single-layer first; see --debug for the traceback."
-        with own_code(f"{what} failed while it ran", activity=f"running {what}", next_step=step):
+        with port_errors(f"{what} failed while it ran", activity=f"running {what}", next_step=step):
             result = module(*(tensor.clone() for tensor in example))
     # Here too: a compiler that meets the error prints its graph first.
     find_output(result, tuple(example[0].shape), what=what)

@@ -27,9 +27,9 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
-from neuron.ports.own_code import own_code
+from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
-from neuron.ports.targets import Target
+from neuron.ports.target import Target
 from neuron.process.status import doing
 from neuron.runs.footprint import RunLimits, choose_read_ahead, device_footprint
 from neuron.runs.layer_input import LayerInput
@@ -315,7 +315,7 @@ class LayerExecutor:
         activity = (
             f"running layer {layer} of target {self._target.name} on hidden states {list(states.shape)}"
         )
-        with own_code(f"{what} failed while it ran", activity=activity, next_step=called):
+        with port_errors(f"{what} failed while it ran", activity=activity, next_step=called):
             return module(states, attention_mask, position_ids, **past)
 
     def _accepted(
