@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 
 from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     EXPERT_DOWN,
@@ -182,3 +181,40 @@ def _small_tensors(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device)
 
 def _module_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | PackedMatrices]:
     return {name.replace(_HUB_MOE, _MODULE_MOE): tensor for name, tensor in tensors.items()}
+
+
+def gate_up_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the places [I,H] of gate (w1) and up (w3) matrices in `out` [E,2·I,H], gate rows first, by name.
+
+    For storage of transposed matrices, [E,H,2·I], give its view `.mT`.
+
+    Args:
+        experts: Numbers of the experts, in the order of the storage.
+        out: The storage.
+        dtype: Expected dtype of the storage.
+
+    Raises:
+        ValueError: The storage has another dtype or shape.
+    """
+    _check_storage(experts, out, dtype=dtype)
+    if out.shape[1] % 2:
+        raise ValueError(f"gate_up storage is {list(out.shape)}, expected gate and up rows of one height")
+    matrices = out.unflatten(1, (2, -1))
+    return {
+        expert_weight(expert, name): matrices[index, part]
+        for index, expert in enumerate(experts)
+        for part, name in enumerate((EXPERT_GATE, EXPERT_UP))
+    }
+
+
+def down_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the places [H,I] of down (w2) matrices in `out` [E,H,I], by name; see `gate_up_places`."""
+    _check_storage(experts, out, dtype=dtype)
+    return {expert_weight(expert, EXPERT_DOWN): out[index] for index, expert in enumerate(experts)}
+
+
+def _check_storage(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> None:
+    if out.dtype != dtype:
+        raise ValueError(f"the storage is {out.dtype}, expected {dtype}: another dtype gives other results")
+    if out.dim() != 3 or out.shape[0] != len(experts):
+        raise ValueError(f"the storage is {list(out.shape)}, expected 3 dims, {len(experts)} experts first")

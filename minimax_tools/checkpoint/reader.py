@@ -160,14 +160,18 @@ class CheckpointReader:
             raise ValueError(f"{name} has a part of {list(shape)}, out has {list(out.shape)}")
         _check_weight(entry)
         with self._converting():
+            # Written as columns only once they are whole.
+            values = self._staged("part", shape, out.dtype) if is_transposed(out) else out
             if entry.dtype == torch.float8_e4m3fn:
-                self._dequantise_part_into(entry, rows, columns or range(entry.shape[1]), out)
+                self._dequantise_part_into(entry, rows, columns or range(entry.shape[1]), values)
             elif columns is None:
-                self._fill_weight(part, out, past_cache=False)
+                self._fill_weight(part, values, past_cache=False)
             else:
                 whole_rows = self._staged("rows", part.shape, part.dtype)
                 self._fill(part, whole_rows, past_cache=False)
-                out.copy_(whole_rows[:, columns.start : columns.stop])
+                values.copy_(whole_rows[:, columns.start : columns.stop])
+            if values is not out:
+                copy_matrix(values, out)
 
     def close(self) -> None:
         """Close every shard that was opened; reading again opens it anew."""

@@ -14,15 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.reading_pool import Jobs, ReadingPool
+from minimax_tools.checkpoint.filling import Deferred, Filling, Gathered, ReadingPool
 from minimax_tools.errors import Mm2Error, TargetError
 
 _NUM_NAMES_SHOWN = 8
@@ -30,71 +28,22 @@ _NUM_NAMES_SHOWN = 8
 _AHEAD_BYTES = 128 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred:
-    """A weight that is written straight into its storage when it is loaded.
-
-    Args:
-        shape: Its shape.
-        fill: Writes it into the contiguous CPU tensor it is given, of that shape and the place's dtype.
-    """
-
-    shape: tuple[int, ...]
-    fill: Callable[[torch.Tensor], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
-    """A weight made of tensors of the checkpoint, each read straight into its part of the storage.
-
-    Args:
-        shape: Its shape.
-        read: Reads the tensor of a name into a part of the storage; safe to call from several threads.
-        places: Given the storage, its parts by the name of the tensor that goes there.
-    """
-
-    shape: tuple[int, ...]
-    read: Callable[[str, torch.Tensor], None]
-    places: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
-
-    def fill(self, storage: torch.Tensor) -> None:
-        """Write it into a contiguous CPU tensor of its shape, as a `Deferred` does."""
-        for filling in self.fillings(storage):
-            filling()
-
-    def fillings(self, storage: torch.Tensor) -> list[Callable[[], None]]:
-        """What fills the storage, piece by piece: in any order, in any thread."""
-        return [partial(self.read, name, place) for name, place in self.places(storage).items()]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Staged:
-    """A weight on its way to a device.
+    """A weight whose host buffer is being filled.
 
     Args:
-        weight: What it was.
-        host: Where it is being read to; None where it is not being read yet.
-        jobs: Those that read it.
+        weight: The weight.
+        host: Its buffer.
+        filling: The reading.
     """
 
-    weight: torch.Tensor | Deferred | Gathered
-    host: torch.Tensor | None = None
-    jobs: Jobs = field(default_factory=list)
+    weight: Gathered
+    host: torch.Tensor
+    filling: Filling
 
 
 Weight = torch.Tensor | Deferred | Gathered | Staged
-
-
-def unchanged(tensors: LayerTensors, name: str) -> Weight:
-    """The weight that is one tensor of the layer, or what a port set over it."""
-    if not tensors.is_stored(name) and not isinstance(tensors[name], torch.Tensor):
-        # Loading names it among all else that does not fit.
-        return tensors[name]
-    return Gathered(
-        shape=tensors.given_shape(name), read=tensors.read_into, places=lambda storage: {name: storage}
-    )
-
-
 Convert = TypeVar("Convert", bound=Callable[..., object])
 
 
@@ -171,83 +120,78 @@ class WeightLoader:
             weights[name] = self._stage(weights[name], place)
 
     def abandon(self, weights: Mapping[str, Weight]) -> None:
-        """Stop what `begin` began, where nothing will load it."""
+        """Stop reading weights that `begin` began and nothing will load."""
         for weight in weights.values():
             if isinstance(weight, Staged):
-                self._pool.abandon(weight.jobs)
+                weight.filling.abandon()
 
     def release(self) -> None:
-        """Give the host buffers back."""
+        """Free the host buffers."""
         self._buffers.clear()
 
     def _fill_in_place(
         self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
-        started: list[tuple[str, Jobs]] = []
+        fillings: dict[str, Filling] = {}
         try:
             for name, place in places.items():
                 storage = _storage_of(module, name, place)
                 weight = weights.pop(name)
                 with _blaming(name, what=what):
                     if isinstance(weight, Gathered):
-                        started.append((name, self._pool.start(weight.fillings(storage))))
+                        fillings[name] = self._pool.fill(weight.places(storage), weight.read)
+                    elif isinstance(weight, Deferred):
+                        weight.fill(storage)
                     else:
-                        assert not isinstance(weight, Staged), "nothing begins where the CPU computes"
-                        _fill(storage, weight)
-            for name, jobs in started:
+                        assert isinstance(weight, torch.Tensor), "weights are staged only off the CPU"
+                        storage.copy_(weight)
+            for name, filling in fillings.items():
                 with _blaming(name, what=what):
-                    self._pool.finish(jobs)
+                    filling.finish()
         finally:
-            for _, jobs in started:
-                self._pool.abandon(jobs)
+            for filling in fillings.values():
+                filling.abandon()
 
     def _send(
         self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
-        waiting, ahead = deque(places), deque[tuple[str, Staged]]()
-
-        def stage_next() -> None:
-            name = waiting.popleft()
-            with _blaming(name, what=what):
-                ahead.append((name, self._stage(weights.pop(name), places[name])))
-
+        waiting, ahead = deque(places), deque[str]()
         try:
             while waiting or ahead:
-                if not ahead:
-                    stage_next()
-                name, staged = ahead.popleft()
-                while waiting and _may_stage(ahead, places[waiting[0]]):
-                    stage_next()
-                try:
-                    with _blaming(name, what=what):
-                        self._send_one(module, name, staged, places)
-                finally:
-                    self._pool.abandon(staged.jobs)
+                # The weight that is sent next, and those that are read meanwhile.
+                while waiting and self._may_stage([weights[name] for name in ahead], places[waiting[0]]):
+                    ahead.append(waiting.popleft())
+                    with _blaming(ahead[-1], what=what):
+                        weights[ahead[-1]] = self._stage(weights[ahead[-1]], places[ahead[-1]])
+                name = ahead.popleft()
+                with _blaming(name, what=what):
+                    self._send_one(module, name, weights.pop(name), places)
         finally:
-            self.abandon(dict(ahead))
             self.abandon(weights)
 
-    def _stage(self, weight: Weight, place: torch.Tensor) -> Staged:
-        """Begin to read what the reading threads can, unless that has begun."""
-        if isinstance(weight, Staged):
-            return weight
+    def _may_stage(self, ahead: list[Weight], place: torch.Tensor) -> bool:
+        staged_bytes = sum(weight.host.nbytes for weight in ahead[1:] if isinstance(weight, Staged))
+        return len(ahead) < 2 or staged_bytes + place.nbytes <= _AHEAD_BYTES
+
+    def _stage(self, weight: Weight, place: torch.Tensor) -> Weight:
+        """Begin to read a weight, if the reading threads can."""
         if not isinstance(weight, Gathered):
-            return Staged(weight=weight)
+            return weight
         host = self._buffers.take(place)
-        return Staged(weight=weight, host=host, jobs=self._pool.start(weight.fillings(host)))
+        return Staged(weight=weight, host=host, filling=self._pool.fill(weight.places(host), weight.read))
 
     def _send_one(
-        self, module: nn.Module, name: str, staged: Staged, places: dict[str, torch.Tensor]
+        self, module: nn.Module, name: str, weight: Weight, places: dict[str, torch.Tensor]
     ) -> None:
-        weight, place = staged.weight, places.pop(name)
+        place = places.pop(name)
         if isinstance(weight, torch.Tensor):
             host = weight.to("cpu", place.dtype)
-        elif staged.host is None:
+        elif isinstance(weight, Staged):
+            host = weight.host
+            weight.filling.finish()
+        else:
             host = self._buffers.take(place)
             weight.fill(host)
-        else:
-            host = staged.host
-            self._pool.finish(staged.jobs)
         # The old tensor is freed before the new one comes: the device holds one layer, not two.
         is_parameter = _take_off(module, name)
         del place
@@ -276,11 +220,6 @@ class _Buffers:
 
     def clear(self) -> None:
         self._idle.clear()
-
-
-def _may_stage(ahead: deque[tuple[str, Staged]], place: torch.Tensor) -> bool:
-    staged_bytes = sum(staged.host.nbytes for _, staged in ahead if staged.host is not None)
-    return not ahead or staged_bytes + place.nbytes <= _AHEAD_BYTES
 
 
 def _storage_of(module: nn.Module, name: str, place: torch.Tensor) -> torch.Tensor:
@@ -312,13 +251,6 @@ def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._parameters[leaf] = tensor
     else:
         owner._buffers[leaf] = tensor
-
-
-def _fill(storage: torch.Tensor, weight: torch.Tensor | Deferred) -> None:
-    if isinstance(weight, Deferred):
-        weight.fill(storage)
-    else:
-        storage.copy_(weight)
 
 
 @contextmanager

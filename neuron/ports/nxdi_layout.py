@@ -24,14 +24,13 @@ from functools import partial
 
 import torch
 
+from minimax_tools.checkpoint.filling import Gathered, unchanged
+from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
-from minimax_tools.checkpoint.transpose import copy_matrix
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
-    EXPERT_DOWN,
     EXPERTS,
     GATE,
     INPUT_NORM,
@@ -43,8 +42,9 @@ from minimax_tools.model.weight_names import (
     Q_PROJ,
     V_PROJ,
 )
-from neuron.builtin.head_layout import Head, HeadLayout
-from neuron.devices.weights import Deferred, Gathered, Weight, unchanged
+from neuron.builtin.head_layout import HeadLayout
+from neuron.builtin.rank_cut import RankCut
+from neuron.devices.weights import Weight
 
 _MOE = r"(?:block_sparse_moe|mlp|moe|feed_forward)\."
 
@@ -105,27 +105,31 @@ class NxdiLayout:
             num_ranks=self.tp_degree,
         )
 
-    @property
-    def _intermediate_size(self) -> int:
-        return self.spec.intermediate_size // self.tp_degree
-
     def _projection(self, tensors: LayerTensors, match: re.Match[str], shape: tuple[int, ...]) -> Weight:
         which = match["which"]
-        return self._of_heads(tensors, {f"self_attn.{which}_proj.weight": self._own_heads(which)}, dim=0)
+        return self._cut_heads(which).weight(tensors, f"self_attn.{which}_proj.weight")
 
     def _fused_projection(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        parts = {f"self_attn.{which}_proj.weight": self._own_heads(which) for which in "qkv"}
-        return self._of_heads(tensors, parts, dim=0)
+        cuts = {f"self_attn.{which}_proj.weight": self._cut_heads(which) for which in "qkv"}
+        sizes = [cut.size for cut in cuts.values()]
+
+        def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
+            return dict(zip(cuts, storage.split(sizes), strict=True))
+
+        def read(name: str, place: torch.Tensor) -> None:
+            cuts[name].read(tensors, name, place)
+
+        return Gathered(shape=(sum(sizes), *tensors.given_shape(Q_PROJ)[1:]), read=read, places=places)
 
     def _output_projection(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        return self._of_heads(tensors, {O_PROJ: self._own_heads("q")}, dim=1)
+        return self._cut_heads("q", dim=1).weight(tensors, O_PROJ)
 
     def _norm(self, tensors: LayerTensors, match: re.Match[str], shape: tuple[int, ...]) -> Weight:
         which = match["which"]
-        heads = self._all_heads(which)
-        if shape != (len(heads) * self.spec.head_dim,):
-            heads = self._own_heads(which)
-        return self._of_heads(tensors, {Q_NORM if which == "q" else K_NORM: heads}, dim=0)
+        cut = self._cut_heads(which, of_all_ranks=True)
+        if shape != (cut.size,):
+            cut = self._cut_heads(which)
+        return cut.weight(tensors, Q_NORM if which == "q" else K_NORM)
 
     def _rank_number(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
         if shape == (self.tp_degree,):
@@ -136,74 +140,42 @@ class NxdiLayout:
         return tensors[GATE].T
 
     def _gate_up(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        spec, own = self.spec, self._intermediate_size
+        spec, cut = self.spec, self._cut_experts(dim=0)
         # A port may round the intermediate size up: zeros compute nothing.
-        inner = max(own, shape[-1] // 2)
+        inner = max(cut.size, shape[-1] // 2)
 
         def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
-            halves = storage.unflatten(-1, (2, inner))
-            halves[..., own:].zero_()
+            storage.unflatten(-1, (2, inner))[..., cut.size :].zero_()
             named = gate_up_places(range(spec.num_local_experts), storage.mT, dtype=storage.dtype)
-            return {name: place[:own] for name, place in named.items()}
+            return {name: place[: cut.size] for name, place in named.items()}
 
-        return self._of_experts(tensors, (spec.num_local_experts, spec.hidden_size, 2 * inner), places)
+        shape = (spec.num_local_experts, spec.hidden_size, 2 * inner)
+        return Gathered(shape=shape, read=partial(cut.read, tensors), places=places)
 
     def _down(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        spec, own = self.spec, self._intermediate_size
-        inner = max(own, shape[1]) if len(shape) == 3 else own
+        spec, cut = self.spec, self._cut_experts(dim=1)
+        inner = max(cut.size, shape[1]) if len(shape) == 3 else cut.size
 
         def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
-            storage[:, own:].zero_()
+            storage[:, cut.size :].zero_()
             named = down_places(range(spec.num_local_experts), storage.mT, dtype=storage.dtype)
-            return {name: place[:, :own] for name, place in named.items()}
+            return {name: place[:, : cut.size] for name, place in named.items()}
 
-        return self._of_experts(tensors, (spec.num_local_experts, inner, spec.hidden_size), places)
+        shape = (spec.num_local_experts, inner, spec.hidden_size)
+        return Gathered(shape=shape, read=partial(cut.read, tensors), places=places)
 
-    def _of_experts(
-        self,
-        tensors: LayerTensors,
-        shape: tuple[int, ...],
-        places: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
-    ) -> Weight:
-        return Gathered(shape=shape, read=partial(self._read_share, tensors), places=places)
+    def _cut_experts(self, *, dim: int) -> RankCut:
+        """Return the rank's part of an expert's matrix, whose intermediate dim is `dim`."""
+        return RankCut.of_part(self.spec.intermediate_size, part=self.rank, num_parts=self.tp_degree, dim=dim)
 
-    def _read_share(self, tensors: LayerTensors, name: str, place: torch.Tensor) -> None:
-        """Fill a place with the rank's share of an expert's matrix."""
-        if tuple(place.shape) == tensors.given_shape(name):
-            tensors.read_into(name, place)
-            return
-        dim = 1 if name.endswith(f"{EXPERT_DOWN}.weight") else 0
-        start = self.rank * self._intermediate_size
-        copy_matrix(tensors[name].narrow(dim, start, self._intermediate_size), place)
-
-    def _all_heads(self, which: str) -> tuple[Head, ...]:
-        return self.heads.all_query_heads() if which == "q" else self.heads.all_kv_heads()
-
-    def _own_heads(self, which: str) -> tuple[Head, ...]:
-        return self.heads.query_heads(self.rank) if which == "q" else self.heads.kv_heads(self.rank)
-
-    def _of_heads(self, tensors: LayerTensors, parts: Mapping[str, tuple[Head, ...]], *, dim: int) -> Weight:
-        """The heads of some tensors along a dim, one tensor after the other."""
-        head_dim = self.spec.head_dim
-        names = list(parts)
-        shape = list(tensors.given_shape(names[0]))
-        if len(parts) == 1 and list(parts[names[0]]) == list(range(shape[dim] // head_dim)):
-            return unchanged(tensors, names[0])
-        shape[dim] = head_dim * sum(len(heads) for heads in parts.values())
-
-        def fill(storage: torch.Tensor) -> None:
-            start = 0
-            for name, heads in parts.items():
-                whole = tensors[name]
-                for head in heads:
-                    place = storage.narrow(dim, start, head_dim)
-                    if head is None:
-                        place.zero_()
-                    else:
-                        place.copy_(whole.narrow(dim, head * head_dim, head_dim))
-                    start += head_dim
-
-        return Deferred(shape=tuple(shape), fill=fill)
+    def _cut_heads(self, which: str, *, dim: int = 0, of_all_ranks: bool = False) -> RankCut:
+        """Return the rank's query heads for "q", else its kv heads, along `dim` of a tensor; or all ranks' heads."""
+        layout = self.heads
+        if of_all_ranks:
+            heads = layout.all_query_heads() if which == "q" else layout.all_kv_heads()
+        else:
+            heads = layout.query_heads(self.rank) if which == "q" else layout.kv_heads(self.rank)
+        return RankCut.of_heads(heads, head_dim=self.spec.head_dim, dim=dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

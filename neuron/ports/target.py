@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import Runtime
-from neuron.devices.weights import Weight, WeightLoader, reads_in_place, unchanged
+from neuron.devices.weights import Weight, WeightLoader, reads_in_place
 from neuron.ports.port_errors import port_errors
 
 # Constants of the MiniMax-M2 graph; a config that transformers wrote may lack these keys.

@@ -20,10 +20,10 @@ from torch import nn
 
 from minimax_tools.capture.recorder import Recorder, copy_on_device, shape_to_batch
 from minimax_tools.capture.taps import Tap
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import BackendError, Mm2Error, TargetError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site

@@ -15,10 +15,10 @@ from torch import nn
 
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.recorder import Recorder, copy_on_device
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.machine.memory import MemoryBudget, give_back_freed_memory
 from minimax_tools.model.inputs import Inputs

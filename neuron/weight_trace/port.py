@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes
 from neuron.devices.ranks import Ranks
