@@ -85,7 +85,7 @@ class LayerLoader:
         self._drop_coming()
         storage = self._take_storage()
         names = [name for name in storage.places if EXPERTS not in name]
-        filling = self._fill(layer, storage, names, past_cache=False)
+        filling = self._fill(layer, storage, names, self._reader)
         self._finish(_LoadedLayer(layer=layer, storage=storage, filling=filling))
         return storage
 
@@ -97,7 +97,7 @@ class LayerLoader:
         layer, storage = self._current.layer, self._current.storage
         # Scales have places only in storage that keeps FP8 codes.
         names_placed = [name for name in names if name in storage.places]
-        self._fill(layer, storage, names_placed, past_cache=False).finish()
+        self._fill(layer, storage, names_placed, self._reader).finish()
 
     def keep_current(self) -> LayerStorage:
         """Give the current layer's storage to the caller; no other layer fills it."""
@@ -140,7 +140,7 @@ class LayerLoader:
 
     def _start(self, layer: int) -> _LoadedLayer:
         storage = self._take_storage()
-        filling = self._fill(layer, storage, storage.places, past_cache=True)
+        filling = self._fill(layer, storage, storage.places, self._reader.past_cache())
         return _LoadedLayer(layer=layer, storage=storage, filling=filling)
 
     def _finish(self, loading: _LoadedLayer) -> None:
@@ -151,18 +151,20 @@ class LayerLoader:
             raise
         self._current = loading
 
-    def _fill(self, layer: int, storage: LayerStorage, names: Iterable[str], *, past_cache: bool) -> Filling:
-        index, prefix = self._reader.index, layer_prefix(layer)
-        places = {prefix + name: storage.places[name] for name in names}
+    def _fill(
+        self, layer: int, storage: LayerStorage, names: Iterable[str], reader: CheckpointReader
+    ) -> Filling:
+        index, prefix = reader.index, layer_prefix(layer)
         # A disk reads fastest from front to back.
-        ordered = sorted(places, key=lambda name: index[name].position)
-        read = partial(self._read, past_cache=past_cache)
-        return self._pool.fill({name: places[name] for name in ordered}, read)
+        ordered = sorted((prefix + name for name in names), key=lambda name: index[name].position)
+        places = {name: storage.places[name.removeprefix(prefix)] for name in ordered}
+        return self._pool.fill(places, partial(_read, reader))
 
-    def _read(self, name: str, place: torch.Tensor, *, past_cache: bool) -> None:
-        if place.dtype != PACKED_DTYPE:
-            self._reader.read_weight_into(name, place, past_cache=past_cache)
-        elif place.device.type == "cpu":
-            self._reader.read_into(name, place, past_cache=past_cache)
-        else:
-            place.copy_(self._reader.read(name))
+
+def _read(reader: CheckpointReader, name: str, place: torch.Tensor) -> None:
+    if place.dtype != PACKED_DTYPE:
+        reader.read_weight_into(name, place)
+    elif place.device.type == "cpu":
+        reader.read_into(name, place)
+    else:
+        place.copy_(reader.read(name))

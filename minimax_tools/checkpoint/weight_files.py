@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from minimax_tools.checkpoint.index import INDEX_FILE
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.errors import CheckpointError, list_faults
 
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 SAFETENSORS_FILE = "model.safetensors"
@@ -67,3 +70,105 @@ class WeightFiles:
 def _is_one_of_many(name: str) -> bool:
     match = _NUMBERED.search(name)
     return match is not None and int(match[1]) > 1
+
+
+_NUM_NAMES_SHOWN = 12
+
+
+def read_index_json(path: Path) -> dict[str, Any]:
+    """The index file's content: `weight_map` maps tensors to plain file names, `metadata` is a dict.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or its weight_map is not such a mapping.
+    """
+    weight_map = read_weight_map(path)
+    index_json = json.loads(path.read_text(encoding="utf-8"))
+    strange = sorted({repr(file) for file in weight_map.values() if not _is_plain(file)})
+    if strange:
+        raise CheckpointError(
+            f"{path} names files that do not lie beside it",
+            found=", ".join(strange[:_NUM_NAMES_SHOWN]),
+            next_step="Fetch the file again from a source that you trust.",
+        )
+    # Some tools write null there.
+    return {**index_json, "metadata": index_json.get("metadata") or {}}
+
+
+def weight_map_of(headers: Iterable[TensorEntry], *, folder: Path) -> dict[str, str]:
+    """The weight_map that the headers of a checkpoint's files amount to.
+
+    Raises:
+        CheckpointError: A tensor lies in two files, or there is none at all.
+    """
+    weight_map: dict[str, str] = {}
+    faults = []
+    for entry in headers:
+        first = weight_map.setdefault(entry.name, entry.file.name)
+        if first != entry.file.name:
+            faults.append(f"{entry.name} is both in {first} and in {entry.file.name}")
+    if not weight_map:
+        faults.append("its files hold no tensor")
+    if faults:
+        raise faulty_checkpoint(folder, faults)
+    return weight_map
+
+
+def contradictions(weight_map: Mapping[str, str], headers: Mapping[str, Iterable[TensorEntry]]) -> list[str]:
+    """Return one sentence for each disagreement between the index and a shard's header about a tensor.
+
+    Args:
+        weight_map: Shard of each tensor, according to the index.
+        headers: Headers by shard; tensors of other shards are not judged.
+    """
+    claimed: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        claimed.setdefault(shard, []).append(name)
+    faults = []
+    for shard, header in headers.items():
+        held = {entry.name for entry in header}
+        faults += [
+            f"the index places {name} in {shard}, whose header lacks it"
+            for name in sorted(claimed.get(shard, ()))
+            if name not in held
+        ]
+        for name in sorted(name for name in held if weight_map.get(name) != shard):
+            says = f"places it in {weight_map[name]}" if name in weight_map else "lacks it"
+            faults.append(f"{shard} holds {name}, the index {says}")
+    return faults
+
+
+def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
+    """The error that lists the faults of a checkpoint, as many as a reader can take in."""
+    return CheckpointError(
+        f"the checkpoint at {folder} has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
+        found=list_faults(faults),
+        next_step="Fetch the named files again; if only the index is wrong, fetch or remove that.",
+    )
+
+
+def _is_plain(file: Any) -> bool:
+    # An index comes from elsewhere: it must not lead out of the checkpoint.
+    return isinstance(file, str) and file not in ("", ".", "..") and file == PurePosixPath(file).name
+
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """What an index file claims: the shard's name by the tensor's.
+
+    Raises:
+        CheckpointError: The file is missing or no index.
+    """
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected="JSON with a weight_map",
+            found=repr(error),
+            next_step="Fetch the file again, or remove it: the shards' headers suffice.",
+        ) from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{path} has a weight_map that does not map tensors to files")
+    return weight_map
