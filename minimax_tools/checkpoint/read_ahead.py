@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.shard_files import is_cached
@@ -54,9 +52,7 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _fetch(self, layer: int) -> None:
@@ -85,17 +81,12 @@ def stored_layer_bytes(index: TensorIndex, layer: int) -> int:
     return sum(index[name].size_bytes for name in index.layer_names(layer))
 
 
-def _ranges(index: TensorIndex, layer: int) -> Iterator[tuple[Path, int, int]]:
-    """Where a layer's bytes lie: file, start and stop, neighbours joined, from front to back."""
-    entries = sorted((index[name] for name in index.layer_names(layer)), key=lambda entry: entry.position)
-    joined: tuple[Path, int, int] | None = None
-    for entry in entries:
+def _ranges(index: TensorIndex, layer: int) -> list[tuple[Path, int, int]]:
+    """Return the file, start and stop of a layer's bytes, neighbours joined, from front to back."""
+    ranges: list[tuple[Path, int, int]] = []
+    for entry in sorted(map(index.__getitem__, index.layer_names(layer)), key=lambda entry: entry.position):
         start, stop = entry.offset, entry.offset + entry.size_bytes
-        if joined is not None and joined[0] == entry.file and joined[2] == start:
-            joined = (entry.file, joined[1], stop)
-            continue
-        if joined is not None:
-            yield joined
-        joined = (entry.file, start, stop)
-    if joined is not None:
-        yield joined
+        if ranges and ranges[-1][0] == entry.file and ranges[-1][2] == start:
+            start = ranges.pop()[1]
+        ranges.append((entry.file, start, stop))
+    return ranges

@@ -192,17 +192,19 @@ class WeightLoader:
         else:
             host = self._buffers.take(place)
             weight.fill(host)
-        # The old tensor is freed before the new one comes: the device holds one layer, not two.
-        is_parameter = _take_off(module, name)
         del place
+        # The device holds one layer, not two: the old tensor goes first.
+        _replace(module, name, lambda: self._move(host))
+        if not isinstance(weight, torch.Tensor):
+            self._buffers.give(host)
+
+    def _move(self, host: torch.Tensor) -> torch.Tensor:
         started = time.perf_counter()
         moved = host.to(self._device)
         # The host buffer is filled again for another weight: the transfer must have ended.
         self._wait()
         self._sending_s += time.perf_counter() - started
-        _put(module, name, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
-        if not isinstance(weight, torch.Tensor):
-            self._buffers.give(host)
+        return moved
 
 
 class _Buffers:
@@ -223,34 +225,24 @@ class _Buffers:
 
 
 def _storage_of(module: nn.Module, name: str, place: torch.Tensor) -> torch.Tensor:
-    """The CPU memory behind a place, made now where the module was built without any."""
+    """Return the CPU memory behind a place; allocate it if the module was built without memory."""
     if not place.is_meta:
         return place.data
     storage = torch.empty(place.shape, dtype=place.dtype)
-    is_parameter = _take_off(module, name)
-    _put(module, name, nn.Parameter(storage, requires_grad=False) if is_parameter else storage)
+    _replace(module, name, lambda: storage)
     return storage
 
 
-def _take_off(module: nn.Module, name: str) -> bool:
-    """Empty a slot; whether it was a parameter's."""
+def _replace(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> None:
+    """Set a parameter or buffer to a new tensor, without checks or casts; the old one is freed first."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._parameters:
         owner._parameters[leaf] = None
-        return True
-    owner._buffers[leaf] = None
-    return False
-
-
-def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Set a parameter or buffer in its slot, where plain assignment would check or cast."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        owner._parameters[leaf] = tensor
+        owner._parameters[leaf] = nn.Parameter(make(), requires_grad=False)
     else:
-        owner._buffers[leaf] = tensor
+        owner._buffers[leaf] = None
+        owner._buffers[leaf] = make()
 
 
 @contextmanager

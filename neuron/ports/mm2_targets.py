@@ -38,23 +38,14 @@ class BuiltinTarget(PortTarget):
     """mm2's layer for a device."""
 
     forms = "builtin"
+    divides_weights = True
 
     factory: Callable[[Any, int], object] = DeviceLayer
 
     @classmethod
-    def matches(cls, name: str) -> bool:
-        """Decide whether a --target is `builtin`."""
-        return name == cls.forms
-
-    @classmethod
-    def find(cls, name: str) -> BuiltinTarget:
-        """Return the target."""
-        return cls(name=name, source_digest=_digest_source(DeviceLayer))
-
-    @property
-    def divides_weights(self) -> bool:
-        """True: each rank holds some heads and some experts."""
-        return True
+    def find(cls, name: str) -> BuiltinTarget | None:
+        """Return the target for the name `builtin`."""
+        return cls(name=name, source_digest=_digest_source(DeviceLayer)) if name == cls.forms else None
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
@@ -85,14 +76,9 @@ class ReferenceTarget(PortTarget):
     factory: Callable[[Any, int], object] = ResidentReference
 
     @classmethod
-    def matches(cls, name: str) -> bool:
-        """Decide whether a --target is `reference`."""
-        return name == cls.forms
-
-    @classmethod
-    def find(cls, name: str) -> ReferenceTarget:
-        """Return the target."""
-        return cls(name=name, source_digest=_digest_source(ReferenceLayer))
+    def find(cls, name: str) -> ReferenceTarget | None:
+        """Return the target for the name `reference`."""
+        return cls(name=name, source_digest=_digest_source(ReferenceLayer)) if name == cls.forms else None
 
     def num_experts_at_once(
         self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None

@@ -22,14 +22,14 @@ import torch.distributed
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.errors import TargetError, list_faults
+from minimax_tools.errors import TargetError, UsageError, list_faults
 from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.weights import Weight, read_in_place
 from neuron.ports.nxdi_layout import NxdiLayout
-from neuron.ports.port_target import import_port
+from neuron.ports.sources import import_callable
 from neuron.ports.target import Target
 
 logger = logging.getLogger(__name__)
@@ -144,31 +144,32 @@ class NxdiTarget(Target):
     """
 
     forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
+    divides_weights = True
 
     layer_class: Callable[..., Any]
     module: ModuleType
 
     @classmethod
-    def matches(cls, name: str) -> bool:
-        """Decide whether a --target begins with `nxdi:`."""
-        return name.startswith(PREFIX)
+    def find(cls, name: str) -> NxdiTarget | None:
+        """Import the class behind `nxdi:`.
 
-    @classmethod
-    def find(cls, name: str) -> NxdiTarget:
-        """Import the layer's file or module; NxDI must be installed."""
+        Raises:
+            UsageError: No port follows the prefix.
+            TargetError: NxDI is not installed, or the port cannot be imported.
+        """
+        if not name.startswith(PREFIX):
+            return None
         require_nxdi()
-        source, layer_class = import_port(name, prefix=PREFIX)
+        found = import_callable(name.removeprefix(PREFIX))
+        if found is None:
+            raise UsageError(f"--target {name!r} is unknown", expected=cls.forms)
+        source, layer_class = found
         return cls(name=name, layer_class=layer_class, module=source.module, source_digest=source.digest())
 
     @property
     def is_reused(self) -> bool:
         """True if the class sets `reuse`."""
         return bool(getattr(self.layer_class, "reuse", False))
-
-    @property
-    def divides_weights(self) -> bool:
-        """True: NxD's parallel modules hold one rank's part."""
-        return True
 
     @property
     def fills_storage(self) -> bool:

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -91,7 +92,7 @@ class NxdiLayout:
             text.format(**match.groupdict())
             for name in places
             for rule, match in _rules_of(name)
-            for text in rule.takes
+            for text in rule.tensors
         }
         return [name for name in tensors if (EXPERTS if EXPERTS in name else name) not in taken]
 
@@ -178,57 +179,43 @@ class NxdiLayout:
         return RankCut.of_heads(heads, head_dim=self.spec.head_dim, dim=dim)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
-    """How the places of a name are filled.
+class _Rule(NamedTuple):
+    """A way to fill the places whose names match a pattern, from tensors of these names."""
 
-    Args:
-        pattern: Of the name.
-        takes: The hub's names that go there; `{which}` is what the pattern calls so.
-        make: Makes the weight.
-    """
-
-    pattern: re.Pattern[str]
-    takes: tuple[str, ...]
+    pattern: str
+    # `{which}` stands for that group of the pattern.
+    tensors: tuple[str, ...]
     make: Callable[[NxdiLayout, LayerTensors, re.Match[str], tuple[int, ...]], Weight]
 
 
-def _rule(
-    pattern: str,
-    takes: tuple[str, ...],
-    make: Callable[[NxdiLayout, LayerTensors, re.Match[str], tuple[int, ...]], Weight],
-) -> _Rule:
-    return _Rule(pattern=re.compile(pattern), takes=takes, make=make)
-
-
 def _renamed(pattern: str, name: str) -> _Rule:
-    return _rule(pattern, (name,), lambda layout, tensors, match, shape: unchanged(tensors, name))
+    return _Rule(pattern, (name,), lambda layout, tensors, match, shape: unchanged(tensors, name))
 
 
 _RULES = (
     _renamed(r"input_layernorm\.weight", INPUT_NORM),
     _renamed(r"post_attention_layernorm\.weight", POST_NORM),
-    _rule(
+    _Rule(
         r"self_attn\.(?:qkv_proj\.)?(?P<which>[qkv])_proj\.weight",
         ("self_attn.{which}_proj.weight",),
         NxdiLayout._projection,
     ),
-    _rule(r"self_attn\.(?:qkv_proj\.)?Wqkv\.weight", (Q_PROJ, K_PROJ, V_PROJ), NxdiLayout._fused_projection),
-    _rule(r"self_attn\.o_proj\.(?:o_proj\.)?weight", (O_PROJ,), NxdiLayout._output_projection),
-    _rule(
+    _Rule(r"self_attn\.(?:qkv_proj\.)?Wqkv\.weight", (Q_PROJ, K_PROJ, V_PROJ), NxdiLayout._fused_projection),
+    _Rule(r"self_attn\.o_proj\.(?:o_proj\.)?weight", (O_PROJ,), NxdiLayout._output_projection),
+    _Rule(
         r"self_attn\.(?P<which>[qk])_(?:layer)?norm\.weight",
         ("self_attn.{which}_norm.weight",),
         NxdiLayout._norm,
     ),
-    _rule(r"(?:.+\.)?(?:rank_util|spmd_rank)\.rank", (), NxdiLayout._rank_number),
+    _Rule(r"(?:.+\.)?(?:rank_util|spmd_rank)\.rank", (), NxdiLayout._rank_number),
     _renamed(_MOE + r"router\.linear_router\.weight", GATE),
-    _rule(_MOE + r"router\.weight_T", (GATE,), NxdiLayout._transposed_gate),
+    _Rule(_MOE + r"router\.weight_T", (GATE,), NxdiLayout._transposed_gate),
     _renamed(_MOE + r"(?:router\.)?e_score_correction_bias", CORRECTION_BIAS),
-    _rule(_MOE + r"expert_mlps\.mlp_op\.gate_up_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._gate_up),
-    _rule(_MOE + r"expert_mlps\.mlp_op\.down_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._down),
+    _Rule(_MOE + r"expert_mlps\.mlp_op\.gate_up_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._gate_up),
+    _Rule(_MOE + r"expert_mlps\.mlp_op\.down_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._down),
 )
 
 
 def _rules_of(name: str) -> list[tuple[_Rule, re.Match[str]]]:
     """The rule of a place, or none."""
-    return [(rule, match) for rule in _RULES if (match := rule.pattern.fullmatch(name))]
+    return [(rule, match) for rule in _RULES if (match := re.fullmatch(rule.pattern, name))]

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from minimax_tools.errors import TargetError, UsageError
+from minimax_tools.errors import TargetError
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.weights import reads_in_place
-from neuron.ports.sources import TargetSource, import_file, import_module
+from neuron.ports.sources import import_callable
 from neuron.ports.target import Target
-
-_FORMS = "PATH.py:NAME or package.module:NAME"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PortTarget(Target):
     """A class or function that is called as `factory(config, layer_idx)` and returns a module."""
 
-    forms = _FORMS
+    forms = "PATH.py:NAME or package.module:NAME"
 
     factory: Callable[[Any, int], object]
 
@@ -36,15 +33,12 @@ class PortTarget(Target):
             )
 
     @classmethod
-    def matches(cls, name: str) -> bool:
-        """Decide whether a --target has a place and a name in it."""
-        place, _, attribute = name.rpartition(":")
-        return bool(place and attribute)
-
-    @classmethod
-    def find(cls, name: str) -> PortTarget:
-        """Import the port's file or module."""
-        source, factory = import_port(name)
+    def find(cls, name: str) -> PortTarget | None:
+        """Import the port's file or module; None if the name has no place or no attribute."""
+        found = import_callable(name)
+        if found is None:
+            return None
+        source, factory = found
         return cls(name=name, factory=factory, source_digest=source.digest())
 
     def make(self, config: Any, layer_idx: int) -> object:
@@ -75,21 +69,3 @@ class PortTarget(Target):
 
     def _conversion(self, module: nn.Module) -> Any:
         return super()._conversion(module) or getattr(self.factory, "convert_state_dict", None)
-
-
-def import_port(name: str, *, prefix: str = "") -> tuple[TargetSource, Callable[..., Any]]:
-    """Import what a --target names behind its prefix: the source, and the class or function in it.
-
-    Raises:
-        UsageError: The name is malformed.
-        TargetError: The file, the module or the name in it does not exist or cannot be imported.
-    """
-    place, _, attribute = name.removeprefix(prefix).rpartition(":")
-    if not place or not attribute:
-        raise UsageError(
-            f"--target {name!r} is unknown",
-            expected=f"{prefix}{_FORMS}",
-            next_step="Name what to call after a colon, as in port.py:DecoderLayer.",
-        )
-    source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
-    return source, source.find(attribute)

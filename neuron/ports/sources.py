@@ -76,6 +76,19 @@ class TargetSource:
         return digest.hexdigest()
 
 
+def import_callable(name: str) -> tuple[TargetSource, Callable[..., Any]] | None:
+    """Import what `PATH.py:NAME` or `package.module:NAME` names, with its source; None for other forms.
+
+    Raises:
+        TargetError: The file, the module or the name in it does not exist or cannot be imported.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        return None
+    source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+    return source, source.find(attribute)
+
+
 def import_file(path: Path) -> TargetSource:
     """Execute a Python file as a module of its own; like a script, it can import what lies beside it.
 

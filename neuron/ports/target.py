@@ -47,21 +47,20 @@ class Target(ABC):
         source_digest: sha256 of its source.
     """
 
-    # Forms of --target that name this kind.
+    # Forms of a --target of this kind.
     forms: ClassVar[str]
+    # False if the weights come with the target instead of from the checkpoint.
+    reads_weights: ClassVar[bool] = True
+    # Whether each of several ranks is known to hold only its part of a layer.
+    divides_weights: ClassVar[bool] = False
 
     name: str
     source_digest: str
 
     @classmethod
     @abstractmethod
-    def matches(cls, name: str) -> bool:
-        """Decide whether a --target names this kind."""
-
-    @classmethod
-    @abstractmethod
-    def find(cls, name: str) -> Target:
-        """Find the target of a name that `matches`.
+    def find(cls, name: str) -> Target | None:
+        """Find the target of a name; None if it names another kind.
 
         Raises:
             UsageError: The name is malformed.
@@ -70,7 +69,7 @@ class Target(ABC):
 
     @abstractmethod
     def make(self, config: Any, layer_idx: int) -> object:
-        """Build a layer's module; called by `build` under the build dtype."""
+        """Build a layer's module; `build` calls it under the build dtype."""
 
     @property
     def is_reused(self) -> bool:
@@ -83,23 +82,13 @@ class Target(ABC):
         return None
 
     @property
-    def divides_weights(self) -> bool:
-        """True if each of several ranks is known to hold only its part of a layer."""
-        return False
-
-    @property
     def adds_over_ranks(self) -> bool:
         """True if the layer adds up over ranks in the run's `reduce_dtype`."""
         return False
 
     @property
-    def reads_weights(self) -> bool:
-        """True if weights come from the checkpoint; False if they come with the target."""
-        return True
-
-    @property
     def fills_storage(self) -> bool:
-        """True if the unbuilt target promises that weights are read in place, without a second layer in memory."""
+        """True if weights are known to be read in place, with no second layer in memory."""
         return False
 
     def num_experts_at_once(

@@ -9,7 +9,7 @@ from neuron.ports.port_target import PortTarget
 from neuron.ports.target import Target
 from neuron.ports.traced import TracedTarget
 
-# The first kind that matches is taken: forms with a prefix precede PATH.py:NAME.
+# In the order of the search: a prefix such as `nxdi:` would be a module of PortTarget.
 _KINDS: tuple[type[Target], ...] = (BuiltinTarget, ReferenceTarget, NxdiTarget, TracedTarget, PortTarget)
 
 
@@ -21,8 +21,9 @@ def find_target(name: str) -> Target:
         TargetError: The file, the module or the name in it does not exist or cannot be imported.
     """
     for kind in _KINDS:
-        if kind.matches(name):
-            return kind.find(name)
+        target = kind.find(name)
+        if target is not None:
+            return target
     raise UsageError(
         f"--target {name!r} is unknown",
         expected=", ".join(kind.forms for kind in _KINDS),

@@ -217,28 +217,21 @@ class TracedTarget(Target):
     """
 
     forms = f"{PREFIX}FILE"
+    reads_weights = False
 
     pattern: str
 
     @classmethod
-    def matches(cls, name: str) -> bool:
-        """Decide whether a --target begins with `traced:`."""
-        return name.startswith(PREFIX)
-
-    @classmethod
-    def find(cls, name: str) -> TracedTarget:
-        """Find the files.
+    def find(cls, name: str) -> TracedTarget | None:
+        """Find the files behind `traced:`.
 
         Raises:
             TargetError: A file does not exist, or `mm2-test trace` did not write it.
         """
+        if not name.startswith(PREFIX):
+            return None
         pattern = name.removeprefix(PREFIX)
         return cls(name=name, pattern=pattern, source_digest=_digest(pattern))
-
-    @property
-    def reads_weights(self) -> bool:
-        """False: weights are in the file."""
-        return False
 
     def require_traceable(self, backend: Backend) -> None:
         """Raise: the layer is compiled already.
