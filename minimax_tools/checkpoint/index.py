@@ -1,8 +1,8 @@
-"""TensorIndex: which tensors a checkpoint folder holds and where, as the shards' own headers say.
+"""The tensors of a checkpoint folder: shard and offset of each, from the shards' headers.
 
-`model.safetensors.index.json` only says which files belong to the checkpoint; what it claims about them is
-checked against their headers. Without it, every `*.safetensors` of the folder belongs. Who says which layers will
-be read may do with a folder that lacks the shards of others.
+`model.safetensors.index.json` says which files belong to the checkpoint; its other claims are checked against the
+headers. Without it, every `*.safetensors` of the folder belongs. If only some layers will be read, shards of others
+may be missing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from minimax_tools.model.weight_names import SCALE_SUFFIX, layer_of, layer_prefi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorIndex:
-    """Every stored tensor of a checkpoint folder by its full name, in the order of the names.
+    """Stored tensors of a checkpoint folder by full name, sorted.
 
-    `absent` maps the tensors that the index file names and no shard here holds to the shards that do.
+    `absent` maps tensors of missing shards to these shards.
     """
 
     folder: Path
@@ -42,8 +42,8 @@ class TensorIndex:
 
         Args:
             folder: The checkpoint folder.
-            layers: The decoder layers that will be read: shards that hold nothing of them may be missing, and
-                their tensors are `absent`. None: every shard must be here.
+            layers: Decoder layers that will be read; shards without any of their tensors may be missing. None: every
+                shard must be here.
 
         Raises:
             CheckpointError: Listing every fault at once: a shard is missing or damaged, a tensor lies in two
@@ -69,31 +69,31 @@ class TensorIndex:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensor names, sorted."""
+        """Names of the tensors, sorted."""
         return tuple(self.entries)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The shards that hold at least one tensor, sorted."""
+        """Shards with at least one tensor, sorted."""
         return tuple(sorted({entry.file for entry in self.entries.values()}))
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The decoder layers of which at least one tensor is here, ascending."""
+        """Decoder layers with at least one tensor here, ascending."""
         found = {layer_of(name) for name in self.entries}
         return tuple(sorted(layer for layer in found if layer is not None))
 
     def layer_names(self, layer: int) -> tuple[str, ...]:
-        """Full names of all tensors of one decoder layer, scales included, sorted; may be empty."""
+        """List the full names of a decoder layer's tensors, scales included, sorted."""
         prefix = layer_prefix(layer)
         names = self.names
         # Sorted names that share a prefix are neighbours; "/" is the character after ".".
         return names[bisect_left(names, prefix) : bisect_left(names, prefix[:-1] + "/")]
 
     def digest(self, layer: int | None) -> str | None:
-        """sha256 over names and shapes of a layer's tensors, or, for None, of those outside all layers.
+        """Compute sha256 over names and shapes of a layer's tensors, or, for None, of tensors outside all layers.
 
-        Block scales are left out: an FP8 and a BF16 copy agree. None where some of the tensors are absent.
+        Block scales are left out: an FP8 and a BF16 copy agree. None if some of the tensors are absent.
         """
         if layer is None:
             names = tuple(name for name in self.names if layer_of(name) is None)
@@ -112,7 +112,7 @@ class TensorIndex:
         return len(self.entries)
 
     def __getitem__(self, name: str) -> TensorEntry:
-        """The entry of that name.
+        """Return the entry of a tensor.
 
         Raises:
             CheckpointError: The folder holds no such tensor, or lacks the shard that does.
@@ -134,7 +134,7 @@ class TensorIndex:
 
 
 def digest_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """sha256 over tensors' names and shapes, block scales left out."""
+    """Compute sha256 over tensors' names and shapes, block scales left out."""
     digest = hashlib.sha256()
     for name in sorted(shapes):
         if not name.endswith(SCALE_SUFFIX):
@@ -143,7 +143,7 @@ def digest_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def find_absent_shards(folder: Path) -> tuple[str, ...]:
-    """The shards that the folder's index file names and the folder lacks; none where there is no index file.
+    """List the shards that the folder's index file names and the folder lacks; none without an index file.
 
     Raises:
         CheckpointError: The index file is damaged.

@@ -1,4 +1,4 @@
-"""CheckpointReader: tensors read byte-exactly from a checkpoint folder, one at a time, files not mapped."""
+"""Tensors of a checkpoint folder, read exactly, one at a time, without mapping files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.weight_names import scale_name
 
-# What a weight may be stored as; other types hold codes whose meaning mm2 does not know.
+# Stored dtypes of weights; other dtypes hold codes that mm2 cannot read.
 WEIGHT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -113,8 +113,8 @@ class CheckpointReader:
         """Read a weight's values into fresh CPU memory in `dtype`: FP8 times its scales in float32, rounded once.
 
         Raises:
-            CheckpointError: As for `read`; or the scales of an FP8 weight are missing or do not fit it; or
-                the tensor is stored in a dtype that holds no weight.
+            CheckpointError: As for `read`. Or the scales of an FP8 weight are missing or do not fit. Or the stored
+                dtype holds no weight.
         """
         out = torch.empty(self.index[name].shape, dtype=dtype)
         self.read_weight_into(name, out)
@@ -270,7 +270,7 @@ class _Totals:
 
 
 def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
-    """The entry of the block scales that belong to an FP8 weight.
+    """Find the block scales of an FP8 weight.
 
     Raises:
         CheckpointError: There are none, or they are not float32 with one value per block.
@@ -296,7 +296,7 @@ def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
 
 
 def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
-    """Some rows of a tensor, as an entry of their own.
+    """Return rows of a tensor as an entry.
 
     Raises:
         ValueError: There are no such rows.
@@ -317,7 +317,7 @@ def _check_range(part: range, size: int, what: str, unit: str) -> None:
 
 
 def _blocks_of(part: range, size: int) -> tuple[slice, range]:
-    """The blocks of an FP8 weight's dim that hold a part of it, and the indices that these cover."""
+    """Return the blocks along an FP8 weight's dim that hold a part of it, and the indices that they cover."""
     start, stop = part.start // BLOCK_SIZE, -(-part.stop // BLOCK_SIZE)
     return slice(start, stop), range(start * BLOCK_SIZE, min(stop * BLOCK_SIZE, size))
 

@@ -1,9 +1,8 @@
 """Bytes of a checkpoint's files, read through the system's page cache or past it.
 
-The page cache pays for bytes that are read again soon. A layer of a streamed model is read once, and filling the
-cache with it takes more processor time than reading it: several times as much on a virtual machine, from the cores
-that have the arithmetic to do. Such reads go from the disk straight to this process (O_DIRECT), except for what the
-cache holds already.
+The page cache pays for bytes that are read again soon. A layer of a streamed model is read once. To put it into the
+cache takes more processor time than to read it, on a virtual machine several times as much. Such reads go from the
+disk straight to this process (O_DIRECT), except for bytes that the cache holds already.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""WeightFiles: which files of a checkpoint hold its weights, told by their names, in a folder or on the hub."""
+"""The weight files of a checkpoint, in a folder or on the hub, and the claims of its index about them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_SUFFIX = ".safetensors"
 
-# Others of that ending, such as training_args.bin and optimizer.bin, hold no weights.
+# Other .bin files, such as training_args.bin and optimizer.bin, hold no weights.
 _PICKLED_FILE = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
-# How shards are named, as in model-00001-of-00004.safetensors.
+# Numbered shards, as in model-00001-of-00004.safetensors.
 _NUMBERED = re.compile(r"-of-([0-9]+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """The files that hold a checkpoint's weights: safetensors where there are any, else PyTorch's `.bin`.
+    """The weight files of a checkpoint: safetensors if there are any, else PyTorch's `.bin`.
 
     Args:
-        index_file: Name of the index; None where the checkpoint has none.
-        shards: Names of the weight files that are there, sorted; where there is an index, it decides.
+        index_file: Name of the index; None if the checkpoint has none.
+        shards: Names of the weight files that are present, sorted. If there is an index, it decides.
     """
 
     index_file: str | None
@@ -37,33 +37,33 @@ class WeightFiles:
 
     @classmethod
     def in_folder(cls, folder: Path) -> WeightFiles | None:
-        """The weight files that lie in a folder, or whose index does; None where there are none."""
+        """Find the weight files in a folder, present or named by an index; None if there are none."""
         return cls.among([path.name for path in folder.iterdir() if path.is_file()])
 
     @classmethod
     def among(cls, names: Collection[str]) -> WeightFiles | None:
-        """The weight files among the names of a checkpoint's files; None where there are none."""
+        """Find the weight files among the names of a checkpoint's files; None if there are none."""
         safetensors = sorted(name for name in names if name.endswith(SAFETENSORS_SUFFIX) and "/" not in name)
         pickled = cls.pickled_among(names)
-        # A folder that was fetched without its safetensors may well hold their index.
+        # A folder fetched without its safetensors may still hold their index.
         if safetensors or (INDEX_FILE in names and (pickled is None or not pickled.shards)):
             if INDEX_FILE in names:
                 return cls(index_file=INDEX_FILE, shards=tuple(safetensors))
-            # Beside it lie adapters, and copies under other names.
+            # Other safetensors beside it are adapters or copies.
             whole = SAFETENSORS_FILE in safetensors
             return cls(index_file=None, shards=(SAFETENSORS_FILE,) if whole else tuple(safetensors))
         return pickled
 
     @classmethod
     def pickled_among(cls, names: Collection[str]) -> WeightFiles | None:
-        """The same, where safetensors are not looked at."""
+        """Find the `.bin` files among the names of a checkpoint's files; None if there are none."""
         shards = tuple(sorted(name for name in names if _PICKLED_FILE.fullmatch(name)))
         index_file = PICKLED_INDEX_FILE if PICKLED_INDEX_FILE in names else None
         return cls(index_file=index_file, shards=shards) if shards or index_file else None
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weights are spread over files: there is an index, several files, or one of several."""
+        """True if the weights are spread over files: there is an index, several files, or one of several."""
         return self.index_file is not None or len(self.shards) > 1 or any(map(_is_one_of_many, self.shards))
 
 
@@ -76,7 +76,7 @@ _NUM_NAMES_SHOWN = 12
 
 
 def read_index_json(path: Path) -> dict[str, Any]:
-    """The index file's content: `weight_map` maps tensors to plain file names, `metadata` is a dict.
+    """Read an index file: `weight_map` maps tensors to plain file names, `metadata` is a dict.
 
     Raises:
         CheckpointError: The file is missing or damaged, or its weight_map is not such a mapping.
@@ -95,7 +95,7 @@ def read_index_json(path: Path) -> dict[str, Any]:
 
 
 def weight_map_of(headers: Iterable[TensorEntry], *, folder: Path) -> dict[str, str]:
-    """The weight_map that the headers of a checkpoint's files amount to.
+    """Build a weight_map from the headers of a checkpoint's files.
 
     Raises:
         CheckpointError: A tensor lies in two files, or there is none at all.
@@ -138,7 +138,7 @@ def contradictions(weight_map: Mapping[str, str], headers: Mapping[str, Iterable
 
 
 def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
-    """The error that lists the faults of a checkpoint, as many as a reader can take in."""
+    """Return the error that lists the faults of a checkpoint."""
     return CheckpointError(
         f"the checkpoint at {folder} has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
         found=list_faults(faults),
@@ -147,7 +147,7 @@ def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
 
 
 def _is_plain(file: Any) -> bool:
-    # An index comes from elsewhere: it must not lead out of the checkpoint.
+    # A downloaded index must not lead out of the checkpoint.
     return isinstance(file, str) and file not in ("", ".", "..") and file == PurePosixPath(file).name
 
 
@@ -155,7 +155,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """What an index file claims: the shard's name by the tensor's.
+    """Read the weight_map of an index file: each tensor's shard.
 
     Raises:
         CheckpointError: The file is missing or no index.
