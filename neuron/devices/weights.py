@@ -1,11 +1,7 @@
-"""Loading: a layer's weights into a module, strictly, on all cores, through host buffers that are kept.
+"""Strict loading of a layer's weights into a module, on any device.
 
-| a weight is | when it is known | who fills its storage |
-|---|---|---|
-| a tensor | before loading | copied by the thread that loads |
-| `Deferred` | when it is loaded | its own function, in the thread that loads |
-| `Gathered` | when it is loaded, or begun before | the reading threads, tensor by tensor of the checkpoint |
-| `Staged` | begun | the reading threads are at it |
+On the CPU all weights are read at once, straight into the module. Otherwise they are read into host buffers, which are
+kept for the next layer, and sent one after the other while the next ones are read.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from minimax_tools.checkpoint.filling import Deferred, Filling, Gathered, Readin
 from minimax_tools.errors import Mm2Error, TargetError
 
 _NUM_NAMES_SHOWN = 8
-# What may lie filled on the host while the weight before is sent; one weight always may.
+# Limit of host buffers read ahead of the weight that is sent; one buffer is always allowed.
 _AHEAD_BYTES = 128 << 20
 
 
@@ -59,14 +55,12 @@ def reads_in_place(convert: Callable[..., object]) -> bool:
 
 
 class WeightLoader:
-    """Loads weights onto one device, through host buffers that are kept and filled again for the next layer.
-
-    While one weight is sent, the next ones are read; where the CPU computes, all are read at once.
+    """Loads weights onto one device.
 
     Args:
-        device: Where the weights go.
+        device: The device.
         wait: Waits until everything sent to the device has arrived.
-        pool: The threads that read.
+        pool: Reading threads.
     """
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:
@@ -78,23 +72,23 @@ class WeightLoader:
 
     @property
     def sending_s(self) -> float:
-        """Seconds that weights took so far on their way to the device."""
+        """Seconds spent so far on sending weights to the device."""
         return self._sending_s
 
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
 
-        Each weight is cast to the dtype of the place it goes to; nothing else is cast.
+        Each weight is cast to the dtype of its parameter or buffer; nothing else is cast.
 
         Args:
             module: On the CPU or already on the device.
-            weights: By the module's own names. Each is taken out when it is loaded: one that nobody else holds is
-                freed before the next one comes.
+            weights: Weights by the module's names. Each is removed when it is loaded, so that its memory can be
+                freed.
             what: The module in words, for errors.
 
         Raises:
-            TargetError: Names are missing or unexpected, or shapes differ, all listed; or one cannot be cast; or a
-                buffer that is no weight holds nothing.
+            TargetError: Names are missing or unexpected, or shapes differ: all are listed. Or a weight cannot be
+                cast. Or a buffer that is no weight has no memory.
         """
         places = dict(module.state_dict(keep_vars=True))
         _refuse_misfits(places, weights, what=what)
@@ -106,12 +100,13 @@ class WeightLoader:
         module.to(self._device)
 
     def begin(self, module: nn.Module, weights: dict[str, Weight]) -> None:
-        """Begin to read weights that `load` will be given, while the device computes with those that are there.
+        """Begin to read the weights of a later `load`, while the device computes with others.
+
+        On the CPU, and for weights that do not fit, nothing begins.
 
         Args:
-            module: As for `load`; it is left as it is.
-            weights: As for `load`. What has begun is there in place of what it was; where something does not fit the
-                module, or the CPU computes and has no place to put them, nothing begins.
+            module: As for `load`; it is not changed.
+            weights: As for `load`; each weight that begins is replaced by its `Staged` form.
         """
         places = module.state_dict(keep_vars=True)
         if self._device.type == "cpu" or _find_misfits(places, weights):
@@ -137,7 +132,7 @@ class WeightLoader:
             for name, place in places.items():
                 storage = _storage_of(module, name, place)
                 weight = weights.pop(name)
-                with _blaming(name, what=what):
+                with _naming_weight(name, what=what):
                     if isinstance(weight, Gathered):
                         fillings[name] = self._pool.fill(weight.places(storage), weight.read)
                     elif isinstance(weight, Deferred):
@@ -146,7 +141,7 @@ class WeightLoader:
                         assert isinstance(weight, torch.Tensor), "weights are staged only off the CPU"
                         storage.copy_(weight)
             for name, filling in fillings.items():
-                with _blaming(name, what=what):
+                with _naming_weight(name, what=what):
                     filling.finish()
         finally:
             for filling in fillings.values():
@@ -161,10 +156,10 @@ class WeightLoader:
                 # The weight that is sent next, and those that are read meanwhile.
                 while waiting and self._may_stage([weights[name] for name in ahead], places[waiting[0]]):
                     ahead.append(waiting.popleft())
-                    with _blaming(ahead[-1], what=what):
+                    with _naming_weight(ahead[-1], what=what):
                         weights[ahead[-1]] = self._stage(weights[ahead[-1]], places[ahead[-1]])
                 name = ahead.popleft()
-                with _blaming(name, what=what):
+                with _naming_weight(name, what=what):
                     self._send_one(module, name, weights.pop(name), places)
         finally:
             self.abandon(weights)
@@ -208,7 +203,7 @@ class WeightLoader:
 
 
 class _Buffers:
-    """Host memory that is taken, given back, and taken again by shape and dtype."""
+    """Host memory for reuse, by shape and dtype."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
@@ -246,13 +241,13 @@ def _replace(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> 
 
 
 @contextmanager
-def _blaming(name: str, *, what: str) -> Iterator[None]:
-    """Name the weight that whatever fails in the block belongs to."""
+def _naming_weight(name: str, *, what: str) -> Iterator[None]:
+    """Name the weight in errors of the block."""
     try:
         yield
     except Mm2Error:
         raise
-    except (Exception, SystemExit) as error:  # what a port's conversion put there: anything can come
+    except (Exception, SystemExit) as error:  # any error of a weight that a port made
         raise TargetError(
             f"{what}: the weight {name} cannot be loaded",
             found=f"{type(error).__name__}: {error}",
@@ -272,7 +267,7 @@ def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, We
 
 
 def _find_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight]) -> list[str]:
-    """Compare names and shapes; all that do not fit, in words."""
+    """Compare names and shapes; return all faults in words."""
     shapes = {name: _shape_of(weight) for name, weight in weights.items()}
     lists = {
         "missing": [name for name in places if name not in shapes],
@@ -288,7 +283,7 @@ def _find_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weig
 
 
 def _refuse_empty(module: nn.Module, *, what: str) -> None:
-    """A buffer that is no weight is the port's to compute: built without memory, it would hold nothing."""
+    """Raise if a buffer that is no weight has no memory: the port must compute it."""
     empty = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if empty:
         raise TargetError(

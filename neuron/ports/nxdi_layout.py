@@ -1,4 +1,4 @@
-"""NxdiLayout: a layer's tensors under the names and in the shapes of modules of neuronx-distributed-inference.
+"""A layer's tensors under the names and in the shapes of neuronx-distributed-inference.
 
 | hub | NxDI | change |
 |---|---|---|
@@ -52,12 +52,12 @@ _MOE = r"(?:block_sparse_moe|mlp|moe|feed_forward)\."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NxdiLayout:
-    """What one rank of a port on NxDI holds of a layer.
+    """A rank's part of a layer on NxDI.
 
     Args:
         spec: The model.
-        tp_degree: Ranks that divide the heads and the experts' intermediate size.
-        rank: This one.
+        tp_degree: Number of ranks that divide the heads and the experts' intermediate size.
+        rank: This rank.
     """
 
     spec: ModelSpec
@@ -74,11 +74,11 @@ class NxdiLayout:
             )
 
     def weights(self, places: Mapping[str, torch.Tensor], tensors: LayerTensors) -> dict[str, Weight]:
-        """The weights of the places whose names are known; what is left out, strict loading tells.
+        """Return the weights of places with known names; loading reports the others as missing.
 
         Args:
-            places: What the port's module holds, by its own names.
-            tensors: The layer.
+            places: Parameters and buffers of the port's module, by name.
+            tensors: The layer's tensors.
         """
         return {
             name: rule.make(self, tensors, match, tuple(place.shape))
@@ -87,7 +87,7 @@ class NxdiLayout:
         }
 
     def unused(self, places: Mapping[str, torch.Tensor], tensors: LayerTensors) -> list[str]:
-        """The tensors of the layer that no place takes, the experts' left out where any is taken."""
+        """List the tensors without a place; experts only if none has one."""
         taken = {
             text.format(**match.groupdict())
             for name in places
@@ -98,7 +98,7 @@ class NxdiLayout:
 
     @property
     def heads(self) -> HeadLayout:
-        """The heads of all ranks: NxDI divides them as mm2's own layer does."""
+        """Heads of all ranks: NxDI divides them as mm2's device layer does."""
         spec = self.spec
         return HeadLayout(
             num_heads=spec.num_attention_heads,
@@ -217,5 +217,5 @@ _RULES = (
 
 
 def _rules_of(name: str) -> list[tuple[_Rule, re.Match[str]]]:
-    """The rule of a place, or none."""
+    """Return the rule for a place, if there is one."""
     return [(rule, match) for rule in _RULES if (match := re.fullmatch(rule.pattern, name))]

@@ -1,4 +1,4 @@
-"""All kinds of targets, and the search for the one that a --target names."""
+"""The kinds of targets, and the search for the target of a --target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS: tuple[type[Target], ...] = (BuiltinTarget, ReferenceTarget, NxdiTarget, 
 
 
 def find_target(name: str) -> Target:
-    """Find the target that a --target names.
+    """Find the target of a --target.
 
     Raises:
         UsageError: The name has none of the known forms.
