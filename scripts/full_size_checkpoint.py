@@ -43,7 +43,8 @@ from reflinks import (
     unmount,
 )
 
-from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
 from minimax_tools.errors import UsageError

@@ -51,7 +51,7 @@ class OnceReader(CheckpointReader):
         with self._keeping:
             self._repeats.update(name for name in names if name in self.index)
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         with self._keeping:
             kept = self._kept.get(entry.name)
             if kept is not None:
@@ -61,7 +61,7 @@ class OnceReader(CheckpointReader):
         if kept is not None:
             out.view(-1).view(torch.uint8).copy_(kept)
             return
-        super()._fill(entry, out, past_cache=past_cache)
+        super()._fill(entry, out)
         with self._keeping:
             self._sizes[entry.name] = entry.size_bytes
             self._bytes_read[entry.name] += entry.size_bytes

@@ -28,9 +28,9 @@ from gpu_reference.streaming.once_reader import OnceReader
 from minimax_tools.checkpoint.layer_loader import LayerLoader
 from minimax_tools.checkpoint.layer_storage import (
     PACKED_DTYPE,
-    GroupedStorage,
     LayerStorage,
-    PackedStorage,
+    grouped_storage,
+    packed_storage,
 )
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -295,7 +295,7 @@ def _new_storage(request: GoldenModelRequest, streaming: Streaming, limits: Stre
         footprint.packed_layer_bytes if streaming.packed else footprint.layer_bytes,
         "the weights of one layer",
     )
-    kind = PackedStorage if streaming.packed else GroupedStorage
+    kind = packed_storage if streaming.packed else grouped_storage
     storage = kind(request.spec, dtype=request.dtype, device=streaming.device)
     if limits.is_on_host and limits.budget.limit_bytes is not None:
         # Only memory that was written to shows: what is asked for next must find it taken.

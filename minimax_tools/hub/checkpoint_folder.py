@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from minimax_tools.checkpoint.index import INDEX_FILE, read_weight_map
+from minimax_tools.checkpoint.weight_files import INDEX_FILE, read_weight_map
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot

@@ -13,9 +13,14 @@ from minimax_tools.checkpoint.header import (
     parse_header,
     read_header,
 )
-from minimax_tools.checkpoint.index import INDEX_FILE, read_weight_map
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX
-from minimax_tools.checkpoint.weight_map import contradictions, faulty_checkpoint, weight_map_of
+from minimax_tools.checkpoint.weight_files import (
+    INDEX_FILE,
+    SAFETENSORS_SUFFIX,
+    contradictions,
+    faulty_checkpoint,
+    read_weight_map,
+    weight_map_of,
+)
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.checkpoint_folder import find_shards
 from minimax_tools.hub.ranges import HubRanges, NoRangesError

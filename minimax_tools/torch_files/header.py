@@ -14,8 +14,13 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
-from minimax_tools.checkpoint.weight_map import contradictions, faulty_checkpoint, read_index_json
+from minimax_tools.checkpoint.weight_files import (
+    SAFETENSORS_SUFFIX,
+    WeightFiles,
+    contradictions,
+    faulty_checkpoint,
+    read_index_json,
+)
 from minimax_tools.errors import CheckpointError
 from minimax_tools.torch_files.inert import InertRecord
 from minimax_tools.torch_files.stored import StoredTensor

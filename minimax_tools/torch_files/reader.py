@@ -62,12 +62,12 @@ class PickledReader(CheckpointReader):
             raise TypeError(f"{name} is indexed as a tensor of {entry.file}, which is no .bin file")
         return entry
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         entry = self._entry(entry.name)
         if not entry.stored.is_verbatim:
             self._fill_by_pieces(entry, entry.stored, out)
             return
-        super()._fill(entry, out, past_cache=past_cache)
+        super()._fill(entry, out)
         _check_crc32(entry, entry.stored, out)
 
     def _fill_by_pieces(self, entry: PickledEntry, stored: StoredTensor, out: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class PickledReader(CheckpointReader):
             offset=stored.offset,
             size_bytes=stored.extent_bytes,
         )
-        super()._fill(place, content, past_cache=False)
+        super()._fill(place, content)
         _check_crc32(entry, stored, content)
         # What a damaged file says of a tensor may be possible to note and still make no tensor.
         with refusing(entry.file, CheckpointError, next_step="Fetch the file again."):

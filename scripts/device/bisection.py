@@ -30,7 +30,7 @@ from minimax_tools.text.prompts import InputRequest
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import Weight
-from neuron.ports.targets import Target
+from neuron.ports.port_target import PortTarget
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 from neuron.runs.chain_runner import ChainRequest
 
@@ -115,7 +115,7 @@ class _Bench:
             return bisection
 
 
-def _unloaded(layers: frozenset[int]) -> Target:
+def _unloaded(layers: frozenset[int]) -> PortTarget:
     """The device layer whose o_proj was never loaded in some layers."""
 
     class Port(DeviceLayer):
@@ -126,7 +126,7 @@ def _unloaded(layers: frozenset[int]) -> Target:
             name = "self_attn.o_proj.weight"
             return {**state, name: torch.zeros_like(tensors[name])}
 
-    return Target(name=f"o_proj unloaded in {sorted(layers)}", factory=Port, source_digest="")
+    return PortTarget(name=f"o_proj unloaded in {sorted(layers)}", factory=Port, source_digest="")
 
 
 def _culprits(bisection: Bisection) -> list[int]:

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from figures import Figure
 
+from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import copy_weight
-from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.synthetic.toy_model import SyntheticModel
@@ -95,8 +95,7 @@ class Experts:
             **gate_up_places(experts, gate_up, dtype=dtype),
             **down_places(experts, down, dtype=dtype),
         }
-        fillings = [partial(copy_weight, name, self.matrices[name], place) for name, place in places.items()]
-        pool.finish(pool.start(fillings))
+        pool.fill(places, lambda name, place: copy_weight(name, self.matrices[name], place)).finish()
 
 
 def measure(scale: str) -> Iterator[Figure]:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site

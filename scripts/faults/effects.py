@@ -18,7 +18,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from neuron.ports.targets import target_config
+from neuron.ports.target import target_config
 from neuron.runs.decoding import run_decoding
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.layer_input import LayerInput

@@ -19,7 +19,7 @@ from faults.plant import Plant
 from faults.weights import Weights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
-from neuron.ports.targets import Target
+from neuron.ports.port_target import PortTarget
 
 _SITES = tuple(str(site) for site in Site if site not in (Site.INPUT, Site.OUTPUT))
 
@@ -87,8 +87,8 @@ class PlantedPort:
         plant = self.plant if layer_idx in self.layers else None
         return PlantedLayer(config, plant, decode_only=self.decode_only)
 
-    def target(self) -> Target:
+    def target(self) -> PortTarget:
         """The port as a target of mm2; its digest tells mistakes and places apart."""
         name = f"{self.plant or 'planted port'} in {sorted(self.layers)}"
         name += ", decode rows" if self.decode_only else ""
-        return Target(name=name, factory=self, source_digest=hashlib.sha256(name.encode()).hexdigest())
+        return PortTarget(name=name, factory=self, source_digest=hashlib.sha256(name.encode()).hexdigest())

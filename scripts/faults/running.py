@@ -16,7 +16,7 @@ from minimax_tools.errors import BackendError
 from minimax_tools.model.run import Run, full_run, sweep_run
 from minimax_tools.model.span import Span
 from neuron.devices.runtime import Runtime
-from neuron.ports.targets import Target
+from neuron.ports.target import Target
 from neuron.runs.device_request import DeviceRequest
 from neuron.runs.runner import DeviceRun
 

@@ -78,11 +78,11 @@ class IdleReader(WatchedOnceReader):
     arithmetic is the same, on as many numbers.
     """
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         layer = layer_of(entry.name)
         is_matrix = len(entry.shape) == 2 and entry.name.endswith(".weight") and not entry.name.endswith(GATE)
         if layer is None or layer < 2 or not is_matrix:
-            super()._fill(entry, out, past_cache=past_cache)
+            super()._fill(entry, out)
 
 
 def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:

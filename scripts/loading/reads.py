@@ -21,7 +21,7 @@ from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_loader import LayerLoader
-from minimax_tools.checkpoint.layer_storage import GroupedStorage
+from minimax_tools.checkpoint.layer_storage import grouped_storage
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of
@@ -38,7 +38,7 @@ def load_layers(model: str, *, prefetch: bool) -> dict[str, float]:
     spec = ModelSpec.from_folder(Path(model))
     with CheckpointReader(Path(model)) as reader:
         began_s = time.perf_counter()
-        new_storage = partial(GroupedStorage, spec, dtype=torch.bfloat16, device=torch.device("cpu"))
+        new_storage = partial(grouped_storage, spec, dtype=torch.bfloat16, device=torch.device("cpu"))
         with LayerLoader(reader, new_storage, prefetch=prefetch) as loader:
             for layer in range(spec.num_hidden_layers):
                 following = layer + 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.checkpoint.filling import ReadingPool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from device.regrouping import Experts

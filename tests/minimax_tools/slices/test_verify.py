@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord, read_records
-from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.json_codec import decode, encode
