@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from minimax_tools.command_line.console import Mm2Command, print_json
-from minimax_tools.command_line.options import output_options, parse_size_option, plan_option
+from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.commands.options import plan_model_option, plan_option, shard_size_option
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan
@@ -22,16 +23,15 @@ from minimax_tools.slices.stored_weights import StoredWeights
 
 @click.command("extract", cls=Mm2Command)
 @plan_option
-@click.option("--node", "nodes", multiple=True, metavar="NAME", help="Whose slice; repeat for several.")
-@click.option("--all-nodes", is_flag=True, help="The slices of all nodes that hold something.")
 @click.option(
-    "--model", metavar="FOLDER|HUB_ID", help="The checkpoint, where it lies elsewhere than the plan says."
+    "--node", "nodes", multiple=True, metavar="NAME", help="Node whose slice is cut. Repeat for several."
 )
+@click.option("--all-nodes", is_flag=True, help="Cut the slices of all nodes that hold something.")
+@plan_model_option
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The slice's folder; of several slices the folder of their folders. "
-    f"[default: ./{DEFAULT_FOLDER}/NODE]",
+    help=f"Folder of the slice; of several slices, their parent folder. Default: ./{DEFAULT_FOLDER}/NODE.",
 )
 @click.option(
     "--format",
@@ -39,17 +39,14 @@ from minimax_tools.slices.stored_weights import StoredWeights
     type=click.Choice([file_format.value for file_format in FileFormat]),
     default=FileFormat.SAFETENSORS.value,
     show_default=True,
-    help="How tensors are stored: a safetensors checkpoint, or one PyTorch state dict.",
+    help="Files to write: a safetensors checkpoint, or one PyTorch state dict.",
 )
+@shard_size_option("one shard per shard of the checkpoint")
 @click.option(
-    "--shard-size",
-    "shard_size_bytes",
-    callback=parse_size_option,
-    metavar="500MB|2GB",
-    help="Most a shard holds; else one shard for each of the checkpoint's.",
-)
-@click.option(
-    "--digests", "with_digests", is_flag=True, help="Note each tensor's sha256, which reads it once more."
+    "--digests",
+    "with_digests",
+    is_flag=True,
+    help="Record each tensor's sha256. Reads every tensor once more.",
 )
 @output_options
 def extract_command(

@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from minimax_tools.command_line.console import Mm2Command, print_json, shows_details, shows_pictures
-from minimax_tools.command_line.options import output_options, plan_option
+from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.commands.options import plan_option
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -25,17 +26,17 @@ from minimax_tools.slices.verification_text import render_completion, render_dow
 
 @click.command("fetch", cls=Mm2Command)
 @plan_option
-@click.option("--node", required=True, metavar="NAME", help="Whose slice.")
-@click.option("--model", metavar="HUB_ID", help="The hub's model, where it is another than the plan's.")
+@click.option("--node", required=True, metavar="NAME", help="Node whose slice is fetched.")
+@click.option("--model", metavar="HUB_ID", help="Model on the hub. Default: the plan's.")
 @click.option(
     "--byte-ranges",
     is_flag=True,
-    help="Fetch only the bytes of the slice's tensors, into a folder as mm2-split extract writes it.",
+    help="Fetch only the bytes of the slice's tensors, and write the slice as mm2-split extract does.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help=f"The slice's folder, with --byte-ranges. [default: ./{DEFAULT_FOLDER}/NODE]",
+    help=f"Folder of the slice, with --byte-ranges. Default: ./{DEFAULT_FOLDER}/NODE.",
 )
 @output_options
 def fetch_command(

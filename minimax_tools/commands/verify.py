@@ -14,7 +14,8 @@ from minimax_tools.command_line.console import (
     shows_details,
     shows_pictures,
 )
-from minimax_tools.command_line.options import output_options, plan_option
+from minimax_tools.command_line.options import output_options
+from minimax_tools.commands.options import plan_model_option, plan_option
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.verification_text import render_details, render_summary
 from minimax_tools.slices.verify import verify
@@ -22,19 +23,19 @@ from minimax_tools.slices.verify import verify
 
 @click.command("verify", cls=Mm2Command)
 @plan_option
-@click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only this node; repeat for several.")
 @click.option(
-    "--model", metavar="FOLDER|HUB_ID", help="The checkpoint, where it lies elsewhere than the plan says."
+    "--node", "nodes", multiple=True, metavar="NAME", help="Node to verify. Repeat for several. Default: all."
 )
+@plan_model_option
 @click.option(
     "--slices",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The folder of the slices' folders: every byte of them is read and held against the checkpoint.",
+    help="Parent folder of the slices. Every byte in it is compared with the checkpoint.",
 )
 @click.option(
     "--records",
     type=click.Path(path_type=Path, file_okay=False),
-    help="A run's capture directory, or its folder of read records: what each node read.",
+    help="Capture directory of a run, or its folder of read records. Verifies what each node read.",
 )
 @click.option("--verbose", is_flag=True, help=f"Show every section, as DEBUG={DETAILED_LEVEL} does.")
 @output_options
