@@ -1,7 +1,6 @@
 """The certificate of a finished golden, checked layer by layer with one layer's tensors in memory.
 
-Some checks need the capture alone. The others need the model too, and are named if it is not here.
-`model_checks` refuse a model before it runs; these checks compare what it stored with mm2's own float32 layer.
+Some checks need the capture alone. Others need the model too; they are named in the certificate if it is not here.
 """
 
 from __future__ import annotations

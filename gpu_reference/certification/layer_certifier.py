@@ -1,6 +1,6 @@
-"""LayerCertifier: holds what a golden stored of its layers against the model, and against mm2's own float32 layer.
+"""The checks of a golden's layers against the model, and against mm2's own float32 layer.
 
-Where the model is not here the norms of q and k can be checked, and what BF16 cost where twins were kept.
+Without the model, two checks remain: the norms of q and k, and the error of BF16 if twins were stored.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from minimax_tools.reference.twin import Float32Twin
 
 NO_MODEL = "no model was given: --model names it"
 _NO_SITES = "the golden kept no sites for it"
-# Weights may be stored in BF16.
+# Router weights may be stored in BF16.
 _WEIGHT_LIMIT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenModel:
-    """The model that a golden was made of, to check it against.
+    """The model that a golden is checked against.
 
     Args:
         reader: Its checkpoint.
         spec: Its quantities.
-        runs_transformers: Whether transformers is here to make the float32 twins that a golden did not keep.
+        runs_transformers: transformers is installed, and can make float32 twins that the golden did not store.
     """
 
     reader: CheckpointReader
@@ -57,13 +57,13 @@ class GoldenModel:
 
 
 class LayerCertifier:
-    """Checks a golden's layers, one after the other.
+    """The checks of a golden's layers, one layer at a time.
 
     Args:
         golden: The golden.
-        model: What it was made of; None where that is not here.
-        is_same_model: Whether it is; only then do its weights tell what the golden should hold.
-        inputs: What the golden was fed; None where it cannot be read: which rows are real is then unknown.
+        model: The model to check it against; None if it is not here.
+        is_same_model: The golden was made of that model; only then are weights compared.
+        inputs: The golden's inputs; None if they cannot be read. The real rows are then unknown.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LayerCertifier:
         self._rotary = Tally(name="rotary_width", missing=no_model)
 
     def take(self, layer: int) -> None:
-        """One more layer.
+        """Check one more layer.
 
         Raises:
             CheckpointError: The model's layer cannot be read.
@@ -103,7 +103,7 @@ class LayerCertifier:
             self._take_noise(layer, stored, own or twins)
 
     def checks(self) -> list[Check]:
-        """What all layers so far showed."""
+        """Return the checks of all layers so far."""
         return [
             self._rotary.check("queries and keys rotate the width that config.json says"),
             self._norms.check("the norms scale the heads of a token differently"),
@@ -115,7 +115,7 @@ class LayerCertifier:
 
     @property
     def _real(self) -> torch.Tensor:
-        """bool [B,S]."""
+        """The real rows, bool [B,S]."""
         assert self._inputs is not None, "without inputs no layer is judged"
         return self._inputs.attention_mask.bool()
 
@@ -126,7 +126,7 @@ class LayerCertifier:
         twins: Mapping[Site, torch.Tensor],
         inputs: Inputs,
     ) -> dict[Site, torch.Tensor]:
-        """What mm2's own layer computes with the model's weights, the twins held against it; empty without them."""
+        """Compute mm2's own float32 layer and compare the twins with it; {} if the golden's model is not here."""
         model = self._model
         if model is None or not self._is_same_model or Site.INPUT not in stored:
             return {}
@@ -140,13 +140,13 @@ class LayerCertifier:
                 distance = relative_distance(site, tensor, own[site], self._real)
                 self._reference.take(distance, reference_limit(site, largest), f"{site} of layer {layer}")
         if {Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS} <= stored.keys():
-            self._take_router(layer, stored, tensors[CORRECTION_BIAS], model.spec)
+            self._take_router(layer, stored, tensors[CORRECTION_BIAS])
         return own
 
     def _run_twins(
         self, layer: int, stored: Mapping[Site, torch.Tensor], inputs: Inputs, tensors: LayerTensors
     ) -> dict[Site, torch.Tensor]:
-        """transformers' layer run once more in float32, where the golden kept no twins of it."""
+        """Run transformers' layer in float32, for a golden that stored no twins; {} without transformers."""
         model = self._model
         assert model is not None, "there are weights"
         if not model.runs_transformers:
@@ -197,10 +197,8 @@ class LayerCertifier:
                 spread = norm_spread(stored[projected], stored[normed], self._real, head_dim=head_dim)
                 self._norms.take(spread, NORM_LIMIT[self._dtype], f"{normed} of layer {layer}")
 
-    def _take_router(
-        self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor, spec: ModelSpec
-    ) -> None:
-        num_wrong, error = router_faults(stored, bias, self._real, spec)
+    def _take_router(self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor) -> None:
+        num_wrong, error = router_faults(stored, bias, self._real)
         self._router.count += 1
         if num_wrong:
             self._router.faults.append(

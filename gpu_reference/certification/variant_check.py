@@ -1,4 +1,4 @@
-"""The check of a golden's variants: a way to compute a layer that is wrong would widen the floor and hide faults."""
+"""The check of a noise floor's variants: a wrong one would widen the floor and hide faults."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NAME = "floor_variants"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stray:
-    """How far a variant strays at a site of a layer.
+    """The distance of a variant from the float32 twin, at a site of a layer.
 
     Args:
-        where: The place.
-        distance: Its error, relative to the golden's values.
-        limit: What BF16 may cost there.
-        widening: The same in units of the golden's own error; 1 where both compute the same.
+        where: Site, layer and variant, in words.
+        distance: Distance relative to the golden's values.
+        limit: Largest distance that BF16 explains.
+        widening: Distance in units of the golden's own error; 1 if both compute the same.
     """
 
     where: str
@@ -36,7 +36,7 @@ class _Stray:
 
 
 def check_variants(capture: Capture) -> tuple[Check, ...]:
-    """Whether each variant strays from the float32 twin no further than BF16 may; nothing of a golden without any."""
+    """Check that no variant is further from the float32 twin than BF16 explains; () for a golden without variants."""
     if not capture.description.floor_variants:
         return ()
     try:

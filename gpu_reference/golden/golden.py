@@ -48,17 +48,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRequest:
-    """A golden capture before it starts.
+    """A golden capture to make.
 
     Args:
-        model: How to load the model.
+        model: The model to load.
         model_source: The model as the user named it.
         run: Layers and sites to keep.
         inputs: The token rows.
-        noise_floor: `full` keeps the float32 twins, `stats` their distances, `off` neither.
-        floor_variants: Names of what widens the floor (see `minimax_tools.reference.variants`).
-        streaming: How to run a layer at a time; None to load the model whole.
-        budget: What anonymous memory may be taken.
+        noise_floor: `full` stores float32 twins and distances, `stats` the distances, `off` neither.
+        floor_variants: Names of the variants that widen it (see `minimax_tools.reference.variants`).
+        streaming: The way to stream; None to load the model whole.
+        budget: Limit of anonymous memory.
     """
 
     model: GoldenModelRequest
@@ -157,7 +157,7 @@ class Golden:
         Args:
             directory: The capture directory.
             extra: JSON values to store beside the tensors, by file name.
-            progress: Told of every layer; None where nobody watches.
+            progress: Told of every layer; None for no progress.
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.

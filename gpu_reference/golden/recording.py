@@ -1,4 +1,4 @@
-"""Recording: the layers' sites, and the model's own, copied to the CPU as the golden model computes them."""
+"""The sites of the layers and of the model, copied to the CPU as the golden model computes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MODULES: Mapping[ModelSite, str] = MappingProxyType(
     }
 )
 
-# Receives a layer's number, its sites on the CPU, and the device that it ran on.
+# Called with a layer's number, its sites on the CPU, and the device that it ran on.
 LayerSink = Callable[[int, Mapping[Site, torch.Tensor], torch.device], None]
 
 
