@@ -1,4 +1,4 @@
-"""The command `mm2-compare`: judges a device run against a golden, from their capture directories alone."""
+"""The command `mm2-compare`: judges a device run against a golden from their captures alone."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def main(
 ) -> None:
     """Name the known mistake that explains a device run's layers, from their outputs alone.
 
-    Exits with 0 where nothing differs, with 1 where the port does, named or not.
+    Exits with 0 if nothing differs, with 1 if the port does, whether its mistake is named or not.
 
     Example: mm2-diagnose --model DIR --gpu-path GOLDEN --neuron-path RUN
     """

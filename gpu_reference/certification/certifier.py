@@ -52,9 +52,15 @@ def certify_golden(directory: Path, model: str | None) -> Certificate:
             next_step="Judge it against a golden: mm2-compare.",
         )
     with ExitStack() as stack:
-        progress = stack.enter_context(LayerProgress(len(capture.layers), label="Certify"))
         golden_model = None if model is None else _open_model(capture, model, stack)
-        certificate = Certifier(capture, golden_model).certify(progress)
+        progress = stack.enter_context(LayerProgress(len(capture.layers), label="Certify"))
+        checks = _check(capture, golden_model, progress)
+    certificate = Certificate(
+        checks=tuple(checks),
+        content=capture.manifest.content_digest(),
+        files={path.name: digest_file(path) for path in sorted(capture.directory.glob("*.safetensors"))},
+        versions=library_versions(),
+    )
     store_certificate(directory, certificate)
     return certificate
 
@@ -68,75 +74,53 @@ def _open_model(capture: Capture, model: str, stack: ExitStack) -> GoldenModel:
     return GoldenModel(reader=reader, spec=spec, runs_transformers=runs_transformers)
 
 
-class Certifier:
-    """The checks of one golden.
+def _check(capture: Capture, model: GoldenModel | None, progress: Progress) -> list[Check]:
+    same_model = _check_model(capture, model)
+    checks = [_check_complete(capture), _check_versions(capture), _check_dtypes(capture), same_model]
+    golden = CheckedCapture(capture)
+    inputs = golden.read_inputs()
+    is_same_model = same_model.outcome is not Outcome.FAILED
+    layers = LayerCertifier(golden, model, inputs, is_same_model=is_same_model)
+    for layer in capture.layers:
+        layers.take(layer)
+        progress.advance(layer, num_bytes=0)
+    if inputs is not None:
+        golden.read_model_sites(inputs.attention_mask.bool())
+    return [*checks, *golden.checks(), *layers.checks(), *check_variants(capture)]
 
-    Args:
-        capture: The golden.
-        model: The model it was made of; None if that is not here.
-    """
 
-    def __init__(self, capture: Capture, model: GoldenModel | None) -> None:
-        self._capture = capture
-        self._model = model
+def _check_complete(capture: Capture) -> Check:
+    manifest = capture.manifest
+    found = f"{len(manifest.complete_layers)} of {len(capture.description.run.span)} layers are stored"
+    return claim("complete", is_right=manifest.is_complete, found=found)
 
-    def certify(self, progress: Progress) -> Certificate:
-        """Run every check that this machine allows.
 
-        Raises:
-            CheckpointError: A layer of the model cannot be read.
-        """
-        capture = self._capture
-        checks = [self._check_complete(), self._check_versions(), self._check_dtypes(), self._check_model()]
-        is_same_model = checks[-1].outcome is not Outcome.FAILED
-        golden = CheckedCapture(capture)
-        inputs = golden.read_inputs()
-        layers = LayerCertifier(golden, self._model, inputs, is_same_model=is_same_model)
-        for layer in capture.layers:
-            layers.take(layer)
-            progress.advance(layer, num_bytes=0)
-        if inputs is not None:
-            golden.read_model_sites(inputs.attention_mask.bool())
-        checks += [*golden.checks(), *layers.checks(), *check_variants(capture)]
-        return Certificate(
-            checks=tuple(checks),
-            content=capture.manifest.content_digest(),
-            files={path.name: digest_file(path) for path in sorted(capture.directory.glob("*.safetensors"))},
-            versions=library_versions(),
-        )
+def _check_versions(capture: Capture) -> Check:
+    versions = capture.description.provenance.versions
+    broken = find_broken(versions)
+    known = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions)
+    found = "; ".join(broken) or f"{known}: none known to be broken"
+    return claim("versions", is_right=not broken, found=found)
 
-    def _check_complete(self) -> Check:
-        manifest, span = self._capture.manifest, self._capture.description.run.span
-        found = f"{len(manifest.complete_layers)} of {len(span)} layers are stored"
-        return claim("complete", is_right=manifest.is_complete, found=found)
 
-    def _check_versions(self) -> Check:
-        versions = self._capture.description.provenance.versions
-        broken = find_broken(versions)
-        known = ", ".join(
-            f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions
-        )
-        return claim(
-            "versions", is_right=not broken, found="; ".join(broken) or f"{known}: none known to be broken"
-        )
+def _check_dtypes(capture: Capture) -> Check:
+    dtypes = capture.description.provenance.dtypes
+    found = ", ".join(f"{name} {dtypes.get(name, 'unknown')}" for name in _ROUTER_DTYPES)
+    is_right = all(dtypes.get(name) == "float32" for name in _ROUTER_DTYPES)
+    return claim("float32_router", is_right=is_right, found=found)
 
-    def _check_dtypes(self) -> Check:
-        dtypes = self._capture.description.provenance.dtypes
-        found = ", ".join(f"{name} {dtypes.get(name, 'unknown')}" for name in _ROUTER_DTYPES)
-        is_right = all(dtypes.get(name) == "float32" for name in _ROUTER_DTYPES)
-        return claim("float32_router", is_right=is_right, found=found)
 
-    def _check_model(self) -> Check:
-        """Decide whether the model that is here made the golden."""
-        if self._model is None:
-            return Check(name="same_model", outcome=Outcome.NOT_CHECKED, found=NO_MODEL)
-        made = self._capture.description.provenance.model
-        here = ModelFingerprint.of(self._model.reader, self._model.spec, self._capture.description.run.span)
-        if here.spec_digest != made.spec_digest:
-            return claim("same_model", is_right=False, found="config.json describes another model")
-        other = [layer for layer, digest in here.layers.items() if made.layers.get(layer) != digest]
-        found = f"norms or router of layers {other[:4]} differ" if other else "config, norms and router agree"
-        return claim("same_model", is_right=not other, found=found)
+def _check_model(capture: Capture, model: GoldenModel | None) -> Check:
+    """Check that the model that is here made the golden."""
+    if model is None:
+        return Check(name="same_model", outcome=Outcome.NOT_CHECKED, found=NO_MODEL)
+    made = capture.description.provenance.model
+    here = ModelFingerprint.of(model.reader, model.spec, capture.description.run.span)
+    if here.spec_digest != made.spec_digest:
+        return claim("same_model", is_right=False, found="config.json describes another model")
+    other = [layer for layer, digest in here.layers.items() if made.layers.get(layer) != digest]
+    found = f"norms or router of layers {other[:4]} differ" if other else "config, norms and router agree"
+    return claim("same_model", is_right=not other, found=found)
 
 
 # The first good version of each package that made wrong goldens before, and what was wrong.

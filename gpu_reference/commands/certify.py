@@ -27,14 +27,12 @@ _MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKE
 def certify_command(model: str | None, golden: Path | None, captures: Path, as_json: bool) -> None:
     """Check a finished golden before it is trusted; the result becomes a part of it.
 
-    The golden alone shows whether its tensors match their digests, hold NaN or Inf, were made by known good versions
-    in the right dtypes, and whether the norms of q and k span the whole width.
+    Checks of the golden alone: digests, NaN and Inf, recorded versions and dtypes, and the width of the norms of q
+    and k. Checks with --model: transformers' float32 layers against mm2's own, the choice of experts against the
+    checkpoint's float32 bias, and the rotary width against config.json.
 
-    With --model, three more checks run on the golden's inputs: transformers' float32 layers against mm2's own, the
-    choice of experts against the checkpoint's float32 bias, and the rotary width against config.json. One layer is
-    in memory at a time, with one expert. Checks that could not run are named.
-
-    Exits with 1 where a check failed.
+    One layer is in memory at a time, with one expert. Checks that could not run are named. Exits with 1 if a check
+    failed.
     """
     directory = golden or newest_capture(captures, GOLDEN_SIDE)
     certificate = certify_golden(directory, model)

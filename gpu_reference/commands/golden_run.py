@@ -16,7 +16,7 @@ from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import GoldenOptions
-from gpu_reference.streaming.stream_choice import MemoryRoom, choose_streaming, is_whole
+from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -131,9 +131,9 @@ def _read_request(options: GoldenOptions, model: str, make_run: Callable[[ModelS
     request = make_request(
         options, run, folder=folder, spec=spec, placement=placement, num_layers=run.span.stop
     )
-    room = MemoryRoom(footprint=request.footprint, placement=placement, budget=request.budget)
     absent_shards = () if is_all else find_absent_shards(folder)
-    return replace(request, streaming=choose_streaming(options.streaming, room, absent_shards=absent_shards))
+    streaming = choose_streaming(options.streaming, request.room, absent_shards=absent_shards)
+    return replace(request, streaming=streaming)
 
 
 def _read_variants(options: GoldenOptions, noise_floor: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from gpu_reference.pipeline.pipeline import capture_by_ranks
 from gpu_reference.pipeline.plan_check import validate_plan
 from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
 from gpu_reference.ranks.ranks import ToldError, open_ranks
-from gpu_reference.streaming.stream_choice import MemoryRoom, choose_part_streaming
+from gpu_reference.streaming.stream_choice import choose_part_streaming
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -96,8 +96,8 @@ def _read_request(
         placement=placement,
         num_layers=max(part.stage.layers.stop, 1),
     )
-    room = MemoryRoom(footprint=request.footprint, placement=placement, budget=request.budget)
-    return replace(request, streaming=choose_part_streaming(options.streaming, room, part, place=place))
+    streaming = choose_part_streaming(options.streaming, request.room, part, place=place)
+    return replace(request, streaming=streaming)
 
 
 def _show_part(

@@ -24,6 +24,7 @@ from gpu_reference.model.model_checks import certify, certify_streamed, refuse_r
 from gpu_reference.model.placement import describe_devices, input_device, watched_memory
 from gpu_reference.model.twin_weights import CheckpointTwinWeights, TwinWeights
 from gpu_reference.streaming.once_reader import OnceReader
+from gpu_reference.streaming.stream_choice import MemoryRoom
 from gpu_reference.streaming.streaming import Streaming, open_streamed_model
 from minimax_tools.capture.manifest import Description, dtype_name
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -69,6 +70,11 @@ class GoldenRequest:
     floor_variants: tuple[str, ...] = ()
     streaming: Streaming | None = None
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+
+    @property
+    def room(self) -> MemoryRoom:
+        """The memory that the golden needs, and the memory there is for it."""
+        return MemoryRoom(footprint=self.footprint, placement=self.model.placement, budget=self.budget)
 
     @property
     def part(self) -> Slice | None:

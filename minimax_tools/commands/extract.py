@@ -1,4 +1,4 @@
-"""`mm2-split extract`: slices cut out of a checkpoint along a plan."""
+"""`mm2-split extract`: slices of a plan, cut out of a checkpoint."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def extract_command(
     with_digests: bool,
     as_json: bool,
 ) -> None:
-    """Cut nodes' slices out of a checkpoint, byte for byte, into folders of their own.
+    """Cut nodes' slices out of a checkpoint, byte for byte, each into its own folder.
 
-    A node's slice is held against the headers of its own files; --all-nodes holds the whole plan against all.
+    --node verifies the slice against the headers of its files; --all-nodes verifies the whole plan against all files.
 
     Example: mm2-split extract --plan plan.json --node a100
     """
     if bool(nodes) == all_nodes:
-        raise UsageError("whose slice?", expected="--node NAME or --all-nodes")
+        raise UsageError("name the slices to cut in one way", expected="--node NAME or --all-nodes")
     whole = _read_whole(plan_file, model) if all_nodes else None
     names = nodes if whole is None else [slice_.node.name for slice_ in whole.used]
     slices = []
     for name in dict.fromkeys(names):
-        # Where not all are checked, one slice's tensors at a time: those of all take a hundred megabytes.
+        # The tensor lists of all slices take a hundred megabytes, so one slice is read at a time.
         plan = whole or PartitionPlan.read(plan_file, tensors_of=name)
         source = StoredWeights.of_slice(model or plan.model, plan.slice_of(name))
         cut = cut_slice(
@@ -89,7 +89,7 @@ def extract_command(
 
 
 def _read_whole(plan_file: Path, model: str | None) -> PartitionPlan:
-    """A plan that is whole, and this checkpoint's."""
+    """Read a plan, and verify that it covers the whole checkpoint."""
     plan = PartitionPlan.read(plan_file)
     source = open_source(model or plan.model)
     plan.validate(source.entries, source.architecture, folder=source.folder)

@@ -1,4 +1,4 @@
-"""`mm2-split fetch`: what a node needs of a hub's model, and nothing else."""
+"""`mm2-split fetch`: the files or bytes of a hub's model that one node needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fetch_command(
 ) -> None:
     """Fetch the files that hold a node's tensors into the hub's cache, or only the tensors' bytes.
 
-    With DEBUG=11 every section of mm2-split verify --verbose that tells of it is shown while it runs.
+    With DEBUG=11, the download sections of mm2-split verify --verbose are printed too.
 
     Example: mm2-split fetch --plan plan.json --node a100
     """
@@ -99,7 +99,7 @@ def _show_completion(plan: PartitionPlan, slice_: Slice, source: SliceSource, fe
 
 
 def _find_tensors(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[DownloadedFile]:
-    """A slice's own files, which no repository has: as large as their tensors, each as its source gives it."""
+    """Yield the files of a fetched slice, with the sizes of their tensors here and in the source."""
     with open_slice(fetched.folder) as reader:
         entries = tuple(reader.index.entries.values())
     for file in fetched.files:

@@ -1,4 +1,4 @@
-"""`mm2-split plan`: who holds what of a model, worked out before anything is downloaded."""
+"""`mm2-split plan`: a model divided among machines before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def plan_command(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Divide a model among machines: layers, bytes, memory and time of each.
+    """Divide a model among machines, and print layers, bytes, memory and time of each.
 
-    Headers and config.json are all that is read; of a hub's MiniMax-M2 no weight is downloaded.
+    Only headers and config.json are read; no weight of a hub's model is downloaded.
 
     Example: mm2-split plan --model MiniMaxAI/MiniMax-M2 --node a:memory=640GB --node b:memory=80GB --output plan.json
     """
@@ -82,7 +82,7 @@ def plan_command(
     check_nodes(nodes)
     source = open_source(model, headers=True)
     workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
-    # Once: where config.json alone tells them, they are made anew each time they are asked for.
+    # Read once: a source with config.json alone builds them on every access.
     tensors = source.tensors
     cost = measure_costs(tensors, source.architecture, source.config, workload)
     plan = assign_tensors(

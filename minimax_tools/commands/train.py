@@ -1,4 +1,4 @@
-"""`mm2-split train`: a small MiniMax-M2 that has learnt from text, as a checkpoint."""
+"""`mm2-split train`: a checkpoint of a small MiniMax-M2 trained on text."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def train_command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Train a small MiniMax-M2 on text and write it as a checkpoint, with prompts that it never saw.
+    """Train a small MiniMax-M2 on text, and write a checkpoint with held-out prompts.
 
-    transformers' own model is trained, in float32 on the CPU (extra golden). One seed, torch version and number of
+    transformers' model is trained in float32 on the CPU (extra golden). The same seed, torch version and number of
     threads give the same weights.
 
     Example: mm2-split train --output learned --text prose --minutes 10

@@ -1,4 +1,4 @@
-"""`mm2-split verify`: who loads which slice, and whether that is so."""
+"""`mm2-split verify`: the proof that each node loads its own slice."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def verify_command(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Prove that each node loads its own slice, that all slices make up the model, and that no byte is wrong.
+    """Prove that each node loads its slice, that the slices make up the model, and that no byte is wrong.
 
-    Exits with 1 where a verdict fails.
+    Exits with 1 if a verdict fails.
 
     Example: mm2-split verify --plan plan.json --slices model_shards
     """

@@ -1,4 +1,4 @@
-"""`mm2-test bisect`: which layers of a port are wrong, found by running parts of them."""
+"""`mm2-test bisect`: the wrong layers of a port, found by running parts of a range."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ from reports.bisection import bisection_record, render_bisection
 @click.option(
     "--chain-length",
     type=click.IntRange(1, LONGEST_CHAIN),
-    help="Layers per chain, run one after the other before they are judged. A longer chain hides larger errors. "
+    help="Layers per chain, run one after the other before they are judged. Longer chains hide small errors. "
     "Default: 2; 8 in float32.",
 )
 @click.option("--anew", "is_anew", is_flag=True, help="Ignore the probes of earlier runs.")
@@ -103,12 +103,12 @@ def bisect_command(
 ) -> None:
     """Find the first wrong layer by running halves of a range.
 
-    Of 62 layers it takes seven runs at most: log2 of their number, rounded up, and one. Each run goes through its
-    layers in short chains, each fed the golden's own input at its start and judged at its end. A port needs to show
-    nothing but its output. Finished runs are noted: an interrupted bisection goes on where it stopped.
+    62 layers take seven runs at most: log2 of their number, rounded up, plus one. Each run goes through its layers in
+    short chains. A chain starts from the golden's input and is judged at its end, so a port needs to show nothing but
+    its output. Finished runs are stored: an interrupted bisection continues where it stopped.
 
-    Exits with 1 where a layer is wrong, or a chain far beyond its limit. 0 says that no error was large enough to be
-    seen (the output says how large), or that no more than a chain a little beyond its limit was, which is a warning.
+    Exits with 1 if a layer is wrong, or a chain is far beyond its limit. Exits with 0 if no error was large enough to
+    be seen; the output says how large that is. A chain a little beyond its limit is a warning, and exits with 0 too.
     """
     spec = ModelSpec.from_folder(resolve_config(model))
     span = (span or Span(0, spec.num_hidden_layers)).within(spec.num_hidden_layers)

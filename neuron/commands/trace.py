@@ -1,4 +1,4 @@
-"""`mm2-test trace`: one layer of a port compiled into a file that `--target traced:FILE` judges."""
+"""`mm2-test trace`: one layer of a port, compiled into a file for `--target traced:FILE`."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def trace_command(
     dtype: torch.dtype,
     as_json: bool,
 ) -> None:
-    """Compile one layer into a file, its sites as further outputs, for --target traced:FILE to judge.
+    """Compile one layer into a file for --target traced:FILE, with its sites as further outputs.
 
-    The weights go into the file, and the program takes rows of one shape: --golden or --seq-len says which.
-    Whoever loads such a file executes what is in it, as with a port's own file.
+    The file holds the weights. The program takes rows of one shape, which --golden or --seq-len gives.
+    Loading such a file executes its code, as with a port's own file.
     """
     spec = ModelSpec.from_folder(resolve_config(model))
     Span(layer, layer + 1).within(spec.num_hidden_layers)
