@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import torch
 
+from gpu_reference.golden.generation import Sampling
 from gpu_reference.model.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
 from gpu_reference.streaming.stream_choice import STREAM_MODES, StreamingRequest
 from minimax_tools.command_line.options import (
@@ -149,7 +150,7 @@ planned_golden_options = stack_options(
     ),
     _golden_options,
 )
-sampling_options = stack_options(
+sampled_golden_options = stack_options(
     click.option(
         "--max-new-tokens",
         type=click.IntRange(min=1),
@@ -171,4 +172,7 @@ sampling_options = stack_options(
         type=click.FloatRange(min=0, max=1, min_open=True),
         help="Draw among the most likely tokens that hold this share of the probability. Default: all.",
     ),
+    golden_options,
+    # After the golden's options, of which the seed belongs to the inputs.
+    grouped_as("sampling", Sampling),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -9,7 +10,12 @@ import click
 from gpu_reference.commands.golden_run import run_golden, whole_model_run
 from gpu_reference.commands.planned_run import run_planned
 from gpu_reference.golden.generation import Sampling
-from gpu_reference.options import GoldenOptions, golden_options, planned_golden_options, sampling_options
+from gpu_reference.options import (
+    GoldenOptions,
+    golden_options,
+    planned_golden_options,
+    sampled_golden_options,
+)
 from minimax_tools.command_line.console import Mm2Command
 from minimax_tools.command_line.options import layer_option, span_options
 from minimax_tools.errors import UsageError
@@ -41,25 +47,10 @@ def extract_all_command(plan_file: Path | None, slices_folder: Path | None, opti
     cls=Mm2Command,
     epilog='\b\nExample: mm2-gpu full --model DIR --prompt "The capital of France is"',
 )
-@sampling_options
-@golden_options
-def full_command(
-    max_new_tokens: int,
-    do_sample: bool,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    options: GoldenOptions,
-) -> None:
+@sampled_golden_options
+def full_command(sampling: Sampling, options: GoldenOptions) -> None:
     """Capture every layer, then generate; token ids and text are saved beside the activations."""
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=options.inputs.seed,
-    )
+    sampling = replace(sampling, seed=options.inputs.seed)
     run_golden(options, lambda spec: whole_model_run(options, spec), sampling)
 
 

@@ -92,46 +92,25 @@ def open_streamed_model(
     """
     if streaming.packed:
         _refuse_unpackable(request, reader)
-    limits = StreamingLimits(footprint=footprint, budget=budget, is_on_host=streaming.device.type == "cpu")
+    if streaming.device.type != "cpu":
+        # Weights and activations on a GPU do not count.
+        budget = MemoryBudget.unlimited()
     model = build_golden_model(request, device=streaming.device)
     # Known needs are checked before anything is read.
     if streaming.holds_part and streaming.part is not None:
         held = footprint.held_bytes(streaming.part.stage, packed=streaming.packed)
-        limits.allow(held + footprint.activation_bytes, "holding a slice")
+        budget.require(held + footprint.activation_bytes, "holding a slice")
     else:
         weights = footprint.streamed_bytes(prefetch=streaming.prefetch, packed=streaming.packed)
-        limits.allow(weights + footprint.activation_bytes, "streaming " + _word_layers(streaming))
+        layers = "two layers" if streaming.prefetch else "one layer"
+        budget.require(weights + footprint.activation_bytes, f"streaming {layers} at a time")
     if streaming.part is None or streaming.part.stage.has_head:
-        limits.allow(footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits")
-    new_storage = partial(_new_storage, request, streaming, limits)
+        budget.require(footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits")
+    new_storage = partial(_new_storage, request, streaming, footprint, budget)
     with LayerLoader(reader, new_storage, prefetch=streaming.prefetch) as loader:
-        streamed = StreamedModel(request, model, reader, loader, streaming, limits)
+        streamed = StreamedModel(request, model, reader, loader, streaming, footprint, budget)
         with streamed.attached():
             yield streamed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamingLimits:
-    """The memory limit of a stream.
-
-    Args:
-        footprint: The memory that the golden takes.
-        budget: Limit of anonymous memory.
-        is_on_host: Weights and activations count; those on a GPU do not.
-    """
-
-    footprint: Footprint
-    budget: MemoryBudget
-    is_on_host: bool
-
-    def allow(self, num_bytes: int, purpose: str) -> None:
-        """Raise if `num_bytes` more would exceed the budget.
-
-        Raises:
-            MemoryBudgetError: The budget would be broken.
-        """
-        if self.is_on_host:
-            self.budget.require(num_bytes, purpose)
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +123,8 @@ class StreamedModel:
         reader: Its checkpoint.
         loader: Reads whole layers.
         streaming: How to stream.
-        limits: The memory that it may take.
+        footprint: The memory that the golden takes.
+        budget: Limit of anonymous memory; unlimited on a GPU.
     """
 
     request: GoldenModelRequest
@@ -152,7 +132,8 @@ class StreamedModel:
     reader: OnceReader
     loader: LayerLoader
     streaming: Streaming
-    limits: StreamingLimits
+    footprint: Footprint
+    budget: MemoryBudget
     _held: dict[int, LayerStorage] = field(default_factory=dict)
     _running: int | None = None
     _is_proved: bool = False
@@ -213,7 +194,7 @@ class StreamedModel:
         if not self.streaming.holds_part:
             for name in ("model.norm", "lm_head"):
                 _strip(self.model.get_submodule(name))
-        self.limits.allow(self.limits.footprint.vocabulary_bytes, "the embedding")
+        self.budget.require(self.footprint.vocabulary_bytes, "the embedding")
         self._bind_weight(module, EMBEDDING)
 
     def _fetch_layer(self, number: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -229,7 +210,7 @@ class StreamedModel:
             is_last = number + 1 == self.request.num_hidden_layers
             storage = self.loader.load(number, then=None if is_last else number + 1)
         self._running = number
-        self.limits.allow(self.limits.footprint.activation_bytes, f"what layer {number} computes")
+        self.budget.require(self.footprint.activation_bytes, f"what layer {number} computes")
         _bind(module, storage)
         if not self._is_proved and not self._reads_routed_only(inputs[0]):
             self._prove(module, number, experts=None)
@@ -261,8 +242,8 @@ class StreamedModel:
             return
         self.loader.release()
         self._running = None
-        footprint = self.limits.footprint
-        self.limits.allow(footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits")
+        needed = self.footprint.vocabulary_bytes + self.footprint.logits_bytes
+        self.budget.require(needed, "the lm_head and its logits")
         self._bind_weight(module, head_name(self.request.spec))
 
     def _bind_weight(self, module: torch.nn.Module, name: str) -> None:
@@ -286,15 +267,14 @@ class StreamedModel:
         self._is_proved = True
 
 
-def _new_storage(request: GoldenModelRequest, streaming: Streaming, limits: StreamingLimits) -> LayerStorage:
-    footprint = limits.footprint
-    limits.allow(
-        footprint.packed_layer_bytes if streaming.packed else footprint.layer_bytes,
-        "the weights of one layer",
-    )
+def _new_storage(
+    request: GoldenModelRequest, streaming: Streaming, footprint: Footprint, budget: MemoryBudget
+) -> LayerStorage:
+    needed = footprint.packed_layer_bytes if streaming.packed else footprint.layer_bytes
+    budget.require(needed, "the weights of one layer")
     kind = PackedStorage if streaming.packed else GroupedStorage
     storage = kind(request.spec, dtype=request.dtype, device=streaming.device)
-    if limits.is_on_host and limits.budget.limit_bytes is not None:
+    if budget.limit_bytes is not None:
         # Only memory that was written to counts as taken. The next check must see it.
         for place in storage.places.values():
             place.zero_()
@@ -331,10 +311,6 @@ def _strip(module: torch.nn.Module, *_: Any) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.empty_like(buffer, device="meta")
-
-
-def _word_layers(streaming: Streaming) -> str:
-    return "two layers at a time" if streaming.prefetch else "one layer at a time"
 
 
 def _refuse_unpackable(request: GoldenModelRequest, reader: CheckpointReader) -> None:
