@@ -93,14 +93,14 @@ class LayerCertifier:
             return
         for site, tensor in stored.items():
             self._golden.count_nonfinite(site, tensor, self._real, f"{site} of layer {layer}")
-        self._take_norms(layer, stored)
+        self._check_norms(layer, stored)
         twins = self._golden.read_twins(layer, stored, self._real)
         if not self._golden.is_float32:
             self._golden.take_floor(layer, stored, twins, self._real)
-        self._take_rope(layer, stored, {} if self._golden.is_float32 else twins)
-        own = self._take_weights(layer, stored, twins, self._inputs)
+        self._check_rope(layer, stored, {} if self._golden.is_float32 else twins)
+        computed = self._check_weights(layer, stored, twins, self._inputs)
         if not self._golden.is_float32:
-            self._take_noise(layer, stored, own or twins)
+            self._check_noise(layer, stored, computed or twins)
 
     def checks(self) -> list[Check]:
         """Return the checks of all layers so far."""
@@ -119,7 +119,7 @@ class LayerCertifier:
         assert self._inputs is not None, "without inputs no layer is judged"
         return self._inputs.attention_mask.bool()
 
-    def _take_weights(
+    def _check_weights(
         self,
         layer: int,
         stored: Mapping[Site, torch.Tensor],
@@ -132,16 +132,16 @@ class LayerCertifier:
             return {}
         tensors = LayerTensors.open(model.reader, model.spec, layer, self._dtype)
         chosen = stored.get(Site.ROUTER_EXPERTS)
-        own = Float32Layer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
+        computed = Float32Layer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
         exact = twins or self._run_twins(layer, stored, inputs, tensors)
         largest = int(inputs.position_ids[self._real].max())
         for site, tensor in exact.items():
-            if site in own and tensor.is_floating_point():
-                distance = relative_distance(site, tensor, own[site], self._real)
+            if site in computed and tensor.is_floating_point():
+                distance = relative_distance(site, tensor, computed[site], self._real)
                 self._reference.take(distance, reference_limit(site, largest), f"{site} of layer {layer}")
         if {Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS} <= stored.keys():
-            self._take_router(layer, stored, tensors[CORRECTION_BIAS])
-        return own
+            self._check_router(layer, stored, tensors[CORRECTION_BIAS])
+        return computed
 
     def _run_twins(
         self, layer: int, stored: Mapping[Site, torch.Tensor], inputs: Inputs, tensors: LayerTensors
@@ -160,7 +160,7 @@ class LayerCertifier:
         chosen = stored.get(Site.ROUTER_EXPERTS)
         return twin.run(stored[Site.INPUT], inputs, router_experts=chosen, sites=sites)
 
-    def _take_noise(
+    def _check_noise(
         self, layer: int, stored: Mapping[Site, torch.Tensor], exact: Mapping[Site, torch.Tensor]
     ) -> None:
         for site, tensor in stored.items():
@@ -170,7 +170,7 @@ class LayerCertifier:
                 scale = scale_error(site, tensor, exact[site], self._real)
                 self._scale.take(scale, SCALE_LIMIT, f"{site} of layer {layer}")
 
-    def _take_rope(
+    def _check_rope(
         self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]
     ) -> None:
         if self._model is None:
@@ -188,7 +188,7 @@ class LayerCertifier:
                         f"{kind}{rotated} of layer {layer} rotates {changed} dims of a head, config.json says {width}"
                     )
 
-    def _take_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
+    def _check_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
         if Site.Q_ROPE not in stored:
             return
         head_dim = stored[Site.Q_ROPE].shape[-1]
@@ -197,7 +197,7 @@ class LayerCertifier:
                 spread = norm_spread(stored[projected], stored[normed], self._real, head_dim=head_dim)
                 self._norms.take(spread, NORM_LIMIT[self._dtype], f"{normed} of layer {layer}")
 
-    def _take_router(self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor) -> None:
+    def _check_router(self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor) -> None:
         num_wrong, error = router_faults(stored, bias, self._real)
         self._router.count += 1
         if num_wrong:

@@ -63,7 +63,8 @@ def grouped_as(name: str, build: Callable[..., Any], *, prefix: str = "") -> Cal
 
     Args:
         name: The command's parameter that gets the value.
-        build: Makes the value. Its parameters bear the names of the options that it takes.
+        build: Makes the value. Its parameters bear the names of the options that it takes. Decorators above this one
+            take their options first.
         prefix: Begins the options' names, before the names of the parameters.
     """
     parameters = tuple(inspect.signature(build).parameters)
@@ -122,7 +123,7 @@ def read_span(start_layer: int | None, end_layer: int | None, layers: str | None
     return Span.inclusive(start_layer, end_layer)
 
 
-def read_reading(format_name: str | None, map_path: Path | None) -> DumpReading:
+def _read_dump_reading(format_name: str | None, map_path: Path | None) -> DumpReading:
     """Read --format and --map.
 
     Raises:
@@ -306,7 +307,7 @@ def reading_options(side: str = "", whose: str = "the directory") -> Callable[[C
             metavar="FILE.yaml",
             help=f"Map from sites to tensors in {whose}, for another tool's dump.",
         ),
-        grouped_as(f"{prefix}reading", read_reading, prefix=prefix),
+        grouped_as(f"{prefix}reading", _read_dump_reading, prefix=prefix),
     )
 
 
