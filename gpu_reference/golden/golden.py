@@ -20,7 +20,7 @@ from gpu_reference.golden.recording import recording_layers, recording_model
 from gpu_reference.golden.resumption import skipping_layers
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.model import GoldenModelRequest, load_golden_model
-from gpu_reference.model.model_checks import certify, certify_streamed, refuse_ragged_blocks
+from gpu_reference.model.model_checks import prove_bare_model, prove_model, refuse_ragged_blocks
 from gpu_reference.model.placement import describe_devices, input_device, watched_memory
 from gpu_reference.model.twin_weights import CheckpointTwinWeights, TwinWeights
 from gpu_reference.streaming.once_reader import OnceReader
@@ -293,7 +293,7 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
             _verify_layers(reader.index, request)
             request.budget.require(request.footprint.loading_bytes, "loading the model whole")
             loaded = load_golden_model(model, reader)
-            proved = certify(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
+            proved = prove_model(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
             weights = CheckpointTwinWeights(reader=reader, spec=model.spec, dtype=model.dtype)
             yield Golden(request, loaded, reader, weights, proved)
         return
@@ -303,7 +303,7 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
         with open_streamed_model(
             model, once_reader, streaming, footprint=request.footprint, budget=request.budget
         ) as streamed:
-            proved = certify_streamed(streamed.model, spec=model.spec, dtype=model.dtype)
+            proved = prove_bare_model(streamed.model, spec=model.spec, dtype=model.dtype)
             yield Golden(request, streamed.model, once_reader, streamed, proved)
 
 

@@ -39,7 +39,7 @@ PROVED_NAMES = (
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def certify(
+def prove_model(
     model: torch.nn.Module, *, spec: ModelSpec, reader: CheckpointReader, dtype: torch.dtype
 ) -> tuple[str, ...]:
     """Prove rotary width, float32 router and dequantised weights of a loaded model, offloaded weights too.
@@ -56,7 +56,7 @@ def certify(
     Raises:
         GoldenRefusedError: One of the proofs failed; the trap is named.
     """
-    proved = certify_streamed(model, spec=spec, dtype=dtype)
+    proved = prove_bare_model(model, spec=spec, dtype=dtype)
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
         tensors = LayerTensors.open(reader, spec, index, dtype)
         prove_float32_router(layer, tensors, index)
@@ -70,11 +70,11 @@ def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
     return (*weights, *map(scale_name, weights))
 
 
-def certify_streamed(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
+def prove_bare_model(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
     """Prove what a model without weights shows; the first streamed layer proves the rest.
 
     Returns:
-        The names that `certify` returns, since a golden is the same capture however it was made.
+        The names that `prove_model` returns, since a golden is the same capture however it was made.
 
     Raises:
         GoldenRefusedError: One of the proofs failed; the trap is named.
