@@ -24,6 +24,12 @@ class Tally:
     count: int = 0
     faults: list[str] = field(default_factory=list)
 
+    def add(self, fault: str | None) -> None:
+        """Add an item, with its fault in words; None if it holds."""
+        self.count += 1
+        if fault is not None:
+            self.faults.append(fault)
+
     def check(self, told: str) -> Check:
         """Return the check; `told` is its claim if all items hold."""
         if self.faults:

@@ -98,17 +98,14 @@ class CheckedCapture:
             except CaptureError:
                 continue
             if kept is not None and stored[site].shape == twin.shape:
-                self._floor.count += 1
                 found = error_norms(site, stored[site], twin, real=real)[name]
-                if not torch.allclose(found, kept, rtol=_FLOOR_TOLERANCE, atol=0.0):
-                    self._floor.faults.append(f"{name} of layer {layer}")
+                is_same = torch.allclose(found, kept, rtol=_FLOOR_TOLERANCE, atol=0.0)
+                self._floor.add(None if is_same else f"{name} of layer {layer}")
 
     def count_nonfinite(self, site: Site, tensor: torch.Tensor, real: torch.Tensor, where: str) -> None:
         """Count NaN and Inf on the real rows, bool [B,S]."""
         count = num_nonfinite(site, tensor, real)
-        self._finite.count += 1
-        if count:
-            self._finite.faults.append(f"{count} of {where}")
+        self._finite.add(f"{count} of {where}" if count else None)
 
     def read_model_sites(self, real: torch.Tensor) -> None:
         """Read the sites outside the layers, and count NaN and Inf on the real rows, bool [B,S]."""

@@ -181,12 +181,10 @@ class LayerCertifier:
                 if not {normed, rotated} <= tensors.keys():
                     continue
                 changes = rotated_dims(tensors[normed], tensors[rotated], self._real)
-                self._rotary.count += 1
-                if not is_rotated_width(changes, width):
-                    changed = int(changes.nonzero().max()) + 1 if bool(changes.any()) else 0
-                    self._rotary.faults.append(
-                        f"{kind}{rotated} of layer {layer} rotates {changed} dims of a head, config.json says {width}"
-                    )
+                changed = int(changes.nonzero().max()) + 1 if bool(changes.any()) else 0
+                where = f"{kind}{rotated} of layer {layer}"
+                fault = f"{where} rotates {changed} dims of a head, config.json says {width}"
+                self._rotary.add(None if is_rotated_width(changes, width) else fault)
 
     def _check_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
         if Site.Q_ROPE not in stored:
