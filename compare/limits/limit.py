@@ -7,11 +7,12 @@ limit is no number but a rule: `usual` times what chance adds, at the share of f
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
-_STANDARD = NormalDist()
-# Below this the tail of the normal distribution is not resolved.
+from scipy.special import bdtrc, ndtri
+
+# Smaller shares, and 0 above all, count as this one: limits stay finite.
 _SMALLEST_SHARE = 1e-15
 
 
@@ -51,20 +52,18 @@ class Limit:
 
 
 def quantile(share: float) -> float:
-    """What a standard normal value exceeds in a `share` of the cases."""
-    return -_STANDARD.inv_cdf(min(max(share, _SMALLEST_SHARE), 0.5))
+    """Return the value that a standard normal variable exceeds in a `share` of the cases; at least 0."""
+    return -float(ndtri(min(max(share, _SMALLEST_SHARE), 0.5)))
 
 
 def most_hits(num_trials: int, *, chance: float, share: float) -> int:
-    """How many of so many trials hit, each by `chance`, but for a `share` of the cases at most."""
-    if chance >= 1.0 or num_trials == 0:
-        return num_trials
-    odds = math.log(chance) - math.log1p(-chance) if chance > 0.0 else -math.inf
-    probability = num_trials * math.log1p(-chance)
-    remaining = 1.0 - math.exp(probability)
-    hits = 0
-    while remaining > share and hits < num_trials:
-        probability += math.log((num_trials - hits) / (hits + 1)) + odds
-        hits += 1
-        remaining -= math.exp(probability)
-    return hits
+    """Return the number of hits that is exceeded in at most a `share` of the cases.
+
+    Args:
+        num_trials: Independent trials.
+        chance: Probability that one trial hits; 1 and above is certain.
+        share: Allowed probability of more hits, below 1.
+    """
+    return bisect_left(
+        range(num_trials), True, key=lambda hits: bool(bdtrc(hits, num_trials, min(chance, 1.0)) <= share)
+    )

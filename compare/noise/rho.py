@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from scipy.special import stdtrit
 
 from compare.noise.input_error import InputError
 from compare.noise.squared_errors import Squares, square_difference, square_rows
@@ -235,9 +236,7 @@ def _per_token(error: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     return (error / torch.maximum(floor, floor.median()).clamp(min=_TINY)).sqrt()
 
 
-# Student's t at 97.5 % by degrees of freedom, for those that differ from the normal 1.96 by more than 10 %.
-_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-_NORMAL = 1.96
+_UPPER_QUANTILE = 0.975
 _FEWEST_PROMPTS = 3
 _NUM_BLOCKS = 10
 
@@ -273,8 +272,7 @@ def rho_interval(
         float((logarithms - logarithms.mean()).square().sum()) * (num_groups - 1) / num_groups
     )
     rho = math.sqrt(float(errors.sum() / floors.sum()))
-    freedom = num_groups - 1
-    reach = deviation * (_STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL)
+    reach = deviation * float(stdtrit(num_groups - 1, _UPPER_QUANTILE))
     return rho * math.exp(-reach), rho * math.exp(reach)
 
 

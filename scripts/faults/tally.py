@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from figures import Figure
+from scipy.special import betaincinv
 
 from faults.cases import Case
 from faults.rivals import RULES
@@ -74,11 +74,7 @@ def upper_bound(hits: int, trials: int, *, confidence: float = _CONFIDENCE) -> f
     """The one-sided Clopper-Pearson bound of a rate: the largest rate under which so few hits are not too rare."""
     if trials == 0 or hits >= trials:
         return 1.0
-    low, high = hits / trials, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _at_most(hits, trials, middle) > 1 - confidence else (low, middle)
-    return high
+    return float(betaincinv(hits + 1, trials - hits, confidence))
 
 
 def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator[Figure]:
@@ -152,20 +148,6 @@ def _rule_figures(rule: str, above: Sequence[Case], clean: Sequence[Case]) -> It
             yield Figure.plain(f"{rule}_{word}_%", _percent(hits, len(group)))
             alone = sum("output" in case.rivals[rule] for case in group)
             yield Figure.plain(f"{rule}_black_box_{word}_%", _percent(alone, len(group)))
-
-
-def _at_most(hits: int, trials: int, rate: float) -> float:
-    """The probability of so many hits or fewer."""
-    return sum(
-        math.exp(
-            math.lgamma(trials + 1)
-            - math.lgamma(count + 1)
-            - math.lgamma(trials - count + 1)
-            + count * math.log(rate)
-            + (trials - count) * math.log1p(-rate)
-        )
-        for count in range(hits + 1)
-    )
 
 
 def _percent(part: int, whole: int) -> float:
