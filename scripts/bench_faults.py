@@ -57,11 +57,7 @@ def main() -> int:
     if arguments.table:
         print(render_table(cases))
         return 0
-    figures = [
-        *give_figures(cases),
-        *give_dump_figures(dumps),
-        *give_pass_figures(cases, dumps, joined),
-    ]
+    figures = [*give_figures(cases), *give_dump_figures(dumps), *give_pass_figures(cases, dumps, joined)]
     if arguments.curve:
         figures += give_curve_figures(trace_operating_curve(cases))
         print(render_curve(cases), file=sys.stderr if arguments.json else sys.stdout)

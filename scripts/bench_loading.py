@@ -153,9 +153,7 @@ GROUPS: tuple[Group, ...] = (
         figures=_stream_names("_stats"),
     ),
     Group(
-        stored=None,
-        measure=_alone(measure_packed_large),
-        figures=("peak_anonymous_packed_over_fp8_layer",),
+        stored=None, measure=_alone(measure_packed_large), figures=("peak_anonymous_packed_over_fp8_layer",)
     ),
     Group(
         stored=None,

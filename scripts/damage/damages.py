@@ -271,19 +271,11 @@ _UNSIGNABLE = (
 _OF_DEVICE_RUN = tuple(
     Damage(name=f"device run: {name}", apply=apply, named=named, of_golden=False)
     for name, apply, named in (
-        (
-            "a site replaced",
-            _change(_VALUES, "moe_delta", _scale(1.01)),
-            ("moe_delta", _PLACE, _VALUES),
-        ),
+        ("a site replaced", _change(_VALUES, "moe_delta", _scale(1.01)), ("moe_delta", _PLACE, _VALUES)),
         ("a site zeroed", _change(_VALUES, "q_proj", _zero), ("q_proj", _PLACE, _VALUES)),
         ("one bit", lambda directory: flip_byte(directory, _VALUES), (_VALUES,)),
         ("values cut off", lambda directory: cut_file(directory, _VALUES), (_VALUES,)),
-        (
-            "values exchanged with another layer's",
-            _both(_VALUES, _OTHER_VALUES),
-            (_OTHER_VALUES,),
-        ),
+        ("values exchanged with another layer's", _both(_VALUES, _OTHER_VALUES), (_OTHER_VALUES,)),
         (
             "logits replaced",
             _change("model.safetensors", "logits", _scale(1.01)),

@@ -91,10 +91,7 @@ class Experts:
 
     def _group(self, gate_up: torch.Tensor, down: torch.Tensor, pool: ReadingPool) -> None:
         experts, dtype = range(self.num_experts), self.flat.dtype
-        places = {
-            **gate_up_places(experts, gate_up, dtype=dtype),
-            **down_places(experts, down, dtype=dtype),
-        }
+        places = {**gate_up_places(experts, gate_up, dtype=dtype), **down_places(experts, down, dtype=dtype)}
         fillings = [partial(copy_weight, name, self.matrices[name], place) for name, place in places.items()]
         pool.finish(pool.start(fillings))
 

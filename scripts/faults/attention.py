@@ -139,19 +139,12 @@ PLANTS = (
     Plant(name="k_v_swapped", sites=(Site.K_PROJ, Site.V_PROJ), arithmetic=KeysAndValuesSwapped),
     Plant(name="q_heads_interleaved", sites=(Site.Q_PROJ,), arithmetic=QueryHeadsInterleaved),
     Plant(
-        name="attention_scale",
-        sites=_CONTEXT,
-        arithmetic=Scaled,
-        parameters={"factor": 0.8},
-        decodes=True,
+        name="attention_scale", sites=_CONTEXT, arithmetic=Scaled, parameters={"factor": 0.8}, decodes=True
     ),
     Plant(name="attention_scale", sites=_CONTEXT, arithmetic=Scaled, parameters={"factor": 2**0.5}),
     Plant(name="causal_mask_missing", sites=_CONTEXT, arithmetic=CausalMaskMissing),
     Plant(
-        name="padding_mask_missing",
-        sites=_CONTEXT,
-        arithmetic=PaddingMaskMissing,
-        needs_left_padding=True,
+        name="padding_mask_missing", sites=_CONTEXT, arithmetic=PaddingMaskMissing, needs_left_padding=True
     ),
     Plant(
         name="sliding_window",

@@ -17,15 +17,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import K_NORM, K_PROJ, O_PROJ, Q_NORM, Q_PROJ, V_PROJ
 
 _ROPE = (Site.Q_ROPE, Site.K_ROPE)
-_HEADS = (
-    Site.Q_PROJ,
-    Site.K_PROJ,
-    Site.V_PROJ,
-    Site.Q_NORM,
-    Site.K_NORM,
-    *_ROPE,
-    Site.ATTN_CONTEXT,
-)
+_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, *_ROPE, Site.ATTN_CONTEXT)
 _ROUTER = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
 
 
@@ -105,11 +97,7 @@ class OtherPadding(Arithmetic):
             return value
 
         output, (keys, values) = super().run(
-            _move(states, there, dim=1),
-            mask.gather(1, there),
-            positions.gather(1, there),
-            None,
-            tap_moved,
+            _move(states, there, dim=1), mask.gather(1, there), positions.gather(1, there), None, tap_moved
         )
         return _move(output, back, dim=1), (_move(keys, back, dim=2), _move(values, back, dim=2))
 

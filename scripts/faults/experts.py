@@ -149,11 +149,7 @@ PLANTS = (
     Plant(name="expert_capacity", sites=_MOE, arithmetic=Capacity, parameters={"factor": 1.0}),
     Plant(name="expert_capacity", sites=_MOE, arithmetic=Capacity, parameters={"factor": 1.25}),
     Plant(
-        name="moe_delta_scaled",
-        sites=_MOE,
-        arithmetic=MoeScaled,
-        parameters={"factor": 2.0},
-        decodes=True,
+        name="moe_delta_scaled", sites=_MOE, arithmetic=MoeScaled, parameters={"factor": 2.0}, decodes=True
     ),
     Plant(name="moe_delta_scaled", sites=_MOE, arithmetic=MoeScaled, parameters={"factor": 0.97}),
     Plant(

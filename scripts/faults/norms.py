@@ -153,10 +153,7 @@ PLANTS = (
     Plant(name="qk_norm_per_rank", sites=_QK_NORM, arithmetic=HeadNormPerRank, parameters={"tp_degree": 8}),
     Plant(name="qk_norm_weight_averaged", sites=_QK_NORM, arithmetic=HeadNormAveraged),
     Plant(
-        name="qk_norm_first_slice",
-        sites=_QK_NORM,
-        arithmetic=HeadNormFirstSlice,
-        parameters={"tp_degree": 4},
+        name="qk_norm_first_slice", sites=_QK_NORM, arithmetic=HeadNormFirstSlice, parameters={"tp_degree": 4}
     ),
     Plant(
         name="k_norm_scaled",
@@ -166,10 +163,7 @@ PLANTS = (
         decodes=True,
     ),
     Plant(
-        name="q_norm_scaled",
-        sites=(Site.Q_NORM,),
-        arithmetic=QueryNormScaled,
-        parameters={"factor": 2**-0.5},
+        name="q_norm_scaled", sites=(Site.Q_NORM,), arithmetic=QueryNormScaled, parameters={"factor": 2**-0.5}
     ),
     Plant(name="qk_norm_low_precision", sites=_QK_NORM, arithmetic=HeadNormLowPrecision),
     # Neither is the norm that of the projection, nor the rotation that of the norm.

@@ -150,11 +150,7 @@ PLANTS = (
     uncatalogued("bucket_end_wrong", _MOE, BucketEndWrong),
     uncatalogued("gather_off_by_one", _MOE, GatherOffByOne),
     uncatalogued(
-        "sum_counts_twice",
-        (Site.POST_NORM,),
-        SumCountsTwice,
-        decodes=True,
-        akin=("post_norm_slice_twice",),
+        "sum_counts_twice", (Site.POST_NORM,), SumCountsTwice, decodes=True, akin=("post_norm_slice_twice",)
     ),
     uncatalogued("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
     uncatalogued("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),

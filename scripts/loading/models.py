@@ -11,15 +11,7 @@ from figures import Figure
 from page_cache import drop_cache
 from peaks import tree_bytes
 
-from loading.bench import (
-    READ_PLAINLY,
-    SPLIT,
-    WRITE_QWEN2,
-    Bench,
-    Checkpoint,
-    Measured,
-    bf16_layer_bytes,
-)
+from loading.bench import READ_PLAINLY, SPLIT, WRITE_QWEN2, Bench, Checkpoint, Measured, bf16_layer_bytes
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.model.weight_names import EMBEDDING, layer_of
 from minimax_tools.synthetic.toy_model import PRESETS

@@ -43,10 +43,7 @@ def load_layers(model: str, *, prefetch: bool) -> dict[str, float]:
             for layer in range(spec.num_hidden_layers):
                 following = layer + 1
                 loader.load(layer, then=following if following < spec.num_hidden_layers else None)
-            return {
-                "pass_s": time.perf_counter() - began_s,
-                "bytes_read": reader.num_bytes_read,
-            }
+            return {"pass_s": time.perf_counter() - began_s, "bytes_read": reader.num_bytes_read}
 
 
 def read_plainly(

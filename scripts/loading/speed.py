@@ -35,11 +35,7 @@ def measure_warm_load(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
     rates, ratios, raw_rates, cached_rates = [], [], [], []
     for _ in range(bench.scale.rounds):
         load = bench.probe(
-            LOAD_LAYERS,
-            cache=Cache.WARM,
-            checkpoint=checkpoint,
-            model=str(checkpoint.folder),
-            prefetch=False,
+            LOAD_LAYERS, cache=Cache.WARM, checkpoint=checkpoint, model=str(checkpoint.folder), prefetch=False
         )
         read_s = min(
             _read_s(bench, checkpoint, Cache.WARM, num_threads=1),

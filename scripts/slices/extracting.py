@@ -97,11 +97,7 @@ def _make_checkpoint(folder: Path, model: SyntheticModel, shard_size_bytes: int,
     """An FP8 checkpoint, and a plan that gives the first node so many layers."""
     folder.mkdir()
     synthesize(
-        folder / "model",
-        model=model,
-        dtype=torch.float8_e4m3fn,
-        shard_size_bytes=shard_size_bytes,
-        seed=0,
+        folder / "model", model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=shard_size_bytes, seed=0
     )
     source = open_source(str(folder / "model"))
     plan = source.divide(
