@@ -108,7 +108,7 @@ def round_to_fp8(states: torch.Tensor) -> torch.Tensor:
 
 
 def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **parameters: Any) -> Plant:
-    return Plant(name=name, sites=sites, arithmetic=arithmetic, parameters=parameters, needs_fp8=True)
+    return Plant(name, sites, arithmetic, parameters, needs_fp8=True)
 
 
 PLANTS = (
@@ -123,5 +123,5 @@ PLANTS = (
         _plant("fp8_scale_transposed", (_SITES[tensor],), ScaleTransposed, tensor=tensor)
         for tensor in ("q_proj", "o_proj")
     ),
-    Plant(name="fp8_activations", sites=(Site.MOE_DELTA,), arithmetic=Activations),
+    Plant("fp8_activations", (Site.MOE_DELTA,), Activations),
 )

@@ -139,37 +139,23 @@ class HeadNormAfterRotation(Arithmetic):
 
 
 PLANTS = (
-    Plant(name="input_norm_plus_one", sites=(Site.INPUT_NORM,), arithmetic=InputNormPlusOne),
-    Plant(name="post_norm_plus_one", sites=(Site.POST_NORM,), arithmetic=PostNormPlusOne, decodes=True),
-    Plant(name="input_norm_weight_missing", sites=(Site.INPUT_NORM,), arithmetic=InputNormWeightMissing),
-    Plant(name="post_norm_weight_missing", sites=(Site.POST_NORM,), arithmetic=PostNormWeightMissing),
-    Plant(name="norm_eps", sites=(*_BLOCK_NORMS, *_QK_NORM), arithmetic=OtherEps, parameters={"eps": 1e-2}),
-    Plant(name="norm_eps", sites=(*_BLOCK_NORMS, *_QK_NORM), arithmetic=OtherEps, parameters={"eps": 1e-5}),
-    Plant(name="norm_mean_subtracted", sites=_BLOCK_NORMS, arithmetic=MeanSubtracted),
-    Plant(name="norm_sum_partial", sites=_BLOCK_NORMS, arithmetic=SumPartial, parameters={"groups": 2}),
-    Plant(name="norm_sum_partial", sites=_BLOCK_NORMS, arithmetic=SumPartial, parameters={"groups": 4}),
-    Plant(name="qk_norm_missing", sites=_QK_NORM, arithmetic=HeadNormMissing, decodes=True),
-    Plant(name="qk_norm_per_rank", sites=_QK_NORM, arithmetic=HeadNormPerRank, parameters={"tp_degree": 2}),
-    Plant(name="qk_norm_per_rank", sites=_QK_NORM, arithmetic=HeadNormPerRank, parameters={"tp_degree": 8}),
-    Plant(name="qk_norm_weight_averaged", sites=_QK_NORM, arithmetic=HeadNormAveraged),
-    Plant(
-        name="qk_norm_first_slice", sites=_QK_NORM, arithmetic=HeadNormFirstSlice, parameters={"tp_degree": 4}
-    ),
-    Plant(
-        name="k_norm_scaled",
-        sites=(Site.K_NORM,),
-        arithmetic=KeyNormScaled,
-        parameters={"factor": 8**-0.5},
-        decodes=True,
-    ),
-    Plant(
-        name="q_norm_scaled", sites=(Site.Q_NORM,), arithmetic=QueryNormScaled, parameters={"factor": 2**-0.5}
-    ),
-    Plant(name="qk_norm_low_precision", sites=_QK_NORM, arithmetic=HeadNormLowPrecision),
+    Plant("input_norm_plus_one", (Site.INPUT_NORM,), InputNormPlusOne),
+    Plant("post_norm_plus_one", (Site.POST_NORM,), PostNormPlusOne, decodes=True),
+    Plant("input_norm_weight_missing", (Site.INPUT_NORM,), InputNormWeightMissing),
+    Plant("post_norm_weight_missing", (Site.POST_NORM,), PostNormWeightMissing),
+    Plant("norm_eps", (*_BLOCK_NORMS, *_QK_NORM), OtherEps, {"eps": 1e-2}),
+    Plant("norm_eps", (*_BLOCK_NORMS, *_QK_NORM), OtherEps, {"eps": 1e-5}),
+    Plant("norm_mean_subtracted", _BLOCK_NORMS, MeanSubtracted),
+    Plant("norm_sum_partial", _BLOCK_NORMS, SumPartial, {"groups": 2}),
+    Plant("norm_sum_partial", _BLOCK_NORMS, SumPartial, {"groups": 4}),
+    Plant("qk_norm_missing", _QK_NORM, HeadNormMissing, decodes=True),
+    Plant("qk_norm_per_rank", _QK_NORM, HeadNormPerRank, {"tp_degree": 2}),
+    Plant("qk_norm_per_rank", _QK_NORM, HeadNormPerRank, {"tp_degree": 8}),
+    Plant("qk_norm_weight_averaged", _QK_NORM, HeadNormAveraged),
+    Plant("qk_norm_first_slice", _QK_NORM, HeadNormFirstSlice, {"tp_degree": 4}),
+    Plant("k_norm_scaled", (Site.K_NORM,), KeyNormScaled, {"factor": 8**-0.5}, decodes=True),
+    Plant("q_norm_scaled", (Site.Q_NORM,), QueryNormScaled, {"factor": 2**-0.5}),
+    Plant("qk_norm_low_precision", _QK_NORM, HeadNormLowPrecision),
     # Neither is the norm that of the projection, nor the rotation that of the norm.
-    Plant(
-        name="qk_norm_swapped_order",
-        sites=(*_QK_NORM, Site.Q_ROPE, Site.K_ROPE),
-        arithmetic=HeadNormAfterRotation,
-    ),
+    Plant("qk_norm_swapped_order", (*_QK_NORM, Site.Q_ROPE, Site.K_ROPE), HeadNormAfterRotation),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
 from faults.arithmetic import Arithmetic
-from faults.weights import Weights
+from faults.stages import FusedWeights
 from minimax_tools.model.sites import Site
 
 
@@ -25,7 +25,7 @@ class Kind(str, Enum):
         return self.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plant:
     """What is planted.
 
@@ -33,8 +33,8 @@ class Plant:
         name: In the spelling of the diagnosis, where it has the mistake.
         sites: Where it lives: the sites that are wrong though all they are computed from is right.
         arithmetic: What makes it.
-        kind: What it counts as.
         parameters: Of the mistake.
+        kind: What it counts as.
         hides: Sites that the port does not show.
         prefills: Whether it shows where all rows are computed at once.
         decodes: Whether it is also planted in decode rows alone.
@@ -48,8 +48,9 @@ class Plant:
     name: str
     sites: tuple[Site, ...]
     arithmetic: type[Arithmetic]
-    kind: Kind = Kind.CATALOGUED
     parameters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    _: KW_ONLY
+    kind: Kind = Kind.CATALOGUED
     hides: tuple[Site, ...] = ()
     prefills: bool = True
     decodes: bool = False
@@ -59,7 +60,7 @@ class Plant:
     halves: tuple[Plant, ...] = ()
     akin: tuple[str, ...] = ()
 
-    def build(self, config: Any, weights: Weights) -> Arithmetic:
+    def build(self, config: Any, weights: FusedWeights) -> Arithmetic:
         """The arithmetic of a layer with this mistake."""
         return self.arithmetic(config, weights, **self.parameters)
 
@@ -67,24 +68,3 @@ class Plant:
         if not self.parameters or self.halves:
             return self.name
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.parameters.items())})"
-
-
-def uncatalogued(
-    name: str,
-    sites: tuple[Site, ...],
-    arithmetic: type[Arithmetic],
-    *,
-    prefills: bool = True,
-    decodes: bool = False,
-    akin: tuple[str, ...] = (),
-) -> Plant:
-    """A mistake that no catalogue has."""
-    return Plant(
-        name=name,
-        sites=sites,
-        arithmetic=arithmetic,
-        kind=Kind.UNCATALOGUED,
-        prefills=prefills,
-        decodes=decodes,
-        akin=akin,
-    )

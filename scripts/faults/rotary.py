@@ -124,7 +124,7 @@ class CountedPositions(Arithmetic):
 
 
 _OF_FAR_POSITIONS = tuple(
-    Plant(name=name, sites=_ROPE, arithmetic=arithmetic, parameters=parameters, needs_far_positions=True)
+    Plant(name, _ROPE, arithmetic, parameters, needs_far_positions=True)
     for name, arithmetic, parameters in (
         ("rope_positions_modulo", ModuloPositions, {"modulo": 128}),
         ("rope_positions_modulo", ModuloPositions, {"modulo": 4096}),
@@ -137,15 +137,15 @@ _OF_FAR_POSITIONS = tuple(
 
 PLANTS = (
     *_OF_FAR_POSITIONS,
-    Plant(name="rope_width", sites=_ROPE, arithmetic=OtherWidth, parameters={"rotary_dim": 64}),
-    Plant(name="rope_width", sites=_ROPE, arithmetic=OtherWidth, parameters={"rotary_dim": 16}),
-    Plant(name="rope_theta", sites=_ROPE, arithmetic=OtherTheta, parameters={"theta": 1e4}, decodes=True),
-    Plant(name="rope_interleaved", sites=_ROPE, arithmetic=Interleaved, decodes=True),
-    Plant(name="rope_missing", sites=_ROPE, arithmetic=Missing),
-    Plant(name="rope_reversed", sites=_ROPE, arithmetic=Reversed),
-    Plant(name="rope_last_dims", sites=_ROPE, arithmetic=LastDims),
-    Plant(name="rope_position_scaled", sites=_ROPE, arithmetic=PositionScaled, parameters={"factor": 0.25}),
-    Plant(name="rope_frequency_width", sites=_ROPE, arithmetic=FrequencyWidth, parameters={"width": 64}),
-    Plant(name="rope_low_precision", sites=_ROPE, arithmetic=LowPrecision),
-    Plant(name="rope_wrong_slice", sites=_ROPE, arithmetic=WrongSlice, parameters={"period": 4}),
+    Plant("rope_width", _ROPE, OtherWidth, {"rotary_dim": 64}),
+    Plant("rope_width", _ROPE, OtherWidth, {"rotary_dim": 16}),
+    Plant("rope_theta", _ROPE, OtherTheta, {"theta": 1e4}, decodes=True),
+    Plant("rope_interleaved", _ROPE, Interleaved, decodes=True),
+    Plant("rope_missing", _ROPE, Missing),
+    Plant("rope_reversed", _ROPE, Reversed),
+    Plant("rope_last_dims", _ROPE, LastDims),
+    Plant("rope_position_scaled", _ROPE, PositionScaled, {"factor": 0.25}),
+    Plant("rope_frequency_width", _ROPE, FrequencyWidth, {"width": 64}),
+    Plant("rope_low_precision", _ROPE, LowPrecision),
+    Plant("rope_wrong_slice", _ROPE, WrongSlice, {"period": 4}),
 )

@@ -120,31 +120,23 @@ class SigmoidMissing(Arithmetic):
 
 
 PLANTS = (
-    Plant(name="router_softmax", sites=(*_EXPERTS, *_WEIGHTS), arithmetic=Softmax, decodes=True),
-    Plant(name="router_bias_missing", sites=_EXPERTS, arithmetic=BiasMissing, decodes=True),
-    Plant(name="router_bias_low_precision", sites=_EXPERTS, arithmetic=BiasLowPrecision),
-    Plant(name="router_bias_negated", sites=_EXPERTS, arithmetic=BiasNegated),
-    Plant(name="router_bias_in_weights", sites=_WEIGHTS, arithmetic=BiasInWeights, decodes=True),
-    Plant(name="router_weights_not_normalised", sites=_WEIGHTS, arithmetic=NotNormalised),
-    Plant(
-        name="router_weights_scaled",
-        sites=_WEIGHTS,
-        arithmetic=WeightsScaled,
-        parameters={"factor": 2.5},
-        decodes=True,
-    ),
-    Plant(
-        name="router_weights_scaled", sites=_WEIGHTS, arithmetic=WeightsScaled, parameters={"factor": 0.95}
-    ),
-    Plant(name="router_top_k", sites=_EXPERTS, arithmetic=OtherTopK, parameters={"k": 3}),
-    Plant(name="router_top_k", sites=_EXPERTS, arithmetic=OtherTopK, parameters={"k": 2}),
-    Plant(name="router_low_precision", sites=_LOGITS, arithmetic=LowPrecision),
-    Plant(name="router_quantised", sites=_LOGITS, arithmetic=Quantised, parameters={"bits": 8}),
-    Plant(name="router_quantised", sites=_LOGITS, arithmetic=Quantised, parameters={"bits": 4}),
-    Plant(name="router_weights_on_input", sites=(Site.MOE_DELTA,), arithmetic=WeightsOnInput),
-    Plant(name="router_softmax_of_chosen", sites=_WEIGHTS, arithmetic=SoftmaxOfChosen),
-    Plant(name="router_weights_uniform", sites=_WEIGHTS, arithmetic=WeightsUniform),
-    Plant(name="router_sigmoid_missing", sites=_EXPERTS, arithmetic=SigmoidMissing),
+    Plant("router_softmax", (*_EXPERTS, *_WEIGHTS), Softmax, decodes=True),
+    Plant("router_bias_missing", _EXPERTS, BiasMissing, decodes=True),
+    Plant("router_bias_low_precision", _EXPERTS, BiasLowPrecision),
+    Plant("router_bias_negated", _EXPERTS, BiasNegated),
+    Plant("router_bias_in_weights", _WEIGHTS, BiasInWeights, decodes=True),
+    Plant("router_weights_not_normalised", _WEIGHTS, NotNormalised),
+    Plant("router_weights_scaled", _WEIGHTS, WeightsScaled, {"factor": 2.5}, decodes=True),
+    Plant("router_weights_scaled", _WEIGHTS, WeightsScaled, {"factor": 0.95}),
+    Plant("router_top_k", _EXPERTS, OtherTopK, {"k": 3}),
+    Plant("router_top_k", _EXPERTS, OtherTopK, {"k": 2}),
+    Plant("router_low_precision", _LOGITS, LowPrecision),
+    Plant("router_quantised", _LOGITS, Quantised, {"bits": 8}),
+    Plant("router_quantised", _LOGITS, Quantised, {"bits": 4}),
+    Plant("router_weights_on_input", (Site.MOE_DELTA,), WeightsOnInput),
+    Plant("router_softmax_of_chosen", _WEIGHTS, SoftmaxOfChosen),
+    Plant("router_weights_uniform", _WEIGHTS, WeightsUniform),
+    Plant("router_sigmoid_missing", _EXPERTS, SigmoidMissing),
 )
 
 

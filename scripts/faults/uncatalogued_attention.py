@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from faults.arithmetic import Arithmetic
-from faults.plant import uncatalogued
+from faults.plant import Kind, Plant
 from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
@@ -139,19 +141,23 @@ class ResidualGarbage(Arithmetic):
         return states + delta + (0.5 * delta.float().std() * garbage).to(states.dtype)
 
 
+def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **more: Any) -> Plant:
+    return Plant(name, sites, arithmetic, kind=Kind.UNCATALOGUED, **more)
+
+
 PLANTS = (
-    uncatalogued("head_zero", (Site.Q_PROJ,), HeadZero),
-    uncatalogued("output_head_zero", (Site.ATTN_DELTA,), OutputHeadZero),
-    uncatalogued("saturating_cast", (Site.ATTN_CONTEXT,), Saturating),
-    uncatalogued("tile_twice", (Site.ATTN_DELTA,), TileTwice, decodes=True),
-    uncatalogued("rotary_table_short", _ROPE, RotaryTableShort),
-    uncatalogued("keys_quantised", (Site.K_ROPE,), KeysQuantised, decodes=True),
-    uncatalogued("value_halves_swapped", (Site.V_PROJ,), ValueHalvesSwapped, decodes=True),
-    uncatalogued("last_head_reads_first", (Site.ATTN_CONTEXT,), LastHeadReadsFirst, decodes=True),
-    uncatalogued("scores_capped", (Site.ATTN_CONTEXT,), SoftCapped),
-    uncatalogued("oldest_forgotten", (Site.ATTN_CONTEXT,), OldestForgotten, prefills=False, decodes=True),
-    uncatalogued("step_ahead", _ROPE, StepBehind, decodes=True),
-    uncatalogued("channels_rolled", (Site.ATTN_DELTA,), ChannelsRolled),
-    uncatalogued("keys_slightly_large", (Site.K_PROJ,), CacheNoise),
-    uncatalogued("residual_garbage", (Site.ATTN_RESIDUAL,), ResidualGarbage),
+    _plant("head_zero", (Site.Q_PROJ,), HeadZero),
+    _plant("output_head_zero", (Site.ATTN_DELTA,), OutputHeadZero),
+    _plant("saturating_cast", (Site.ATTN_CONTEXT,), Saturating),
+    _plant("tile_twice", (Site.ATTN_DELTA,), TileTwice, decodes=True),
+    _plant("rotary_table_short", _ROPE, RotaryTableShort),
+    _plant("keys_quantised", (Site.K_ROPE,), KeysQuantised, decodes=True),
+    _plant("value_halves_swapped", (Site.V_PROJ,), ValueHalvesSwapped, decodes=True),
+    _plant("last_head_reads_first", (Site.ATTN_CONTEXT,), LastHeadReadsFirst, decodes=True),
+    _plant("scores_capped", (Site.ATTN_CONTEXT,), SoftCapped),
+    _plant("oldest_forgotten", (Site.ATTN_CONTEXT,), OldestForgotten, prefills=False, decodes=True),
+    _plant("step_ahead", _ROPE, StepBehind, decodes=True),
+    _plant("channels_rolled", (Site.ATTN_DELTA,), ChannelsRolled),
+    _plant("keys_slightly_large", (Site.K_PROJ,), CacheNoise),
+    _plant("residual_garbage", (Site.ATTN_RESIDUAL,), ResidualGarbage),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from faults.arithmetic import Arithmetic
-from faults.plant import uncatalogued
+from faults.plant import Kind, Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 
@@ -145,24 +147,26 @@ class ResidualTwice(Arithmetic):
         return residual + moe + moe * quarter.to(moe.dtype)
 
 
+def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **more: Any) -> Plant:
+    return Plant(name, sites, arithmetic, kind=Kind.UNCATALOGUED, **more)
+
+
 PLANTS = (
-    uncatalogued("buffer_not_cleared", _MOE, BufferNotCleared),
-    uncatalogued("bucket_end_wrong", _MOE, BucketEndWrong),
-    uncatalogued("gather_off_by_one", _MOE, GatherOffByOne),
-    uncatalogued(
+    _plant("buffer_not_cleared", _MOE, BufferNotCleared),
+    _plant("bucket_end_wrong", _MOE, BucketEndWrong),
+    _plant("gather_off_by_one", _MOE, GatherOffByOne),
+    _plant(
         "sum_counts_twice", (Site.POST_NORM,), SumCountsTwice, decodes=True, akin=("post_norm_slice_twice",)
     ),
-    uncatalogued("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
-    uncatalogued("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),
-    uncatalogued("experts_of_row_before", (Site.ROUTER_EXPERTS,), RowOfBefore),
-    uncatalogued("weights_reversed", (Site.ROUTER_WEIGHTS,), WeightsReversed, decodes=True),
-    uncatalogued("expert_negated", _MOE, ExpertNegated),
-    uncatalogued("remainder_dropped", _MOE, RemainderDropped),
-    uncatalogued(
-        "moe_slightly_small", _MOE, MoeTruncated, akin=("moe_delta_scaled", "router_weights_scaled")
-    ),
-    uncatalogued("constant_added", _MOE, BiasAddedPerExpert),
-    uncatalogued("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
-    uncatalogued("inf_in_one_row", _MOE, InfInOneRow),
-    uncatalogued("quarter_reduced_twice", (Site.OUTPUT,), ResidualTwice),
+    _plant("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
+    _plant("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),
+    _plant("experts_of_row_before", (Site.ROUTER_EXPERTS,), RowOfBefore),
+    _plant("weights_reversed", (Site.ROUTER_WEIGHTS,), WeightsReversed, decodes=True),
+    _plant("expert_negated", _MOE, ExpertNegated),
+    _plant("remainder_dropped", _MOE, RemainderDropped),
+    _plant("moe_slightly_small", _MOE, MoeTruncated, akin=("moe_delta_scaled", "router_weights_scaled")),
+    _plant("constant_added", _MOE, BiasAddedPerExpert),
+    _plant("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
+    _plant("inf_in_one_row", _MOE, InfInOneRow),
+    _plant("quarter_reduced_twice", (Site.OUTPUT,), ResidualTwice),
 )
