@@ -5,15 +5,15 @@ The limits come from clean ports too (scripts/calibrate.py): run this on other s
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 from calibrate import parse_lengths
-from clean_ports import GOLDENS, SHAPES, Bench, Setting, clean_ports
-from figures import Figure, print_figures
+from clean_ports import SHAPES, CleanModel, Setting, clean_ports
+from cpu_golden import IMPLEMENTATIONS
+from figures import Figure, benchmark_parser, print_figures
 
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
@@ -54,9 +54,7 @@ class Tally:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11, 12])
     parser.add_argument(
         "--shapes",
@@ -67,7 +65,6 @@ def main() -> int:
     parser.add_argument("--lengths", type=parse_lengths, default=(96, 61, 7))
     parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
     parser.add_argument("--tp-degrees", nargs="*", type=int, default=[])
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
@@ -76,18 +73,18 @@ def main() -> int:
         Setting(shape=shape, seed=seed, lengths=arguments.lengths, attention=attention, experts=experts)
         for shape in arguments.shapes
         for seed in arguments.seeds
-        for attention, experts in GOLDENS
+        for attention, experts in IMPLEMENTATIONS
     ]
     for setting in settings:
         with tempfile.TemporaryDirectory() as scratch:
-            bench = Bench.build(setting, Path(scratch))
-            for port, mode, run in bench.run_ports(ports, Path(scratch) / "run"):
+            clean = CleanModel.build(setting, Path(scratch))
+            for port, mode, run in clean.run_ports(ports, Path(scratch) / "run"):
                 comparison = compare_captures(
-                    bench.golden,
+                    clean.golden,
                     run,
                     criteria=criteria,
                     layer_pattern="layer_*",
-                    weights=CheckpointWeights(model=str(bench.folder)),
+                    weights=CheckpointWeights(model=str(clean.folder)),
                 )
                 tally[f"{port}, {mode}"].add(comparison)
                 print(f"{setting}: {port}, {mode}: {comparison.verdict} {comparison.blame}", file=sys.stderr)

@@ -10,7 +10,6 @@ writes. `peak_of_16_layers_over_2` is the whole command's anonymous memory, whic
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -20,14 +19,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from cpu_golden import capture_cpu_golden
-from figures import Figure, print_figures
+from cpu_golden import capture_cpu_golden, write_model
+from figures import Figure, benchmark_parser, print_figures
 from peaks import watch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.pair_metrics import compare_tensors, sample_centres, sum_pair
 from minimax_tools.metrics.pair_sums import PairSums, Tolerance
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 
@@ -42,11 +40,8 @@ SCALES = {
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--scale", choices=list(SCALES), default="full")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     figures = [*measure_speed(arguments.scale), *measure_memory(arguments.scale)]
     return print_figures("compare", figures, as_json=arguments.json)
@@ -56,13 +51,12 @@ def measure_speed(scale: str) -> Iterator[Figure]:
     """The ratios to other comparisons, over all sites of two goldens of different implementations."""
     model, lengths, num_rounds = SCALES[scale]
     with tempfile.TemporaryDirectory() as folder:
-        synthesize(Path(folder, "model"), model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+        write_model(Path(folder, "model"), model, dtype=torch.bfloat16)
         captures = [
             capture_cpu_golden(
                 Path(folder, "model"),
                 Path(folder, name),
                 rows=InputRequest(seq_lens=lengths),
-                sites_level="all",
                 noise_floor="off",
                 attention=name,
                 experts=experts,
@@ -103,16 +97,9 @@ def measure_memory(scale: str) -> Iterator[Figure]:
         peaks = {}
         for num_layers in (2, 16):
             model, golden = Path(folder, f"model-{num_layers}"), Path(folder, f"golden-{num_layers}")
-            synthesize(
-                model,
-                model=SyntheticModel(num_hidden_layers=num_layers, hidden_size=512),
-                dtype=torch.bfloat16,
-                shard_size_bytes=None,
-                seed=0,
-            )
-            capture_cpu_golden(
-                model, golden, rows=InputRequest(seq_lens=lengths), sites_level="all", noise_floor="full"
-            )
+            small = SyntheticModel(num_hidden_layers=num_layers, hidden_size=512)
+            write_model(model, small, dtype=torch.bfloat16)
+            capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=lengths), noise_floor="full")
             words = ["--gpu-path", str(golden), "--neuron-path", str(golden), "--quiet"]
             watched = watch([sys.executable, "-m", "compare.cli", *words])
             assert watched.exit_code == 0, f"a golden differs from itself: exit code {watched.exit_code}"

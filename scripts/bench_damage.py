@@ -9,23 +9,19 @@ One bit of a twin of an older golden without a certificate is left out: nothing 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 from damage.damages import DAMAGES
 from damage.scene import STATES, open_scene
-from faults.joined import PASSED, TRIED
-from figures import Figure, print_figures
+from faults.pass_tally import PASSED, TRIED
+from figures import Figure, benchmark_parser, print_figures
 
 
 def main() -> int:
     """Damage, compare and print; the exit code is 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES, help="of the golden")
     parser.add_argument("--damages", nargs="*", metavar="NAME", help="these alone; all by default")
     arguments = parser.parse_args()

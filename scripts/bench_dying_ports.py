@@ -6,7 +6,6 @@ the layer, and the layers before it must be kept. Takes about five minutes on tw
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -16,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cpu_golden import write_model
 from faults.deaths import DEATHS, LAYER, Death
-from faults.joined import PASSED, TRIED
-from figures import Figure, print_figures
+from faults.pass_tally import PASSED, TRIED
+from figures import Figure, benchmark_parser, print_figures
 
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 _LAYER_TIMEOUT_S = 5
+_SMALL_MODEL = SyntheticModel(
+    hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, vocab_size=512
+)
 _CAPTURING = {
     "multi-layer": ("--layers", f"0:{LAYER + 1}", "--backend", "cpu", "--seq-len", "12,7"),
     "full": ("--backend", "cpu", "--seq-len", "12,7"),
@@ -58,17 +60,14 @@ class _Run:
 
 def main() -> int:
     """Run all and print the figures; each miss goes to standard error."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--commands", nargs="+", choices=_COMMANDS, default=list(_COMMANDS))
     parser.add_argument("--deaths", nargs="+", choices=[death.name for death in DEATHS])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     deaths = [death for death in DEATHS if arguments.deaths is None or death.name in arguments.deaths]
     with tempfile.TemporaryDirectory(prefix="mm2-dying-") as folder:
         model = Path(folder) / "model"
-        synthesize(model, model=_small_model(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+        write_model(model, _SMALL_MODEL, dtype=torch.bfloat16)
         runs = [
             _run(command, death, model=model, folder=Path(folder))
             for command in arguments.commands
@@ -92,12 +91,6 @@ def give_figures(runs: list[_Run]) -> list[Figure]:
     if kept:
         figures.append(Figure.at_least("layers_kept", sum(kept) / len(kept), 1.0))
     return figures
-
-
-def _small_model() -> SyntheticModel:
-    return SyntheticModel(
-        hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, vocab_size=512
-    )
 
 
 def _run(command: str, death: Death, *, model: Path, folder: Path) -> _Run:

@@ -25,18 +25,15 @@ from faults.curve import give_curve_figures, render_curve, trace_operating_curve
 from faults.dump_cases import DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
-from faults.joined import Joined
 from faults.journal import AnyCase, Journal
-from faults.learned import LearnedModel
-from faults.model_plan import name_left_out, plan_part_on_model
-from faults.pass_tally import give_pass_figures
-from faults.plan import PARTS, AnyRun, plan_part, plan_quickly
+from faults.pass_tally import Joined, give_pass_figures
+from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
 from faults.runs import carry_out
-from faults.scene import Scene, open_scene
+from faults.scene import Scene, TrainedModel, open_scene
 from faults.table import render_table
 from faults.tally import give_figures, misses
-from figures import print_figures
+from figures import benchmark_parser, print_figures
 
 from minimax_tools.errors import Mm2Error
 from neuron.devices.runtime import open_runtime
@@ -67,21 +64,21 @@ def main() -> int:
 def run_all(plan: Sequence[AnyRun], *, journal: Journal) -> list[AnyCase]:
     """The cases of all runs, stage by stage and backend by backend, in this process."""
     cases: list[AnyCase] = []
-    for stage, on_stage in itertools.groupby(plan, key=lambda planned: planned.stage):
-        runs = list(on_stage)
+    for request, on_scene in itertools.groupby(plan, key=lambda planned: planned.request):
+        runs = list(on_scene)
         cases += [case for planned in runs for case in journal.find(repr(planned)) or ()]
         pending = [planned for planned in runs if journal.find(repr(planned)) is None]
         if not pending:
             continue
         with (
             tempfile.TemporaryDirectory(prefix="mm2-faults-") as scratch,
-            open_scene(stage, Path(scratch)) as scene,
+            open_scene(request, Path(scratch)) as scene,
         ):
-            cases += _run_stage(pending, scene, journal=journal, directory=Path(scratch) / "run")
+            cases += _run_on_scene(pending, scene, journal=journal, directory=Path(scratch) / "run")
     return cases
 
 
-def _run_stage(
+def _run_on_scene(
     pending: Sequence[AnyRun], scene: Scene, *, journal: Journal, directory: Path
 ) -> Iterator[AnyCase]:
     for backend, on_backend in itertools.groupby(pending, key=lambda planned: planned.backend):
@@ -125,7 +122,7 @@ def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
                 asks_names=arguments.names,
             )
     for folder in arguments.model:
-        model = LearnedModel.open(folder)
+        model = TrainedModel.open(folder)
         left_out = name_left_out(plants, model)
         if left_out:
             print(f"{model.name} is stored in BF16: left out are {', '.join(left_out)}", file=sys.stderr)
@@ -136,10 +133,7 @@ def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = benchmark_parser(__doc__)
     parser.add_argument(
         "--table", action="store_true", help="print a table in Markdown instead of the figures"
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from figures import Figure, print_figures
+from figures import Figure, benchmark_parser, names_among, print_figures
 from loading.bench import Bench, Checkpoint
 from loading.memory import measure_packed, measure_packed_large, measure_peaks
 from loading.models import measure_full_size, measure_split
@@ -173,6 +173,7 @@ FULL_SIZE_FIGURES = (
     "full_size_disk_read_over_stored",
     "full_size_capture_gb",
 )
+_KNOWN = {name for group in GROUPS for name in group.figures} | set(FULL_SIZE_FIGURES)
 
 
 def main() -> int:
@@ -203,13 +204,10 @@ def _measure(bench: Bench, arguments: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--scratch", type=Path, help="folder with 11 GB free (default: the system's)")
     parser.add_argument(
-        "--only", type=_parse_only, metavar="NAME,...", help="measure what gives these figures"
+        "--only", type=names_among(_KNOWN), metavar="NAME,...", help="measure what gives these figures"
     )
     parser.add_argument("--rounds", type=int, help="how often times are taken (default: 3)")
     parser.add_argument("--full-size", type=Path, metavar="DIR", help="a checkpoint of the true size")
@@ -218,17 +216,6 @@ def _parse_arguments() -> argparse.Namespace:
         "--scale", choices=list(SCALES), default="full", help="toy tries the script out in a minute"
     )
     return parser.parse_args()
-
-
-def _parse_only(text: str) -> set[str]:
-    names = {name for name in text.split(",") if name}
-    known = {name for group in GROUPS for name in group.figures} | set(FULL_SIZE_FIGURES)
-    unknown = names - known
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no figure {', '.join(sorted(unknown))}: choose of {', '.join(sorted(known))}"
-        )
-    return names
 
 
 if __name__ == "__main__":

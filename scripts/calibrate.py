@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibration_text import limits_text
-from clean_ports import GOLDENS, MODES, SHAPES, Bench, Setting, clean_ports
+from clean_ports import MODES, SHAPES, CleanModel, Setting, clean_ports
+from cpu_golden import IMPLEMENTATIONS
 from figures import describe_machine
 from fit_limits import Table, capped, fit_floorless, fit_ratios, widen, with_model_margin
 from measure_noise import FLOORS, measure
 
+from compare.limits.limit import Limit
 from compare.limits.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits, SiteLimits
 from compare.limits.limits_file import read_limits
 from minimax_tools.provenance import library_versions
@@ -31,6 +32,15 @@ from minimax_tools.provenance import library_versions
 # Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit
 # on another backend must be broken by half as much again.
 _SCALARS = {"level": 1e-3, "float32": 1e-5, "slack": 1.5}
+_HEADING = """\
+# What ports that are right stay below: mm2's limits, and a file that --criteria reads.
+#
+# Copy what you want to change: what a file does not name stays as it is here. A limit is a number, or a rule
+#     usual × exp(z × (spread + token_spread / √tokens)),
+# z being what a normal value exceeds in level ÷ (figures that the comparison judges) of the cases: the more is judged,
+# and of the fewer tokens, the wider. The worst token's and the worst channel's share is divided by their number too.
+# Limits of `all` hold for sites that have none of their own.
+"""
 
 
 def main() -> int:
@@ -135,7 +145,7 @@ def _measure_all(arguments: argparse.Namespace) -> None:
         for shape in arguments.shapes
         for seed in arguments.seeds
         for lengths in arguments.lengths
-        for attention, experts in GOLDENS
+        for attention, experts in IMPLEMENTATIONS
     ]
     ports = [
         port
@@ -145,10 +155,10 @@ def _measure_all(arguments: argparse.Namespace) -> None:
     with arguments.measurements.open("a") as file:
         for setting in settings:
             with tempfile.TemporaryDirectory() as scratch:
-                bench = Bench.build(setting, Path(scratch))
-                runs = bench.run_ports(ports, Path(scratch) / "run", modes=arguments.modes)
+                clean = CleanModel.build(setting, Path(scratch))
+                runs = clean.run_ports(ports, Path(scratch) / "run", modes=arguments.modes)
                 for port, mode, run in runs:
-                    for record in measure(bench, setting, port, mode, run, floors=arguments.floors):
+                    for record in measure(clean, setting, port, mode, run, floors=arguments.floors):
                         file.write(json.dumps(record) + "\n")
             file.flush()
             print(setting, file=sys.stderr)
@@ -197,6 +207,40 @@ def _parse() -> argparse.Namespace:
 def parse_lengths(text: str) -> tuple[int, ...]:
     """The lengths of a batch's prompts, such as `96,61,7`."""
     return tuple(int(length) for length in text.split(","))
+
+
+def limits_text(
+    tables: Mapping[str, Mapping[str, Mapping[str, Limit]]],
+    *,
+    scalars: Mapping[str, float],
+    backends: tuple[str, ...],
+    measured: Mapping[str, Any],
+) -> str:
+    """The file.
+
+    Args:
+        tables: By name, site and figure.
+        scalars: The other limits.
+        backends: Where they were measured.
+        measured: How: the script, versions, the machine.
+    """
+    lines = [_HEADING, "measured:"]
+    lines += [f"  {name}: {json.dumps(value, ensure_ascii=False)}" for name, value in measured.items()]
+    lines += ["", f"backends: [{', '.join(backends)}]"]
+    lines += [f"{name}: {value:g}" for name, value in scalars.items()]
+    for name, table in tables.items():
+        lines += ["", f"{name}:"]
+        for site, figures in table.items():
+            if figures:
+                lines.append(f"  {site}:")
+                lines += [f"    {figure}: {_limit_text(limit)}" for figure, limit in figures.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _limit_text(limit: Limit) -> str:
+    if limit.spread == limit.token_spread == 0.0:
+        return f"{limit.usual:g}"
+    return f"{{usual: {limit.usual:g}, spread: {limit.spread:g}, token_spread: {limit.token_spread:g}}}"
 
 
 if __name__ == "__main__":

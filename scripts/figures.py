@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 import psutil
@@ -40,6 +41,30 @@ class Figure:
         """A figure whose goal is one value, as precisely as `tolerance` says."""
         holds = abs(value - wanted) <= tolerance
         return cls(figure=figure, value=round(value, 4), goal=f"= {wanted:g}", holds=holds)
+
+
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """Build the parser of a benchmark, whose help is the script's docstring; it has the option `--json`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def names_among(known: Collection[str]) -> Callable[[str], set[str]]:
+    """Build the type of an option that takes names separated by commas, each among those known."""
+
+    def parse(text: str) -> set[str]:
+        names = {name for name in text.split(",") if name}
+        unknown = names - set(known)
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"no figure {', '.join(sorted(unknown))}: choose of {', '.join(sorted(known))}"
+            )
+        return names
+
+    return parse
 
 
 def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -> int:

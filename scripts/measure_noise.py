@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from clean_ports import Bench, CleanPort, Setting
+from clean_ports import CleanModel, CleanPort, Setting
 
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
@@ -29,7 +29,7 @@ _WITH_VARIANTS = "_variants"
 _PAST_A_FLIP = ("router_weights", "moe_delta", "output")
 
 
-class Golden(Capture):
+class PartialFloor(Capture):
     """A golden that kept less of its floor than its files hold."""
 
     def __init__(self, capture: Capture, floor: str) -> None:
@@ -60,7 +60,7 @@ class HiddenExperts(Capture):
 
 
 def measure(
-    bench: Bench,
+    clean: CleanModel,
     setting: Setting,
     port: CleanPort,
     mode: str,
@@ -76,7 +76,7 @@ def measure(
     ]
     for floor, target in views:
         comparison = compare_captures(
-            Golden(bench.golden, floor),
+            PartialFloor(clean.golden, floor),
             target,
             criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
             layer_pattern="layer_*",
@@ -94,7 +94,7 @@ def measure(
         }
         for site in comparison.sites:
             if target is not hidden or site.site in _PAST_A_FLIP:
-                yield {**common, **_figures(site), "floor_relative": _relative_floor(bench.golden, site)}
+                yield {**common, **_figures(site), "floor_relative": _relative_floor(clean.golden, site)}
 
 
 def _relative_floor(golden: Capture, site: SiteResult) -> float | None:

@@ -11,12 +11,13 @@ from pathlib import Path
 import click
 import click.testing
 import torch
+from cpu_golden import write_model
+from port_runs import EXAMPLES
 
 from compare.cli import main as mm2_compare
 from damage.damages import Damage
 from damage.tampering import make_old
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
@@ -24,11 +25,11 @@ from neuron.cli import main as mm2_test
 STATES = ("plain", "certified", "old", "old_certified")
 
 # It repeats the golden bit for bit, so that its layers are judged by the golden itself, not on inputs of their own.
-_SAME_PORT = Path(__file__).parents[1] / "examples" / "transformers_port.py"
+_SAME_PORT = EXAMPLES / "transformers_port.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CommandOutcome:
     """Result of a comparison.
 
     Args:
@@ -41,7 +42,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class DamageScene:
     """The captures of a small model, of which copies are damaged.
 
     Args:
@@ -60,7 +61,7 @@ class Scene:
         """A whole run of a port that is right, from the tokens to the logits."""
         return self.folder / "device"
 
-    def judge(self, state: str, damage: Damage | None, scratch: Path) -> Outcome:
+    def judge(self, state: str, damage: Damage | None, scratch: Path) -> CommandOutcome:
         """Compare a damaged copy of one side with the other side.
 
         Args:
@@ -78,58 +79,30 @@ class Scene:
             damage.apply(golden if damage.of_golden else device)
         return _run(mm2_compare, "--gpu-path", golden, "--neuron-path", device, "--quiet")
 
-    def show(self, directory: Path) -> Outcome:
+    def show(self, directory: Path) -> CommandOutcome:
         """Run `mm2-test show`."""
         return _run(mm2_test, "show", directory, "--quiet")
 
 
 @contextmanager
-def open_scene(folder: Path) -> Iterator[Scene]:
+def open_scene(folder: Path) -> Iterator[DamageScene]:
     """Make the captures in a folder, which is made.
 
     Raises:
         AssertionError: One could not be made.
     """
     model = folder / "model"
-    synthesize(
-        model,
-        model=SyntheticModel(num_hidden_layers=2, hidden_size=128, num_local_experts=16, vocab_size=512),
-        dtype=torch.bfloat16,
-        shard_size_bytes=None,
-        seed=0,
-    )
+    small = SyntheticModel(num_hidden_layers=2, hidden_size=128, num_local_experts=16, vocab_size=512)
+    write_model(model, small, dtype=torch.bfloat16)
+    quiet = ("--model", model, "--quiet")
     for name, floor in (("golden", "full"), ("stats", "stats")):
-        _make(
-            mm2_gpu,
-            "extract-all",
-            "--model",
-            model,
-            "--seq-len",
-            "24,17",
-            "--noise-floor",
-            floor,
-            "--output-dir",
-            folder / name,
-            "--quiet",
-        )
+        options = ("--seq-len", "24,17", "--noise-floor", floor, "--output-dir", folder / name)
+        _make(mm2_gpu, "extract-all", *quiet, *options)
         certified = _copy(folder / name, folder / f"{name}_certified")
-        _make(mm2_gpu, "certify", "--model", model, "--golden", certified, "--quiet")
-    _make(
-        mm2_test,
-        "full",
-        "--model",
-        model,
-        "--golden",
-        folder / "golden",
-        "--target",
-        f"{_SAME_PORT}:Same",
-        "--backend",
-        "cpu",
-        "--output-dir",
-        folder / "device",
-        "--quiet",
-    )
-    yield Scene(folder=folder)
+        _make(mm2_gpu, "certify", *quiet, "--golden", certified)
+    port = ("--target", f"{_SAME_PORT}:Same", "--backend", "cpu")
+    _make(mm2_test, "full", *quiet, *port, "--golden", folder / "golden", "--output-dir", folder / "device")
+    yield DamageScene(folder=folder)
 
 
 def _copy(source: Path, place: Path) -> Path:
@@ -142,8 +115,8 @@ def _make(command: click.Command, *words: object) -> None:
     assert outcome.exit_code == 0, f"{' '.join(map(str, words))}: {outcome.text}"
 
 
-def _run(command: click.Command, *words: object) -> Outcome:
+def _run(command: click.Command, *words: object) -> CommandOutcome:
     result = click.testing.CliRunner().invoke(command, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return Outcome(exit_code=result.exit_code, text=result.output)
+    return CommandOutcome(exit_code=result.exit_code, text=result.output)

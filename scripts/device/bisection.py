@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_golden import capture_cpu_golden
+from cpu_golden import capture_cpu_golden, write_model
 from figures import Figure
 
 from compare.chains.chain_limits import default_chain_length
@@ -24,7 +24,6 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Bisection
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 from neuron.builtin.layer import DeviceLayer
@@ -83,8 +82,7 @@ class _Bench:
     @classmethod
     def make(cls, scratch: Path, *, lengths: tuple[int, ...]) -> _Bench:
         folder = scratch / "model"
-        synthesize(folder, model=_MODEL, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
-        spec = ModelSpec.from_folder(folder)
+        spec = write_model(folder, _MODEL)
         golden = capture_cpu_golden(
             folder,
             scratch / "golden",

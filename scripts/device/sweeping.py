@@ -19,10 +19,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from cpu_golden import capture_cpu_golden
+from cpu_golden import capture_cpu_golden, write_model
 from figures import Figure
 
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 
@@ -36,16 +35,8 @@ def measure(scale: str) -> Iterator[Figure]:
     """The figures, one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         model, golden = Path(folder, "model"), Path(folder, "golden")
-        synthesize(
-            model,
-            model=SyntheticModel(num_hidden_layers=_NUM_LAYERS[scale]),
-            dtype=torch.bfloat16,
-            shard_size_bytes=None,
-            seed=0,
-        )
-        capture_cpu_golden(
-            model, golden, rows=InputRequest(seq_lens=_SEQ_LENS), sites_level="all", noise_floor="off"
-        )
+        write_model(model, SyntheticModel(num_hidden_layers=_NUM_LAYERS[scale]), dtype=torch.bfloat16)
+        capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=_SEQ_LENS), noise_floor="off")
         ways = ("sweep", "bare", "bare-loading")
         rounds = [
             {way: _run(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from port_runs import request_run
 from torch import nn
 
 from minimax_tools.capture.reader import Capture
@@ -28,7 +29,6 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.targets import find_target
-from neuron.runs.device_request import DeviceRequest
 from neuron.runs.runner import DeviceRun
 
 
@@ -45,18 +45,9 @@ def main(way: str, model: str, golden: str, output: str) -> None:
 
 
 def _sweep(runtime: Runtime, reader: CheckpointReader, golden: Capture, output: Path) -> dict[str, float]:
-    spec = ModelSpec.from_folder(reader.folder)
     started = time.perf_counter()
-    request = DeviceRequest(
-        folder=reader.folder,
-        spec=spec,
-        model_source=str(reader.folder),
-        run=sweep_run(Span(0, spec.num_hidden_layers), sites_level="all"),
-        inputs=golden.read_inputs(),
-        dtype=torch.bfloat16,
-        target=find_target("builtin"),
-        golden=golden,
-    )
+    run = sweep_run(Span(0, len(golden.layers)), sites_level="all")
+    request = request_run(reader.folder, golden, find_target("builtin"), run)
     report = DeviceRun(request, runtime=runtime, reader=reader).capture(output)
     return {
         "seconds": time.perf_counter() - started,

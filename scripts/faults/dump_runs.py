@@ -17,13 +17,12 @@ from compare.sides.golden_weights import CheckpointWeights
 from faults.dump_cases import WHOLE, DumpCase
 from faults.effects import measure_effects
 from faults.foreign import TOOL, dump_as_vllm_neuron
-from faults.judging import default_criteria
+from faults.judging import as_black_box, default_criteria, hide_sites
 from faults.plant import Plant
 from faults.port import PlantedPort
 from faults.running import run_whole_model
 from faults.runs import shows_on
-from faults.scene import Scene, Stage
-from faults.views import as_black_box, hide_sites
+from faults.scene import Scene, SceneRequest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
@@ -39,12 +38,12 @@ class PlannedDump:
     """The planted port over a whole model.
 
     Args:
-        stage: The stage.
+        request: The scene.
         plant: What is planted; None for nothing.
         layer: Where.
     """
 
-    stage: Stage
+    request: SceneRequest
     plant: Plant | None = None
     layer: int | None = None
 
@@ -54,19 +53,19 @@ class PlannedDump:
         return "cpu"
 
     def __str__(self) -> str:
-        return f"{self.stage.name}: {self.plant or 'right'} in layer {self.layer}, chained"
+        return f"{self.request.name}: {self.plant or 'right'} in layer {self.layer}, chained"
 
 
-def plan_dumps(stage: Stage, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
+def plan_dumps(request: SceneRequest, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
     """Plan every plant in one layer that chance chooses, and none; nothing where the model is too short."""
-    layers = range(FIRST_LAYER, stage.num_layers)
+    layers = range(FIRST_LAYER, request.num_layers)
     if not layers:
         return
-    yield PlannedDump(stage=stage)
+    yield PlannedDump(request=request)
     for plant in plants:
-        if plant.prefills and shows_on(plant, stage):
-            layer = random.Random(f"{stage.seed} {plant}").choice(layers)
-            yield PlannedDump(stage=stage, plant=plant, layer=layer)
+        if plant.prefills and shows_on(plant, request):
+            layer = random.Random(f"{request.seed} {plant}").choice(layers)
+            yield PlannedDump(request=request, plant=plant, layer=layer)
 
 
 def carry_out_dump(
@@ -85,7 +84,7 @@ def carry_out_dump(
             cases.append(
                 DumpCase(
                     run=str(planned),
-                    stage=planned.stage.name,
+                    stage=planned.request.name,
                     view=view,
                     has_checkpoint=has_checkpoint,
                     verdict=str(verdict),
@@ -98,7 +97,7 @@ def carry_out_dump(
                     effects={str(site): effect for site, effect in effects.items()},
                     blamed=blamed,
                     reason=reason,
-                    model=planned.stage.learned.name if planned.stage.learned else "",
+                    model=planned.request.model_name,
                 )
             )
     return tuple(cases)

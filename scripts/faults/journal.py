@@ -15,10 +15,7 @@ from faults.dump_cases import DumpCase
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]
 # They say what is to run, which the journal keeps in whole, and count and print what was judged.
-_COUNT = (
-    *("plan.py", "model_plan.py", "right_ports.py"),
-    *("tally.py", "dump_tally.py", "pass_tally.py", "joined.py", "curve.py", "table.py"),
-)
+_COUNT = (*("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py"),)
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 

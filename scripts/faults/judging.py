@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from compare.comparer import compare_captures
+from compare.diagnosis.diagnose import diagnose
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.limits.limits import NoiseLimits
 from compare.limits.limits_file import calibrated_limits
 from compare.sides.golden_weights import CheckpointWeights
 from faults.scene import Scene
 from minimax_tools.capture.reader import Capture
+from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 
@@ -92,3 +95,42 @@ def _verdict(comparison: Comparison, layer: int) -> LayerVerdict:
         reason=reasons[0],
         excess={site.site: measure_excess(site) for site in sites},
     )
+
+
+_OUTPUTS = frozenset({Site.INPUT, Site.OUTPUT})
+
+
+def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
+    """Return the same capture of a port that does not show some sites of its layers; what lies outside them stays."""
+    names = {str(site) for site in hidden}
+    manifest = replace(
+        capture.manifest,
+        entries=tuple(
+            entry for entry in capture.manifest.entries if entry.layer is None or entry.site not in names
+        ),
+        not_exposed={layer: _not_exposed(capture, layer, hidden) for layer in capture.layers},
+    )
+    return Capture(capture.directory, manifest)
+
+
+def as_black_box(capture: Capture) -> Capture:
+    """Return the same capture of a port that shows of its layers the output and nothing else."""
+    return hide_sites(capture, [site for site in Site if site not in _OUTPUTS])
+
+
+def _not_exposed(capture: Capture, layer: int, hidden: Collection[Site]) -> tuple[Site, ...]:
+    already = capture.not_exposed(layer)
+    return tuple(
+        site
+        for site in capture.description.run.sites
+        if site is not Site.INPUT and (site in hidden or site in already)
+    )
+
+
+Named = tuple[tuple[str, Mapping[str, Any]], ...]
+
+
+def name_mistake(scene: Scene, capture: Capture, layer: int) -> Named:
+    """The mistakes that explain a layer's output, with their parameters, best first; empty where none does."""
+    diagnosis = diagnose(scene.golden, as_black_box(capture), model=scene.folder, layers=(layer,))
+    return tuple((finding.mistake, dict(finding.parameters)) for finding in diagnosis.findings)

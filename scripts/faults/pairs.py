@@ -12,7 +12,7 @@ from faults.arithmetic import Arithmetic
 from faults.attention_stages import AttentionStages
 from faults.moe_stages import MoeStages
 from faults.plant import Kind, Plant
-from faults.weights import Weights
+from faults.stages import FusedWeights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 
@@ -30,7 +30,7 @@ class Both(Arithmetic):
         moe: The other.
     """
 
-    def __init__(self, config: Any, weights: Weights, *, attention: Plant, moe: Plant) -> None:
+    def __init__(self, config: Any, weights: FusedWeights, *, attention: Plant, moe: Plant) -> None:
         super().__init__(config, weights)
         self._halves = attention.build(config, weights), moe.build(config, weights)
         for stages, half in zip((AttentionStages, MoeStages), self._halves, strict=True):

@@ -16,7 +16,7 @@ from torch import nn
 
 from faults.arithmetic import Arithmetic, KeyValues
 from faults.plant import Plant
-from faults.weights import Weights
+from faults.stages import FusedWeights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 from neuron.ports.targets import Target
@@ -35,7 +35,7 @@ class PlantedLayer(nn.Module):
 
     def __init__(self, config: Any, plant: Plant | None = None, *, decode_only: bool = False) -> None:
         super().__init__()
-        self.weights = Weights(config)
+        self.weights = FusedWeights(config)
         self.taps = nn.ModuleDict({site: nn.Identity() for site in _SITES})
         hidden = set() if plant is None else {str(site) for site in plant.hides}
         self.sites = {site: f"taps.{site}" for site in _SITES if site not in hidden}

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from port_runs import run_on_ranks
+
 from faults.cases import Case
 from faults.effects import measure_effects
-from faults.judging import judge_run
-from faults.naming import name_mistake
+from faults.judging import as_black_box, judge_run, name_mistake
 from faults.plant import Plant
 from faults.port import PlantedPort
 from faults.rivals import find_differences
-from faults.running import run_port, run_ranks
-from faults.scene import Scene, Stage
-from faults.views import as_black_box
+from faults.running import run_port
+from faults.scene import Scene, SceneRequest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import Site
 from neuron.devices.runtime import Runtime
@@ -30,7 +30,7 @@ class PlannedRun:
     """One port over all layers of a stage.
 
     Args:
-        stage: The stage.
+        request: The scene.
         port: `planted`, `ranks of N`, or a target as mm2-test names it.
         backend: `cpu` or `xla-cpu`.
         plant: What is planted, in the stage's early, middle and last layer; None for nothing.
@@ -38,7 +38,7 @@ class PlannedRun:
         names: Whether the diagnosis is asked, of the middle layer, which mistake it is.
     """
 
-    stage: Stage
+    request: SceneRequest
     port: str
     backend: str
     plant: Plant | None = None
@@ -51,31 +51,31 @@ class PlannedRun:
         return "decode" if self.decodes else "prefill"
 
     def __str__(self) -> str:
-        return f"{self.stage.name}: {self.plant or Path(self.port).name} on {self.backend}, {self.rows}"
+        return f"{self.request.name}: {self.plant or Path(self.port).name} on {self.backend}, {self.rows}"
 
 
 def plan_plants(
-    stage: Stage, plants: tuple[Plant, ...], *, backend: str, names: bool = False
+    request: SceneRequest, plants: tuple[Plant, ...], *, backend: str, names: bool = False
 ) -> Iterator[PlannedRun]:
     """Every plant that shows on a stage, and none; with `names` the diagnosis is asked which it is."""
-    yield PlannedRun(stage=stage, port="planted", backend=backend)
+    yield PlannedRun(request=request, port="planted", backend=backend)
     for plant in plants:
-        if plant.prefills and shows_on(plant, stage):
-            yield PlannedRun(stage=stage, port="planted", backend=backend, plant=plant, names=names)
+        if plant.prefills and shows_on(plant, request):
+            yield PlannedRun(request=request, port="planted", backend=backend, plant=plant, names=names)
 
 
-def plan_decoding(stage: Stage, plants: tuple[Plant, ...]) -> Iterator[PlannedRun]:
+def plan_decoding(request: SceneRequest, plants: tuple[Plant, ...]) -> Iterator[PlannedRun]:
     """Every plant that can be limited to decoded rows, and none, on the CPU."""
     for plant in (None, *plants):
-        if plant is None or (plant.decodes and shows_on(plant, stage)):
-            yield PlannedRun(stage=stage, port="planted", backend="cpu", plant=plant, decodes=True)
+        if plant is None or (plant.decodes and shows_on(plant, request)):
+            yield PlannedRun(request=request, port="planted", backend="cpu", plant=plant, decodes=True)
 
 
-def shows_on(plant: Plant, stage: Stage) -> bool:
+def shows_on(plant: Plant, request: SceneRequest) -> bool:
     """Return whether a plant can show on a stage, by the rows' padding and positions, and FP8 weights."""
-    is_padded = stage.padding_side == "left" or not plant.needs_left_padding
-    is_far = stage.has_far_positions or not plant.needs_far_positions
-    return is_padded and is_far and (stage.is_fp8 or not plant.needs_fp8)
+    is_padded = request.padding_side == "left" or not plant.needs_left_padding
+    is_far = request.has_far_positions or not plant.needs_far_positions
+    return is_padded and is_far and (request.is_fp8 or not plant.needs_fp8)
 
 
 def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> tuple[Case, ...]:
@@ -92,7 +92,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
         cases.append(
             Case(
                 run=str(planned),
-                stage=planned.stage.name,
+                stage=planned.request.name,
                 port=Path(planned.port).name,
                 backend=planned.backend,
                 rows=planned.rows,
@@ -111,7 +111,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 rivals=find_differences(scene.golden, capture, layer),
                 named=name_mistake(scene, capture, layer) if layer == asked else None,
                 akin=plant.akin if plant else (),
-                model=planned.stage.learned.name if planned.stage.learned else "",
+                model=planned.request.model_name,
                 verdict=shown.verdict,
                 black_box_verdict=alone.verdict,
                 excess=shown.layers[layer].excess,
@@ -135,7 +135,14 @@ def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -
 def _capture(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> Capture:
     if planned.port.startswith(RANKS):
         tp_degree = int(planned.port.removeprefix(RANKS))
-        return run_ranks(scene, tp_degree=tp_degree, backend=planned.backend, directory=directory)
+        return run_on_ranks(
+            "sweep",
+            scene.folder,
+            scene.golden,
+            tp_degree=tp_degree,
+            backend=planned.backend,
+            directory=directory,
+        )
     if planned.port != "planted":
         return run_port(scene, find_target(planned.port), runtime=runtime, directory=directory)
     layers = frozenset(scene.layers) if planned.plant else frozenset()

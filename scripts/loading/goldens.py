@@ -22,6 +22,7 @@ import rich.progress
 import torch
 import transformers.integrations.moe
 import transformers.masking_utils
+from cpu_golden import request_golden
 from transformers import MiniMaxM2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -29,15 +30,12 @@ import gpu_reference.golden.golden
 import minimax_tools.reference.head
 import minimax_tools.reference.twin
 from gpu_reference.cli import main as mm2_gpu
-from gpu_reference.golden.golden import GoldenRequest, open_golden
-from gpu_reference.model.model import GoldenModelRequest
-from gpu_reference.model.placement import Placement
+from gpu_reference.golden.golden import open_golden
 from gpu_reference.streaming.once_reader import OnceReader
 from gpu_reference.streaming.streaming import Streaming
 from loading.inputs import digest_of, open_inputs
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.model.run import full_run
 from minimax_tools.model.weight_names import GATE, layer_of
 
 transformers_logging.disable_progress_bar()
@@ -54,7 +52,6 @@ _IMPORTED_EARLY = (
     minimax_tools.reference.head,
     minimax_tools.reference.twin,
 )
-_CPU = torch.device("cpu")
 
 
 class WatchedReader(CheckpointReader):
@@ -101,23 +98,9 @@ def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
 def forward_streamed(model: str, seq_lens: list[int]) -> dict[str, Any]:
     """The logits, streamed, from the folder on: stand up, run, no capture and no noise floor."""
     folder = Path(model)
-    spec, inputs = open_inputs(folder, seq_lens)
-    request = GoldenRequest(
-        model=GoldenModelRequest(
-            folder=folder,
-            spec=spec,
-            num_hidden_layers=spec.num_hidden_layers,
-            dtype=torch.bfloat16,
-            placement=Placement(device_map={"": "cpu"}),
-            attn_implementation="sdpa",
-            experts_implementation="grouped_mm",
-        ),
-        model_source=model,
-        run=full_run(spec.num_hidden_layers, sites_level="all"),
-        inputs=inputs,
-        noise_floor="off",
-        streaming=Streaming(device=_CPU),
-    )
+    _, inputs = open_inputs(folder, seq_lens)
+    streaming = Streaming(device=torch.device("cpu"))
+    request = request_golden(folder, inputs, noise_floor="off", streaming=streaming)
     began_s = time.perf_counter()
     with open_golden(request) as golden:
         logits = golden.forward()

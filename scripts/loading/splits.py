@@ -5,7 +5,6 @@ Every function returns numbers and digests by name; see `loading/probe.py`.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from statistics import median
 from typing import Any
@@ -17,6 +16,7 @@ import transformers.masking_utils
 from transformers import MiniMaxM2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from loading.inputs import digest_of
 from minimax_tools.split.factory import ModelFactory
 
 transformers_logging.disable_progress_bar()
@@ -65,5 +65,5 @@ def split(
         "load_s": load_s,
         "tokens_per_s": num_tokens / median(seconds[1:]),
         "num_bytes": bottom.size_bytes + trunk.size_bytes + top.size_bytes,
-        "logits": hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+        "logits": digest_of(logits),
     }

@@ -16,16 +16,14 @@ import time
 from pathlib import Path
 
 import torch
+from cpu_golden import request_golden
 
 from gpu_reference.golden.golden import GoldenRequest, open_golden
-from gpu_reference.model.model import GoldenModelRequest
-from gpu_reference.model.placement import Placement
 from gpu_reference.pipeline.pipeline import capture_by_ranks
 from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.ranks.ranks import RankGroup, open_ranks
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.command_line.progress import NoProgress
-from minimax_tools.model.run import full_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.text.prompts import InputRequest, build_inputs
@@ -61,25 +59,9 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
 
 
 def _request(folder: Path, lengths: str, streaming: Streaming) -> GoldenRequest:
-    spec = ModelSpec.from_folder(folder)
-    num_layers = spec.num_hidden_layers if streaming.part is None else streaming.part.stage.layers.stop
     rows = InputRequest(seq_lens=tuple(map(int, lengths.split(","))))
-    return GoldenRequest(
-        model=GoldenModelRequest(
-            folder=folder,
-            spec=spec,
-            num_hidden_layers=num_layers,
-            dtype=torch.bfloat16,
-            placement=Placement(device_map={"": "cpu"}),
-            attn_implementation="sdpa",
-            experts_implementation="grouped_mm",
-        ),
-        model_source=str(folder),
-        run=full_run(spec.num_hidden_layers, sites_level="all"),
-        inputs=build_inputs(rows, folder=folder, spec=spec),
-        noise_floor="full",
-        streaming=streaming,
-    )
+    inputs = build_inputs(rows, folder=folder, spec=ModelSpec.from_folder(folder))
+    return request_golden(folder, inputs, noise_floor="full", streaming=streaming)
 
 
 def _meet(ranks: RankGroup) -> None:

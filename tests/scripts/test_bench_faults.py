@@ -23,7 +23,7 @@ from faults.plan import plan_quickly
 from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.runs import plan_plants
-from faults.scene import Scene, Stage, open_scene
+from faults.scene import Scene, SceneRequest, open_scene
 from faults.tally import clean_cases, give_figures, misses, upper_bound
 
 from minimax_tools.errors import UsageError
@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_faults.py"
 
 # On the left padding that one of them needs, and the far row that others do; 70 rows reach the end of a bucket, and a
 # window's.
-STAGE = Stage(
+STAGE = SceneRequest(
     name="tiny",
     seed=0,
     lengths=(70, 7),
@@ -95,7 +95,7 @@ RIGHT = replace(
 
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    stage = Stage(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
+    stage = SceneRequest(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
     with open_scene(stage, tmp_path_factory.mktemp("faults")) as opened:
         yield opened
 
