@@ -10,9 +10,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from calibrate import parse_lengths
-from clean_ports import SHAPES, CleanModel, Setting, clean_ports
-from cpu_golden import IMPLEMENTATIONS
+from clean_ports import SHAPES, CleanModel, clean_ports, combine_settings, parse_lengths
 from figures import Figure, benchmark_parser, print_figures
 
 from compare.comparer import compare_captures
@@ -21,7 +19,7 @@ from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.results.results import Comparison, SiteResult, Verdict
 
 
-class Tally:
+class CleanTally:
     """What many comparisons of one kind of clean port came to."""
 
     def __init__(self) -> None:
@@ -68,13 +66,8 @@ def main() -> int:
     arguments = parser.parse_args()
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
-    tally: dict[str, Tally] = defaultdict(Tally)
-    settings = [
-        Setting(shape=shape, seed=seed, lengths=arguments.lengths, attention=attention, experts=experts)
-        for shape in arguments.shapes
-        for seed in arguments.seeds
-        for attention, experts in IMPLEMENTATIONS
-    ]
+    tally: dict[str, CleanTally] = defaultdict(CleanTally)
+    settings = combine_settings(arguments.shapes, arguments.seeds, [arguments.lengths])
     for setting in settings:
         with tempfile.TemporaryDirectory() as scratch:
             clean = CleanModel.build(setting, Path(scratch))

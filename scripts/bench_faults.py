@@ -25,7 +25,7 @@ from faults.curve import give_curve_figures, render_curve, trace_operating_curve
 from faults.dump_cases import DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
-from faults.journal import AnyCase, Journal
+from faults.journal import AnyCase, RunJournal
 from faults.pass_tally import Joined, give_pass_figures
 from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
@@ -44,7 +44,7 @@ def main() -> int:
     arguments = _parse_arguments()
     try:
         joined = [Joined.read(path) for path in arguments.join]
-        found = run_all(list(_plan(arguments)), journal=Journal(arguments.journal))
+        found = run_all(list(_plan(arguments)), journal=RunJournal(arguments.journal))
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 3
@@ -61,7 +61,7 @@ def main() -> int:
     return print_figures("faults", figures, as_json=arguments.json)
 
 
-def run_all(plan: Sequence[AnyRun], *, journal: Journal) -> list[AnyCase]:
+def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
     """The cases of all runs, stage by stage and backend by backend, in this process."""
     cases: list[AnyCase] = []
     for request, on_scene in itertools.groupby(plan, key=lambda planned: planned.request):
@@ -79,7 +79,7 @@ def run_all(plan: Sequence[AnyRun], *, journal: Journal) -> list[AnyCase]:
 
 
 def _run_on_scene(
-    pending: Sequence[AnyRun], scene: Scene, *, journal: Journal, directory: Path
+    pending: Sequence[AnyRun], scene: Scene, *, journal: RunJournal, directory: Path
 ) -> Iterator[AnyCase]:
     for backend, on_backend in itertools.groupby(pending, key=lambda planned: planned.backend):
         with open_runtime(backend) as runtime:

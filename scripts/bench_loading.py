@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 import torch
 from figures import Figure, benchmark_parser, names_among, print_figures
-from loading.bench import Bench, Checkpoint
+from loading.bench import LoadingBench
 from loading.memory import measure_packed, measure_packed_large, measure_peaks
 from loading.models import measure_full_size, measure_split
 from loading.scales import SCALES
@@ -33,133 +33,69 @@ from minimax_tools.synthetic.checkpoint import FP8
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp8": FP8})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+@dataclass(frozen=True, slots=True)
+class FigureGroup:
     """Figures that come from the same runs.
 
     Args:
-        stored: The checkpoint that it needs, of `_DTYPES`; None for none.
-        measure: Runs, and gives the figures.
-        figures: Their names.
+        stored: Name of the checkpoint that the runs need, of `_DTYPES`; None for none.
+        measure: Runs, and yields the figures; takes the bench, and the checkpoint where one is needed.
+        figures: Names of the figures.
     """
 
     stored: str | None
-    measure: Callable[[Bench, Checkpoint | None], Iterator[Figure]]
+    measure: Callable[..., Iterator[Figure]]
     figures: tuple[str, ...]
-
-
-def _on_checkpoint(
-    measure: Callable[[Bench, Checkpoint], Iterator[Figure]],
-) -> Callable[..., Iterator[Figure]]:
-    return measure
-
-
-def _alone(
-    measure: Callable[[Bench], Iterator[Figure]],
-) -> Callable[[Bench, Checkpoint | None], Iterator[Figure]]:
-    return lambda bench, _: measure(bench)
 
 
 def _stream_names(suffix: str) -> tuple[str, ...]:
     names = (
-        "stream_over_bound",
-        "stream_cold_s",
-        "stream_without_reads_s",
-        "raw_cold_read_s",
-        "bytes_read_over_stored",
-        "extra_disk_bytes",
-        "rchar_over_stored",
+        *("stream_over_bound", "stream_cold_s", "stream_without_reads_s", "raw_cold_read_s"),
+        *("bytes_read_over_stored", "extra_disk_bytes", "rchar_over_stored"),
     )
     return tuple(name + suffix for name in names)
 
 
-def _split_names(model_type: str) -> tuple[str, ...]:
-    names = ("peak_anonymous_over_model", "peak_resident_over_model", "load_s", "tokens_per_s")
-    settings = [f"split_{model_type}_low_memory_{setting}" for setting in ("on", "off")]
-    return (
-        *(f"{setting}_{name}" for setting in settings for name in names),
-        f"split_{model_type}_logits_equal",
-    )
+def _split_names(model_type: str) -> Iterator[str]:
+    for setting in ("on", "off"):
+        for name in ("peak_anonymous_over_model", "peak_resident_over_model", "load_s", "tokens_per_s"):
+            yield f"split_{model_type}_low_memory_{setting}_{name}"
+    yield f"split_{model_type}_logits_equal"
 
 
-GROUPS: tuple[Group, ...] = (
-    Group(
-        stored=None,
-        measure=_alone(measure_dequantising),
-        figures=(
-            "fp8_dequantise_gb_per_s",
-            "fp8_dequantise_share_of_memory_bandwidth",
-            "memory_bandwidth_gb_per_s",
-        ),
-    ),
-    Group(
-        stored="bf16",
-        measure=_on_checkpoint(measure_peaks),
-        figures=(
-            "peak_anonymous_over_layer",
-            "peak_anonymous_over_layer_load_pass",
-            "peak_anonymous_over_layer_prefetching",
-            "peak_anonymous_over_layer_golden_whole",
-            "peak_anonymous_over_layer_from_pretrained",
-            "peak_resident_over_layer",
-            "peak_resident_over_layer_from_pretrained",
-            "from_pretrained_load_s",
-            "streamed_capture_equals_whole",
-        ),
-    ),
-    Group(
-        stored="bf16",
-        measure=_on_checkpoint(measure_warm_load),
-        figures=(
-            "warm_load_over_raw_read",
-            "warm_load_gb_per_s",
-            "raw_warm_read_gb_per_s",
-            "raw_warm_read_into_cache_gb_per_s",
-        ),
-    ),
-    Group(
-        stored="bf16",
-        measure=_on_checkpoint(partial(measure_stream, suffix="_bf16")),
-        figures=_stream_names("_bf16"),
-    ),
-    Group(
-        stored="bf16",
-        measure=_on_checkpoint(measure_offload),
-        figures=(
-            "offload_over_stream",
-            "offload_over_stream_warm",
-            "streamed_logits_s",
-            "offload_load_s",
-            "offload_forward_s",
-            "offload_logits_equal_streamed",
-            "extra_disk_gb_of_offload",
-            "peak_anonymous_over_layer_offload",
-            "peak_resident_over_layer_offload",
-        ),
-    ),
-    Group(
-        stored="fp8",
-        measure=_on_checkpoint(measure_packed),
-        figures=(
-            "peak_anonymous_packed_over_small_fp8_layer",
-            "peak_anonymous_over_layer_from_fp8",
-            "packed_capture_equals_eager_whole",
-        ),
-    ),
-    Group(stored="fp8", measure=_on_checkpoint(measure_stream), figures=_stream_names("")),
-    Group(
-        stored="fp8",
-        measure=_on_checkpoint(partial(measure_stream, floor="stats", suffix="_stats")),
-        figures=_stream_names("_stats"),
-    ),
-    Group(
-        stored=None, measure=_alone(measure_packed_large), figures=("peak_anonymous_packed_over_fp8_layer",)
-    ),
-    Group(
-        stored=None,
-        measure=_alone(measure_split),
-        figures=(*_split_names("qwen2"), *_split_names("minimax_m2")),
-    ),
+_DEQUANTISING = (
+    *("fp8_dequantise_gb_per_s", "fp8_dequantise_share_of_memory_bandwidth", "memory_bandwidth_gb_per_s"),
+)
+_PEAKS = (
+    *("peak_anonymous_over_layer", "peak_anonymous_over_layer_load_pass"),
+    *("peak_anonymous_over_layer_prefetching", "peak_anonymous_over_layer_golden_whole"),
+    *("peak_anonymous_over_layer_from_pretrained", "peak_resident_over_layer"),
+    *("peak_resident_over_layer_from_pretrained", "from_pretrained_load_s", "streamed_capture_equals_whole"),
+)
+_WARM_LOAD = (
+    *("warm_load_over_raw_read", "warm_load_gb_per_s"),
+    *("raw_warm_read_gb_per_s", "raw_warm_read_into_cache_gb_per_s"),
+)
+_OFFLOAD = (
+    *("offload_over_stream", "offload_over_stream_warm", "streamed_logits_s", "offload_load_s"),
+    *("offload_forward_s", "offload_logits_equal_streamed", "extra_disk_gb_of_offload"),
+    *("peak_anonymous_over_layer_offload", "peak_resident_over_layer_offload"),
+)
+_PACKED = (
+    *("peak_anonymous_packed_over_small_fp8_layer", "peak_anonymous_over_layer_from_fp8"),
+    "packed_capture_equals_eager_whole",
+)
+GROUPS: tuple[FigureGroup, ...] = (
+    FigureGroup(None, measure_dequantising, _DEQUANTISING),
+    FigureGroup("bf16", measure_peaks, _PEAKS),
+    FigureGroup("bf16", measure_warm_load, _WARM_LOAD),
+    FigureGroup("bf16", partial(measure_stream, suffix="_bf16"), _stream_names("_bf16")),
+    FigureGroup("bf16", measure_offload, _OFFLOAD),
+    FigureGroup("fp8", measure_packed, _PACKED),
+    FigureGroup("fp8", measure_stream, _stream_names("")),
+    FigureGroup("fp8", partial(measure_stream, floor="stats", suffix="_stats"), _stream_names("_stats")),
+    FigureGroup(None, measure_packed_large, ("peak_anonymous_packed_over_fp8_layer",)),
+    FigureGroup(None, measure_split, (*_split_names("qwen2"), *_split_names("minimax_m2"))),
 )
 FULL_SIZE_FIGURES = (
     "full_size_num_layers",
@@ -183,18 +119,18 @@ def main() -> int:
     if arguments.rounds is not None:
         scale = replace(scale, rounds=arguments.rounds)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        bench = Bench(scratch=Path(scratch), scale=scale, seq_lens=(40, 24))
+        bench = LoadingBench(scratch=Path(scratch), scale=scale, seq_lens=(40, 24))
         figures = list(_measure(bench, arguments))
     return print_figures("loading", figures, as_json=arguments.json)
 
 
-def _measure(bench: Bench, arguments: argparse.Namespace) -> Iterator[Figure]:
+def _measure(bench: LoadingBench, arguments: argparse.Namespace) -> Iterator[Figure]:
     wanted = [group for group in GROUPS if arguments.only is None or arguments.only & set(group.figures)]
     for stored in (None, *_DTYPES):
         groups = [group for group in wanted if group.stored == stored]
         if stored is None:
             for group in groups:
-                yield from group.measure(bench, None)
+                yield from group.measure(bench)
         elif groups:
             with bench.checkpoint(stored, dtype=_DTYPES[stored]) as checkpoint:
                 for group in groups:

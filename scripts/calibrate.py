@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clean_ports import MODES, SHAPES, CleanModel, Setting, clean_ports
-from cpu_golden import IMPLEMENTATIONS
+from clean_ports import MODES, SHAPES, CleanModel, clean_ports, combine_settings, parse_lengths
 from figures import describe_machine
 from fit_limits import Table, capped, fit_floorless, fit_ratios, widen, with_model_margin
 from measure_noise import FLOORS, measure
@@ -140,13 +139,7 @@ def _as_table(limits: SiteLimits) -> Table:
 
 
 def _measure_all(arguments: argparse.Namespace) -> None:
-    settings = [
-        Setting(shape=shape, seed=seed, lengths=lengths, attention=attention, experts=experts)
-        for shape in arguments.shapes
-        for seed in arguments.seeds
-        for lengths in arguments.lengths
-        for attention, experts in IMPLEMENTATIONS
-    ]
+    settings = combine_settings(arguments.shapes, arguments.seeds, arguments.lengths)
     ports = [
         port
         for port in clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
@@ -202,11 +195,6 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--fit-only", action="store_true", help="Measure nothing more.")
     return parser.parse_args()
-
-
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """The lengths of a batch's prompts, such as `96,61,7`."""
-    return tuple(int(length) for length in text.split(","))
 
 
 def limits_text(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpu_golden import capture_cpu_golden, request_text_rows, write_model
+from cpu_golden import IMPLEMENTATIONS, capture_cpu_golden, request_text_rows, write_model
 from port_runs import EXAMPLES, run_on_ranks, run_port
 
 from minimax_tools.capture.reader import Capture
@@ -79,6 +79,24 @@ class Setting:
         return (
             f"{self.shape}, seed {self.seed}, rows of {lengths}, golden {self.attention} and {self.experts}"
         )
+
+
+def combine_settings(
+    shapes: Sequence[str], seeds: Sequence[int], lengths: Sequence[tuple[int, ...]]
+) -> list[Setting]:
+    """List all combinations, each with a golden of either implementation."""
+    return [
+        Setting(shape=shape, seed=seed, lengths=rows, attention=attention, experts=experts)
+        for shape in shapes
+        for seed in seeds
+        for rows in lengths
+        for attention, experts in IMPLEMENTATIONS
+    ]
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Read the lengths of a batch's prompts, such as `96,61,7`."""
+    return tuple(int(length) for length in text.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

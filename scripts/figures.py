@@ -37,6 +37,22 @@ class Figure:
         return cls(figure=figure, value=round(value, 4), goal=f">= {limit:g}", holds=value >= limit)
 
     @classmethod
+    def percent(
+        cls,
+        figure: str,
+        part: int,
+        whole: int,
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> Figure:
+        """Return a share in percent, with a goal or without; 0 where the whole is 0."""
+        value = 100 * part / whole if whole else 0.0
+        if at_least is not None:
+            return cls.at_least(figure, value, at_least)
+        return cls.plain(figure, value) if at_most is None else cls.at_most(figure, value, at_most)
+
+    @classmethod
     def exactly(cls, figure: str, value: float, wanted: float, *, tolerance: float = 0.0) -> Figure:
         """A figure whose goal is one value, as precisely as `tolerance` says."""
         holds = abs(value - wanted) <= tolerance

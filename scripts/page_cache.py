@@ -11,7 +11,7 @@ _PIECE_BYTES = 8 << 20
 _WARM_SHARE, _COLD_SHARE = 0.02, 0.98
 
 
-class Cache(Enum):
+class CacheState(Enum):
     """What the page cache holds of a checkpoint when a probe begins."""
 
     ANY = "as it was"
@@ -20,16 +20,16 @@ class Cache(Enum):
 
     def prepare(self, files: tuple[Path, ...]) -> None:
         """Read the files, or drop them."""
-        if self is Cache.WARM:
+        if self is CacheState.WARM:
             warm_cache(files)
-        if self is Cache.COLD:
+        if self is CacheState.COLD:
             drop_cache(files)
 
     def fits(self, disk_share: float) -> bool:
         """Whether a probe that read so much of a checkpoint from the disk found what it should."""
-        if self is Cache.ANY:
+        if self is CacheState.ANY:
             return True
-        return disk_share <= _WARM_SHARE if self is Cache.WARM else disk_share >= _COLD_SHARE
+        return disk_share <= _WARM_SHARE if self is CacheState.WARM else disk_share >= _COLD_SHARE
 
 
 def warm_cache(files: tuple[Path, ...]) -> None:

@@ -49,7 +49,7 @@ class Case:
     backend: str
     rows: str
     layer: int
-    kind: str
+    kind: str = "right"
     mistake: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     sites: tuple[str, ...] = ()
@@ -68,19 +68,6 @@ class Case:
     black_box_verdict: str = ""
     excess: Mapping[str, float] = field(default_factory=dict)
     black_box_excess: float = 0.0
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Case:
-        """The case of a record that `dataclasses.asdict` made and JSON kept."""
-        named = record["named"]
-        read = {
-            **record,
-            **{name: tuple(record[name]) for name in ("sites", "failed", "warned", "akin")},
-            **{name: tuple(tuple(sites) for sites in record[name]) for name in ("halves", "blamed")},
-            "rivals": {name: tuple(sites) for name, sites in record["rivals"].items()},
-            "named": None if named is None else tuple((name, given) for name, given in named),
-        }
-        return cls(**read)
 
     @property
     def is_mistake(self) -> bool:

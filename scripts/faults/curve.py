@@ -19,7 +19,7 @@ FACTORS = (0.5, 0.63, 0.8, 0.9, 1.0, 1.12, 1.25, 1.6, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePoint:
+class OperatingPoint:
     """Detection and false alarms with all limits times a factor.
 
     Args:
@@ -43,13 +43,13 @@ class CurvePoint:
 
 def trace_operating_curve(
     cases: Sequence[Case], factors: Sequence[float] = FACTORS
-) -> tuple[CurvePoint, ...]:
+) -> tuple[OperatingPoint, ...]:
     """Return what each factor on all limits would come to, in their order."""
     above = [case for case in cases if case.is_above_floor]
     boxes = [case for case in above if case.is_distinguishable]
     clean = list(clean_cases(cases))
     return tuple(
-        CurvePoint(
+        OperatingPoint(
             factor=factor,
             num_mistakes=len(above),
             num_detected=sum(case.largest_excess > factor for case in above),
@@ -62,7 +62,7 @@ def trace_operating_curve(
     )
 
 
-def give_curve_figures(points: Sequence[CurvePoint]) -> Iterator[Figure]:
+def give_curve_figures(points: Sequence[OperatingPoint]) -> Iterator[Figure]:
     """The curve as figures, two for each factor and one more where the output alone shows mistakes."""
     for point in points:
         if point.num_mistakes:

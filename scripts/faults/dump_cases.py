@@ -39,7 +39,7 @@ class DumpCase:
     view: str
     has_checkpoint: bool
     verdict: str
-    kind: str
+    kind: str = "right"
     layer: int | None = None
     mistake: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -49,16 +49,6 @@ class DumpCase:
     blamed: tuple[tuple[int | None, tuple[str, ...]], ...] = ()
     reason: str = ""
     model: str = ""
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> DumpCase:
-        """The case of a record that `dataclasses.asdict` made and JSON kept."""
-        read = {
-            **record,
-            **{name: tuple(record[name]) for name in ("sites", "shown")},
-            "blamed": tuple((layer, tuple(sites)) for layer, sites in record["blamed"]),
-        }
-        return cls(**read)
 
     @property
     def is_mistake(self) -> bool:

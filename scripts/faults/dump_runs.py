@@ -20,8 +20,7 @@ from faults.foreign import TOOL, dump_as_vllm_neuron
 from faults.judging import as_black_box, default_criteria, hide_sites
 from faults.plant import Plant
 from faults.port import PlantedPort
-from faults.running import run_whole_model
-from faults.runs import shows_on
+from faults.runs import run_whole_model, shows_on
 from faults.scene import Scene, SceneRequest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
@@ -88,11 +87,8 @@ def carry_out_dump(
                     view=view,
                     has_checkpoint=has_checkpoint,
                     verdict=str(verdict),
-                    kind=str(plant.kind) if plant else "right",
                     layer=layer,
-                    mistake=plant.name if plant else "",
-                    parameters=dict(plant.parameters) if plant else {},
-                    sites=tuple(str(site) for site in plant.sites) if plant else (),
+                    **(plant.record if plant else {}),
                     shown=() if layer is None else tuple(str(site) for site in source.sites(layer)),
                     effects={str(site): effect for site, effect in effects.items()},
                     blamed=blamed,

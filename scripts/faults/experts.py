@@ -119,7 +119,7 @@ class WidthPartial(Arithmetic):
         return inner * is_local.to(inner.dtype)
 
 
-class LowPrecision(Arithmetic):
+class LowPrecisionSum(Arithmetic):
     """The sum is rounded after each expert."""
 
     def accumulate(self, total: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
@@ -145,5 +145,5 @@ PLANTS = (
     Plant("moe_delta_scaled", _MOE, MoeScaled, {"factor": 2.0}, decodes=True),
     Plant("moe_delta_scaled", _MOE, MoeScaled, {"factor": 0.97}),
     Plant("experts_width_partial", _MOE, WidthPartial, {"tp_degree": 2, "rank": 0}),
-    Plant("expert_accumulation_low_precision", _MOE, LowPrecision),
+    Plant("expert_accumulation_low_precision", _MOE, LowPrecisionSum),
 )

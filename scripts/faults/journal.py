@@ -1,4 +1,4 @@
-"""Journal: a file of finished runs, so that a benchmark that was killed goes on where it stopped."""
+"""RunJournal: a file of finished runs, so that a benchmark that was killed goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNT = (*("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py",
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 
-class Journal:
+class RunJournal:
     """A file of finished runs, one a line; what other code judged is not gone on with.
 
     Args:
@@ -80,5 +80,14 @@ def _as_record(case: AnyCase) -> dict[str, Any]:
 
 def _case(record: dict[str, Any]) -> AnyCase:
     kinds: dict[str, type[Case] | type[DumpCase]] = {"Case": Case, "DumpCase": DumpCase}
-    kind = kinds[record["kind_of_case"]]
-    return kind.from_record({name: value for name, value in record.items() if name != "kind_of_case"})
+    kind = kinds[record.pop("kind_of_case")]
+    return kind(**{name: _without_lists(value) for name, value in record.items()})
+
+
+def _without_lists(value: Any) -> Any:
+    """Turn lists, at any depth, into the tuples that JSON does not keep."""
+    if isinstance(value, list):
+        return tuple(map(_without_lists, value))
+    if isinstance(value, dict):
+        return {name: _without_lists(part) for name, part in value.items()}
+    return value

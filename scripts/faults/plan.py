@@ -27,6 +27,25 @@ _SHORT = (96, 61, 7)
 # Prompts of nearly one length: decoding starts where the shortest one has so many rows left.
 _DECODED = (70, 69, 67)
 _LEFT = (80, 33, 7)
+# Offset of the seed, prompts, layers, and number of the golden's implementation, of parts with one synthetic model.
+_SYNTHETIC = {
+    "short": (0, _SHORT, 4, 0),
+    "xla": (0, _SHORT, 1, 0),
+    "decode": (0, _DECODED, 4, 0),
+    "left": (1, _LEFT, 2, 1),
+    "long": (2, (512,), 1, 0),
+    "pairs": (3, _SHORT, 4, 0),
+    "dumps": (7, _SHORT, 5, 0),
+}
+# Offset of the seed, prompts, and number of the golden's implementation, of parts with one trained model.
+_TRAINED = {
+    "short": (0, _SHORT, 0),
+    "decode": (1, _DECODED, 0),
+    "left": (2, _LEFT, 1),
+    "long": (3, (500,), 0),
+    "pairs": (7, _SHORT, 1),
+    "dumps": (8, _SHORT, 0),
+}
 _FEW = ((1,), (4,), (24,))
 _QUICK = ("gate_up_swapped", "router_bias_missing", "tile_twice", "weights_bfloat16")
 _BACKENDS = ("cpu", "xla-cpu")
@@ -102,50 +121,31 @@ def _plan_on(
 
 
 def _synthetic(part: str, seed: int) -> Iterator[SceneRequest]:
-    """Yield the models of a part, goldens of either implementation among them."""
-
-    def request(offset: int, lengths: tuple[int, ...], num_layers: int) -> SceneRequest:
-        return SceneRequest(name=part, seed=seed + offset, lengths=lengths, num_layers=num_layers)
-
-    if part == "short":
-        yield request(0, _SHORT, 4)
-    elif part == "xla":
-        yield request(0, _SHORT, 1)
-    elif part == "decode":
-        yield request(0, _DECODED, 4)
-    elif part == "left":
-        yield request(1, _LEFT, 2).changed(padding_side="left", golden=1)
-    elif part == "long":
-        yield request(2, (512,), 1)
-    elif part == "pairs":
-        yield request(3, _SHORT, 4)
+    """Yield the synthetic models of a part."""
+    if part in _SYNTHETIC:
+        offset, lengths, num_layers, golden = _SYNTHETIC[part]
+        side = "left" if part == "left" else "right"
+        one = SceneRequest(name=part, seed=seed + offset, lengths=lengths, num_layers=num_layers)
+        yield one.changed(golden=golden, padding_side=side)
     elif part == "few":
         for place, lengths in enumerate(_FEW):
-            few = request(4 + place, lengths, 1)
-            yield few.changed(name=f"few-{sum(lengths)}", golden=place % 2)
+            one = SceneRequest(
+                name=f"few-{sum(lengths)}", seed=seed + 4 + place, lengths=lengths, num_layers=1
+            )
+            yield one.changed(golden=place % 2)
     elif part == "far":
         yield _far(part, seed=seed + 4, num_layers=2)
-    elif part == "dumps":
-        yield request(7, _SHORT, 5)
 
 
 def _on_model(part: str, model: TrainedModel, seed: int) -> Iterator[SceneRequest]:
-    """Yield the rows of a part on a trained model, goldens of either implementation among them."""
-    if part == "short":
-        yield _trained(part, model, _SHORT, seed=seed)
-    elif part == "decode":
-        yield _trained(part, model, _DECODED, seed=seed + 1)
-    elif part == "left":
-        yield _trained(part, model, _LEFT, seed=seed + 2, golden=1, padding_side="left")
-    elif part == "long":
-        yield _trained(part, model, (500,), seed=seed + 3)
+    """Yield the rows of a part on a trained model."""
+    if part in _TRAINED:
+        offset, lengths, golden = _TRAINED[part]
+        side = "left" if part == "left" else "right"
+        yield _trained(part, model, lengths, seed=seed + offset, golden=golden, padding_side=side)
     elif part == "few":
         for place, lengths in enumerate(_FEW):
             yield _trained(part, model, lengths, seed=seed + 4 + place, golden=(place + 1) % 2)
-    elif part == "pairs":
-        yield _trained(part, model, _SHORT, seed=seed + 7, golden=1)
-    elif part == "dumps":
-        yield _trained(part, model, _SHORT, seed=seed + 8)
 
 
 def _far(name: str, *, seed: int, num_layers: int) -> SceneRequest:

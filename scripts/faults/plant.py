@@ -64,6 +64,16 @@ class Plant:
         """The arithmetic of a layer with this mistake."""
         return self.arithmetic(config, weights, **self.parameters)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """Fields of a case that tell what was planted."""
+        return {
+            "kind": str(self.kind),
+            "mistake": self.name,
+            "parameters": {} if self.halves else dict(self.parameters),
+            "sites": tuple(map(str, self.sites)),
+        }
+
     def __str__(self) -> str:
         if not self.parameters or self.halves:
             return self.name

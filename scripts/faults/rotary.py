@@ -71,7 +71,7 @@ class FrequencyWidth(Arithmetic):
         return self.ladder(self.rotary_width(), self.of.width, float(self.config.rope_theta), device)
 
 
-class LowPrecision(Arithmetic):
+class LowPrecisionAngles(Arithmetic):
     """Positions, frequencies and their product in BF16."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
@@ -146,6 +146,6 @@ PLANTS = (
     Plant("rope_last_dims", _ROPE, LastDims),
     Plant("rope_position_scaled", _ROPE, PositionScaled, {"factor": 0.25}),
     Plant("rope_frequency_width", _ROPE, FrequencyWidth, {"width": 64}),
-    Plant("rope_low_precision", _ROPE, LowPrecision),
+    Plant("rope_low_precision", _ROPE, LowPrecisionAngles),
     Plant("rope_wrong_slice", _ROPE, WrongSlice, {"period": 4}),
 )

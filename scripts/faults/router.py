@@ -72,7 +72,7 @@ class OtherTopK(Arithmetic):
         return biased.topk(self.of.k, dim=-1).indices
 
 
-class LowPrecision(Arithmetic):
+class LowPrecisionGate(Arithmetic):
     """The gate's product in BF16."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ PLANTS = (
     Plant("router_weights_scaled", _WEIGHTS, WeightsScaled, {"factor": 0.95}),
     Plant("router_top_k", _EXPERTS, OtherTopK, {"k": 3}),
     Plant("router_top_k", _EXPERTS, OtherTopK, {"k": 2}),
-    Plant("router_low_precision", _LOGITS, LowPrecision),
+    Plant("router_low_precision", _LOGITS, LowPrecisionGate),
     Plant("router_quantised", _LOGITS, Quantised, {"bits": 8}),
     Plant("router_quantised", _LOGITS, Quantised, {"bits": 4}),
     Plant("router_weights_on_input", (Site.MOE_DELTA,), WeightsOnInput),

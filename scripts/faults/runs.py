@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from port_runs import run_on_ranks
+import port_runs
 
 from faults.cases import Case
 from faults.effects import measure_effects
@@ -14,12 +14,13 @@ from faults.judging import as_black_box, judge_run, name_mistake
 from faults.plant import Plant
 from faults.port import PlantedPort
 from faults.rivals import find_differences
-from faults.running import run_port
 from faults.scene import Scene, SceneRequest
 from minimax_tools.capture.reader import Capture
+from minimax_tools.model.run import full_run, sweep_run
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from neuron.devices.runtime import Runtime
-from neuron.ports.targets import find_target
+from neuron.ports.targets import Target, find_target
 
 DECODE_ROWS = 4
 RANKS = "ranks of "
@@ -97,10 +98,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 backend=planned.backend,
                 rows=planned.rows,
                 layer=layer,
-                kind=str(plant.kind) if plant else "right",
-                mistake=plant.name if plant else "",
-                parameters=dict(plant.parameters) if plant and not plant.halves else {},
-                sites=tuple(str(site) for site in plant.sites) if plant else (),
+                **(plant.record if plant else {}),
                 halves=tuple(tuple(map(str, half.sites)) for half in plant.halves) if plant else (),
                 effects={str(site): effect for site, effect in effects.items()},
                 failed=shown.layers[layer].failed,
@@ -121,6 +119,32 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
     return tuple(cases)
 
 
+def run_port(
+    scene: Scene, target: Target, *, runtime: Runtime, directory: Path, decode_rows: int = 0
+) -> Capture:
+    """Sweep all layers in this process.
+
+    Args:
+        scene: Model and golden.
+        target: The port.
+        runtime: The device.
+        directory: The capture's directory; it is emptied first.
+        decode_rows: Number of rows of each prompt that are decoded.
+    """
+    run = sweep_run(Span(0, scene.spec.num_hidden_layers), sites_level="all").decoding(decode_rows)
+    return port_runs.run_port(
+        scene.golden, target, run, reader=scene.reader, runtime=runtime, directory=directory
+    )
+
+
+def run_whole_model(scene: Scene, target: Target, *, runtime: Runtime, directory: Path) -> Capture:
+    """Run all layers chained, from the embedding to the logits; `directory` is emptied first."""
+    run = full_run(scene.spec.num_hidden_layers, sites_level="all")
+    return port_runs.run_port(
+        scene.golden, target, run, reader=scene.reader, runtime=runtime, directory=directory
+    )
+
+
 def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -> dict[Site, float]:
     """Of a pair, what each mistake changes by itself where it lives."""
     if not plant.halves:
@@ -135,7 +159,7 @@ def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -
 def _capture(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> Capture:
     if planned.port.startswith(RANKS):
         tp_degree = int(planned.port.removeprefix(RANKS))
-        return run_on_ranks(
+        return port_runs.run_on_ranks(
             "sweep",
             scene.folder,
             scene.golden,

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 import psutil
 import torch
-from page_cache import Cache
+from page_cache import CacheState
 from peaks import tree_bytes, watch
 
-from loading.scales import Scale
+from loading.scales import LoadingScale
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.model.weight_names import layer_of
@@ -47,7 +47,7 @@ WRITE_QWEN2 = "loading.splits:write_qwen2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ProbeResult:
     """What a probe told, and what was seen of it.
 
     Args:
@@ -112,11 +112,11 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class LoadingBench:
     """Makes checkpoints in a scratch folder and runs probes on them."""
 
     scratch: Path
-    scale: Scale
+    scale: LoadingScale
     seq_lens: tuple[int, ...]
 
     @contextmanager
@@ -156,10 +156,10 @@ class Bench:
         checkpoint: Checkpoint,
         capture: Path,
         *options: str,
-        cache: Cache = Cache.ANY,
+        cache: CacheState = CacheState.ANY,
         idle: bool = False,
         command: tuple[str, ...] = ("extract-all",),
-    ) -> Measured:
+    ) -> ProbeResult:
         """A golden of the checkpoint by `mm2-gpu`, with its own defaults but for `options`.
 
         Args:
@@ -185,11 +185,11 @@ class Bench:
         self,
         place: str,
         *,
-        cache: Cache = Cache.ANY,
+        cache: CacheState = CacheState.ANY,
         checkpoint: Checkpoint | None = None,
         needs_bytes: int = 0,
         **arguments: Any,
-    ) -> Measured:
+    ) -> ProbeResult:
         """Call a function in a process of its own.
 
         Args:
@@ -212,7 +212,7 @@ class Bench:
             stop(f"the page cache does not stay {cache.value}: free some memory, or use a folder on a disk")
         return measured
 
-    def _run(self, place: str, arguments: Mapping[str, Any]) -> Measured:
+    def _run(self, place: str, arguments: Mapping[str, Any]) -> ProbeResult:
         report = self.scratch / "reports" / "report.json"
         report.parent.mkdir(exist_ok=True)
         report.unlink(missing_ok=True)
@@ -222,7 +222,7 @@ class Bench:
         if watched.exit_code != 0 or not report.exists():
             stop(f"{place} ended with {watched.exit_code}: {json.dumps(arguments)}")
         record = json.loads(report.read_text(encoding="utf-8"))
-        measured = Measured(
+        measured = ProbeResult(
             seconds=record["seconds"],
             peak_bytes=watched.peak_anonymous_bytes - record["baseline_bytes"],
             peak_resident_bytes=watched.peak_resident_bytes - record["baseline_resident_bytes"],

@@ -1,4 +1,4 @@
-"""Measured in a process of their own: goldens by `mm2-gpu`, and the streamed forward pass alone.
+"""ProbeResult in a process of their own: goldens by `mm2-gpu`, and the streamed forward pass alone.
 
 Every function returns numbers and digests by name; see `loading/probe.py`. What transformers, rich, numba and mm2
 import only when they need it is imported here, before the baseline is taken.

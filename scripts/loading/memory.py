@@ -7,14 +7,14 @@ from pathlib import Path
 
 from figures import Figure
 
-from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Bench, Checkpoint, bf16_layer_bytes, say
+from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Checkpoint, LoadingBench, bf16_layer_bytes, say
 from minimax_tools.synthetic.checkpoint import FP8
 
 _EAGER = ("--experts-implementation", "eager")
 _ALONE = ("--stream", "on", "--no-prefetch")
 
 
-def measure_peaks(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
+def measure_peaks(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
     """Peaks of goldens and of `from_pretrained`, and whether a streamed golden is the one loaded whole."""
     layer_bytes = checkpoint.layer_bytes
     with bench.folder("captures") as captures:
@@ -37,7 +37,7 @@ def measure_peaks(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
     yield Figure.exactly("streamed_capture_equals_whole", float(equal), 1)
 
 
-def measure_packed(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
+def measure_packed(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
     """Peaks of goldens of small FP8 layers, and whether packed experts give the eager golden."""
     with bench.folder("captures") as captures:
         packed = bench.golden(checkpoint, captures / "packed", *_ALONE, "--packed-experts", *_EAGER)
@@ -54,7 +54,7 @@ def measure_packed(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
     yield Figure.exactly("packed_capture_equals_eager_whole", float(equal), 1)
 
 
-def measure_packed_large(bench: Bench) -> Iterator[Figure]:
+def measure_packed_large(bench: LoadingBench) -> Iterator[Figure]:
     """The peak of a golden of large FP8 layers, packed: beside small ones what a process needs anyway shows."""
     with (
         bench.checkpoint("large", dtype=FP8, model=bench.scale.large) as checkpoint,

@@ -11,7 +11,15 @@ from figures import Figure
 from page_cache import drop_cache
 from peaks import tree_bytes
 
-from loading.bench import READ_PLAINLY, SPLIT, WRITE_QWEN2, Bench, Checkpoint, Measured, bf16_layer_bytes
+from loading.bench import (
+    READ_PLAINLY,
+    SPLIT,
+    WRITE_QWEN2,
+    Checkpoint,
+    LoadingBench,
+    ProbeResult,
+    bf16_layer_bytes,
+)
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.model.weight_names import EMBEDDING, layer_of
 from minimax_tools.synthetic.toy_model import PRESETS
@@ -21,7 +29,7 @@ _PASSES = 5
 _FEW_LAYERS, _MORE_LAYERS = 2, 6
 
 
-def measure_split(bench: Bench) -> Iterator[Figure]:
+def measure_split(bench: LoadingBench) -> Iterator[Figure]:
     """Bottom, trunk and top, with `low_memory` and without: peak, time to load, tokens a second."""
     quantities = bench.scale.qwen2
     with bench.folder("qwen2") as folder:
@@ -33,7 +41,7 @@ def measure_split(bench: Bench) -> Iterator[Figure]:
         yield from _split_figures(bench, checkpoint.folder, "minimax_m2", num_layers)
 
 
-def measure_full_size(bench: Bench, folder: Path, *, num_layers: int | None) -> Iterator[Figure]:
+def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | None) -> Iterator[Figure]:
     """A golden of a checkpoint of the true size, streamed and cold; a layer is one of BF16 weights.
 
     Its bound is the longer of two: a plain read past the cache at the speed of the first shards, and so many layers
@@ -77,8 +85,8 @@ def measure_full_size(bench: Bench, folder: Path, *, num_layers: int | None) -> 
 
 
 def _golden_of(
-    bench: Bench, checkpoint: Checkpoint, num_layers: int | None, *, idle: bool = False
-) -> tuple[Measured, int]:
+    bench: LoadingBench, checkpoint: Checkpoint, num_layers: int | None, *, idle: bool = False
+) -> tuple[ProbeResult, int]:
     """A cold golden of the first layers, None for all, and the size of its capture."""
     command = ("extract-all",) if num_layers is None else ("multi-layer", "--layers", f"0:{num_layers}")
     drop_cache(checkpoint.shards)
@@ -88,9 +96,9 @@ def _golden_of(
         return run, tree_bytes(captures)
 
 
-def _split_figures(bench: Bench, folder: Path, model_type: str, num_layers: int) -> Iterator[Figure]:
+def _split_figures(bench: LoadingBench, folder: Path, model_type: str, num_layers: int) -> Iterator[Figure]:
     outer = max(1, num_layers // 4)
-    runs: dict[bool, list[Measured]] = {True: [], False: []}
+    runs: dict[bool, list[ProbeResult]] = {True: [], False: []}
     for _ in range(bench.scale.rounds):
         for low_memory, kept in runs.items():
             kept.append(

@@ -1,4 +1,4 @@
-"""Measured in a process of their own: reading a checkpoint's layers and dequantising, without a model.
+"""ProbeResult in a process of their own: reading a checkpoint's layers and dequantising, without a model.
 
 Every function returns numbers by name; see `loading/probe.py`.
 """

@@ -1,4 +1,4 @@
-"""Measured in a process of their own: the same model loaded and run by transformers and accelerate alone.
+"""ProbeResult in a process of their own: the same model loaded and run by transformers and accelerate alone.
 
 Every function returns numbers and digests by name; see `loading/probe.py`. Nothing of mm2 is imported before torch:
 what it settles for its own command must not settle how these run.

@@ -10,7 +10,7 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class LoadingScale:
     """How large everything is.
 
     Args:
@@ -32,10 +32,10 @@ class Scale:
     rounds: int
 
 
-SCALES: Mapping[str, Scale] = MappingProxyType(
+SCALES: Mapping[str, LoadingScale] = MappingProxyType(
     {
         # 5.05 GB in BF16: 16 layers of 307 MB.
-        "full": Scale(
+        "full": LoadingScale(
             model=SyntheticModel(
                 num_hidden_layers=16,
                 hidden_size=1024,
@@ -63,7 +63,7 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
             expert=(64, 1536, 3072),
             rounds=3,
         ),
-        "toy": Scale(
+        "toy": LoadingScale(
             model=SyntheticModel(num_local_experts=16, num_experts_per_tok=2),
             large=SyntheticModel(num_hidden_layers=2),
             shard_bytes=4_000_000,

@@ -1,4 +1,4 @@
-"""Measured in a process of their own: `ModelFactory.create_split_models`, and a model to split.
+"""ProbeResult in a process of their own: `ModelFactory.create_split_models`, and a model to split.
 
 Every function returns numbers and digests by name; see `loading/probe.py`.
 """

@@ -36,7 +36,7 @@ _TIGHT_SHARE = 0.04
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
+class PlanningScale:
     """How much is tried.
 
     Args:
@@ -52,10 +52,10 @@ class Scale:
     num_times: int
 
 
-SCALES: Mapping[str, Scale] = MappingProxyType(
+SCALES: Mapping[str, PlanningScale] = MappingProxyType(
     {
-        "full": Scale(num_clusters=20_000, balanced_every=10, num_small=1000, num_times=15),
-        "toy": Scale(num_clusters=60, balanced_every=10, num_small=20, num_times=3),
+        "full": PlanningScale(num_clusters=20_000, balanced_every=10, num_small=1000, num_times=15),
+        "toy": PlanningScale(num_clusters=60, balanced_every=10, num_small=20, num_times=3),
     }
 )
 
@@ -80,7 +80,7 @@ def true_size_cost() -> ModelCost:
     )
 
 
-def _measure_feasible(cost: ModelCost, scale: Scale) -> Iterator[Figure]:
+def _measure_feasible(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
     rng = random.Random(0)
     num_found = num_planned = num_invalid = num_rejected = 0
     for number in range(scale.num_clusters):
@@ -154,11 +154,7 @@ def is_valid(cost: ModelCost, nodes: Sequence[Node], stages: Sequence[Stage]) ->
     """Whether a plan holds every layer once, in order, embedding first and head last, within every node's memory."""
     layers = [layer for stage in stages for layer in stage.layers]
     used = [stage for stage in stages if stage.is_used]
-    fits = all(
-        cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head).memory_bytes
-        <= stage.node.memory_bytes
-        for stage in stages
-    )
+    fits = all(_held(cost, stage).memory_bytes <= stage.node.memory_bytes for stage in stages)
     return (
         fits
         and layers == list(range(len(cost.layers)))
@@ -168,7 +164,7 @@ def is_valid(cost: ModelCost, nodes: Sequence[Node], stages: Sequence[Stage]) ->
     )
 
 
-def _measure_optimum(scale: Scale) -> Iterator[Figure]:
+def _measure_optimum(scale: PlanningScale) -> Iterator[Figure]:
     rng = random.Random(1)
     ratios: list[float] = []
     while len(ratios) < scale.num_small:
@@ -226,7 +222,7 @@ def find_optimum(cost: ModelCost, nodes: Sequence[Node]) -> float:
                         node=node, layers=range(start, stop), has_embedding=is_first, has_head=is_last
                     )
                     seconds = max(slowest, _seconds(cost, stage))
-                    if seconds >= best or _memory(cost, stage) > node.memory_bytes:
+                    if seconds >= best or _held(cost, stage).memory_bytes > node.memory_bytes:
                         continue
                     if is_last:
                         best = seconds
@@ -237,18 +233,15 @@ def find_optimum(cost: ModelCost, nodes: Sequence[Node]) -> float:
     return best
 
 
-def _memory(cost: ModelCost, stage: Stage) -> int:
-    return cost.of_slice(
-        stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head
-    ).memory_bytes
+def _held(cost: ModelCost, stage: Stage) -> PartCost:
+    return cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
 
 
 def _seconds(cost: ModelCost, stage: Stage) -> float:
-    held = cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
-    return held.flops_per_token / ((stage.node.tflops or 0.0) * 1e12)
+    return _held(cost, stage).flops_per_token / ((stage.node.tflops or 0.0) * 1e12)
 
 
-def _measure_time(cost: ModelCost, scale: Scale) -> Iterator[Figure]:
+def _measure_time(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
     rng = random.Random(2)
     nodes = [
         Node(

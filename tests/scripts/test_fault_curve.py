@@ -15,7 +15,7 @@ from faults.curve import FACTORS, give_curve_figures, render_curve, trace_operat
 from faults.judging import as_black_box, judge_run
 from faults.planted import choose_plants
 from faults.port import PlantedPort
-from faults.running import run_port
+from faults.runs import run_port
 from faults.scene import Scene, SceneRequest, open_scene
 
 from compare.limits.limits_file import calibrated_limits

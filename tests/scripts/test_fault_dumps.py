@@ -15,7 +15,7 @@ from faults.cases import Case
 from faults.dump_cases import DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump, plan_dumps
 from faults.dump_tally import dump_misses, give_dump_figures
-from faults.journal import Journal
+from faults.journal import RunJournal
 from faults.pass_tally import Joined, give_pass_figures
 from faults.planted import choose_plants
 from faults.scene import Scene, SceneRequest, open_scene
@@ -141,8 +141,8 @@ class TestFigures:
 
     def test_journal_gives_dumps_back(self, tmp_path: Path) -> None:
         path = tmp_path / "journal"
-        Journal(path).add("both", [DUMP, PORT, replace(DUMP, blamed=((None, ("logits",)),))])
-        assert Journal(path).find("both") == (DUMP, PORT, replace(DUMP, blamed=((None, ("logits",)),)))
+        RunJournal(path).add("both", [DUMP, PORT, replace(DUMP, blamed=((None, ("logits",)),))])
+        assert RunJournal(path).find("both") == (DUMP, PORT, replace(DUMP, blamed=((None, ("logits",)),)))
 
 
 class TestFalsePasses:
