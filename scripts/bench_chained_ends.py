@@ -1,9 +1,9 @@
-"""The drift of chains of layers in right ports, for which compare/chains/chain_limits.py leaves room.
+"""The drift of right ports in chains of layers: compare/chains/chain_limits.py leaves room for it.
 
-Right ports run in chains from the golden's input at every layer, on synthetic models of several seeds and
-shapes. For each length of a chain it prints the largest of each part of the error, in the unit of
-`compare.chains.chain_noise`, and how much of the output that unit is; the limits are twice the figures that the default
-settings gave. `--json` prints one object.
+Right ports run in chains that begin with the golden's input at each layer, on synthetic models of several seeds
+and shapes. For each length of a chain, the benchmark prints the largest of each part of the error. The unit is that of
+`compare.chains.chain_noise`; its share of the output is printed too. The limits are twice the figures of
+the default settings.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPES = {
     "wide": replace(CLEAN_SHAPES["wide"], num_hidden_layers=12),
 }
 LENGTHS = (96, 61, 7)
-# Targets and the backends they run on; the reference layer gives bit for bit what the device layer gives on the CPU.
+# Targets and their backends. The reference layer is left out: on the CPU it equals the device layer bit for bit.
 PORTS = (
     ("builtin", "cpu"),
     *((f"{EXAMPLES / 'transformers_port.py'}:{name}", "cpu") for name in ("Eager", "EagerExperts")),
@@ -60,8 +60,8 @@ class ChainEnd:
     """The end of one chain.
 
     Args:
-        length: Its number of layers.
-        error: In the unit.
+        length: Number of layers.
+        error: Error of the last output, in the unit.
         unit: The unit, relative to the output.
     """
 
@@ -73,10 +73,22 @@ class ChainEnd:
 def main() -> int:
     """Measure and print."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--every", type=int, default=1, help="begin a chain at every such layer")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: %(default)s)")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="models (default: all)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="dtype of the runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="begin a chain at each multiple of this layer (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     ends: list[ChainEnd] = []
@@ -93,7 +105,7 @@ def main() -> int:
 
 
 def figures(ends: list[ChainEnd], dtype: torch.dtype) -> Iterator[Figure]:
-    """The largest errors by length, the unit, and how many ends would be false alarms."""
+    """Yield the largest errors by length, the unit, and the number of false alarms."""
     for length in sorted({end.length for end in ends}):
         of_length = [end for end in ends if end.length == length]
         limits = chain_limits(length, dtype)
@@ -115,7 +127,7 @@ def measure(
         shape: Name of the model in `SHAPES`.
         seed: Seed of weights and tokens.
         dtype: Dtype of the runs.
-        every: A chain begins at every such layer.
+        every: A chain begins at each multiple of this layer.
         ports: Targets and their backends.
     """
     with tempfile.TemporaryDirectory(prefix="mm2-chains-") as scratch:

@@ -1,6 +1,6 @@
-"""Ports that are right, judged: any verdict but `pass` is a false alarm, printed with its blame.
+"""Right ports, judged: each verdict but `pass` is a false alarm, printed with its blame.
 
-The limits come from clean ports too (scripts/calibrate.py): run this on other seeds and prompts than it ran on.
+The limits come from right ports too (scripts/calibrate.py): choose other seeds and prompts than it ran on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minimax_tools.results.results import Comparison, SiteResult, Verdict
 
 
 class CleanTally:
-    """What many comparisons of one kind of clean port came to."""
+    """Results of many comparisons of one kind of right port."""
 
     def __init__(self) -> None:
         self._comparisons: list[Comparison] = []
@@ -30,7 +30,7 @@ class CleanTally:
         self._comparisons.append(comparison)
 
     def figures(self, name: str) -> list[Figure]:
-        """How near its limits the port came, and the false alarms."""
+        """Return the distance of the port to its limits, and its false alarms."""
         sites: list[SiteResult] = [site for one in self._comparisons for site in one.sites]
         routing = [site.routing for site in sites if site.routing is not None]
         flipped = sum(one.num_flipped for one in routing) / max(sum(one.num_tokens for one in routing), 1)
@@ -53,16 +53,32 @@ class CleanTally:
 def main() -> int:
     """Measure and print."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11, 12])
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[10, 11, 12],
+        help="seeds of weights and prompts (default: 10 11 12)",
+    )
     parser.add_argument(
         "--shapes",
         nargs="+",
         default=["toy", "wide"],
-        help=f"Of synthetic models ({', '.join(SHAPES)}), and folders of trained ones.",
+        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
     )
-    parser.add_argument("--lengths", type=parse_lengths, default=(96, 61, 7))
-    parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
-    parser.add_argument("--tp-degrees", nargs="*", type=int, default=[])
+    parser.add_argument(
+        "--lengths", type=parse_lengths, default=(96, 61, 7), help="tokens of the prompts (default: 96,61,7)"
+    )
+    parser.add_argument(
+        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
+    )
+    parser.add_argument(
+        "--tp-degrees",
+        nargs="*",
+        type=int,
+        default=[],
+        help="numbers of ranks that share mm2's layer (default: none)",
+    )
     arguments = parser.parse_args()
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)

@@ -1,7 +1,7 @@
-"""Ports that exit, abort, crash or never end, run by every command that runs a port without a golden.
+"""Ports that exit, abort, crash or never end, run by each command that runs a port without a golden.
 
-None of their ends may read as a pass (exit code 0) or as a port that differs (1). The error must name the target and
-the layer, and the layers before it must be kept. Takes about five minutes on two cores.
+No such end may read as a pass (exit code 0) or as a port that differs (1). The error must name target and layer, and
+the layers before it must be stored. Takes about five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class _Run:
     """A command that ran a dying port.
 
     Args:
-        command: As in "multi-layer".
-        death: How the port died.
-        exit_code: What the command said by it.
-        says_pass: Whether its output claims one.
+        command: Command of `mm2-test`.
+        death: Death of the port.
+        exit_code: Exit code of the command.
+        says_pass: Whether its output claims a pass.
         is_named: Whether the error names the target, the layer and what came last.
-        keeps_layers: Whether the layers before are stored; None where none ran, or nothing is stored.
+        keeps_layers: Whether the layers before are stored; None where none ran, or the command stores nothing.
     """
 
     command: str
@@ -59,10 +59,18 @@ class _Run:
 
 
 def main() -> int:
-    """Run all and print the figures; each miss goes to standard error."""
+    """Run all and print the figures; misses go to standard error."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--commands", nargs="+", choices=_COMMANDS, default=list(_COMMANDS))
-    parser.add_argument("--deaths", nargs="+", choices=[death.name for death in DEATHS])
+    parser.add_argument(
+        "--commands",
+        nargs="+",
+        choices=_COMMANDS,
+        default=list(_COMMANDS),
+        help="commands of mm2-test (default: all)",
+    )
+    parser.add_argument(
+        "--deaths", nargs="+", choices=[death.name for death in DEATHS], help="deaths (default: all)"
+    )
     arguments = parser.parse_args()
     deaths = [death for death in DEATHS if arguments.deaths is None or death.name in arguments.deaths]
     with tempfile.TemporaryDirectory(prefix="mm2-dying-") as folder:
@@ -80,7 +88,7 @@ def main() -> int:
 
 
 def give_figures(runs: list[_Run]) -> list[Figure]:
-    """The figures of the runs."""
+    """Return the figures of the runs."""
     kept = [run.keeps_layers for run in runs if run.keeps_layers is not None]
     figures = [
         Figure.plain(TRIED, len(runs)),

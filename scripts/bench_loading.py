@@ -1,12 +1,13 @@
-"""Loading and streaming against a plain read, `from_pretrained` and accelerate's disk offload, in one run.
+"""Loading and streaming against a plain read, `from_pretrained` and accelerate's disk offload.
 
-Writes a synthetic MiniMax-M2 of 5.05 GB in BF16 (16 layers of 307 MB, 64 experts, 6 shards), and the same in FP8, and
-measures every variant in a process of its own: anonymous memory above what its imports left, seconds from there on,
-ratios between runs that follow each other, medians of several rounds. Packed experts are measured on two layers of
-MiniMax-M2's own size as well. Takes 11 GB of disk and some fifteen minutes;
-exit code 1 where a goal is missed, 3 where it could not run.
+Writes a synthetic MiniMax-M2 of 5.05 GB in BF16 (16 layers of 307 MB, 64 experts, 6 shards), and the same in FP8.
+Each variant runs in a process of its own. Memory is anonymous memory above the imports, and seconds begin after them.
+Ratios are taken between runs that follow each other; figures are medians of several rounds. Packed experts are
+measured on two layers of MiniMax-M2's own size too.
 
-With --full-size DIR also the golden of a checkpoint of the true size, made by scripts/full_size_checkpoint.py.
+Takes 11 GB of disk and about fifteen minutes. Exit code 1 where a goal is missed, 3 where it could not run.
+
+With --full-size DIR it also makes the golden of a checkpoint of the true size (scripts/full_size_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -143,13 +144,23 @@ def _parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--scratch", type=Path, help="folder with 11 GB free (default: the system's)")
     parser.add_argument(
-        "--only", type=names_among(_KNOWN), metavar="NAME,...", help="measure what gives these figures"
+        "--only",
+        type=names_among(_KNOWN),
+        metavar="NAME,...",
+        help="figures to measure, with those of the same runs (default: all)",
     )
-    parser.add_argument("--rounds", type=int, help="how often times are taken (default: 3)")
-    parser.add_argument("--full-size", type=Path, metavar="DIR", help="a checkpoint of the true size")
-    parser.add_argument("--full-size-layers", type=int, metavar="N", help="only its first layers")
+    parser.add_argument("--rounds", type=int, help="number of rounds (default: 3)")
     parser.add_argument(
-        "--scale", choices=list(SCALES), default="full", help="toy tries the script out in a minute"
+        "--full-size", type=Path, metavar="DIR", help="checkpoint of the true size (default: none)"
+    )
+    parser.add_argument(
+        "--full-size-layers", type=int, metavar="N", help="number of its first layers (default: all)"
+    )
+    parser.add_argument(
+        "--scale",
+        choices=list(SCALES),
+        default="full",
+        help="size of the measurement; toy tries the script out in a minute (default: %(default)s)",
     )
     return parser.parse_args()
 

@@ -1,10 +1,11 @@
-"""One layer of the true dimensions through the whole path: golden, device run, verdict; and with a mistake.
+"""A layer of the true dimensions through the whole path: golden, device run, verdict, with and without a mistake.
 
-Writes a one-layer FP8 checkpoint (6.1 GB with embedding and lm_head), captures its golden with the noise
-floor, runs mm2's device layer on `xla-cpu`, judges it, and does the same with gate and up swapped. Every
-command is a process of its own; its anonymous memory (what cannot be dropped, unlike cached file pages)
-and its resident memory are sampled. Memory is given in layers of 7.34 GB, the weights of one layer in
-BF16: the least that must be held.
+Writes a one-layer FP8 checkpoint (6.1 GB with embedding and lm_head) and captures its golden with the noise floor.
+Then it runs mm2's device layer, judges it, and does the same with gate and up swapped.
+
+Each command is a process of its own, whose anonymous and resident memory are sampled. Anonymous memory cannot be
+dropped, unlike cached file pages. Memory is given in layers of 7.34 GB: the BF16 weights of one layer, which must be
+held at least.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Measures how far ports that are right go, and writes the limits of the verdict that follow.
+"""Measure the noise of right ports, and write the limits of the verdict that follow.
 
     python scripts/calibrate.py --measurements FILE.jsonl --output compare/limits/calibration.yaml
 
-Every run adds its records to the file of measurements, and the limits are fitted to all that it holds: a calibration
-may be made in several sittings, and on several machines (on a Neuron device: --backends neuron-xla). `--before` takes
-up limits whose measurements are no longer there. What it writes
-is read by `mm2-compare --criteria FILE.yaml` too.
+Each run adds its records to the file of measurements, and the limits are fitted to all records of the file. So a
+calibration may be made in several sittings and on several machines (on a Neuron device: --backends neuron-xla).
+`--before` takes up limits whose measurements are lost. `mm2-compare --criteria FILE.yaml` reads the output too.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from compare.limits.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits, SiteLim
 from compare.limits.limits_file import read_limits
 from minimax_tools.provenance import library_versions
 
-# Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit
-# on another backend must be broken by half as much again.
+# level: share of the comparisons of right ports that may fail.
+# float32: limit without BF16 noise; right ports stay below 3e-6.
+# slack: factor by which a limit must be exceeded on a backend that was not measured.
 _SCALARS = {"level": 1e-3, "float32": 1e-5, "slack": 1.5}
 _HEADING = """\
 # What ports that are right stay below: mm2's limits, and a file that --criteria reads.
@@ -56,12 +56,12 @@ def main() -> int:
 
 
 def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None = None) -> str:
-    """The calibration file that follows from the records.
+    """Fit the limits to the records, and return the text of the calibration file.
 
     Args:
-        records: Of clean ports, all that `measure` gave.
-        before: Limits that earlier records gave. They stay where these records measured nothing, and where a golden
-            has no variants limits become no tighter than they were.
+        records: Records of right ports, from `measure`.
+        before: Limits of earlier records. They stay where these records measured nothing. Limits of goldens without
+            variants become no tighter.
     """
     tables: dict[str, Table] = {}
     for mode in ("isolated", "chained"):
@@ -94,7 +94,7 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
 
 
 def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
-    """The limits of isolated layers whose golden's floor is widened by variants."""
+    """Fit the limits of isolated layers whose noise floor is widened by variants."""
     widened = fit_ratios(records, mode="isolated", floor="full_variants")
     estimated = _fit_estimated(records, widened, mode="isolated", floor="stats_variants")
     tables = {"isolated_variants": widened, "isolated_variants_estimated": estimated}
@@ -102,9 +102,9 @@ def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
 
 
 def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str, floor: str) -> Table:
-    """The limits where a golden kept the floor's statistics alone.
+    """Fit the limits where a golden kept only the statistics of its noise floor.
 
-    On machines whose bits differ more than these, the estimate goes as far as what it estimates.
+    They are at least as wide as the limits with twins: on machines whose bits differ more, the estimate strays as far.
     """
     ratios = {
         site: {figure: limit for figure, limit in own.items() if figure in RATIO_FIGURES}
@@ -115,14 +115,14 @@ def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str
 
 
 def _widen_all(tables: Mapping[str, Table], before: NoiseLimits) -> dict[str, Table]:
-    """The tables, as wide as those before; and those before that these lack, of goldens without variants."""
+    """Widen the tables of goldens without variants to those before, and add those that are missing."""
     names = ("isolated", "isolated_estimated", "chained", "chained_estimated", "without_floor")
     earlier = {name: _as_table(getattr(before, name)) for name in names}
     return {name: widen(tables[name], table) if name in tables else table for name, table in earlier.items()}
 
 
 def _cap_floorless(table: Table, ratios: Table, records: Sequence[dict[str, Any]]) -> None:
-    """Cap the limits of errors by the largest that BF16 cost a golden at each site."""
+    """Cap the limits of errors by the largest noise floor of a golden at each site."""
     floors: dict[str, float] = {}
     for record in records:
         floor = record.get("floor_relative") or 0.0
@@ -166,34 +166,58 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--measurements", type=Path, required=True, help="JSON lines; added to.")
-    parser.add_argument("--output", type=Path, required=True, help="The limits, as YAML.")
+    parser.add_argument(
+        "--measurements", type=Path, required=True, help="file of JSON lines; records are appended"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="file of the limits, YAML")
     parser.add_argument(
         "--shapes",
         nargs="+",
         default=["toy", "wide"],
-        help=f"Of synthetic models ({', '.join(SHAPES)}), and folders of trained ones.",
+        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        help="seeds of weights and prompts (default: 0 1 2)",
+    )
     parser.add_argument(
         "--lengths",
         nargs="+",
         type=parse_lengths,
         default=[(96, 61, 7), (24, 17), (12,), (3, 1)],
-        help="Of the prompts of a batch, one batch after the other: 96,61,7 24,17",
+        help="tokens of the prompts, batch by batch (default: 96,61,7 24,17 12 3,1)",
     )
-    parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
-    parser.add_argument("--tp-degrees", nargs="*", type=int, default=[2, 4])
-    parser.add_argument("--ports", nargs="+", default=[], help="Names of implementations; all by default.")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--floors", nargs="+", choices=FLOORS, default=list(FLOORS), help="Of the goldens.")
+    parser.add_argument(
+        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
+    )
+    parser.add_argument(
+        "--tp-degrees",
+        nargs="*",
+        type=int,
+        default=[2, 4],
+        help="numbers of ranks that share mm2's layer (default: 2 4)",
+    )
+    parser.add_argument("--ports", nargs="+", default=[], help="names of implementations (default: all)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes (default: all)")
+    parser.add_argument(
+        "--floors",
+        nargs="+",
+        choices=FLOORS,
+        default=list(FLOORS),
+        help="floors of the goldens (default: all)",
+    )
     parser.add_argument(
         "--before",
         type=Path,
-        help="Limits of earlier measurements: what is not measured anew stays, and none of them becomes tighter but "
-        "those of goldens with variants.",
+        help="limits of earlier measurements (default: none). They stay where nothing is measured anew; only limits of "
+        "goldens with variants may become tighter",
     )
-    parser.add_argument("--fit-only", action="store_true", help="Measure nothing more.")
+    parser.add_argument(
+        "--fit-only", action="store_true", help="fit to the records that are there, and measure nothing"
+    )
     return parser.parse_args()
 
 
@@ -204,13 +228,13 @@ def limits_text(
     backends: tuple[str, ...],
     measured: Mapping[str, Any],
 ) -> str:
-    """The file.
+    """Return the text of the calibration file.
 
     Args:
-        tables: By name, site and figure.
-        scalars: The other limits.
-        backends: Where they were measured.
-        measured: How: the script, versions, the machine.
+        tables: Limits by table, site and figure.
+        scalars: The other limits by name.
+        backends: Backends that were measured.
+        measured: Provenance of the limits: the script, versions, the machine.
     """
     lines = [_HEADING, "measured:"]
     lines += [f"  {name}: {json.dumps(value, ensure_ascii=False)}" for name, value in measured.items()]

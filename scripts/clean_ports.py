@@ -1,7 +1,7 @@
-"""Ports that are right, run on synthetic and on trained models against goldens of several implementations.
+"""Right ports, run on synthetic and on trained models against goldens of several implementations.
 
-What they differ by from the golden is noise: the limits of the verdict come from them (scripts/calibrate.py), and
-are held against others of them (scripts/bench_clean_ports.py).
+Their difference from the golden is noise. The limits of the verdict come from them (scripts/calibrate.py), and are
+tested on others of them (scripts/bench_clean_ports.py).
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ _TRANSFORMERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One model and one golden of it.
+    """A model and a golden of it, before they are made.
 
     Args:
-        shape: Of `SHAPES`, or the folder of a model that was trained.
-        seed: Of a synthetic model's weights, and of the prompts.
-        lengths: Of the prompts.
-        attention, experts: The golden's implementations.
+        shape: Name in `SHAPES`, or the folder of a trained model.
+        seed: Seed of a synthetic model's weights, and of the prompts.
+        lengths: Tokens of the prompts.
+        attention: transformers' attention implementation of the golden.
+        experts: transformers' experts implementation of the golden.
     """
 
     shape: str
@@ -101,13 +102,13 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanPort:
-    """A port that is right.
+    """A right port.
 
     Args:
-        name: Of the implementation.
-        target: As `--target` takes it.
-        backend: Where it runs.
-        tp_degree: Ranks that share a layer; 1 for a run in this process.
+        name: Name of the implementation.
+        target: Value of `--target`.
+        backend: Device of the run.
+        tp_degree: Number of ranks that share a layer; 1 runs in this process.
     """
 
     name: str
@@ -121,7 +122,7 @@ class CleanPort:
 
 
 def clean_ports(backends: Sequence[str], *, tp_degrees: Sequence[int] = ()) -> tuple[CleanPort, ...]:
-    """mm2's two layers on every backend, transformers' implementations, and mm2's layer shared by ranks."""
+    """List mm2's two layers on each backend, transformers' implementations, and mm2's layer shared by ranks."""
     own = [
         CleanPort(name=name, target=name, backend=backend)
         for name in ("builtin", "reference")

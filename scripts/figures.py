@@ -1,4 +1,4 @@
-"""Figures: what every benchmark prints, for people and with `--json` for machines."""
+"""Figures that a benchmark prints, for people or with `--json` for machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured figure, and the goal it is held against; `-` where it has none."""
+    """A measured figure and its goal; the goal is `-` where there is none."""
 
     figure: str
     value: float
@@ -23,17 +23,17 @@ class Figure:
 
     @classmethod
     def plain(cls, figure: str, value: float) -> Figure:
-        """A figure without a goal."""
+        """Build a figure without a goal."""
         return cls(figure=figure, value=round(value, 4))
 
     @classmethod
     def at_most(cls, figure: str, value: float, limit: float) -> Figure:
-        """A figure whose goal is a highest value."""
+        """Build a figure that must not exceed a limit."""
         return cls(figure=figure, value=round(value, 4), goal=f"<= {limit:g}", holds=value <= limit)
 
     @classmethod
     def at_least(cls, figure: str, value: float, limit: float) -> Figure:
-        """A figure whose goal is a lowest value."""
+        """Build a figure that must not fall below a limit."""
         return cls(figure=figure, value=round(value, 4), goal=f">= {limit:g}", holds=value >= limit)
 
     @classmethod
@@ -46,7 +46,7 @@ class Figure:
         at_least: float | None = None,
         at_most: float | None = None,
     ) -> Figure:
-        """Return a share in percent, with a goal or without; 0 where the whole is 0."""
+        """Build a share in percent, with a goal or without; it is 0 where the whole is 0."""
         value = 100 * part / whole if whole else 0.0
         if at_least is not None:
             return cls.at_least(figure, value, at_least)
@@ -54,7 +54,7 @@ class Figure:
 
     @classmethod
     def exactly(cls, figure: str, value: float, wanted: float, *, tolerance: float = 0.0) -> Figure:
-        """A figure whose goal is one value, as precisely as `tolerance` says."""
+        """Build a figure that must be one value, within `tolerance`."""
         holds = abs(value - wanted) <= tolerance
         return cls(figure=figure, value=round(value, 4), goal=f"= {wanted:g}", holds=holds)
 
@@ -84,7 +84,7 @@ def names_among(known: Collection[str]) -> Callable[[str], set[str]]:
 
 
 def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -> int:
-    """Print the figures of a benchmark; the exit code is 1 where a goal is missed."""
+    """Print the figures of a benchmark; return the exit code, 1 where a goal is missed."""
     if as_json:
         rows = [asdict(figure) for figure in figures]
         print(json.dumps({"benchmark": benchmark, "machine": describe_machine(), "figures": rows}, indent=1))
@@ -97,7 +97,7 @@ def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -
 
 
 def describe_machine() -> str:
-    """The machine in words."""
+    """Describe this machine in words."""
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.platform()}, Python {platform.python_version()}"

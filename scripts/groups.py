@@ -1,4 +1,4 @@
-"""Groups of figures: a benchmark whose groups lie in a folder, each in the file of its name with a `measure(scale)`."""
+"""Groups of figures: a benchmark whose groups are files of one folder, each with a function `measure(scale)`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class GroupedBenchmark:
     """A benchmark and its groups.
 
     Args:
-        name: Its name, and its folder's.
-        description: What it measures, in words.
-        groups: The figures that each group is named for; it may give others beside them.
+        name: Name of the benchmark and of its folder.
+        description: Text of its help.
+        groups: Figures by group; a group may yield others beside them.
     """
 
     name: str
@@ -28,7 +28,7 @@ class GroupedBenchmark:
     groups: Mapping[str, tuple[str, ...]]
 
     def main(self) -> int:
-        """Measure, print, and give the exit code: 1 if a goal is missed, 3 if it could not run."""
+        """Measure and print; the exit code is 1 where a goal is missed, 3 where it could not run."""
         arguments = self._parse_arguments()
         try:
             figures = list(self._measure(arguments.only, arguments.scale))

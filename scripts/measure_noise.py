@@ -1,8 +1,13 @@
-"""What clean ports differ by, as records: one for each judged site of each comparison.
+"""Noise of right ports as records: one for each judged site of each comparison.
 
-Each run is compared as different goldens would have it: with float32 twins, with the floor's statistics alone, without
-a floor, and with a floor that other right ways to compute a layer widen; and with the port's choice of experts hidden,
-where tokens past a flip cannot be told.
+A run is compared with several forms of its golden:
+
+- with float32 twins
+- with the statistics of the noise floor alone
+- without a noise floor
+- the first two, with a floor that variants widen
+
+It is also compared with the port's choice of experts hidden, where tokens past a flip are unknown.
 """
 
 from __future__ import annotations
@@ -22,15 +27,15 @@ from minimax_tools.metrics.noise_floor import error_name, token_rows
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import SiteResult
 
-# A floor that variants widen is named apart: it is another unit.
+# A floor that variants widen has another name, since it is another unit.
 FLOORS = ("full", "stats", "off", "full_variants", "stats_variants")
 _WITH_VARIANTS = "_variants"
-# Sites that a hidden choice of experts changes anything for.
+# Sites whose judgement changes where the choice of experts is hidden.
 _PAST_A_FLIP = ("router_weights", "moe_delta", "output")
 
 
 class PartialFloor(Capture):
-    """A golden that kept less of its floor than its files hold."""
+    """A golden that uses less of its noise floor than its files hold."""
 
     def __init__(self, capture: Capture, floor: str) -> None:
         super().__init__(capture.directory, capture.manifest)
@@ -38,7 +43,7 @@ class PartialFloor(Capture):
 
     @property
     def description(self) -> Description:
-        """With the floor that it is said to have kept, of `FLOORS`."""
+        """Description with the floor that is used, of `FLOORS`."""
         whole = self.manifest.description
         return replace(
             whole,
@@ -48,14 +53,14 @@ class PartialFloor(Capture):
 
 
 class HiddenExperts(Capture):
-    """A run of a port that does not show which experts it chose."""
+    """A run of a port that does not show its choice of experts."""
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """All but the choice."""
+        """Return all sites but the choice of experts."""
         return tuple(site for site in super().sites(layer) if site is not Site.ROUTER_EXPERTS)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        """The choice too."""
+        """Return the sites that are not shown, with the choice of experts."""
         return (*super().not_exposed(layer), Site.ROUTER_EXPERTS)
 
 
@@ -68,7 +73,7 @@ def measure(
     *,
     floors: Collection[str] = FLOORS,
 ) -> Iterator[dict[str, Any]]:
-    """The records of one run, against goldens of these floors."""
+    """Yield the records of one run, against goldens of these floors."""
     hidden = HiddenExperts(run.directory, run.manifest)
     views: list[tuple[str, Capture]] = [
         *((floor, run) for floor in FLOORS if floor in floors),
@@ -98,7 +103,7 @@ def measure(
 
 
 def _relative_floor(golden: Capture, site: SiteResult) -> float | None:
-    """What BF16 cost the golden at a site, relative to its value, over all real tokens."""
+    """Compute the noise floor of the golden at a site, relative to its values, over all real tokens."""
     if site.layer is None or site.site == Site.ROUTER_EXPERTS:
         return None
     name = Site(site.site)

@@ -33,7 +33,7 @@ _PLACE = f"of layer {LAYER}"
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One way to damage a capture.
+    """A way to damage a capture.
 
     Args:
         name: Description in words.

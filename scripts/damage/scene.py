@@ -1,4 +1,4 @@
-"""Scene: a golden and a device run of a right port, of which copies are damaged and then compared."""
+"""Captures of a right port, of which copies are damaged and then compared."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
-# What a golden is before it is damaged: as it is written, certified, or the same of an mm2 without all digests.
+# States of a golden before it is damaged: as written, certified, and both of an older mm2 with fewer digests.
 STATES = ("plain", "certified", "old", "old_certified")
 
-# It repeats the golden bit for bit, so that its layers are judged by the golden itself, not on inputs of their own.
+# The port equals the golden bit for bit, so that its layers are judged on the golden's inputs.
 _SAME_PORT = EXAMPLES / "transformers_port.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOutcome:
-    """Result of a comparison.
+    """Result of a command.
 
     Args:
-        exit_code: Of `mm2-compare`.
-        text: What it said on both streams.
+        exit_code: Exit code.
+        text: Output on both streams.
     """
 
     exit_code: int
@@ -46,28 +46,28 @@ class DamageScene:
     """The captures of a small model, of which copies are damaged.
 
     Args:
-        folder: Where they lie.
+        folder: Folder of the captures.
     """
 
     folder: Path
 
     def golden(self, state: str, *, in_stats: bool = False) -> Path:
-        """The golden in one of the states, or one without twins."""
+        """Return the folder of the golden in a state, with twins or without."""
         certified = "_certified" if "certified" in state else ""
         return self.folder / f"{'stats' if in_stats else 'golden'}{certified}"
 
     @property
     def device_run(self) -> Path:
-        """A whole run of a port that is right, from the tokens to the logits."""
+        """Folder of a whole run of a right port, from the tokens to the logits."""
         return self.folder / "device"
 
     def judge(self, state: str, damage: Damage | None, scratch: Path) -> CommandOutcome:
         """Compare a damaged copy of one side with the other side.
 
         Args:
-            state: What the golden is, one of `STATES`.
-            damage: What is done; None for nothing.
-            scratch: A folder for the copies, emptied here.
+            state: State of the golden, one of `STATES`.
+            damage: The damage; None for none.
+            scratch: Folder of the copies; it is emptied first.
         """
         shutil.rmtree(scratch, ignore_errors=True)
         in_stats = damage is not None and damage.in_stats
@@ -86,10 +86,10 @@ class DamageScene:
 
 @contextmanager
 def open_scene(folder: Path) -> Iterator[DamageScene]:
-    """Make the captures in a folder, which is made.
+    """Make the captures in a new folder.
 
     Raises:
-        AssertionError: One could not be made.
+        AssertionError: A command failed.
     """
     model = folder / "model"
     small = SyntheticModel(num_hidden_layers=2, hidden_size=128, num_local_experts=16, vocab_size=512)
@@ -106,7 +106,7 @@ def open_scene(folder: Path) -> Iterator[DamageScene]:
 
 
 def _copy(source: Path, place: Path) -> Path:
-    """A copy whose files are its own; a link is not."""
+    """Copy a folder; links would change with their files."""
     return Path(shutil.copytree(source, place))
 
 

@@ -1,9 +1,9 @@
-"""One process of a timed sweep, or of the bare loop that it is held against.
+"""A process of a timed sweep, or of the bare loop that it is compared with.
 
     python -m device.timed_sweep sweep|bare|bare-loading MODEL GOLDEN OUTPUT
 
-Prints one JSON object: the seconds from when the device is open to when the last layer is done, those of them that went
-into compiling, and, of a sweep, its graphs.
+Prints one JSON object: the seconds from the open device to the last layer, the seconds of compiling among them, and
+the graphs of a sweep.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from neuron.runs.runner import DeviceRun
 
 
 def main(way: str, model: str, golden: str, output: str) -> None:
-    """Run, and print how long it took."""
+    """Run, and print the times."""
     folder = Path(model)
     with open_runtime("xla-cpu") as runtime, CheckpointReader(folder) as reader:
         if way == "sweep":
@@ -59,7 +59,7 @@ def _sweep(runtime: Runtime, reader: CheckpointReader, golden: Capture, output: 
 def _run_bare(
     runtime: Runtime, reader: CheckpointReader, golden: Capture, *, loads: bool
 ) -> dict[str, float]:
-    """The least that gives each layer's output on the host."""
+    """Run the bare loop: only what gives the output of each layer on the host."""
     spec, target = ModelSpec.from_folder(reader.folder), find_target("builtin")
     with ReadingPool(torch.get_num_threads()) as pool:
         loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)

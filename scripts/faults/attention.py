@@ -15,7 +15,7 @@ _CONTEXT = (Site.ATTN_CONTEXT,)
 
 
 class Tiled(Arithmetic):
-    """kv heads are tiled over the query heads."""
+    """The kv heads are tiled over the query heads."""
 
     def repeat(self, heads: torch.Tensor) -> torch.Tensor:
         return heads.repeat(1, self.group_size(), 1, 1)
@@ -40,28 +40,28 @@ class QueryHeadsInterleaved(Arithmetic):
 
 
 class Scaled(Arithmetic):
-    """Scores times something else than the root of the head's width."""
+    """Scores are scaled by another factor."""
 
     def attention_scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return super().attention_scores(q, k) * self.number("factor")
 
 
 class CausalMaskMissing(Arithmetic):
-    """Every row sees the rows behind it."""
+    """The rows behind a row are visible to it."""
 
     def causal(self, length: int, num_rows: int, device: torch.device) -> torch.Tensor:
         return torch.ones((num_rows, length), dtype=torch.bool, device=device)
 
 
 class PaddingMaskMissing(Arithmetic):
-    """Padding is seen."""
+    """Padding is visible."""
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
         return self.causal(mask.shape[1], num_rows, mask.device)[None, None]
 
 
 class SlidingWindow(Arithmetic):
-    """A window on a model that has none; distances count real rows."""
+    """A sliding window on a model that has none; distances count real rows."""
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
         places = mask.cumsum(-1)
@@ -77,7 +77,7 @@ class SoftmaxLowPrecision(Arithmetic):
 
 
 class HeadsMissing(Arithmetic):
-    """One rank's heads reach o_proj, and nothing adds up the ranks."""
+    """The heads of a single rank reach o_proj; the sum over ranks is missing."""
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
         width = context.shape[-1] // self.of.tp_degree
@@ -93,28 +93,28 @@ class OutputProjectionZero(Arithmetic):
 
 
 class DeltaScaled(Arithmetic):
-    """Reduced more often than once."""
+    """The output is reduced more than once."""
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
         return super().project_out(context) * self.number("factor")
 
 
 class AttentionResidualMissing(Arithmetic):
-    """The stream ends at the attention."""
+    """The residual of the attention is not added."""
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return delta
 
 
 class MoeResidualMissing(Arithmetic):
-    """The stream ends at the experts."""
+    """The residual of the experts is not added."""
 
     def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return moe
 
 
 class ResidualAfterNorm(Arithmetic):
-    """What was normed is added."""
+    """The normed states are added, not the layer's input."""
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed + delta

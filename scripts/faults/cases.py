@@ -1,4 +1,4 @@
-"""Case: one layer of one run as it was judged."""
+"""Case: one layer of one run, as it was judged."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from minimax_tools.results.results import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One layer of one run.
+    """A layer of a run, as it was judged.
 
     Args:
-        run: What ran: stage, port, backend and rows, in words.
-        stage: The scene's name.
+        run: The run in words: scene, port, backend and rows.
+        stage: Name of the scene.
         port: The port in words.
-        backend: Where it ran.
+        backend: Device of the run.
         rows: `prefill`, or `decode` where some rows were decoded.
         layer: The layer.
         kind: `catalogued`, `uncatalogued`, `pair`, `equivalent`, or `right` where nothing was planted in this layer.
-        mistake: The plant's name; empty where there is none.
-        parameters: Its parameters.
-        sites: Where it lives.
-        halves: Of a pair, where each of its mistakes lives.
-        effects: At each site, what it changes in float32 over the noise floor.
+        mistake: Name of the plant; empty where there is none.
+        parameters: Parameters of the plant.
+        sites: Sites of the mistake: wrong although their inputs are right.
+        halves: Sites of each mistake of a pair.
+        effects: Change in float32 over the noise floor, by site.
         failed: Sites that mm2 fails.
         warned: Sites that it warns of.
         blamed: The sets of sites that it blames.
-        reason: Why.
-        black_box_detected: Whether it fails the layer by its output alone.
-        rivals: The sites that each other rule calls different.
-        akin: Other names that state the same computation.
-        model: The folder's name of a model that was trained; empty for a synthetic one.
-        verdict: What mm2 concludes of the whole run.
-        black_box_verdict: The same of the outputs alone.
-        excess: At each site, the largest share of a limit that a figure comes to; infinite where the site fails by
-            what no limit of noise decides, such as another shape.
-        black_box_excess: The same of the output alone.
-        named: What the diagnosis says of the output alone, best first, as `[name, parameters]`; None where it was
-            not asked.
+        reason: Reason of the first blame or failure.
+        black_box_detected: Whether mm2 fails the layer by its output alone.
+        rivals: Sites that each rule of another tool calls different.
+        akin: Other names of the diagnosis for the same computation.
+        model: Folder name of the trained model; empty for a synthetic one.
+        verdict: Verdict on the whole run.
+        black_box_verdict: Verdict on the outputs alone.
+        excess: Largest figure over its limit, by site; infinite where the site fails by something else than noise,
+            such as another shape.
+        black_box_excess: Largest figure over its limit, of the output alone.
+        named: Mistakes that the diagnosis names by the output alone, best first, as `(name, parameters)`; None where
+            it was not asked.
     """
 
     run: str
@@ -71,86 +71,86 @@ class Case:
 
     @property
     def is_mistake(self) -> bool:
-        """Whether the layer is wrong."""
+        """True where the layer is wrong."""
         return self.kind in ("catalogued", "uncatalogued")
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing in it is wrong."""
+        """True where the layer is right."""
         return self.kind in ("right", "equivalent")
 
     @property
     def effect(self) -> float:
-        """The largest effect at the sites where it lives."""
+        """Largest effect at the sites of the mistake."""
         return max((self.effects.get(site, 0.0) for site in self.sites), default=0.0)
 
     @property
     def is_above_floor(self) -> bool:
-        """Whether it changes more than BF16 costs, where it lives."""
+        """True where the mistake changes more than the noise floor at one of its sites."""
         return self.is_mistake and self.effect >= 1.0
 
     @property
     def is_distinguishable(self) -> bool:
-        """Whether the layer's output changes by more than BF16 costs it."""
+        """True where the mistake changes the layer's output by more than the noise floor."""
         return self.is_mistake and self.effects.get("output", 0.0) >= 1.0
 
     @property
     def is_pair_above_floor(self) -> bool:
-        """Whether each of two mistakes changes more than BF16 costs, where it lives."""
+        """True where each mistake of a pair changes more than the noise floor at one of its sites."""
         return bool(self.halves) and all(
             max(self.effects.get(site, 0.0) for site in sites) >= 1.0 for sites in self.halves
         )
 
     @property
     def is_pair_named(self) -> bool:
-        """Whether both of two mistakes are blamed where they live, and nothing else is."""
+        """True where both mistakes of a pair are blamed at their sites, and nothing else is."""
         named = {site for sites in self.blamed for site in sites}
         return self.is_site_named and all(named & set(sites) for sites in self.halves)
 
     @property
     def is_detected(self) -> bool:
-        """Whether mm2 fails the layer."""
+        """True where mm2 fails the layer."""
         return bool(self.failed or self.blamed)
 
     @property
     def is_alarmed(self) -> bool:
-        """Return whether mm2 fails the layer, with all sites shown or by its output alone."""
+        """True where mm2 fails the layer, with all sites shown or by its output alone."""
         return self.is_detected or self.black_box_detected
 
     @property
     def is_nothing_else_blamed(self) -> bool:
-        """Return whether no site is blamed but those where it lives."""
+        """True where no site is blamed but those of the mistake."""
         return {site for sites in self.blamed for site in sites} <= set(self.sites)
 
     @property
     def is_learned(self) -> bool:
-        """Return whether its weights were learned, and not drawn by chance."""
+        """True where the model was trained."""
         return bool(self.model)
 
     @property
     def is_passed(self) -> bool:
-        """Return whether the run that it belongs to ends with exit code 0."""
+        """True where the whole run ends with exit code 0."""
         return bool(self.verdict) and Verdict(self.verdict).exit_code == 0
 
     @property
     def largest_excess(self) -> float:
-        """The largest share of a limit at any of its sites; beyond 1 it fails."""
+        """Largest figure over its limit at any site; above 1 the layer fails."""
         return max(self.excess.values(), default=0.0)
 
     @property
     def is_site_named(self) -> bool:
-        """Whether what is blamed is where it lives, and nothing else."""
+        """True where sites of the mistake are blamed, and nothing else is."""
         named = {site for sites in self.blamed for site in sites}
         return bool(named) and named <= set(self.sites)
 
     @property
     def is_named(self) -> bool:
-        """Whether the diagnosis names the mistake, be it among others that explain the output as well."""
+        """True where the diagnosis names the mistake, alone or among others."""
         return any(name in (self.mistake, *self.akin) for name, _ in self.named or ())
 
     @property
     def is_named_first(self) -> bool:
-        """Whether it names the mistake before all others."""
+        """True where the diagnosis names the mistake first."""
         return bool(self.named) and self.named is not None and self.named[0][0] == self.mistake
 
     def __str__(self) -> str:

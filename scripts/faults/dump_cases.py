@@ -1,4 +1,4 @@
-"""Dump case: one whole-model run with a mistake in one layer, as it was judged in one view of it."""
+"""Dump case: one chained run of a whole model with a mistake in one layer, as it was judged in one view."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpCase:
-    """One chained run in one view.
+    """A chained run, as it was judged in one view.
 
     Args:
-        run: What ran, in words.
-        stage: The scene's name.
-        view: What of the run was shown: `whole`, `no_experts`, `outputs`, or the tool that wrote it.
+        run: The run in words.
+        stage: Name of the scene.
+        view: Sites that were shown: `whole`, `no_experts`, `outputs`, or the tool that wrote it.
         has_checkpoint: Whether the checkpoint was at hand.
-        verdict: What mm2 concludes.
-        kind: As that of a `Case`.
-        layer: Where the mistake is planted; None where there is none.
-        mistake: The plant's name; empty where there is none.
-        parameters: Its parameters.
-        sites: Where it lives.
+        verdict: Verdict on the run.
+        kind: Kind as in `Case`.
+        layer: Layer of the mistake; None where there is none.
+        mistake: Name of the plant; empty where there is none.
+        parameters: Parameters of the plant.
+        sites: Sites of the mistake: wrong although their inputs are right.
         shown: Sites of that layer that the view shows.
-        effects: At each site, what it changes in float32 over the noise floor.
+        effects: Change in float32 over the noise floor, by site.
         blamed: Layers and sites that mm2 blames; None is the model outside its layers.
-        reason: Why, or why the two cannot be compared.
-        model: The folder's name of a model that was trained; empty for a synthetic one.
+        reason: Reason of the first blame, or of not being comparable.
+        model: Folder name of the trained model; empty for a synthetic one.
     """
 
     run: str
@@ -52,14 +52,14 @@ class DumpCase:
 
     @property
     def is_mistake(self) -> bool:
-        """Return whether a layer is wrong."""
+        """True where a layer is wrong."""
         return self.kind in ("catalogued", "uncatalogued")
 
     @property
     def effect(self) -> float:
-        """The largest effect that the view can show: where the mistake lives, or at the layer's output.
+        """Largest effect that the view can show: at the sites of the mistake, or at the layer's output.
 
-        The output shows no more of it than there is: experts that noise exchanges as well show there as much.
+        The effect at the output counts up to that at the sites: flipped experts, which noise causes too, enlarge it.
         """
         own = {site: self.effects.get(site, 0.0) for site in self.sites}
         seen = [effect for site, effect in own.items() if site in self.shown]
@@ -69,27 +69,27 @@ class DumpCase:
 
     @property
     def is_above_floor(self) -> bool:
-        """Return whether what the view shows of the mistake is more than BF16 costs there."""
+        """True where the view shows a change beyond the noise floor."""
         return self.is_mistake and self.effect >= 1.0
 
     @property
     def is_passed(self) -> bool:
-        """Return whether mm2-compare would end with exit code 0."""
+        """True where mm2-compare would end with exit code 0."""
         return Verdict(self.verdict).exit_code == 0
 
     @property
     def is_detected(self) -> bool:
-        """Return whether mm2 says that the port differs."""
+        """True where mm2 fails the run."""
         return self.verdict == Verdict.FAIL
 
     @property
     def is_layer_named(self) -> bool:
-        """Return whether the wrong layer is blamed, and no other place is."""
+        """True where the wrong layer is blamed, and no other is."""
         return {layer for layer, _ in self.blamed} == {self.layer}
 
     @property
     def is_site_named(self) -> bool:
-        """Return whether what is blamed is where the mistake lives, and nothing else."""
+        """True where sites of the mistake are blamed, and nothing else is."""
         named = {site for _, sites in self.blamed for site in sites}
         return self.is_layer_named and named <= set(self.sites)
 

@@ -1,7 +1,7 @@
-"""Dump runs: the planted port over a whole model, chained, as dumps of other tools show such a run.
+"""Chained runs of the planted port over a whole model, as dumps of other tools show them.
 
-A mistake is planted in one layer behind the second: what stands before it is right, and what stands behind it is
-computed from wrong values.
+A mistake is planted in one layer from the third on. Layers before it are right; layers behind it compute on wrong
+inputs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PlannedDump:
 
     Args:
         request: The scene.
-        plant: What is planted; None for nothing.
-        layer: Where.
+        plant: The mistake; None for a right port.
+        layer: Layer of the mistake.
     """
 
     request: SceneRequest
@@ -48,7 +48,7 @@ class PlannedDump:
 
     @property
     def backend(self) -> str:
-        """Return where it runs."""
+        """Device of the run."""
         return "cpu"
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class PlannedDump:
 
 
 def plan_dumps(request: SceneRequest, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
-    """Plan every plant in one layer that chance chooses, and none; nothing where the model is too short."""
+    """Plan each plant in one layer, chosen at random, and a right port; plan nothing where the model is too short."""
     layers = range(FIRST_LAYER, request.num_layers)
     if not layers:
         return
@@ -70,7 +70,7 @@ def plan_dumps(request: SceneRequest, plants: Sequence[Plant]) -> Iterator[Plann
 def carry_out_dump(
     planned: PlannedDump, scene: Scene, *, runtime: Runtime, directory: Path
 ) -> tuple[DumpCase, ...]:
-    """Run the whole model, and judge every view of it with the checkpoint at hand and without."""
+    """Run the whole model, and judge each view of it with the checkpoint and without."""
     plant, layer = planned.plant, planned.layer
     layers = frozenset() if layer is None else frozenset({layer})
     target = PlantedPort(plant=plant, layers=layers).target()
@@ -110,7 +110,7 @@ def _views(capture: Capture, golden: Capture, directory: Path) -> Iterator[tuple
 def _judge(
     scene: Scene, source: CaptureSource, *, has_checkpoint: bool
 ) -> tuple[Verdict, tuple[tuple[int | None, tuple[str, ...]], ...], str]:
-    """The verdict, whom it blames, and why."""
+    """Return the verdict, the blamed sites by layer, and the reason."""
     try:
         comparison = compare_captures(
             scene.golden,

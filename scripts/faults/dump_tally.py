@@ -1,4 +1,4 @@
-"""Dump tally: the figures that dumps of whole models come to."""
+"""Figures of the dumps of whole models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from faults.dump_cases import WHOLE, DumpCase
 
 
 def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
-    """Detection and the layer's name with the checkpoint at hand, in every view; and right runs that fail."""
+    """Yield detection and blame with the checkpoint, detection without it, and false alarms."""
     above = [case for case in cases if case.is_above_floor]
     known = [case for case in above if case.has_checkpoint]
     if known:
@@ -36,7 +36,7 @@ def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
 
 
 def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
-    """Return what went wrong, each with a word for it."""
+    """Yield each case that went wrong, with a word for it."""
     for case in cases:
         if case.is_above_floor and case.is_passed:
             yield "false pass", case
@@ -54,6 +54,6 @@ def _view_figures(view: str, known: Sequence[DumpCase]) -> Iterator[Figure]:
     named = sum(case.is_layer_named for case in detected)
     yield Figure.percent(f"dumps_{view}_layer_named_%", named, len(detected))
     if view == WHOLE:
-        # Where sites are hidden, those before them are suspects too.
+        # In other views hidden sites are suspects too.
         sites = sum(case.is_site_named for case in detected)
         yield Figure.percent(f"dumps_{view}_site_named_%", sites, len(detected))

@@ -21,21 +21,21 @@ class GateUpSwapped(Arithmetic):
 
 
 class UpPlusOne(Arithmetic):
-    """Another model's SwiGLU."""
+    """The SwiGLU of another model, which adds 1 to up."""
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return super().activate(gate, up + 1)
 
 
 class Gelu(Arithmetic):
-    """GELU for SiLU."""
+    """GELU in place of SiLU."""
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return functional.gelu(gate) * up
 
 
 class Relu(Arithmetic):
-    """ReLU for SiLU."""
+    """ReLU in place of SiLU."""
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return functional.relu(gate) * up
@@ -58,14 +58,14 @@ class Clamped(Arithmetic):
 
 
 class GateUpInterleaved(Arithmetic):
-    """Rows of the two halves are taken to alternate."""
+    """Gate rows and up rows are taken to alternate."""
 
     def cut_gate_up(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return both[..., 0::2], both[..., 1::2]
 
 
 class LocalOnly(Arithmetic):
-    """Nothing adds up what the ranks' experts give."""
+    """The experts of a single rank compute; the sum over ranks is missing."""
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         numbers = torch.arange(self.config.num_local_experts, device=experts.device)
@@ -76,7 +76,7 @@ class LocalOnly(Arithmetic):
 
 
 class IdsShifted(Arithmetic):
-    """Another expert computes than was chosen."""
+    """A shifted expert computes, not the chosen one."""
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         shifted = (experts + self.of.offset) % self.config.num_local_experts
@@ -93,7 +93,7 @@ class TextOrder(Arithmetic):
 
 
 class Capacity(Arithmetic):
-    """An expert takes so many tokens, in their order; the others are dropped."""
+    """An expert takes a limited number of tokens, in their order; the others are dropped."""
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         wanted = super().affinities(experts, weights, real) * real[:, None]
@@ -103,14 +103,14 @@ class Capacity(Arithmetic):
 
 
 class MoeScaled(Arithmetic):
-    """Reduced more often than once."""
+    """The output is reduced more than once."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * self.number("factor")
 
 
 class WidthPartial(Arithmetic):
-    """One rank's slice of the experts' width, and nothing adds up the ranks."""
+    """The slice of a single rank of the experts' width computes; the sum over ranks is missing."""
 
     def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
         inner = super().activated(tokens, slab)

@@ -1,4 +1,4 @@
-"""RunJournal: a file of finished runs, so that a benchmark that was killed goes on where it stopped."""
+"""Journal: a file of finished runs, so that an interrupted benchmark goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from faults.dump_cases import DumpCase
 
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]
-# They say what is to run, which the journal keeps in whole, and count and print what was judged.
+# Files that plan runs, or count and print cases: they change no case.
 _COUNT = (*("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py"),)
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 
 class RunJournal:
-    """A file of finished runs, one a line; what other code judged is not gone on with.
+    """A file of finished runs, one per line; it starts anew where the code has changed.
 
     Args:
-        path: The file; None to keep nothing.
+        path: The file; None keeps nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -41,7 +41,7 @@ class RunJournal:
             path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
 
     def find(self, run: str) -> tuple[AnyCase, ...] | None:
-        """The cases of a run that has finished; None where it has not."""
+        """Find the cases of a finished run; None where it has not finished."""
         return self._runs.get(run)
 
     def add(self, run: str, cases: Iterable[AnyCase]) -> None:
@@ -57,7 +57,7 @@ class RunJournal:
 
 
 def digest_sources() -> str:
-    """sha256 over the code that runs and judges, and the limits that it judges by."""
+    """Compute the sha256 over the code that runs and judges, and its limits."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_ROOT / folder).rglob("*.*")):
@@ -67,7 +67,7 @@ def digest_sources() -> str:
 
 
 def _parsed(line: str) -> Any:
-    """A line's record; None for the last one of a run that was killed while it wrote."""
+    """Read the record of a line; None where a killed run left it incomplete."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:

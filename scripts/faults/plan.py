@@ -19,9 +19,9 @@ from minimax_tools.text.prompts import default_rows
 
 AnyRun = PlannedRun | PlannedDump
 
-# Parts of the benchmark: early, middle and last layers of a model with short prompts; XLA; decoded rows; padding on
-# the left; one long prompt; few tokens; the default rows of a golden, with far positions; two mistakes in one port;
-# dumps of whole models; right ports.
+# short: short prompts; xla: the same on XLA; decode: decoded rows; left: padding on the left; long: one long prompt.
+# few: few tokens; far: default rows, with far positions; pairs: two mistakes in one port.
+# dumps: chained runs of whole models; clean: right ports.
 PARTS = ("short", "xla", "decode", "left", "long", "few", "far", "pairs", "dumps", "clean")
 _SHORT = (96, 61, 7)
 # Prompts of nearly one length: decoding starts where the shortest one has so many rows left.
@@ -210,8 +210,9 @@ def _plan_right_ports(
 ) -> Iterator[PlannedRun]:
     """Plan all right ports on a scene, backend by backend.
 
-    They are mm2's own layers, the plain ones of scripts/examples, the port that mistakes are planted in,
-    transformers' layer in all of its implementations (on the CPU alone), and mm2's layer divided among ranks.
+    - mm2's own layers, on one rank or several
+    - the example ports, and the port that mistakes are planted in
+    - transformers' layer in all of its implementations, on the CPU alone
     """
     ports = clean_ports(backends, tp_degrees=ranks)
     for backend in backends:

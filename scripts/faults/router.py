@@ -17,7 +17,7 @@ _BLOCK, _GROUP = 128, 128
 
 
 class Softmax(Arithmetic):
-    """Another model's scoring function."""
+    """The scoring function of another model is used."""
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(-1)
@@ -59,28 +59,28 @@ class NotNormalised(Arithmetic):
 
 
 class WeightsScaled(Arithmetic):
-    """Another model's routed scaling factor."""
+    """The routing weights are scaled, as in another model."""
 
     def balance(self, chosen: torch.Tensor) -> torch.Tensor:
         return super().balance(chosen) * self.number("factor")
 
 
 class OtherTopK(Arithmetic):
-    """Another number of experts."""
+    """Another number of experts is chosen."""
 
     def best(self, biased: torch.Tensor) -> torch.Tensor:
         return biased.topk(self.of.k, dim=-1).indices
 
 
 class LowPrecisionGate(Arithmetic):
-    """The gate's product in BF16."""
+    """The product of the gate is in BF16."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         return (tokens.bfloat16() @ self.weights.gate.bfloat16().T).float()
 
 
 class Quantised(Arithmetic):
-    """The gate is quantised, since a skip list spells it otherwise."""
+    """The gate is quantised: a list of exceptions misspells its name."""
 
     def edit(self, tensors: LayerTensors) -> None:
         gate = tensors[GATE]
@@ -103,7 +103,7 @@ class SoftmaxOfChosen(Arithmetic):
 
 
 class WeightsUniform(Arithmetic):
-    """All chosen experts weigh the same."""
+    """The chosen experts have equal weights."""
 
     def balance(self, chosen: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(chosen) / chosen.shape[-1]
@@ -141,7 +141,7 @@ PLANTS = (
 
 
 def _as_fp8(weight: torch.Tensor) -> torch.Tensor:
-    """E4M3 with one scale per block of 128 × 128, and back."""
+    """Round to E4M3 and back, with a scale per block of 128 × 128."""
     result = torch.empty_like(weight)
     for top in range(0, weight.shape[0], _BLOCK):
         for left in range(0, weight.shape[1], _BLOCK):
@@ -152,7 +152,7 @@ def _as_fp8(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _as_int4(weight: torch.Tensor) -> torch.Tensor:
-    """Whole numbers from -7 to 7 with one scale per 128 numbers of a row, and back."""
+    """Round to whole numbers from -7 to 7 and back, with a scale per 128 numbers of a row."""
     groups = weight.unflatten(-1, (-1, math.gcd(_GROUP, weight.shape[-1])))
     scale = groups.abs().amax(-1, keepdim=True) / 7
     rounded: torch.Tensor = (groups / scale).round().clamp(-7, 7) * scale

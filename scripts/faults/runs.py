@@ -1,4 +1,4 @@
-"""Runs: which ports run on which scene, and what becomes of each: cases, one for every layer."""
+"""Runs of ports over all layers of a scene, from the plan to one case per layer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ RANKS = "ranks of "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One port over all layers of a stage.
+    """A port over all layers of a scene.
 
     Args:
         request: The scene.
         port: `planted`, `ranks of N`, or a target as mm2-test names it.
         backend: `cpu` or `xla-cpu`.
-        plant: What is planted, in the stage's early, middle and last layer; None for nothing.
-        decodes: Whether rows are decoded, the mistake limited to them.
-        names: Whether the diagnosis is asked, of the middle layer, which mistake it is.
+        plant: The mistake, in the early, middle and last layer; None for a right port.
+        decodes: Whether rows are decoded, and the mistake is limited to them.
+        names: Whether the diagnosis is asked for the mistake of the middle layer.
     """
 
     request: SceneRequest
@@ -48,7 +48,7 @@ class PlannedRun:
 
     @property
     def rows(self) -> str:
-        """Of what it computes."""
+        """Kind of the rows that it computes."""
         return "decode" if self.decodes else "prefill"
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class PlannedRun:
 def plan_plants(
     request: SceneRequest, plants: tuple[Plant, ...], *, backend: str, names: bool = False
 ) -> Iterator[PlannedRun]:
-    """Every plant that shows on a stage, and none; with `names` the diagnosis is asked which it is."""
+    """Plan a right port, and each plant that can show; with `names` the diagnosis is asked for it."""
     yield PlannedRun(request=request, port="planted", backend=backend)
     for plant in plants:
         if plant.prefills and shows_on(plant, request):
@@ -66,21 +66,21 @@ def plan_plants(
 
 
 def plan_decoding(request: SceneRequest, plants: tuple[Plant, ...]) -> Iterator[PlannedRun]:
-    """Every plant that can be limited to decoded rows, and none, on the CPU."""
+    """Plan a right port, and each plant that can be limited to decoded rows, on the CPU."""
     for plant in (None, *plants):
         if plant is None or (plant.decodes and shows_on(plant, request)):
             yield PlannedRun(request=request, port="planted", backend="cpu", plant=plant, decodes=True)
 
 
 def shows_on(plant: Plant, request: SceneRequest) -> bool:
-    """Return whether a plant can show on a stage, by the rows' padding and positions, and FP8 weights."""
+    """Decide whether a plant can show on a scene, by the padding and positions of its rows, and FP8 weights."""
     is_padded = request.padding_side == "left" or not plant.needs_left_padding
     is_far = request.has_far_positions or not plant.needs_far_positions
     return is_padded and is_far and (request.is_fp8 or not plant.needs_fp8)
 
 
 def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> tuple[Case, ...]:
-    """Run, judge with all sites and with the output alone, and ask the other rules."""
+    """Run a port, judge it with all sites and with the output alone, and apply the other rules."""
     capture = _capture(planned, scene, runtime=runtime, directory=directory)
     shown = judge_run(scene, capture)
     alone = judge_run(scene, as_black_box(capture))
@@ -146,7 +146,7 @@ def run_whole_model(scene: Scene, target: Target, *, runtime: Runtime, directory
 
 
 def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -> dict[Site, float]:
-    """Of a pair, what each mistake changes by itself where it lives."""
+    """Measure the effects of a plant; those of a pair are each mistake's own, at its sites."""
     if not plant.halves:
         return measure_effects(scene, layer, plant, decode_rows=decode_rows)
     effects: dict[Site, float] = {}

@@ -1,4 +1,4 @@
-"""Scene: a model, synthetic or learned, with its golden, which ports are judged against."""
+"""Scene: a model, synthetic or trained, with the golden that ports are judged against."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class TrainedModel:
     """A folder that `mm2-split train` wrote.
 
     Args:
-        folder: Its path, as text, so that a plan can be written down.
-        digest: First digits of the sha256 over its files: another training is another model.
-        num_layers: Of the model.
-        is_fp8: Whether its matrices are stored as FP8 codes with scales.
+        folder: Path as text, so that a plan can be stored.
+        digest: First digits of the sha256 over its files.
+        num_layers: Layers of the model.
+        is_fp8: Whether the matrices are stored as FP8 codes with scales.
     """
 
     folder: str
@@ -56,7 +56,7 @@ class TrainedModel:
 
     @property
     def name(self) -> str:
-        """For people: the folder's."""
+        """Name of the folder."""
         return Path(self.folder).name
 
 
@@ -125,8 +125,8 @@ class Scene:
     Args:
         request: The request that it was made of.
         folder: The checkpoint.
-        golden: All sites, with their float32 twins.
-        reader: The checkpoint's.
+        golden: The golden, of all sites with their float32 twins.
+        reader: Reader of the checkpoint.
     """
 
     request: SceneRequest
@@ -136,7 +136,7 @@ class Scene:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model."""
+        """Quantities of the model."""
         return ModelSpec.from_folder(self.folder)
 
     @cached_property
@@ -146,14 +146,14 @@ class Scene:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Early, middle and last: where mistakes are planted. Those between stay right."""
+        """Layers that mistakes are planted in: early, middle and last."""
         last = self.request.num_layers - 1
         return tuple(sorted({0, last // 2, last}))
 
 
 @contextmanager
 def open_scene(request: SceneRequest, scratch: Path) -> Iterator[Scene]:
-    """Make the model and its golden below `scratch`, where they do not lie there, and open them."""
+    """Make the model and its golden below `scratch`, where they are missing, and open them."""
     folder, golden = _write_model(request, scratch), scratch / request.name / "golden"
     capture = capture_cpu_golden(
         folder,
@@ -169,7 +169,7 @@ def open_scene(request: SceneRequest, scratch: Path) -> Iterator[Scene]:
 
 
 def _write_model(request: SceneRequest, scratch: Path) -> Path:
-    """The folder of the model; a learned one lies there already."""
+    """Write a synthetic model, and return the model's folder."""
     if request.trained is not None:
         return Path(request.trained.folder)
     folder = scratch / request.name / "model"
@@ -184,7 +184,7 @@ def _small_model(request: SceneRequest) -> SyntheticModel:
 
 
 def _request_rows(request: SceneRequest, folder: Path) -> InputRequest:
-    """Tokens drawn by chance for a synthetic model, and held-out text for a learned one."""
+    """Request random tokens for a synthetic model, and held-out text for a trained one."""
     if request.trained is None:
         return InputRequest(
             seq_lens=request.lengths,

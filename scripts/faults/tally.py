@@ -1,4 +1,4 @@
-"""Tally: the figures that the cases come to."""
+"""Figures of the cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONFIDENCE = 0.95
 
 
 def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
-    """Detection and naming where mistakes ran, false alarms where right layers did; and the same of the other rules."""
+    """Yield detection and naming of mistakes, false alarms on right layers, and the same of the other rules."""
     above = [case for case in cases if case.is_above_floor]
     clean = list(clean_cases(cases))
     if any(case.is_mistake for case in cases):
@@ -38,7 +38,10 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
 
 
 def clean_cases(cases: Sequence[Case]) -> Iterator[Case]:
-    """Layers without a mistake, each computation once: beside a planted layer the port's right ones come again."""
+    """Yield the layers without a mistake, each computation once.
+
+    Right layers beside a planted one are left out: they also run in the port without a mistake.
+    """
     planted = {case.run for case in cases if case.kind != "right"}
     for case in cases:
         if case.kind == "equivalent" or (case.kind == "right" and case.run not in planted):
@@ -46,7 +49,7 @@ def clean_cases(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
-    """What went wrong, each with a word for it; and the mistakes that the noise hides."""
+    """Yield each case that went wrong, and each mistake below the noise floor, with a word for it."""
     for case in cases:
         if case.is_above_floor and not case.is_detected:
             yield "missed", case
@@ -68,19 +71,19 @@ def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
 
 
 def misled_runs(cases: Sequence[Case]) -> frozenset[str]:
-    """Runs in which a right layer is failed beside wrong ones."""
+    """Find the runs in which a right layer fails beside a wrong one."""
     return frozenset(case.run for case in cases if case.kind == "right" and case.is_detected)
 
 
 def upper_bound(hits: int, trials: int, *, confidence: float = _CONFIDENCE) -> float:
-    """The one-sided Clopper-Pearson bound of a rate: the largest rate under which so few hits are not too rare."""
+    """Compute the one-sided Clopper-Pearson upper bound of a rate."""
     if trials == 0 or hits >= trials:
         return 1.0
     return float(betaincinv(hits + 1, trials - hits, confidence))
 
 
 def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator[Figure]:
-    """Of what changes more than the noise where it lives; and what is seen of the rest."""
+    """Yield the figures of mistakes above the noise floor, and of those below it."""
     detected = [case for case in above if case.is_detected]
     yield Figure.plain("mistakes_above_floor", len(above))
     yield Figure.percent("detected_%", len(detected), len(above), at_least=99)
@@ -110,7 +113,7 @@ def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator
 
 
 def _naming_figures(asked: Sequence[Case]) -> Iterator[Figure]:
-    """How often the diagnosis names what was planted, of the output alone."""
+    """Yield how often the diagnosis names the mistake by the output alone."""
     known = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
     yield Figure.plain("mistakes_asked_for_by_name", len(known))
     yield Figure.percent("mistake_named_%", sum(case.is_named for case in known), len(known), at_least=95)
@@ -126,7 +129,7 @@ def _naming_figures(asked: Sequence[Case]) -> Iterator[Figure]:
 
 
 def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
-    """Right layers that are failed, with all sites or by the output alone; equivalents are among them."""
+    """Yield the right layers that fail, with all sites or by the output alone; equivalents are right too."""
     alarms = [case for case in clean if case.is_alarmed]
     yield Figure.plain("clean_layer_comparisons", len(clean))
     yield Figure.exactly("false_alarms", len(alarms), 0)
@@ -145,7 +148,7 @@ def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
 
 
 def _rule_figures(rule: str, above: Sequence[Case], clean: Sequence[Case]) -> Iterator[Figure]:
-    """What another tool's rule calls different, of mistakes and of right layers."""
+    """Yield the mistakes and the right layers that a rule of another tool calls different."""
     for word, group in (("detected", above), ("false_alarms", clean)):
         if group:
             hits = sum(bool(case.rivals[rule]) for case in group)

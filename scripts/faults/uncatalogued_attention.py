@@ -18,7 +18,7 @@ _ROPE = (Site.Q_ROPE, Site.K_ROPE)
 
 
 class HeadZero(Arithmetic):
-    """One head's queries were never loaded."""
+    """The queries of one head were never loaded."""
 
     def edit(self, tensors: LayerTensors) -> None:
         weight, width = tensors[Q_PROJ].clone(), self.config.head_dim
@@ -27,7 +27,7 @@ class HeadZero(Arithmetic):
 
 
 class OutputHeadZero(Arithmetic):
-    """One head's columns of o_proj were never loaded."""
+    """The columns of o_proj of one head were never loaded."""
 
     def edit(self, tensors: LayerTensors) -> None:
         weight, width = tensors[O_PROJ].clone(), self.config.head_dim
@@ -45,7 +45,7 @@ class Saturating(Arithmetic):
 
 
 class TileTwice(Arithmetic):
-    """One tile of o_proj's inner dim is added twice."""
+    """A tile of o_proj's inner dim is added twice."""
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
         tile = slice(128, 256)
@@ -54,7 +54,7 @@ class TileTwice(Arithmetic):
 
 
 class RotaryTableShort(Arithmetic):
-    """The table of angles ends at position 40: rows behind it all get its last entry."""
+    """The table of angles ends at position 40: rows behind it get its last entry."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions.clamp(max=40))
@@ -99,7 +99,7 @@ class SoftCapped(Arithmetic):
 
 
 class OldestForgotten(Arithmetic):
-    """Of what is cached the first row was overwritten."""
+    """The first cached row was overwritten."""
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
         is_first = (mask.cumsum(-1) == 1) & mask.bool()
@@ -134,7 +134,7 @@ class CacheNoise(Arithmetic):
 
 
 class ResidualGarbage(Arithmetic):
-    """What memory held is added to the residual."""
+    """Garbage in memory is added to the residual."""
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         garbage = torch.linspace(0, 97, states.shape[-1], device=states.device).sin()

@@ -64,7 +64,7 @@ class LaterRowsDiffer(Arithmetic):
 
 
 class LastExpertsNeverChosen(Arithmetic):
-    """The search for the best experts ends before the last two of them."""
+    """The search for the best experts leaves out the last two."""
 
     def best(self, biased: torch.Tensor) -> torch.Tensor:
         numbers = torch.arange(biased.shape[-1], device=biased.device)
@@ -72,7 +72,7 @@ class LastExpertsNeverChosen(Arithmetic):
 
 
 class RowOfBefore(Arithmetic):
-    """Every sixteenth row gets the experts of the row before it."""
+    """A sixteenth of the rows get the experts of the row before."""
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         experts = super().choose(scores)
@@ -88,7 +88,7 @@ class WeightsReversed(Arithmetic):
 
 
 class ExpertNegated(Arithmetic):
-    """One expert's output has the wrong sign."""
+    """The output of one expert has the wrong sign."""
 
     def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
         state = super().fuse(tensors)
@@ -106,14 +106,14 @@ class RemainderDropped(Arithmetic):
 
 
 class MoeTruncated(Arithmetic):
-    """The experts' sum is too small by as much as BF16 can be cut."""
+    """The sum of the experts is too small by one truncation to BF16."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * (1 - 2**-8)
 
 
 class BiasAddedPerExpert(Arithmetic):
-    """A constant is added once for every expert."""
+    """A constant is added once per expert."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         constant = torch.linspace(0, 41, moe.shape[-1], device=moe.device).cos()
@@ -121,7 +121,7 @@ class BiasAddedPerExpert(Arithmetic):
 
 
 class LogitPairsSwapped(Arithmetic):
-    """Pairs of logits change places, as where two halves of a word are read the other way round."""
+    """Pairs of logits change places, as where the halves of a word are read in the wrong order."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = super().logits(tokens)

@@ -1,7 +1,7 @@
-"""ProbeResult in a process of their own: goldens by `mm2-gpu`, and the streamed forward pass alone.
+"""Probes of goldens by `mm2-gpu`, and of the streamed forward pass alone.
 
-Every function returns numbers and digests by name; see `loading/probe.py`. What transformers, rich, numba and mm2
-import only when they need it is imported here, before the baseline is taken.
+Functions return numbers and digests by name; see `loading/probe.py`. Late imports of transformers, rich, numba and
+mm2 are done here, before the baseline is taken.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# First, as in the command: it settles how torch's threads wait, which torch reads when it is loaded.
+# First, as in the command: it sets how torch's threads wait, which torch reads when it is loaded.
 import gpu_reference
 
 # isort: split
@@ -55,7 +55,7 @@ _IMPORTED_EARLY = (
 
 
 class WatchedReader(CheckpointReader):
-    """A reader that is found again after the command that opened it has ended."""
+    """A reader that is found again after its command has ended."""
 
     opened: list[CheckpointReader] = []  # noqa: RUF012  # one process, one command
 
@@ -65,14 +65,14 @@ class WatchedReader(CheckpointReader):
 
 
 class WatchedOnceReader(WatchedReader, OnceReader):
-    """The same, of a stream."""
+    """A stream's reader that is found again after its command has ended."""
 
 
 class IdleReader(WatchedOnceReader):
-    """A stream's reader that from the third layer on leaves matrices as they are: what is left is the rest of the work.
+    """A stream's reader that reads no matrices from the third layer on, so that only the other work is left.
 
-    Their places hold the weights of the first two layers by then, and each thread's buffer holds FP8 codes: the
-    arithmetic is the same, on as many numbers.
+    The storage then holds the weights of the first two layers, and each thread's buffer FP8 codes: the arithmetic stays
+    the same.
     """
 
     def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
@@ -83,8 +83,8 @@ class IdleReader(WatchedOnceReader):
 
 
 def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
-    """`mm2-gpu` with these words, in this process; with `idle`, without most of its reading."""
-    # The command opens its reader itself, and tells nobody.
+    """Run `mm2-gpu` with these words in this process; with `idle`, without most of its reading."""
+    # The command opens its reader itself, so its classes are replaced.
     names = vars(gpu_reference.golden.golden)
     names |= {"CheckpointReader": WatchedReader, "OnceReader": IdleReader if idle else WatchedOnceReader}
     code = mm2_gpu(words, standalone_mode=False)
@@ -96,7 +96,7 @@ def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
 
 
 def forward_streamed(model: str, seq_lens: list[int]) -> dict[str, Any]:
-    """The logits, streamed, from the folder on: stand up, run, no capture and no noise floor."""
+    """Compute the logits by streaming, without capture and noise floor."""
     folder = Path(model)
     _, inputs = open_inputs(folder, seq_lens)
     streaming = Streaming(device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The figures of `bench_loading.py` that tell of memory: what is held at most, in layers."""
+"""Figures of memory: peaks in layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALONE = ("--stream", "on", "--no-prefetch")
 
 
 def measure_peaks(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """Peaks of goldens and of `from_pretrained`, and whether a streamed golden is the one loaded whole."""
+    """Yield the peaks of goldens and of `from_pretrained`, and whether streamed and whole goldens are equal."""
     layer_bytes = checkpoint.layer_bytes
     with bench.folder("captures") as captures:
         alone = bench.golden(checkpoint, captures / "alone", *_ALONE)
@@ -38,7 +38,7 @@ def measure_peaks(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figur
 
 
 def measure_packed(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """Peaks of goldens of small FP8 layers, and whether packed experts give the eager golden."""
+    """Yield the peaks of goldens of small FP8 layers, and whether packed experts equal the eager golden."""
     with bench.folder("captures") as captures:
         packed = bench.golden(checkpoint, captures / "packed", *_ALONE, "--packed-experts", *_EAGER)
         unpacked = bench.golden(checkpoint, captures / "unpacked", *_ALONE, *_EAGER)
@@ -55,7 +55,7 @@ def measure_packed(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figu
 
 
 def measure_packed_large(bench: LoadingBench) -> Iterator[Figure]:
-    """The peak of a golden of large FP8 layers, packed: beside small ones what a process needs anyway shows."""
+    """Yield the peak of a golden of large packed FP8 layers; beside small ones the rest of the process shows."""
     with (
         bench.checkpoint("large", dtype=FP8, model=bench.scale.large) as checkpoint,
         bench.folder("captures") as captures,
@@ -67,7 +67,7 @@ def measure_packed_large(bench: LoadingBench) -> Iterator[Figure]:
 
 
 def _are_equal(capture: Path, other: Path) -> bool:
-    """Whether two captures hold the same tensors, byte for byte; their manifests name versions and options."""
+    """Decide whether two captures hold the same tensors, byte for byte; manifests differ in versions and options."""
     names = {path.name for folder in (capture, other) for path in folder.glob("*.safetensors")}
     differing = [name for name in sorted(names) if _content(capture / name) != _content(other / name)]
     if differing:

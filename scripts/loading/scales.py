@@ -1,4 +1,4 @@
-"""How large `bench_loading.py` makes everything: full, or a toy that tries the script out."""
+"""Sizes of `bench_loading.py`: full, or a toy that tries the script out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingScale:
-    """How large everything is.
+    """Sizes of a measurement.
 
     Args:
         model: The model that is loaded, streamed and offloaded.
-        large: A model of few layers of the size that packing is for.
-        shard_bytes: Of its shards.
-        split_layers: How many of its layers the split model has.
-        qwen2: The quantities of the other split model.
-        expert: Experts, intermediate and hidden size of what is dequantised.
-        rounds: How often each time is taken.
+        large: A model of few large layers, for packed experts.
+        shard_bytes: Size of a shard of `model`.
+        split_layers: Number of layers of `model` in the split model.
+        qwen2: Quantities of the other split model.
+        expert: Number of experts, intermediate and hidden size of what is dequantised.
+        rounds: Number of rounds.
     """
 
     model: SyntheticModel

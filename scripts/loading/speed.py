@@ -1,7 +1,7 @@
-"""The figures of `bench_loading.py` that tell of time: loading, dequantising, streaming, offloading.
+"""Figures of time: loading, dequantising, streaming, offloading.
 
-Each ratio is that of one round, whose runs follow each other; the figure is the rounds' median. Seconds begin
-after a process's imports, on both sides of every ratio.
+A ratio is that of one round, whose runs follow each other; the figure is the median of the rounds. Seconds begin after
+the imports of a process, on both sides of each ratio.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from loading.bench import (
 
 
 def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """A pass of `LayerLoader` over all layers against plain reads of the same bytes, from the page cache.
+    """Yield the time of `LayerLoader` over all layers against plain reads of the same bytes from the page cache.
 
-    The raw read is the faster of two: one thread with a buffer that stays in the processor's cache, and all threads
-    with as much memory as a layer takes. All threads with small buffers are told beside: they write no memory.
+    The plain read is the faster of two: one thread with a buffer in the processor's cache, or all threads with as much
+    memory as a layer takes. The rate of all threads with small buffers, which write no memory, is given beside it.
     """
     rates, ratios, raw_rates, cached_rates = [], [], [], []
     for _ in range(bench.scale.rounds):
@@ -57,7 +57,7 @@ def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[F
 
 
 def measure_dequantising(bench: LoadingBench) -> Iterator[Figure]:
-    """FP8 experts of the true size to BF16, and the share of what a copy by all threads moves."""
+    """Yield the speed of dequantising FP8 experts of the true size, and its share of the memory bandwidth."""
     num_experts, intermediate_size, hidden_size = bench.scale.expert
     told = bench.probe(
         DEQUANTISE,
@@ -74,12 +74,11 @@ def measure_dequantising(bench: LoadingBench) -> Iterator[Figure]:
 def measure_stream(
     bench: LoadingBench, checkpoint: Checkpoint, *, floor: str = "full", suffix: str = ""
 ) -> Iterator[Figure]:
-    """Whole streamed goldens, cold, over the longer of two: a cold read, and the golden without its reads.
+    """Yield the time of a whole streamed, cold golden over its bound.
 
-    The read is a plain one of all the checkpoint's tensors by all threads, the faster of two: through the page cache,
-    and past it. The golden without its reads is the same command on a
-    warm cache whose reader leaves out every matrix from the third layer on: it dequantises, computes, and writes the
-    capture.
+    The bound is the longer of a cold read, and of the golden without its reads. The cold read is a plain one of all
+    tensors by all threads, through the page cache or past it, whichever is faster. The golden without its reads is the
+    same command on a warm cache, whose reader leaves out the matrices from the third layer on.
     """
     options = ("--stream", "on", "--prefetch", "--noise-floor", floor)
     runs: list[ProbeResult] = []
@@ -109,7 +108,7 @@ def measure_stream(
 
 
 def measure_offload(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """The logits by accelerate's disk offload over the streamed ones, and what either leaves on the disk."""
+    """Yield the time of the logits by accelerate's disk offload over that by streaming, and their disk space."""
     arguments: dict[str, Any] = {"model": str(checkpoint.folder), "seq_lens": list(bench.seq_lens)}
     streams: list[ProbeResult] = []
     offloads: list[ProbeResult] = []
@@ -118,7 +117,7 @@ def measure_offload(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Fig
         for cache, kept in ratios.items():
             stream = bench.probe(FORWARD_STREAMED, cache=cache, checkpoint=checkpoint, **arguments)
             with bench.folder("offload") as folder:
-                # What it reads back from its own folder would count against a warm cache.
+                # The offload folder is read too, which may drop the checkpoint from the cache.
                 cache.prepare(checkpoint.shards)
                 offload = bench.probe(FORWARD_OFFLOADED, offload_folder=str(folder), **arguments)
             kept.append(offload.told["whole_s"] / stream.told["whole_s"])
@@ -150,16 +149,16 @@ def _read_s(
     layers_only: bool = True,
     past_cache: bool = False,
 ) -> float:
-    """Seconds of a plain read.
+    """Measure the seconds of a plain read.
 
     Args:
         bench: The bench.
-        checkpoint: What is read.
-        cache: What of it the page cache holds.
-        num_threads: How many threads read; None for as many as torch has.
-        memory_bytes: How much memory they fill; as little as can be by default.
+        checkpoint: The checkpoint that is read.
+        cache: State of the page cache at the beginning.
+        num_threads: Number of reading threads; None for as many as torch has.
+        memory_bytes: Memory that they fill; by default as little as possible.
         layers_only: Whether only the layers are read.
-        past_cache: Whether they come straight from the disk.
+        past_cache: Whether the page cache is bypassed.
     """
     measured = bench.probe(
         READ_PLAINLY,

@@ -1,6 +1,6 @@
-"""ProbeResult in a process of their own: `ModelFactory.create_split_models`, and a model to split.
+"""Probes of `ModelFactory.create_split_models`, and a model to split.
 
-Every function returns numbers and digests by name; see `loading/probe.py`.
+Functions return numbers and digests by name; see `loading/probe.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IMPORTED_EARLY = (
 
 
 def write_qwen2(folder: str, shard_bytes: int, quantities: dict[str, int]) -> dict[str, int]:
-    """A Qwen2 of small random numbers, written by transformers in several shards."""
+    """Write a Qwen2 of small random numbers by transformers, in several shards."""
     torch.manual_seed(0)
     config = Qwen2Config.from_dict({**quantities, "dtype": "bfloat16"})
     model = Qwen2ForCausalLM._from_config(config)
@@ -46,7 +46,7 @@ def split(
     num_tokens: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """The three components loaded, then run: seconds to load, tokens a second, and a digest of the logits."""
+    """Load and run the three components; return seconds to load, tokens per second, and a digest of the logits."""
     began_s = time.perf_counter()
     bottom, trunk, top = ModelFactory.create_split_models(
         model_type, model, *split_points, device="cpu", low_memory=low_memory

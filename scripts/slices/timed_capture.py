@@ -1,9 +1,8 @@
-"""One process of a timed golden capture, on one core: the only one, or a rank that torchrun started.
+"""A process of a timed golden capture on one core: the only one, or a rank of torchrun.
 
     python -m slices.timed_capture MODEL OUTPUT SEQ_LENS [PLAN]
 
-Prints one JSON object, from rank 0 alone: the seconds from when all are there, with all imported, to when the capture
-is complete.
+Rank 0 prints one JSON object: the seconds from when all ranks have started and imported to the complete capture.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CPU = torch.device("cpu")
 
 
 def main(model: str, output: str, lengths: str, plan_file: str | None = None) -> None:
-    """Capture, and print how long it took."""
+    """Capture, and print the seconds."""
     importlib.import_module("transformers.models.minimax_m2.modeling_minimax_m2")
     place = RankPlace.from_environment()
     torch.set_num_threads(1)
