@@ -19,9 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from faults.cases import Case
+from faults.cases import Case, DumpCase
 from faults.curve import give_curve_figures, render_curve, trace_operating_curve
-from faults.dump_cases import DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
 from faults.journal import AnyCase, RunJournal

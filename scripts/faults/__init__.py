@@ -28,8 +28,7 @@ Runs:
 
 Results:
 
-- `cases`: one layer of one run, as it was judged
-- `dump_cases`: one chained run in one view, as it was judged
+- `cases`: one layer of one run, or one chained run in one view, as it was judged
 - `journal`: a file of finished runs
 - `tally`: figures of the cases
 - `dump_tally`: figures of the dumps

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from compare.comparer import compare_captures
 from compare.sides.golden_weights import CheckpointWeights
-from faults.dump_cases import WHOLE, DumpCase
+from faults.cases import WHOLE, DumpCase
 from faults.effects import measure_effects
 from faults.foreign import TOOL, dump_as_vllm_neuron
 from faults.judging import as_black_box, default_criteria, hide_sites

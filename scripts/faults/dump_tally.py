@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from figures import Figure
 
-from faults.dump_cases import WHOLE, DumpCase
+from faults.cases import WHOLE, DumpCase
 
 
 def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:

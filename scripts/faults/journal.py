@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from faults.cases import Case
-from faults.dump_cases import DumpCase
+from faults.cases import Case, DumpCase
 
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from figures import Figure
 
-from faults.cases import Case
-from faults.dump_cases import DumpCase
+from faults.cases import Case, DumpCase
 from minimax_tools.errors import UsageError
 
 # Right ports reach 1.5 noise floors over all tokens, and a mistake of one floor adds up to 1.4 with the noise.

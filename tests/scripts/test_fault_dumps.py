@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from faults.cases import Case
-from faults.dump_cases import DumpCase
+from faults.cases import Case, DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump, plan_dumps
 from faults.dump_tally import dump_misses, give_dump_figures
 from faults.journal import RunJournal
@@ -194,8 +193,8 @@ class TestFalsePasses:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("not JSON", "is no benchmark's output"),
-            ('{"figures": []}', "is no benchmark's output"),
+            ("not JSON", "is not the output of a benchmark"),
+            ('{"figures": []}', "is not the output of a benchmark"),
             (
                 '{"benchmark": "x", "figures": [{"figure": "false_passes", "value": 0}]}',
                 "does not count wrong_things",
