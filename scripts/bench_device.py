@@ -12,19 +12,15 @@ Exit code 1 where a goal is missed, 2 for wrong usage, 3 where it could not run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from groups import GroupedBenchmark
 
 # A group is the file of its name in device/; it yields these figures and some beside them.
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "sweeping": ("graphs_for_62_layers", "compiles_after_first_layer", "sweep_over_bare"),
-        "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),
-        "bisection": ("bisect_runs_62", "bisect_found_of_three", "bisect_runs_62_clean"),
-    }
-)
+GROUPS = {
+    "sweeping": ("graphs_for_62_layers", "compiles_after_first_layer", "sweep_over_bare"),
+    "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),
+    "bisection": ("bisect_runs_62", "bisect_found_of_three", "bisect_runs_62_clean"),
+}
 BENCHMARK = GroupedBenchmark(name="device", description=__doc__, groups=GROUPS)
 
 if __name__ == "__main__":

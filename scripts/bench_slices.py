@@ -12,24 +12,20 @@ Exit code 1 where a goal is missed, 2 for wrong usage, 3 where it could not run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from groups import GroupedBenchmark
 
 # A group is the file of its name in slices/; it yields these figures and some beside them.
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "planning": (
-            "feasible_plans_found",
-            "invalid_plans",
-            "slowest_stage_over_optimum",
-            "plan_62_layers_64_nodes_ms",
-        ),
-        "extracting": ("extract_over_cp", "extract_peak_anonymous_mb"),
-        "running": ("bytes_read_over_slice", "two_ranks_over_one"),
-    }
-)
+GROUPS = {
+    "planning": (
+        "feasible_plans_found",
+        "invalid_plans",
+        "slowest_stage_over_optimum",
+        "plan_62_layers_64_nodes_ms",
+    ),
+    "extracting": ("extract_over_cp", "extract_peak_anonymous_mb"),
+    "running": ("bytes_read_over_slice", "two_ranks_over_one"),
+}
 BENCHMARK = GroupedBenchmark(name="slices", description=__doc__, groups=GROUPS)
 
 if __name__ == "__main__":

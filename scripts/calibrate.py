@@ -32,13 +32,13 @@ from minimax_tools.provenance import library_versions
 # slack: factor by which a limit must be exceeded on a backend that was not measured.
 _SCALARS = {"level": 1e-3, "float32": 1e-5, "slack": 1.5}
 _HEADING = """\
-# What ports that are right stay below: mm2's limits, and a file that --criteria reads.
+# mm2's limits: right ports stay below them. `mm2-compare --criteria FILE.yaml` reads files of this format.
 #
-# Copy what you want to change: what a file does not name stays as it is here. A limit is a number, or a rule
-#     usual × exp(z × (spread + token_spread / √tokens)),
-# z being what a normal value exceeds in level ÷ (figures that the comparison judges) of the cases: the more is judged,
-# and of the fewer tokens, the wider. The worst token's and the worst channel's share is divided by their number too.
-# Limits of `all` hold for sites that have none of their own.
+# Copy what you want to change: limits that a file does not name stay as they are here. A limit is a number, or the rule
+#     usual × exp(z × (spread + token_spread / √tokens)).
+# A standard normal value exceeds z in a share of level ÷ (number of judged figures) of the cases. So limits are wider
+# where more figures are judged, or fewer tokens. For the worst token or channel, the share is divided by their number.
+# Limits of `all` hold for sites without limits of their own.
 """
 
 
