@@ -279,6 +279,7 @@ def test_core_asks_for_torch_and_light_libraries_only(metadata: email.message.Me
         "pyyaml",
         "rich",
         "safetensors",
+        "scipy",
         "tokenizers",
         "torch",
     }
