@@ -89,7 +89,7 @@ def anchors(page: Path) -> Iterator[str]:
 
 def missing_files(root: Path) -> Iterator[str]:
     names = {file.name for folder in ("scripts", "tests") for file in (REPOSITORY / folder).rglob("*.*")}
-    for page in pages(root):
+    for page in [*pages(root), *(root / paper for paper in PAPERS[1:])]:
         text = page.read_text()
         for path in sorted({found.group() for found in _PATH.finditer(text)}):
             if not (REPOSITORY / path).exists():
@@ -211,6 +211,21 @@ def wrong_words(root: Path) -> Iterator[str]:
             yield f"docs: no page names the site {site}"
 
 
+def wrong_walks(root: Path) -> Iterator[str]:
+    """Rooms that the map leaves out, and walks through the source that are too long for one sitting."""
+    text = (root / "docs" / "architecture.md").read_text()
+    for package in _PACKAGES.split("|"):
+        for room in sorted((REPOSITORY / package).glob("*/__init__.py")):
+            name = f"`{package}/{room.parent.name}/`"
+            if package not in ("scripts", "tests") and name not in text:
+                yield f"architecture.md: the room {name} is missing"
+    for start, limit in (("## A weight", 12), ("## An activation", 12), ("## A mistake", 15)):
+        walk = text.partition(f"\n{start}")[2].partition("\n## ")[0]
+        files = _PATH.findall(walk)
+        if not 0 < len(set(files)) <= limit:
+            yield f"architecture.md: {start} goes through {len(set(files))} files"
+
+
 Check = Callable[[Path], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     long_lines,
@@ -220,6 +235,7 @@ CHECKS: tuple[Check, ...] = (
     unknown_options,
     wrong_exit_codes,
     wrong_words,
+    wrong_walks,
 )
 
 
@@ -290,6 +306,15 @@ def plant(folder: Path, page: str, old: str, new: str) -> Path:
         ),
         (wrong_words, "docs/glossary.md", "| **flip** |", "| **golden** |", "flip stands there 0 times"),
         (wrong_words, "docs/glossary.md", "| **flip** |", "| **golden** |", "golden stands there 2 times"),
+        (missing_files, "DECISIONS.md", "scripts/fit_limits", "scripts/fit_limit", "no scripts/fit_limit.py"),
+        (wrong_walks, "docs/architecture.md", "`neuron/runs/` |", "`runs` |", "`neuron/runs/` is missing"),
+        (
+            wrong_walks,
+            "docs/architecture.md",
+            "## A weight",
+            "## Of weights",
+            "A weight goes through 0 files",
+        ),
     ],
 )
 def test_planted_mistake_is_named(
