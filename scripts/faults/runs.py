@@ -20,7 +20,8 @@ from minimax_tools.model.run import full_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from neuron.devices.runtime import Runtime
-from neuron.ports.target import Target, find_target
+from neuron.ports.target import Target
+from neuron.ports.targets import find_target
 
 DECODE_ROWS = 4
 RANKS = "ranks of "
