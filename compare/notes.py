@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from compare.limits.limit_context import backend_of, computes_in_float32
-from compare.sides.pairing import is_finished
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
 from minimax_tools.results.results import Blame, RouterDtype, SiteResult
-from reports.wording import word_layers
+from reports.wording import word_count, word_layers
 
 
 def unfinished_notes(sides: Sides) -> tuple[str, ...]:
@@ -23,16 +20,15 @@ def unfinished_notes(sides: Sides) -> tuple[str, ...]:
     return tuple(
         f"the {name} is not complete: run it again and it resumes"
         for name, source in (("golden", sides.reference), ("device run", sides.target))
-        if not is_finished(source)
+        if not source.is_complete
     )
 
 
-def foreign_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+def dump_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
     """How another tool's dump was read: what of it maps to no site, and what was left out."""
     return tuple(
         f"{name}: {note}"
         for name, source in (("golden", reference), ("device run", target))
-        if isinstance(source, ForeignCapture)
         for note in source.notes
     )
 
@@ -110,10 +106,7 @@ def _variant_notes(description: Description) -> tuple[str, ...]:
 
 def generation_notes(sides: Sides) -> tuple[str, ...]:
     """Whether the port generated tokens that the golden has nothing to hold against."""
-    made = [
-        isinstance(side, Capture) and side.read_generation() is not None
-        for side in (sides.reference, sides.target)
-    ]
+    made = [side.read_generation() is not None for side in (sides.reference, sides.target)]
     if made != [False, True]:
         return ()
     return (
@@ -136,12 +129,11 @@ def backend_notes(sides: Sides) -> tuple[str, ...]:
 
 def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
     """Whether the golden was checked before it judges."""
-    if not isinstance(reference, Capture) or reference.description.side != GOLDEN_SIDE:
+    description = reference.known_description
+    if description is None or description.side != GOLDEN_SIDE or not reference.is_complete:
+        # An incomplete golden has a note already; it is certified at its end.
         return ()
-    if not reference.manifest.is_complete:
-        # That is told already; it is certified at its end.
-        return ()
-    certificate = reference.manifest.certificate
+    certificate = reference.certificate
     if certificate is None:
         return (f"the golden is not certified: mm2-gpu certify --model DIR --golden {reference.directory}",)
     if certificate.failed:
@@ -157,17 +149,11 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
     """Return what was read without a digest to hold it against."""
-    notes = []
-    for name, source in (("golden", reference), ("device run", target)):
-        if not isinstance(source, Capture):
-            notes.append(
-                f"{name}: its layout has no digests; that its files are as they were written was not checked"
-            )
-        elif not source.has_digests:
-            is_golden = source.description.side == GOLDEN_SIDE
-            parts = "twins and floors" if is_golden and source.has_floor else "what was fed and generated"
-            notes.append(f"{name}: digests of {parts}: none, made by an older mm2")
-    return tuple(notes)
+    return tuple(
+        f"{name}: {source.digest_note}"
+        for name, source in (("golden", reference), ("device run", target))
+        if source.digest_note
+    )
 
 
 def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
@@ -190,9 +176,8 @@ def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
     ]
     if not left_out:
         return ()
-    tokens = sum(site.num_set_aside for site in left_out)
-    layers = f"{len(left_out)} layer{'s' * (len(left_out) != 1)}"
+    tokens = word_count(sum(site.num_set_aside for site in left_out), "token")
     return (
-        f"{tokens} token{'s' * (tokens != 1)} in {layers} went to other experts, not judged behind them: "
+        f"{tokens} in {word_count(len(left_out), 'layer')} went to other experts, not judged behind them: "
         "--model judges them against the golden with the port's own experts",
     )

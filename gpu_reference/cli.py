@@ -150,7 +150,7 @@ def show(directory: Path, as_json: bool, **reading: Any) -> None:
     """
     source = open_source(directory, read_reading(reading["format"], reading["map"]))
     generated = Generation.read(directory)
-    inspection = inspect_capture(source) if isinstance(source, Capture) else None
+    inspection = inspect_capture(source) if source.known_description else None
     if as_json:
         print_json(_with_generation(capture_record(source, inspection), generated))
     else:

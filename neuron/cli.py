@@ -67,8 +67,8 @@ from neuron.runs.run_report import RunReport
 from neuron.runs.runner import DeviceRun
 from reports.captures import capture_record, is_damaged, render_capture
 from reports.data import comparison_record
+from reports.dumps import map_template_of
 from reports.json_values import to_json
-from reports.map_template import map_template_of
 from reports.terminal import render_comparison
 
 Options = dict[str, Any]
@@ -219,7 +219,7 @@ def show(directory: Path, map_template: bool, as_json: bool, **reading: Any) -> 
     if map_template:
         click.echo(map_template_of(source), nl=False)
         return
-    inspection = inspect_capture(source) if isinstance(source, Capture) else None
+    inspection = inspect_capture(source) if source.known_description else None
     if as_json:
         print_json(capture_record(source, inspection))
     else:

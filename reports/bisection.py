@@ -11,7 +11,7 @@ from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Pro
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_figure
+from reports.wording import word_count, word_figure
 
 # Of 24 mistakes of real ports that were planted, ten changed less of a layer's output than this.
 _COARSE = 0.05
@@ -115,7 +115,7 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
         )
     skipped = bisection.of - len(bisection.covered)
     if skipped:
-        sentences.append(f"{_count(skipped, 'layer')} did not run.")
+        sentences.append(f"{word_count(skipped, 'layer')} did not run.")
     return tuple(sentences)
 
 
@@ -140,17 +140,17 @@ def _headline(bisection: Bisection) -> str:
         return f"{verdict}: nothing found in {_word_span(bisection.span)}"
     first = next((finding for finding in bisection.findings if finding.is_proof), bisection.findings[0])
     num_others = len(bisection.findings) - 1
-    more = f" (and {_count(num_others, 'more place')})" if num_others else ""
+    more = f" (and {word_count(num_others, 'more place')})" if num_others else ""
     place = "output" if first.is_culprit else "in a chain alone"
     return f"{verdict}: {_word_span(first.chain.span)}, {place}{more}"
 
 
 def _extent(bisection: Bisection) -> str:
-    runs = _count(len(bisection.probes), "run")
+    runs = word_count(len(bisection.probes), "run")
     resumed = f", {bisection.num_resumed} of them before" if bisection.num_resumed else ""
     longest = bisection.longest_chain
-    how = f"in chains of at most {_count(longest, 'layer')}" if longest > 1 else "every layer alone"
-    return f"compared {bisection.compared} of {_count(bisection.of, 'output')} in {runs}{resumed}, {how}"
+    how = f"in chains of at most {word_count(longest, 'layer')}" if longest > 1 else "every layer alone"
+    return f"compared {bisection.compared} of {word_count(bisection.of, 'output')} in {runs}{resumed}, {how}"
 
 
 def _reason(bisection: Bisection, finding: BisectionFinding) -> str:
@@ -220,7 +220,3 @@ def _word_span(span: Span) -> str:
 
 def _percent(share: float) -> str:
     return f"{word_figure(100 * share)} %"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -10,14 +10,12 @@ import torch
 
 from minimax_tools.capture.inspection import CaptureInspection
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.model.sites import SITE_LEVELS, Site
 from reports.canvas import Canvas, Column, Row
 from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
-from reports.dumps import dump_record, render_dump
+from reports.dumps import draw_dump, dump_record
 from reports.json_values import to_json
 from reports.wording import (
     word_figure,
@@ -50,15 +48,16 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
     Raises:
         CaptureError: A tensor that must be read cannot be.
     """
-    if isinstance(source, ForeignCapture):
-        return dump_record(source)
+    listing = source.listing()
+    if listing is not None:
+        return dump_record(source, listing)
     description = source.known_description
     return {
         "directory": str(source.directory),
-        "complete": source.manifest.is_complete if isinstance(source, Capture) else None,
+        "complete": source.is_complete if description else None,
         "description": to_json(description.as_json()) if description else None,
-        "observed_dtypes": dict(_observed_dtypes(source)),
-        "certificate": _certificate_record(source),
+        "observed_dtypes": dict(source.observed_dtypes),
+        "certificate": source.certificate.as_json() if source.certificate else None,
         "inspection": None if inspection is None else to_json(asdict(inspection)),
         **_contents_record(read_contents(source)),
     }
@@ -66,10 +65,7 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
 
 def is_damaged(source: CaptureSource, inspection: CaptureInspection | None) -> bool:
     """Return whether reading all of a capture showed faults, or its certificate speaks of other tensors."""
-    if not isinstance(source, Capture) or inspection is None:
-        return False
-    is_void = source.manifest.certificate is not None and not source.manifest.is_certified
-    return bool(inspection.faults) or is_void
+    return inspection is not None and (bool(inspection.faults) or source.has_void_certificate)
 
 
 def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
@@ -103,10 +99,12 @@ def render_capture(
     Raises:
         CaptureError: A tensor that must be read cannot be.
     """
-    if isinstance(source, ForeignCapture):
-        return render_dump(source, width=width, is_terminal=is_terminal)
-    contents = read_contents(source)
     canvas = Canvas(width=width, is_terminal=is_terminal)
+    listing = source.listing()
+    if listing is not None:
+        draw_dump(canvas, source, listing)
+        return canvas.text
+    contents = read_contents(source)
     canvas.line(f"Capture {source.directory}", style="bold")
     canvas.facts(_facts(source, inspection))
     for fault in () if inspection is None else inspection.faults:
@@ -148,10 +146,6 @@ def _site_record(site: SiteContents) -> dict[str, Any]:
     return {"site": site.site, "shape": list(site.shape), "dtype": site.dtype, **statistics}
 
 
-def _observed_dtypes(source: CaptureSource) -> Mapping[str, str]:
-    return source.manifest.observed_dtypes if isinstance(source, Capture) else {}
-
-
 def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[tuple[str, str]]:
     description = source.known_description
     if description is None:
@@ -159,24 +153,23 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
     run, made = description.run, description.provenance
     levels = [level for level, sites in SITE_LEVELS.items() if sites == run.sites]
     kept = f"sites {levels[0]}" if levels else f"{len(run.sites)} sites"
-    dtypes = {**made.dtypes, **_observed_dtypes(source)}
+    dtypes = {**made.dtypes, **source.observed_dtypes}
     device = "" if made.device == made.backend else f" ({made.device})"
-    # A device run has no floor of its own.
-    is_golden = description.side == GOLDEN_SIDE
-    floor = [("noise floor", _word_floor(description))] if is_golden else []
     return [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
         ("backend", f"{made.backend}{device}, target {made.target}{_ranks(made.options)}"),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
-        *floor,
         *(
-            [("certificate", _word_certificate(source, inspection))]
-            if is_golden and isinstance(source, Capture)
+            [
+                ("noise floor", _word_floor(description)),
+                ("certificate", _word_certificate(source, inspection)),
+            ]
+            if description.side == GOLDEN_SIDE
             else []
         ),
-        *([("digests", _word_digests(source, inspection))] if isinstance(source, Capture) else []),
+        ("digests", _word_digests(source, inspection)),
     ]
 
 
@@ -188,30 +181,24 @@ def _word_floor(description: Description) -> str:
     return f"{description.noise_floor}, of {word_variants(variants)}"
 
 
-def _word_certificate(capture: Capture, inspection: CaptureInspection | None) -> str:
-    manifest = capture.manifest
-    if manifest.certificate is None:
+def _word_certificate(source: CaptureSource, inspection: CaptureInspection | None) -> str:
+    if source.certificate is None:
         return "none: mm2-gpu certify makes one"
-    if not manifest.is_certified:
+    if source.has_void_certificate:
         return "VOID: of other tensors than are listed here"
     if inspection is not None and inspection.faults:
-        return f"VOID: the files are no longer those of which {manifest.certificate}"
-    return str(manifest.certificate)
+        return f"VOID: the files are no longer those of which {source.certificate}"
+    return str(source.certificate)
 
 
-def _word_digests(capture: Capture, inspection: CaptureInspection | None) -> str:
+def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -> str:
     """Return whether the files are those that were written, such as `96 tensors match`."""
-    older = "" if capture.has_digests else "; twins and floors have none, made by an older mm2"
+    older = "" if not source.digest_note else "; twins and floors have none, made by an older mm2"
     if inspection is None:
         return f"not verified here: mm2-test show verifies them{older}"
     if inspection.faults:
         return f"{inspection.num_tensors} tensors match, {len(inspection.faults)} faults{older}"
     return f"{inspection.num_tensors} tensors match{older}"
-
-
-def _certificate_record(source: CaptureSource) -> Any:
-    certificate = source.manifest.certificate if isinstance(source, Capture) else None
-    return None if certificate is None else certificate.as_json()
 
 
 def _ranks(options: Mapping[str, Any]) -> str:
@@ -225,7 +212,7 @@ def _ranks(options: Mapping[str, Any]) -> str:
 
 
 def _draw_incomplete(canvas: Canvas, source: CaptureSource) -> None:
-    if isinstance(source, Capture) and not source.manifest.is_complete:
+    if not source.is_complete:
         stored, wanted = len(source.layers), len(source.description.run.span)
         canvas.line(f"  incomplete: {stored} of {wanted} layers are stored", style="yellow")
 

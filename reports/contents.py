@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.capture.manifest import Entry, dtype_name
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.pair_metrics import TensorStatistics, measure_tensor
 from minimax_tools.model.sites import ModelSite, Site
@@ -80,16 +79,13 @@ def measure_contents(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> tuple
 
 
 def _read_site(source: CaptureSource, layer: int, site: Site) -> SiteContents:
-    entry = source.entry(layer, site) if isinstance(source, Capture) else None
+    entry = source.entry(layer, site)
     return _described(str(site), entry) if entry else _measured(str(site), source.read(layer, site))
 
 
 def _read_model_site(source: CaptureSource, site: ModelSite) -> SiteContents:
-    entries = source.manifest.entries if isinstance(source, Capture) else ()
-    for entry in entries:
-        if entry.layer is None and entry.site == str(site):
-            return _described(str(site), entry)
-    return _measured(str(site), source.read_model(site))
+    entry = source.entry(None, site)
+    return _described(str(site), entry) if entry else _measured(str(site), source.read_model(site))
 
 
 def _described(site: str, entry: Entry) -> SiteContents:

@@ -19,6 +19,7 @@ from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
 from reports.wording import (
+    word_count,
     word_figure,
     word_layer,
     word_layers,
@@ -87,7 +88,7 @@ def _headline(comparison: Comparison) -> str:
     groups = _groups(comparison)
     if groups:
         first, *others = groups
-        more = f" (and {_count(len(others), 'more place')})" if others else ""
+        more = f" (and {word_count(len(others), 'more place')})" if others else ""
         return f"{verdict}: {_word_group(first)}{more}"
     # Nobody is blamed in a chained run; where it first shows is still the place to start.
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
@@ -95,16 +96,16 @@ def _headline(comparison: Comparison) -> str:
         if site.status is worst:
             return f"{verdict}: first at {word_place(site.layer, [site.site])}"
     if comparison.shows_outputs_only and comparison.verdict is Verdict.PASS:
-        return f"{verdict}: outputs only, {comparison.compared} of {_count(comparison.of, 'site')}"
+        return f"{verdict}: outputs only, {comparison.compared} of {word_count(comparison.of, 'site')}"
     return verdict
 
 
 def _extent(comparison: Comparison) -> str:
-    parts = [f"in {_count(len(comparison.layers), 'layer')}"] if comparison.layers else []
+    parts = [f"in {word_count(len(comparison.layers), 'layer')}"] if comparison.layers else []
     if comparison.of_layer(None):
         parts.append("outside them" if parts else "outside the layers")
     where = " and ".join(parts)
-    return f"compared {comparison.compared} of {_count(comparison.of, 'site')} {where}".rstrip()
+    return f"compared {comparison.compared} of {word_count(comparison.of, 'site')} {where}".rstrip()
 
 
 def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
@@ -166,7 +167,7 @@ def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
     if len(layers) > len(shown):
         canvas.gap()
         canvas.line(
-            f"{_count(len(layers) - len(shown), 'more layer')} with failures or warnings; "
+            f"{word_count(len(layers) - len(shown), 'more layer')} with failures or warnings; "
             "--json has every site."
         )
 
@@ -177,7 +178,7 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
         if not missing:
             continue
         canvas.gap()
-        canvas.line(f"{words}: {_count(len(missing), 'site')}", style="bold")
+        canvas.line(f"{words}: {word_count(len(missing), 'site')}", style="bold")
         for reason in _in_order(site.reason for site in missing):
             places = ((site.layer, site.site) for site in missing if site.reason == reason)
             for line in word_sites_by_layer(places):
@@ -195,10 +196,6 @@ def _draw_notes(canvas: Canvas, notes: Iterable[str]) -> None:
 def _in_order(items: Iterable[_Item]) -> list[_Item]:
     """The items once each, in the order of their first appearance."""
     return list(dict.fromkeys(items))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 _MOST_NAMED = 3

@@ -27,6 +27,11 @@ def word_figure(value: float | None) -> str:
     return f"{value:.0f}" if size >= _WHOLE_FROM else f"{value:#.3g}".rstrip(".")
 
 
+def word_count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 layer` or `3 layers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def word_fraction(value: float | None, *, decimals: int) -> str:
     """A figure near 1 to that many decimals, such as a cosine; `-` for None."""
     if value is None:
@@ -75,7 +80,7 @@ def word_sites(sites: Sequence[str]) -> tuple[str, ...]:
 
 def word_variants(variants: Sequence[str]) -> str:
     """`2 variants (eager, halves)`."""
-    return f"{len(variants)} variant{'s' * (len(variants) != 1)} ({', '.join(variants)})"
+    return f"{word_count(len(variants), 'variant')} ({', '.join(variants)})"
 
 
 def word_sites_by_layer(places: Iterable[tuple[int | None, str]]) -> tuple[str, ...]:

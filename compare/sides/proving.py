@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Concatenate, ParamSpec, TypeVar
 
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 
 P = ParamSpec("P")
@@ -30,8 +29,7 @@ def proved(judge: Judging[P, R]) -> Judging[P, R]:
         with ExitStack() as proofs:
             # The golden's is left last: where both are damaged, it is named.
             for side in (reference, target):
-                if isinstance(side, Capture):
-                    proofs.enter_context(side.proving_beside())
+                proofs.enter_context(side.proving_beside())
             return judge(reference, target, *args, **kwargs)
 
     return run

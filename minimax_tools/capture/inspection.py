@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -25,7 +25,7 @@ class CaptureInspection:
     faults: tuple[str, ...]
 
 
-def inspect_capture(capture: Capture, *, with_inputs: bool = True) -> CaptureInspection:
+def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> CaptureInspection:
     """Read every tensor of a capture, one in memory at a time, and hold it against its digest.
 
     Of a capture that an older mm2 wrote, the twins are checked for what a twin must be.
@@ -43,7 +43,7 @@ def inspect_capture(capture: Capture, *, with_inputs: bool = True) -> CaptureIns
     return CaptureInspection(num_tensors=num_tensors, faults=tuple(dict.fromkeys(faults)))
 
 
-def _reads(capture: Capture, *, with_inputs: bool) -> Iterator[Callable[[], int]]:
+def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[Callable[[], int]]:
     """Calls that read a part each, and return how many tensors it has."""
     if with_inputs:
         yield partial(_count, capture.read_inputs, 3)

@@ -191,10 +191,6 @@ class Manifest:
             digests=None if self.digests is None else self.digests.with_files(digests),
         )
 
-    def with_digests(self, digests: Digests) -> Manifest:
-        """This manifest with other digests of what no entry describes."""
-        return replace(self, digests=digests)
-
     def as_json(self) -> dict[str, Any]:
         """The manifest as JSON values."""
         digests = {} if self.digests is None else {one.file: one.as_json() for one in self.digests.tensors}
@@ -228,14 +224,6 @@ class Manifest:
             **({} if self.certificate is None else {"certificate": self.certificate.as_json()}),
             **({} if self.digests is None else {"text_digests": dict(self.digests.texts)}),
         }
-
-    def certified(self, certificate: Certificate) -> Manifest:
-        """This manifest with a certificate."""
-        return replace(self, certificate=certificate)
-
-    def finished(self) -> Manifest:
-        """This manifest, marked as complete."""
-        return replace(self, is_complete=True)
 
     @classmethod
     def read(cls, directory: Path, *, name: str = MANIFEST_NAME) -> Manifest:

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.proof import Proof, file_state
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode
@@ -27,12 +29,16 @@ _MOST_OPEN = 8
 _SMALL_BYTES = 2**20
 
 
-class Capture:
-    """A capture directory opened for reading."""
+class Capture(CaptureSource):
+    """A capture directory of mm2, opened for reading."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
-        self.manifest = manifest
+        self.is_complete = manifest.is_complete
+        self.certificate = manifest.certificate
+        self.observed_dtypes = manifest.observed_dtypes
+        self.digest_note = _word_missing_digests(manifest)
+        self._manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
         self._proof = Proof(directory, manifest)
         self._files = _OpenFiles(directory)
@@ -47,19 +53,19 @@ class Capture:
         return cls(directory, Manifest.read(directory))
 
     @property
-    def description(self) -> Description:
-        """What the capture is."""
-        return self.manifest.description
+    def manifest(self) -> Manifest:
+        """The capture's manifest."""
+        return self._manifest
+
+    @property
+    def known_description(self) -> Description:
+        """The run that made the capture."""
+        return self.description
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers stored whole, ascending."""
-        return self.manifest.complete_layers
-
-    @property
-    def known_description(self) -> Description | None:
-        """What the capture is; mm2's own captures always say."""
-        return self.description
+        return self._manifest.complete_layers
 
     @property
     def has_floor(self) -> bool:
@@ -67,9 +73,9 @@ class Capture:
         return self.description.noise_floor != "off"
 
     @property
-    def has_digests(self) -> bool:
-        """Return whether inputs, twins and floors have digests too; older captures have those of sites alone."""
-        return self.manifest.digests is not None
+    def has_void_certificate(self) -> bool:
+        """True where the certificate belongs to other tensors than the manifest lists."""
+        return self.certificate is not None and not self._proof.is_certified
 
     def refuse_void_certificate(self) -> None:
         """Pass where there is no certificate, or it speaks of what the manifest lists.
@@ -77,7 +83,7 @@ class Capture:
         Raises:
             IncomparableError: The manifest was changed after the capture was certified.
         """
-        if self.manifest.certificate is not None and not self._proof.is_certified:
+        if self.has_void_certificate:
             raise IncomparableError(
                 f"{self._proof.owner} was changed after it was certified: its certificate speaks of other tensors than "
                 "its manifest lists",
@@ -105,10 +111,15 @@ class Capture:
         """Sites that the run wanted and the port does not expose."""
         return self.manifest.not_exposed.get(layer, ())
 
-    def entry(self, layer: int, site: Site) -> Entry | None:
-        """The entry that holds a site; a layer's input may be the output of the layer before."""
+    def entry(self, layer: int | None, site: Site | ModelSite) -> Entry | None:
+        """Return the entry that holds a site; the input of a chained layer may be the output of the layer before."""
         found = self._entries.get((layer, str(site)))
-        if found is None and site is Site.INPUT and self.description.run.mode is Mode.CHAINED:
+        if (
+            found is None
+            and layer is not None
+            and site is Site.INPUT
+            and self.description.run.mode is Mode.CHAINED
+        ):
             return self._entries.get((layer - 1, str(Site.OUTPUT)))
         return found
 
@@ -132,7 +143,7 @@ class Capture:
         Raises:
             CaptureError: The run has none, or its file is missing or damaged.
         """
-        entry = self._entries.get((None, str(site)))
+        entry = self.entry(None, site)
         if entry is None:
             raise CaptureError(
                 f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it."
@@ -155,7 +166,7 @@ class Capture:
         Raises:
             CaptureError: It is damaged, or no twin.
         """
-        entry = self._entries.get((None, str(site)))
+        entry = self.entry(None, site)
         return self._read_twin("model.fp32.safetensors", site, entry, place=f"the float32 twin of {site}")
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
@@ -201,6 +212,14 @@ class Capture:
                 next_step=self._proof.next_step,
             )
         return inputs
+
+    def read_input_ids(self) -> torch.Tensor:
+        """Read the token ids, int64 [B,S].
+
+        Raises:
+            CaptureError: The file is missing or damaged.
+        """
+        return self.read_inputs().input_ids
 
     def read_attention_mask(self) -> torch.Tensor:
         """int64 [B,S], 1 on real rows.
@@ -294,6 +313,16 @@ class Capture:
                 found=str(error),
                 next_step=self._proof.next_step,
             ) from error
+
+
+def _word_missing_digests(manifest: Manifest) -> str:
+    """Say what was stored without digests, as an older mm2 did; nothing where all of it has them."""
+    if manifest.digests is not None:
+        return ""
+    is_golden = manifest.description.side == GOLDEN_SIDE
+    has_floor = manifest.description.noise_floor != "off"
+    parts = "twins and floors" if is_golden and has_floor else "what was fed and generated"
+    return f"digests of {parts}: none, made by an older mm2"
 
 
 class _OpenFiles:

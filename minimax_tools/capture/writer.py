@@ -114,7 +114,7 @@ class CaptureWriter:
 
     def finish(self) -> None:
         """Mark the capture as complete."""
-        self._update(self.manifest.finished())
+        self._update(replace(self.manifest, is_complete=True))
         remove_parts(self.directory)
 
     def read_layer_output(self, layer: int) -> torch.Tensor:
@@ -140,11 +140,8 @@ class CaptureWriter:
         """Store a JSON file beside the tensors, and its digest."""
         text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         self._write_text(name, text)
-        self._update(
-            self.manifest.with_digests(
-                self._digests.with_text(name, hashlib.sha256(text.encode()).hexdigest())
-            )
-        )
+        digests = self._digests.with_text(name, hashlib.sha256(text.encode()).hexdigest())
+        self._update(replace(self.manifest, digests=digests))
 
     def write_inputs(self, inputs: Inputs, hidden_states: torch.Tensor | None) -> None:
         """Store the token rows, and the hidden states [B,S,H] of a run that starts in mid-model."""
@@ -152,7 +149,7 @@ class CaptureWriter:
         written = self._write(INPUTS_NAME, {**inputs.tensors(), **extra})
         digests = self._digests.with_files([written])
         if digests != self._digests:
-            self._update(self.manifest.with_digests(digests))
+            self._update(replace(self.manifest, digests=digests))
 
     @property
     def _digests(self) -> Digests:
@@ -252,7 +249,7 @@ def store_certificate(directory: Path, certificate: Certificate) -> Manifest:
     # Before the directory is locked: that would make it.
     Manifest.read(directory)
     with locked_directory(directory):
-        manifest = Manifest.read(directory).certified(certificate)
+        manifest = replace(Manifest.read(directory), certificate=certificate)
         with replacing(directory / MANIFEST_NAME) as temporary:
             temporary.write_text(manifest.as_text(), encoding="utf-8")
     return manifest

@@ -93,7 +93,4 @@ def _joined(directory: Path, dumps: Mapping[int, Dump]) -> Dump:
         ),
         num_ranks=1 + max(dumps),
         is_one_rank=False,
-        without_tensor=tuple(
-            f"{_RANK}{rank}/{name}" for rank, dump in dumps.items() for name in dump.without_tensor
-        ),
     )

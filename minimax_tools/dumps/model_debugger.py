@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
-from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
 
 NAME = "transformers"
@@ -72,16 +71,12 @@ def read_dump(directory: Path) -> Dump:
 def _pieces(path: Path, class_name: str) -> Iterator[DumpPiece]:
     match = _REST.fullmatch(path.name.removeprefix(class_name))
     if match is None:
-        return
-    for held in list_tensors(path):
-        yield DumpPiece(
-            file=path.name,
-            keys=held.keys,
-            module=match["module"] or "",
-            point="input" if match["kind"] else "output",
-            element=match["input"] or match["output"] or "",
-            step=_STEP,
-            rank=0,
-            shape=held.shape,
-            dtype=held.dtype,
-        )
+        return iter(())
+    return list_pieces(
+        path,
+        directory=path.parent,
+        module=match["module"] or "",
+        point="input" if match["kind"] else "output",
+        element=match["input"] or match["output"] or "",
+        step=_STEP,
+    )

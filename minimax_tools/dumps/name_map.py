@@ -33,18 +33,16 @@ from minimax_tools.machine.yaml_file import read_yaml
 from minimax_tools.model.sites import ModelSite, Site
 
 _KEYS = (
-    *(
-        "format",
-        "ranks",
-        "steps",
-        "requests",
-        "lengths",
-        "padding",
-        "rows",
-        "attention_mask",
-        "usual_names",
-        "sites",
-    ),
+    "format",
+    "ranks",
+    "steps",
+    "requests",
+    "lengths",
+    "padding",
+    "rows",
+    "attention_mask",
+    "usual_names",
+    "sites",
 )
 _SIDES = ("right", "left")
 _ROWS = ("padded", "packed")
@@ -163,12 +161,12 @@ class _Reader:
 
     def steps(self) -> tuple[tuple[str, ...], ...]:
         value = self._record.get("steps") or []
-        groups = [group if isinstance(group, list) else [group] for group in _listed(value)]
-        labels = [label for group in groups for label in group]
-        is_list = isinstance(value, list) and all(groups)
-        if not is_list or any(
-            isinstance(label, bool) or not isinstance(label, (str, int)) for label in labels
-        ):
+        groups = (
+            [group if isinstance(group, list) else [group] for group in value]
+            if isinstance(value, list)
+            else []
+        )
+        if not isinstance(value, list) or not all(groups) or not all(map(_are_labels, groups)):
             raise self._wrong(
                 "steps",
                 expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
@@ -177,9 +175,7 @@ class _Reader:
 
     def labels(self, key: str) -> tuple[str, ...]:
         value = self._record.get(key) or []
-        if not isinstance(value, list) or any(
-            isinstance(label, bool) or not isinstance(label, (str, int)) for label in value
-        ):
+        if not isinstance(value, list) or not _are_labels(value):
             raise self._wrong(key, expected='a list of names, such as ["0", "1"]')
         return tuple(str(label) for label in value)
 
@@ -238,8 +234,8 @@ class _Reader:
         )
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _are_labels(values: list[Any]) -> bool:
+    return all(isinstance(value, (str, int)) and not isinstance(value, bool) for value in values)
 
 
 def _is_count(value: Any) -> bool:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
-from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
 
 NAME = "nxdi"
@@ -69,25 +68,19 @@ def read_dump(directory: Path) -> Dump:
         steps=tuple(str(step) for step in steps),
         is_packed=False,
         is_one_rank=True,
-        without_tensor=tuple(sorted(matches.keys() - {piece.file for piece in pieces})),
     )
 
 
 def _pieces(directory: Path, match: re.Match[str], named: Mapping[str, Any]) -> Iterator[DumpPiece]:
     module, point, element = _parse_name(match, named)
-    for held in list_tensors(directory / match.string):
-        inner = ".".join(str(key) for key in held.keys)
-        yield DumpPiece(
-            file=match.string,
-            keys=held.keys,
-            module=module,
-            point=point,
-            element=".".join(part for part in (element, inner) if part),
-            step=str(int(match["step"])),
-            rank=0,
-            shape=held.shape,
-            dtype=held.dtype,
-        )
+    return list_pieces(
+        directory / match.string,
+        directory=directory,
+        module=module,
+        point=point,
+        element=element,
+        step=str(int(match["step"])),
+    )
 
 
 def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, str, str]:

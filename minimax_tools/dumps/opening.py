@@ -8,7 +8,7 @@ from pathlib import Path
 from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT
@@ -61,7 +61,7 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
         return Capture.open(directory)
     name = reading.format or reading.names.format
     if name is not None or find_format(directory) is not None:
-        return ForeignCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
+        return DumpCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
     if LegacyCapture.recognises(directory):
         return LegacyCapture.open(directory)
     raise CaptureError(
@@ -87,19 +87,8 @@ def open_sides(
         IncomparableError: A dump is of other prompts than the other side.
         UsageError: A format or a map is given for what is no other tool's dump.
     """
-    mine, theirs = open_source(reference, reference_reading), open_source(target, target_reading)
-    return _aligned(mine, theirs), _aligned(theirs, mine)
-
-
-def _aligned(source: CaptureSource, other: CaptureSource) -> CaptureSource:
-    if not isinstance(source, ForeignCapture):
-        return source
-    mask = other.read_attention_mask()
-    if mask is None:
-        return source
-    if isinstance(other, ForeignCapture):
-        return source.aligned(mask, other.read_input_ids())
-    return source.aligned(mask, other.read_inputs().input_ids if isinstance(other, Capture) else None)
+    first, second = open_source(reference, reference_reading), open_source(target, target_reading)
+    return first.laid_out_as(second), second.laid_out_as(first)
 
 
 def _next_step(directory: Path) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.dumps.schedule import PassRecord
+from minimax_tools.dumps.tensor_file import list_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,6 @@ class Dump:
             None where it does either.
         is_one_rank: Whether the tool keeps rank 0's tensors alone, however many ranks there were.
         is_whole_model: Whether the tool writes what every module of the model is fed: its last layer is the model's.
-        without_tensor: Files that hold no tensor.
         records: What the tool tells of the tokens of its passes; empty where it tells nothing.
     """
 
@@ -69,8 +69,56 @@ class Dump:
     is_packed: bool | None = None
     is_one_rank: bool = False
     is_whole_model: bool = False
-    without_tensor: tuple[str, ...] = ()
     records: tuple[PassRecord, ...] = ()
+
+
+def list_pieces(
+    path: Path,
+    *,
+    directory: Path,
+    module: str,
+    step: str,
+    point: str = "output",
+    element: str = "",
+    rank: int = 0,
+) -> Iterator[DumpPiece]:
+    """Yield the pieces in a file of a dump, from its header alone.
+
+    Args:
+        path: The file.
+        directory: The dump's folder.
+        module: Module that the file is of.
+        step: Label of its forward pass.
+        point: `input` or `output`.
+        element: Which of several inputs or outputs the file is of; the keys in a `.pt` file follow it.
+        rank: Rank that wrote it.
+
+    Raises:
+        CaptureError: The file is damaged.
+    """
+    for held in list_tensors(path):
+        inner = held.keys if path.suffix == ".pt" else ()
+        yield DumpPiece(
+            file=path.relative_to(directory).as_posix(),
+            keys=held.keys,
+            module=module,
+            point=point,
+            element=".".join(part for part in (element, *map(str, inner)) if part),
+            step=step,
+            rank=rank,
+            shape=held.shape,
+            dtype=held.dtype,
+        )
+
+
+def order_steps(pieces: Iterable[DumpPiece]) -> tuple[str, ...]:
+    """Return the labels of the pieces' passes, such as `0`, `0.1`, `1`, in the order of their numbers."""
+    return tuple(sorted({piece.step for piece in pieces}, key=step_order))
+
+
+def step_order(label: str) -> tuple[int, ...]:
+    """Return the numbers of a pass's label."""
+    return tuple(int(part) for part in label.split("."))
 
 
 # Whatever the list of layers is called: numbers of experts come behind.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minimax_tools.dumps.schedule import Stretch
+from minimax_tools.dumps.schedule import Stretch, word_lengths
 from minimax_tools.errors import CaptureError
 
 _HOW = "Name the rows in a map: lengths, padding (left or right), rows (padded or packed)."
@@ -160,7 +160,7 @@ def batch_mask(lengths: tuple[int, ...]) -> torch.Tensor:
 def _too_few(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) -> CaptureError:
     return CaptureError(
         f"{what} holds fewer rows than the prompts have tokens",
-        expected=f"prompts of {', '.join(map(str, lengths))} tokens",
+        expected=f"prompts of {word_lengths(lengths)} tokens",
         found=str(list(tensor.shape)),
         next_step="Choose other passes (steps in a map), or run both sides on the same prompts.",
     )
@@ -169,7 +169,7 @@ def _too_few(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) -> Ca
 def _unreadable(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) -> CaptureError:
     return CaptureError(
         f"{what}: nothing tells which rows are real",
-        expected=f"prompts of {', '.join(map(str, lengths))} tokens as [{len(lengths)},S,F], or one after another",
+        expected=f"prompts of {word_lengths(lengths)} tokens as [{len(lengths)},S,F], or one after another",
         found=str(list(tensor.shape)),
         next_step=_HOW,
     )

@@ -153,7 +153,7 @@ class Schedule:
         if unknown or len(chosen) != len(lengths):
             raise CaptureError(
                 f"{directory}: which requests are the prompts cannot be told",
-                expected=f"{len(lengths)} requests, of {_listed(lengths)} tokens",
+                expected=f"{len(lengths)} requests, of {word_lengths(lengths)} tokens",
                 found=", ".join(
                     f"{request} of {self.length(request)}" for request in self.requests[:_NUM_NAMED]
                 )
@@ -202,5 +202,6 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
 
 
-def _listed(lengths: tuple[int, ...]) -> str:
+def word_lengths(lengths: tuple[int, ...]) -> str:
+    """Return lengths in words, such as `48, 33`."""
     return ", ".join(str(length) for length in lengths)

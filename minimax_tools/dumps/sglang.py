@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
+from minimax_tools.dumps.piece import Dump, DumpPiece, order_steps, step_order
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import describe_structure, find_tensors, read_tensor
 from minimax_tools.errors import CaptureError
@@ -87,12 +87,9 @@ def read_dump(directory: Path) -> Dump:
         directory=directory,
         format=NAME,
         pieces=pieces,
-        steps=tuple(sorted({piece.step for piece in pieces}, key=_order)),
+        steps=order_steps(pieces),
         num_ranks=max((file.num_ranks for file in files), default=1),
         is_packed=is_packed,
-        without_tensor=tuple(
-            sorted({path.name for path in paths} - {piece.file for file in files for piece in file.pieces})
-        ),
         records=tuple(_read_records(directory, files, labels)) if is_packed else (),
     )
 
@@ -178,7 +175,7 @@ def _read_records(directory: Path, files: list[_File], labels: list[str | None])
         if label is not None and file.world_rank == files[0].world_rank and file.name in _OF_A_BATCH:
             of_passes[label][file.name] = file
     times_begun: Counter[str] = Counter()
-    for label in sorted(of_passes, key=_order):
+    for label in sorted(of_passes, key=step_order):
         held = of_passes[label]
         if not {_POSITIONS, _SEQ_LENS} <= held.keys() or not held.keys() & {_RIDS, _POOL_INDICES}:
             return
@@ -253,7 +250,3 @@ def _number(record: Mapping[str, Any], key: str, path: Path, *, default: int = 0
 
 def _has_batch(dims: str | None) -> bool:
     return dims is not None and dims.split("#")[0].split()[:1] == ["b"]
-
-
-def _order(label: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in label.split("."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,9 @@ def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
         CaptureError: The file is missing or damaged, or holds no tensor there.
     """
     if path.suffix == _SAFETENSORS:
-        return _read_safetensors(path, str(keys[0]))
+        with _opened(path) as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(str(keys[0]))
+            return tensor
     value = load_restricted(path)
     try:
         for key in keys:
@@ -105,26 +108,28 @@ def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
 
 
 def _list_safetensors(path: Path) -> tuple[HeldTensor, ...]:
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
-            return tuple(
-                HeldTensor(
-                    keys=(name,),
-                    shape=tuple(found.get_shape()),
-                    dtype=_SAFETENSORS_DTYPES.get(str(found.get_dtype()), str(found.get_dtype())),
-                )
-                for name, found in slices.items()
+    with _opened(path) as tensors:
+        slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
+        return tuple(
+            HeldTensor(
+                keys=(name,),
+                shape=tuple(found.get_shape()),
+                dtype=_SAFETENSORS_DTYPES.get(str(found.get_dtype()), str(found.get_dtype())),
             )
-    except (OSError, SafetensorError) as error:
-        raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error
+            for name, found in slices.items()
+        )
 
 
-def _read_safetensors(path: Path, name: str) -> torch.Tensor:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        CaptureError: It cannot be read.
+    """
     try:
         with safe_open(path, framework="pt") as tensors:
-            tensor: torch.Tensor = tensors.get_tensor(name)
-            return tensor
+            yield tensors
     except (OSError, SafetensorError) as error:
         raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error
 
@@ -135,6 +140,5 @@ def load_restricted(path: Path) -> Any:
     Raises:
         CaptureError: The file is missing, cut short, damaged, or not one of torch.save's.
     """
-    next_step = "Copy it again from the host that wrote it, or run the capture again."
-    with refusing(path, CaptureError, next_step=next_step):
+    with refusing(path, CaptureError, next_step=_COPY_AGAIN):
         return read_value(path)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
+from minimax_tools.dumps.piece import Dump, list_pieces
 from minimax_tools.dumps.schedule import PassRecord
-from minimax_tools.dumps.tensor_file import list_tensors
 from minimax_tools.errors import CaptureError
 
 NAME = "vllm-neuron"
@@ -36,43 +34,25 @@ def read_dump(directory: Path) -> Dump:
     Raises:
         CaptureError: A file is damaged.
     """
-    pieces: list[DumpPiece] = []
-    empty: list[str] = []
     passes = _passes(directory)
-    for step, folder in passes:
-        for path in sorted(folder.glob("*/rank*.pt")):
-            found = tuple(_pieces(directory, path, step))
-            pieces.extend(found)
-            if not found:
-                empty.append(path.relative_to(directory).as_posix())
+    pieces = tuple(
+        piece
+        for step, folder in passes
+        for path in sorted(folder.glob("*/rank*.pt"))
+        if (match := _FILE.fullmatch(path.name)) is not None
+        for piece in list_pieces(
+            path, directory=directory, module=path.parent.name, step=step, rank=int(match[1])
+        )
+    )
     return Dump(
         directory=directory,
         format=NAME,
-        pieces=tuple(pieces),
+        pieces=pieces,
         steps=tuple(step for step, _ in passes),
         num_ranks=1 + max((piece.rank for piece in pieces), default=0),
         is_packed=True,
-        without_tensor=tuple(empty),
         records=_read_records(passes),
     )
-
-
-def _pieces(directory: Path, path: Path, step: str) -> Iterator[DumpPiece]:
-    match = _FILE.fullmatch(path.name)
-    if match is None:
-        return
-    for held in list_tensors(path):
-        yield DumpPiece(
-            file=path.relative_to(directory).as_posix(),
-            keys=held.keys,
-            module=path.parent.name,
-            point="output",
-            element=".".join(str(key) for key in held.keys),
-            step=step,
-            rank=int(match[1]),
-            shape=held.shape,
-            dtype=held.dtype,
-        )
 
 
 def _read_records(passes: list[tuple[str, Path]]) -> tuple[PassRecord, ...]:
