@@ -1,6 +1,6 @@
-"""Manifest: the JSON that makes a capture directory self-contained.
+"""Manifest: the JSON file that makes a capture directory self-contained.
 
-It holds no date and no path of the machine beyond the model's source, so equal runs write equal bytes.
+Apart from the model's source it holds no date and no path, so equal runs write equal bytes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from minimax_tools.provenance import Provenance
 MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
-# Without digests of inputs, twins and floors; else alike.
+# The same without digests of inputs, twins and floors.
 _WITHOUT_DIGESTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One stored tensor: a site of a layer, or a model site where `layer` is None."""
+    """A stored tensor: a site of a layer, or of the model where `layer` is None."""
 
     layer: int | None
     site: str
@@ -44,7 +44,7 @@ class Entry:
 
     @classmethod
     def of(cls, layer: int | None, site: str, *, file: str, tensor: torch.Tensor) -> Entry:
-        """The entry of a CPU tensor that is stored in `file`."""
+        """Build the entry of a CPU tensor that is stored in `file`."""
         digest = describe_tensor(tensor)
         return cls(
             layer=layer,
@@ -58,32 +58,32 @@ class Entry:
 
     @property
     def digest(self) -> TensorDigest:
-        """Its dtype, shape and sha256."""
+        """The tensor's dtype, shape and sha256."""
         return TensorDigest(dtype=self.dtype, shape=self.shape, sha256=self.sha256)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Entry:
-        """The entry that stands in a manifest."""
+        """Read an entry from a manifest."""
         shape, statistics = tuple(record["shape"]), TensorStatistics(**record["statistics"])
         return cls(**{**record, "shape": shape, "statistics": statistics})
 
     def as_json(self) -> dict[str, Any]:
-        """The entry as it stands in a manifest."""
+        """Return the entry as a manifest stores it."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a capture is going to be: fixed before the first tensor.
+    """Description of a capture, fixed before its first tensor is written.
 
     Args:
         side: `gpu_reference` for a golden, `neuron` for a device run.
         run: Layers, mode and sites.
-        provenance: What computes it.
+        provenance: Model, software and device that compute it.
         inputs_digest: Digest of ids, mask and positions.
-        input_source: Where the first layer's input comes from, in words.
+        input_source: Source of the first layer's input, in words.
         noise_floor: `full`, `stats` or `off`.
-        floor_variants: Names of the other ways to compute a layer whose errors widen the floor.
+        floor_variants: Names of the other right ways to compute a layer, whose errors widen the noise floor.
     """
 
     side: str
@@ -95,7 +95,7 @@ class Description:
     floor_variants: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The description as it stands in a manifest."""
+        """Return the description as a manifest stores it."""
         return {
             "side": self.side,
             "run": self.run.as_json(),
@@ -103,13 +103,13 @@ class Description:
             "inputs_digest": self.inputs_digest,
             "input_source": self.input_source,
             "noise_floor": self.noise_floor,
-            # Absent, not empty: without any a manifest is what it was before there were variants.
+            # Left out where empty, so that manifests without variants keep their bytes.
             **({"floor_variants": list(self.floor_variants)} if self.floor_variants else {}),
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Description:
-        """The description that stands in a manifest."""
+        """Read a description from a manifest."""
         return cls(
             side=record["side"],
             run=Run.from_json(record["run"]),
@@ -121,18 +121,23 @@ class Description:
         )
 
     def differences(self, other: Description) -> list[str]:
-        """Where `other` is another capture, such as `options.attn_implementation`; none if it may resume."""
+        """Return dotted names of values that differ, such as `options.attn_implementation`; none if it may resume."""
         return _differences(self.as_json(), other.as_json())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A description and how far it has come.
+    """Contents of a capture directory.
 
-    `not_exposed` names, per layer, the sites the run wanted and the port does not expose; `observed_dtypes`
-    the dtypes of the router's gate and correction bias as the port loaded them. `digests` are those of what no entry
-    describes; None in captures of an mm2 that stored none. A golden's `certificate` is added after its end, by
-    `mm2-gpu certify`.
+    Args:
+        description: The run.
+        entries: Sites stored so far.
+        digests: Digests of everything stored that has no entry; None in captures of an older mm2.
+        not_exposed: Sites by layer that the run wanted and the port does not expose.
+        observed_dtypes: Dtypes of the router's gate and correction bias as the port loaded them.
+        complete_layers: Layers stored whole, ascending.
+        is_complete: Whether the run came to its end.
+        certificate: Checks of a golden, added by `mm2-gpu certify`.
     """
 
     description: Description
@@ -146,13 +151,16 @@ class Manifest:
 
     @property
     def is_certified(self) -> bool:
-        """Whether it has a certificate that speaks of what it lists."""
+        """True if there is a certificate, and it belongs to the tensors listed here."""
         return self.certificate is not None and self.certificate.content == self.content_digest()
 
     def content_digest(self) -> str:
-        """sha256 over the digests of everything that is stored, and the description: what a certificate speaks of.
+        """Hash the digests of everything stored, and the description; a certificate belongs to this hash.
 
-        Without digests of inputs, twins and floors it is over the entries alone.
+        Captures without digests of inputs, twins and floors hash their entries alone.
+
+        Returns:
+            A sha256.
         """
         digest = hashlib.sha256()
         for entry in self.entries:
@@ -172,7 +180,7 @@ class Manifest:
         observed_dtypes: Mapping[str, str],
         digests: Iterable[FileDigests] = (),
     ) -> Manifest:
-        """This manifest after one more whole layer; `digests` are those of its twins and floors."""
+        """Add a whole layer; `digests` are those of its twins and floors."""
         return replace(
             self,
             entries=_sorted((*self.entries, *entries)),
@@ -183,7 +191,7 @@ class Manifest:
         )
 
     def with_model(self, entries: tuple[Entry, ...], digests: Iterable[FileDigests] = ()) -> Manifest:
-        """This manifest with the model sites replaced; `digests` are those of their twins and floors."""
+        """Replace the sites outside the layers; `digests` are those of their twins and floors."""
         layers = tuple(entry for entry in self.entries if entry.layer is not None)
         return replace(
             self,
@@ -192,7 +200,7 @@ class Manifest:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The manifest as JSON values."""
+        """Return the manifest as JSON values."""
         digests = {} if self.digests is None else {one.file: one.as_json() for one in self.digests.tensors}
         return {
             **self._frame(),
@@ -201,7 +209,7 @@ class Manifest:
         }
 
     def as_text(self) -> str:
-        """The manifest as it is written, an entry or a file a line: one more layer costs little beside the others."""
+        """Return the file's text, one line for each entry and each file with digests."""
         frame = [f" {json.dumps(name)}: {_as_text(value)}" for name, value in self._frame().items()]
         if self.digests is not None:
             files = ",\n".join(f"  {line}" for line in _digest_lines(self.digests))
@@ -210,7 +218,7 @@ class Manifest:
         return "{\n" + ",\n".join((*frame, f' "entries": [\n{entries}\n ]')) + "\n}\n"
 
     def _frame(self) -> dict[str, Any]:
-        """All but the entries, and the digests of tensors."""
+        """Return all but the entries and the digests of tensors."""
         return {
             "schema_version": _WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **self.description.as_json(),
@@ -220,14 +228,14 @@ class Manifest:
             "observed_dtypes": dict(self.observed_dtypes),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
-            # Absent, not null: without one a manifest is what it was before there were any.
+            # Left out where there is none, so that manifests without a certificate keep their bytes.
             **({} if self.certificate is None else {"certificate": self.certificate.as_json()}),
             **({} if self.digests is None else {"text_digests": dict(self.digests.texts)}),
         }
 
     @classmethod
     def read(cls, directory: Path, *, name: str = MANIFEST_NAME) -> Manifest:
-        """Read the manifest of a capture directory, or another of that form beside it.
+        """Read the manifest of a capture directory, or one of a rank beside it.
 
         Raises:
             CaptureError: The directory holds no manifest, or one that this version cannot read.
@@ -259,7 +267,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Manifest:
-        """The manifest that `as_json` gave."""
+        """Read a manifest from JSON values."""
         return cls(
             description=Description.from_json(record),
             entries=tuple(Entry.from_json(entry) for entry in record["entries"]),
@@ -280,7 +288,7 @@ class Manifest:
 
     @staticmethod
     def is_in(directory: Path) -> bool:
-        """Whether a directory holds a manifest of mm2's, whole or damaged, rather than others' files."""
+        """Decide whether a directory holds a manifest of mm2, whole or damaged."""
         try:
             return _is_own(json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -290,19 +298,19 @@ class Manifest:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
+    """Return the name of a dtype, `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def describe_tensor(tensor: torch.Tensor) -> TensorDigest:
-    """Dtype, shape and sha256 of a CPU tensor."""
+    """Describe a CPU tensor by dtype, shape and sha256."""
     return TensorDigest(
         dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=digest_tensor(tensor)
     )
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
-    """sha256 over the tensor's bytes in row-major order."""
+    """Return the sha256 over a tensor's bytes in row-major order."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().data).hexdigest()
 
@@ -313,13 +321,13 @@ def _as_text(value: object) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _entry_text(entry: Entry) -> str:
-    """Made once: an entry never changes, and stands in the manifest of every layer after it."""
+    """Format once: an entry never changes, and every manifest after it repeats it."""
     return _as_text(entry.as_json())
 
 
 @lru_cache(maxsize=1 << 10)
 def _file_text(file: FileDigests) -> str:
-    """Made once, as that of an entry is."""
+    """Format once, as an entry."""
     return f"{_as_text(file.file)}: {_as_text(file.as_json())}"
 
 
@@ -345,7 +353,7 @@ def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the values that differ, without the outermost `provenance.`."""
+    """Return dotted names of the values that differ, without the outermost `provenance.`."""
     names = []
     for name in sorted({*mine, *theirs}):
         my_value, their_value = mine.get(name), theirs.get(name)
@@ -358,5 +366,5 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
 
 
 def _as_written(value: Any) -> str:
-    # A tuple and the list that JSON makes of it are the same.
+    # JSON makes a list of a tuple.
     return json.dumps(value, sort_keys=True)

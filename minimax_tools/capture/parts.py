@@ -1,8 +1,9 @@
-"""Parts: the manifests that the ranks of a run keep beside the capture's own, for a run that resumes theirs.
+"""Parts: manifests of the ranks that write one capture directory together, and files that other machines wrote.
 
-All ranks write their layers' tensors into one capture directory, but each lists them in a manifest of its own, so
-that nobody waits for anybody and whoever is killed has listed what it finished. What rank 0 merges when all are done
-it is told by the ranks themselves: a file of another machine may be seen late.
+Each rank lists its tensors in a manifest of its own, so no rank waits for another. A killed rank has listed all that
+it finished, and a later run resumes from there. When all ranks are done, they send rank 0 their manifests to merge:
+a network file system may show the files of another machine late. NFS may say for up to a minute that a file is not
+there. So a shared file is waited for, and identified by content: a lock by its owner, a tensor by its digest.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ _STEM, _SUFFIX = MANIFEST_NAME.split(".")
 
 
 def part_name(rank: int) -> str:
-    """The name of a rank's manifest; rank 0 writes the capture's own."""
+    """Return the file name of a rank's manifest; rank 0 writes the capture's own."""
     return f"{_STEM}.rank{rank}.{_SUFFIX}" if rank else MANIFEST_NAME
 
 
 def merge_parts(directory: Path, manifest: Manifest) -> Manifest:
-    """A capture's manifest with what the parts beside it list; those of another capture, or damaged, do not count.
+    """Add to a capture's manifest the layers that parts beside it list.
+
+    Parts that are damaged or belong to another capture are left out.
 
     Args:
         directory: The capture directory.
-        manifest: The capture's own.
+        manifest: The capture's own manifest.
     """
     for path in _parts(directory):
         try:
@@ -46,7 +49,7 @@ def merge_parts(directory: Path, manifest: Manifest) -> Manifest:
 
 
 def manifest_with(manifest: Manifest, part: Manifest) -> Manifest:
-    """A manifest with what a part of the same capture lists beyond it."""
+    """Add to a manifest what a part of the same capture lists beyond it."""
     listed = {(entry.layer, entry.site) for entry in manifest.entries}
     new = [entry for entry in part.entries if (entry.layer, entry.site) not in listed]
     model = tuple(entry for entry in new if entry.layer is None)
@@ -68,7 +71,7 @@ def manifest_with(manifest: Manifest, part: Manifest) -> Manifest:
 
 
 def remove_parts(directory: Path) -> None:
-    """Remove the parts: the capture's own manifest holds them."""
+    """Remove the parts, once the capture's own manifest holds them."""
     for path in _parts(directory):
         path.unlink()
 
@@ -81,16 +84,21 @@ def _parts(directory: Path) -> Iterator[Path]:
     return iter(sorted(directory.glob(f"{_STEM}.rank*.{_SUFFIX}")))
 
 
-# NFS trusts what it knows of a directory for a minute at most, unless it is mounted otherwise.
+# NFS caches a directory for a minute at most by default.
 SETTLING_S = 75.0
 _POLL_S = 0.25
 
 
 def require_shared(directory: Path, owner: str, *, patience_s: float = SETTLING_S) -> None:
-    """Pass when `directory` is seen to be the one that the run of this owner writes in.
+    """Wait until `directory` shows the lock of this run.
+
+    Args:
+        directory: The capture directory.
+        owner: Owner of the run's lock.
+        patience_s: Longest time to wait, in seconds.
 
     Raises:
-        CaptureError: It is another one, or none.
+        CaptureError: The directory holds the lock of another run, or none.
     """
     deadline = time.monotonic() + patience_s
     while (found := read_owner(directory)) != owner:
@@ -105,10 +113,10 @@ def require_shared(directory: Path, owner: str, *, patience_s: float = SETTLING_
 
 
 def refuse_other_owner(directory: Path, owner: str) -> None:
-    """Pass unless another run took the directory over since.
+    """Raise if another run has taken the directory over.
 
     Raises:
-        CaptureError: One did.
+        CaptureError: The directory holds the lock of another run.
     """
     found = read_owner(directory)
     if found not in (owner, None):
@@ -120,16 +128,16 @@ def refuse_other_owner(directory: Path, owner: str) -> None:
 def read_shared(
     directory: Path, manifest: Manifest, entry: Entry, *, patience_s: float = SETTLING_S
 ) -> torch.Tensor:
-    """The tensor of an entry that another rank wrote, its digest verified.
+    """Read the tensor of an entry that another rank wrote, and check its digest.
 
     Args:
         directory: The capture directory.
-        manifest: The capture's.
-        entry: The tensor's.
-        patience_s: How long to wait until it shows.
+        manifest: The capture's manifest.
+        entry: The tensor's entry.
+        patience_s: Longest time to wait for the file, in seconds.
 
     Raises:
-        CaptureError: It did not show.
+        CaptureError: The file did not show in time.
     """
     deadline = time.monotonic() + patience_s
     while True:

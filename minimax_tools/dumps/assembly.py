@@ -1,4 +1,4 @@
-"""DumpAssembly: a site's real tokens from the pieces that ranks and passes left of it.
+"""DumpAssembly: a site's real tokens, put together from the pieces of ranks and passes.
 
 T real tokens of all prompts, F channels, N heads, D head_dim.
 """
@@ -22,7 +22,7 @@ _NUM_NAMED = 4
 
 
 class Shape(str, Enum):
-    """What a tensor holds of each token."""
+    """Shape of a token's value in a tensor."""
 
     CHANNELS = "channels"  # [B,S,F]
     HEADS = "heads"  # [B,N,S,D]
@@ -31,7 +31,7 @@ class Shape(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpAssembly:
-    """Reads a dump's tensors, one site in memory at a time.
+    """The tensors of a dump, read one site at a time.
 
     Args:
         found: The dump's sites.
@@ -40,10 +40,10 @@ class DumpAssembly:
     found: FoundSites
 
     def whole(self, site: FoundSite, step: str, *, what: str) -> torch.Tensor:
-        """What one pass holds of a site, padding included, in the shape that mm2 gives the site.
+        """Read a site from one pass, padding included, in mm2's shape of the site.
 
         Raises:
-            CaptureError: A file is damaged, or the pieces are not what the map or the usual names say.
+            CaptureError: A file is damaged, or the pieces do not fit the map or the usual names.
         """
         terms = [self._term(term, step, what=what) for term in site.terms]
         if site.transpose:
@@ -57,14 +57,14 @@ class DumpAssembly:
                 found=", ".join(str(list(term.shape)) for term in terms),
                 next_step="Correct the sum in the map.",
             )
-        # As a kernel adds: in float32, and rounded once.
+        # Kernels add in float32 and round once.
         return torch.stack([term.to(torch.float32) for term in terms]).sum(dim=0).to(terms[0].dtype)
 
     def tokens(self, site: FoundSite, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
-        """A site's real tokens of all passes that are read: [T,F], [T,N,D] or [T].
+        """Read a site's real tokens from all passes that are read: [T,F], [T,N,D] or [T].
 
         Raises:
-            CaptureError: As for `whole`, or nothing tells which rows are real.
+            CaptureError: A file is damaged, the pieces do not fit, or nothing tells which rows are real.
         """
         if rows.stretches:
             return self._joined(site, rows, shape=shape, what=what)
@@ -87,7 +87,7 @@ class DumpAssembly:
             ) from error
 
     def _how_to_join(self) -> str:
-        """What to do about a dump of which passes are left; empty where all are read."""
+        """Return the advice for a dump with passes that are not read; empty where all are read."""
         if self.found.not_joined:
             return f"The passes could not be joined: {self.found.not_joined}"
         if not self.found.left:
@@ -108,7 +108,7 @@ class DumpAssembly:
         shape: Shape,
         what: str,
     ) -> torch.Tensor:
-        """The real tokens of passes that a map or the first pass's shape tells."""
+        """Read the real tokens of passes chosen by the map, or of the first pass."""
         parts = []
         for number, group in enumerate(groups):
             of_group = rows if len(groups) == 1 else rows.of_prompt(number)
@@ -126,7 +126,7 @@ class DumpAssembly:
         return torch.cat(parts)
 
     def _joined(self, site: FoundSite, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
-        """The real tokens of passes that tell whose rows they have; a pass's tensor is in memory once."""
+        """Read the real tokens of passes that record their requests, one pass in memory at a time."""
         wanted = [
             (prompt, stretch) for prompt, stretches in enumerate(rows.stretches) for stretch in stretches
         ]
@@ -174,7 +174,7 @@ class DumpAssembly:
 def _flattened(
     tensor: torch.Tensor, shape: Shape, what: str
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """A tensor with what it holds of a token in one last dim, and how taken tokens [T,F] get their shape back."""
+    """Flatten a token's value into one last dim; return with it the function that restores its shape from [T,F]."""
     if shape is Shape.CHANNELS:
         return tensor, lambda taken: taken
     if shape is Shape.NUMBER:

@@ -1,4 +1,4 @@
-"""FoundSites: the places of a dump's pieces, site by site."""
+"""FoundSites: the sites found in a dump, and the pieces of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minimax_tools.model.site_layouts import SiteLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteTerm:
-    """One tensor that a site is made of.
+    """A tensor that a site is made of.
 
     Args:
         place: Its place.

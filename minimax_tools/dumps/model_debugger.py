@@ -1,9 +1,10 @@
 """Traces of transformers' model debugger, with tensors in files of their own (`use_repr=False`).
 
 `{Class}_debug_tree_FULL_TENSORS.json` with `{Class}.{path}_inputs_args_0.safetensors`, `…_inputs_kwargs_{name}`,
-`…_outputs` and `…_outputs_{i}`, the tensor under `data`; the model's own begin with `{Class}_`. Outputs are kept of
-modules without submodules only, inputs of all, by rank 0 alone, and of the last forward pass. The tree may leave
-layers out (`do_prune_layers`), their files stay: the names of the files count. Written against transformers 5.23.
+`…_outputs` and `…_outputs_{i}`, each with its tensor under `data`. Names of the model's own begin with `{Class}_`.
+Rank 0 alone writes, the last forward pass alone is kept: the inputs of all modules, and the outputs of modules without
+submodules. The tree may leave layers out (`do_prune_layers`) whose files are there, so the names of the files count.
+Written against transformers 5.23.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _STEP = "0"
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the folder holds a trace of this kind."""
+    """Decide whether the folder holds a trace of this kind."""
     return any(directory.glob(f"*{_TREE}"))
 
 
 def read_dump(directory: Path) -> Dump:
-    """What the folder holds.
+    """List the tensors of a folder.
 
     Raises:
-        CaptureError: It holds the traces of several models, one without its tensors, or a damaged file.
+        CaptureError: The folder holds traces of several models, a trace without tensors, or a damaged file.
     """
     names = sorted(path.name.removesuffix(_TREE) for path in directory.glob(f"*{_TREE}"))
     if len(names) != 1:

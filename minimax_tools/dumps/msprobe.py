@@ -1,7 +1,7 @@
 """Dumps of Ascend's msprobe, of modules: `step{N}/rank{R}/dump_tensor_data/Module.{path}.{Class}.forward.{n}.….pt`.
 
 The name ends in `output.{i}`, `input.{i}` or `kwargs.{name}`; n counts the module's calls within a step. Calls of
-functions (`Torch.…`, `Functional.…`) and backward passes belong to no module's forward, and are left out.
+functions (`Torch.…`, `Functional.…`) and backward passes are left out.
 Written against mindstudio-probe 26.2.
 """
 
@@ -26,12 +26,12 @@ _FILE = re.compile(
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the folder holds steps with tensors of ranks in them, or is one."""
+    """Decide whether the folder holds steps with tensors of ranks in them, or is one."""
     return bool(_data_folders(directory))
 
 
 def read_dump(directory: Path) -> Dump:
-    """What the folder holds.
+    """List the tensors of a folder.
 
     Raises:
         CaptureError: A file is damaged.
@@ -56,7 +56,7 @@ def _pieces(
     directory: Path, path: Path, match: re.Match[str], *, step: int, rank: int
 ) -> Iterator[DumpPiece]:
     point = "output" if match["point"] == "output" else "input"
-    # A module called again in the same step: the next pass of a model that generates.
+    # A further call of a module in the same step is the next pass of a model that generates.
     label = str(step) if match["call"] == "0" else f"{step}.{int(match['call'])}"
     return list_pieces(
         path,
@@ -70,7 +70,7 @@ def _pieces(
 
 
 def _data_folders(directory: Path) -> list[tuple[int, int, Path]]:
-    """Step, rank and folder of the tensors."""
+    """Return step, rank and folder of the tensors."""
     steps = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
     found = []
     for step, folder in sorted((steps or {0: directory}).items()):

@@ -1,4 +1,4 @@
-"""NameMap: what a user's YAML says of another tool's dump: where sites lie, which rows are real, how it was divided.
+"""NameMap: a user's YAML about another tool's dump: places of sites, real rows, ranks and passes.
 
 format: msprobe                 # else found from the files
 ranks: 2                        # else as many as wrote into the dump
@@ -51,11 +51,11 @@ _SEE = "The keys are: " + ", ".join(_KEYS) + "."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedSite:
-    """Where one site lies, as a user said it.
+    """The place of a site as a user gave it.
 
     Args:
-        source: The terms that are added up, most often one.
-        transpose: Order of the dims that makes of each term the shape that mm2 gives the site; empty to leave it.
+        source: Places of the terms that are added up, most often one.
+        transpose: Order of the dims that gives each term mm2's shape of the site; empty to leave it.
     """
 
     source: UsualPlaces
@@ -64,20 +64,20 @@ class MappedSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameMap:
-    """What is known of a dump beside its files; by default nothing.
+    """Facts about a dump that its files do not tell; by default none.
 
     Args:
-        path: The file it was read from.
-        format: The layout's name; None where the files tell.
+        path: The YAML file.
+        format: Name of the layout; None where the files tell.
         num_ranks: Ranks that the port was divided among; None where the dump tells.
-        steps: Passes to read, one after another; those of an inner tuple follow each other for the same prompts.
-        requests: The prompts' requests, in the prompts' order; empty where their tokens or lengths tell.
+        steps: Passes to read; those of an inner tuple follow each other for the same prompts.
+        requests: Requests of the prompts, in the prompts' order; empty where their tokens or lengths tell.
         lengths: Real tokens of each prompt, in all passes together.
         padding: `right` or `left`.
         is_packed: Whether the prompts' tokens lie one after another; None where the format tells.
         attention_mask: A file with [B,S] of 0 and 1.
         has_usual_names: Whether sites not named here are looked for under the usual names.
-        origins: Where sites lie.
+        origins: Places of sites.
     """
 
     path: Path | None = None
@@ -97,7 +97,7 @@ class NameMap:
         """Read a map.
 
         Raises:
-            UsageError: The file is no map; the key that is wrong is named.
+            UsageError: The file is no map; the message names the wrong key.
         """
         record = read_yaml(path)
         if not isinstance(record, Mapping):
@@ -126,7 +126,7 @@ class NameMap:
 
 
 class _Reader:
-    """Takes the values of one file, and names file and key where one is wrong."""
+    """The values of one file; errors name file and key."""
 
     def __init__(self, path: Path, record: Mapping[Any, Any]) -> None:
         self._path = path

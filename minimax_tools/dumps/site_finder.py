@@ -1,4 +1,4 @@
-"""Finder: looks for the sites in a dump's pieces, by names and headers alone."""
+"""Site finder: finds the sites among a dump's pieces, by names and headers alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NUM_NAMED = 6
 
 
 def find_sites(dump: Dump, names: NameMap) -> FoundSites:
-    """Find out where each site lies in a dump.
+    """Find the sites of a dump.
 
     Raises:
-        CaptureError: The map names a place or a pass that the dump does not hold, or means two modules by one.
+        CaptureError: The map names a place or a pass that the dump does not hold, or a place fits two modules.
     """
     schedule, not_joined = _find_schedule(dump, names)
     passes = (dump.steps,) if schedule is not None else _choose_passes(dump, names)
@@ -73,7 +73,7 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
 
 
 def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[SiteKey, FoundSite]:
-    """The sites that the map names; each must be there."""
+    """Find the sites that the map names; each must be there."""
     sites: dict[SiteKey, FoundSite] = {}
     for site, origin in names.origins.items():
         found = finder.find(site, origin.source)
@@ -84,7 +84,7 @@ def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict
 
 
 def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, FoundSite]:
-    """The other sites, under the usual names."""
+    """Find the other sites under the usual names."""
     if not names.has_usual_names:
         return {}
     has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
@@ -97,9 +97,9 @@ def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, Fo
 
 
 def _complete_last_layer(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
-    """Settle whose output lies where another module is fed it: not that of a layer of which nothing else is held."""
+    """Keep a layer's output that is the input of another module only where more of the layer is held."""
     layers = {layer for layer, site in sites if layer is not None and site is not Site.OUTPUT}
-    for key in [key for key, found in sites.items() if key[1] is Site.OUTPUT and not _is_own(found)]:
+    for key in [key for key, found in sites.items() if key[1] is Site.OUTPUT and not _is_at_layer(found)]:
         if key[0] not in layers:
             del sites[key]
     head_input = sites.pop((None, HEAD_INPUT), None)
@@ -108,7 +108,7 @@ def _complete_last_layer(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
 
 
 class _Finder:
-    """Looks for places among the modules of a dump."""
+    """A dump's modules, searched for places."""
 
     def __init__(
         self, dump: Dump, by_module: Mapping[str, list[DumpPiece]], *, wanted: frozenset[str]
@@ -118,7 +118,7 @@ class _Finder:
         self._wanted = wanted
 
     def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
-        """The site's terms wherever all of them are, by layer."""
+        """Return the site's terms in each layer that holds all of them."""
         found = [self._find_place(site, place) for place in source]
         layers = set.intersection(*(set(of_place) for of_place in found))
         if not isinstance(site, Site):
@@ -165,9 +165,9 @@ class _Finder:
 
 
 def read_dims(dims: str) -> SiteLayout:
-    """The layout that a dump's own words for its dims give, as in `b s h[tp]` or `t h[tp:partial]`.
+    """Read a layout from a dump's names of dims, as in `b s h[tp]` or `t h[tp:partial]`.
 
-    A dim of size one, written `1`, counts as the others do.
+    A dim of size one, written `1`, counts too.
     """
     # `(num_heads*head_dim)[tp]` is one dim.
     names = re.findall(r"\([^)]*\)(?:\[[^\]]*\])?|\S+", dims.split("#")[0])
@@ -180,7 +180,7 @@ def read_dims(dims: str) -> SiteLayout:
 
 
 def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
-    """How the passes are joined, or why they are not; neither where the tool or the map says which rows are whose."""
+    """Join the recorded passes, or return the reason why they cannot be; neither where the map tells the rows."""
     if names.steps or names.is_packed is False or names.attention_mask or not dump.records:
         return None, ""
     try:
@@ -201,7 +201,7 @@ def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:
 
 
 def _is_mark_of_absence(dump: Dump, piece: DumpPiece) -> bool:
-    """Whether NxDI wrote `zeros(1)` there, which stands for a tensor that it did not find."""
+    """Decide whether a piece is the `zeros(1)` that NxDI writes for a tensor that it did not find."""
     if piece.shape != (1,):
         return False
     value = read_tensor(dump.directory / piece.file, piece.keys)
@@ -213,15 +213,15 @@ def _is_residual_beside_a_norm(piece: DumpPiece) -> bool:
     return is_second and piece.module.endswith("post_attention_layernorm")
 
 
-def _is_own(found: FoundSite) -> bool:
-    """Whether a layer's output lies at the layer itself, rather than where the next layer is fed it."""
+def _is_at_layer(found: FoundSite) -> bool:
+    """Decide whether a layer's output was found at the layer itself, not as the next layer's input."""
     return all("{next}" not in term.place.path for term in found.terms)
 
 
 def _with_all_ranks(
     sites: Mapping[SiteKey, FoundSite], *, num_ranks: int, dump: Dump
 ) -> tuple[dict[SiteKey, FoundSite], tuple[str, ...]]:
-    """The sites whose pieces make up a whole, and a note on those that lack ranks of which nothing was kept."""
+    """Return the sites with all pieces they need, and a note on sites that lack whole ranks."""
     whole, lacking = {}, []
     for key, found in sites.items():
         missing = {rank for term in found.terms for rank in _missing_ranks(term, num_ranks)}
@@ -248,7 +248,7 @@ def _with_all_ranks(
 
 
 def _missing_ranks(term: SiteTerm, num_ranks: int) -> set[int]:
-    """Ranks whose piece is needed and not there in some pass."""
+    """Return the ranks whose piece is needed and missing in some pass."""
     if num_ranks == 1 or isinstance(term.layout, Replicated):
         return set()
     return {rank for step in term.steps for rank in set(range(num_ranks)) - term.of_pass(step).keys()}

@@ -1,8 +1,8 @@
 """Dumps of vLLM Neuron's accuracy tools: `dp{d}/{prefill_s{S}_{n}|decode_b{B}_{n}}/{module}/rank{r}.pt`.
 
-Only modules' outputs are kept, of several outputs the first. The tokens of all requests of a pass lie one after
-another, padded to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`.
-Its `{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined.
+The first output of each module is kept, no inputs. The tokens of all requests of a pass lie one after another, padded
+to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`. Its
+`{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FILE = re.compile(r"rank(\d+)\.pt")
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the folder holds replicas with passes in them, or is one."""
+    """Decide whether the folder holds replicas with passes in them, or is one."""
     return bool(_passes(directory))
 
 
 def read_dump(directory: Path) -> Dump:
-    """What the folder holds.
+    """List the tensors of a folder.
 
     Raises:
         CaptureError: A file is damaged.
@@ -56,7 +56,7 @@ def read_dump(directory: Path) -> Dump:
 
 
 def _read_records(passes: list[tuple[str, Path]]) -> tuple[PassRecord, ...]:
-    """What the metadata beside each pass tells; nothing where a pass has none."""
+    """Read the metadata beside each pass; none where a pass has none."""
     paths = [(step, folder / f"{folder.name}_meta.json") for step, folder in passes]
     if not all(path.exists() for _, path in paths):
         return ()
@@ -82,7 +82,7 @@ def _read_record(step: str, path: Path) -> PassRecord:
 
 
 def _passes(directory: Path) -> list[tuple[str, Path]]:
-    """Labels and folders of the passes, prefills first."""
+    """Return labels and folders of the passes, prefills first."""
     replicas = {
         int(match[1]): path for path in _folders(directory) if (match := _REPLICA.fullmatch(path.name))
     }
