@@ -1,4 +1,4 @@
-"""Notes: what a reader of a comparison must know beside its verdict."""
+"""Notes: facts about a comparison beside its verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reports.wording import word_count, word_layers
 
 
 def unfinished_notes(sides: Sides) -> tuple[str, ...]:
-    """Which side stopped before its end."""
+    """Name the sides that stopped before their end."""
     return tuple(
         f"the {name} is not complete: run it again and it resumes"
         for name, source in (("golden", sides.reference), ("device run", sides.target))
@@ -25,7 +25,7 @@ def unfinished_notes(sides: Sides) -> tuple[str, ...]:
 
 
 def dump_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """How another tool's dump was read: what of it maps to no site, and what was left out."""
+    """Tell how another tool's dump was read: modules that map to no site, and passes left out."""
     return tuple(
         f"{name}: {note}"
         for name, source in (("golden", reference), ("device run", target))
@@ -34,7 +34,7 @@ def dump_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ..
 
 
 def classic_notes(sides: Sides, outputs_missing: Iterable[int]) -> tuple[str, ...]:
-    """The five limits that judge, and the layers whose output they could not judge."""
+    """State the five classic limits, and the layers whose output they could not judge."""
     if not sides.is_classic:
         return ()
     missing = word_layers(outputs_missing)
@@ -49,7 +49,7 @@ def classic_notes(sides: Sides, outputs_missing: Iterable[int]) -> tuple[str, ..
 
 
 def feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
-    """Layers of which nothing tells what they were fed."""
+    """Name the layers whose input is not recorded."""
     names = ", ".join(str(layer) for layer in layers)
     if not names:
         return ()
@@ -57,7 +57,7 @@ def feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
 
 
 def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
-    """Where NaN or Inf first stands on a real row, unless that is blamed already."""
+    """Name the first site with NaN or Inf on a real row, unless it is blamed already."""
     for site in sites:
         if site.metrics is not None and site.metrics.num_nonfinite_target:
             if any(site.layer == one.layer and site.site in one.sites for one in blame):
@@ -68,7 +68,7 @@ def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> 
 
 
 def side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Whether the sides are what their places say: only a golden proves a port right, and only of another run."""
+    """Warn where the sides are one capture, or the reference is no golden."""
     if reference.directory.resolve() == target.directory.resolve():
         return ("both sides are the same capture: nothing is proved by comparing it with itself",)
     mine, theirs = reference.known_description, target.known_description
@@ -81,7 +81,7 @@ def side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ..
 
 
 def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """What a golden without its float32 twins costs; float32 goldens have no noise to measure."""
+    """Tell what of the noise floor is missing, and its cost; float32 goldens have no noise to measure."""
     description = reference.known_description
     if computes_in_float32(reference):
         return ()
@@ -95,7 +95,7 @@ def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 
 def _variant_notes(description: Description) -> tuple[str, ...]:
-    """Return whether other right ways to compute its layers were measured, which limits are much tighter for."""
+    """Warn where the golden measured no variants, with which limits are much tighter."""
     if description.floor_variants:
         return ()
     return (
@@ -105,7 +105,7 @@ def _variant_notes(description: Description) -> tuple[str, ...]:
 
 
 def generation_notes(sides: Sides) -> tuple[str, ...]:
-    """Whether the port generated tokens that the golden has nothing to hold against."""
+    """Warn where the port generated tokens and the golden did not."""
     made = [side.read_generation() is not None for side in (sides.reference, sides.target)]
     if made != [False, True]:
         return ()
@@ -116,7 +116,7 @@ def generation_notes(sides: Sides) -> tuple[str, ...]:
 
 
 def backend_notes(sides: Sides) -> tuple[str, ...]:
-    """Whether the limits were measured on another backend than the port's."""
+    """Warn where the limits were measured on another backend than the port's."""
     backend, limits = backend_of(sides.target), sides.criteria.noise
     if sides.criteria.name == "classic" or backend is None or limits.is_measured_on(backend):
         return ()
@@ -128,7 +128,7 @@ def backend_notes(sides: Sides) -> tuple[str, ...]:
 
 
 def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """Whether the golden was checked before it judges."""
+    """Warn where the golden is not certified, or failed a check."""
     description = reference.known_description
     if description is None or description.side != GOLDEN_SIDE or not reference.is_complete:
         # An incomplete golden has a note already; it is certified at its end.
@@ -148,7 +148,7 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 
 def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Return what was read without a digest to hold it against."""
+    """Name what was read without a digest to check it."""
     return tuple(
         f"{name}: {source.digest_note}"
         for name, source in (("golden", reference), ("device run", target))
@@ -157,7 +157,7 @@ def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, 
 
 
 def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
-    """Router dtypes that are not the golden's: they change experts without showing in any one tensor."""
+    """Name router dtypes that differ from the golden's: they change experts without showing in any one tensor."""
     return tuple(
         f"the port holds {one.name} in {one.target}, the golden in {one.reference}: {one.consequence}"
         for one in router_dtypes
@@ -165,7 +165,7 @@ def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
 
 
 def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
-    """Tokens past a flip that are judged nowhere behind it, and how to judge them."""
+    """Count tokens that are not judged behind a flip, and tell how to judge them."""
     if sides.weights is not None:
         return ()
     flipped = {site.layer for site in sites if site.routing is not None and site.routing.num_flipped}

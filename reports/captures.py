@@ -1,4 +1,4 @@
-"""Captures: what a capture holds, drawn for people and for machines."""
+"""Captures: the contents of a capture as text and as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reports.wording import (
     word_variants,
 )
 
-# With more layers than these, one line for each says enough.
+# With more layers than this, each has one line.
 _MOST_DETAILED_LAYERS = 4
 
 _STATISTICS = (Column(title="mean"), Column(title="std"), Column(title="min"), Column(title="max"))
@@ -39,14 +39,14 @@ _TENSOR = (
 
 
 def capture_record(source: CaptureSource, inspection: CaptureInspection | None = None) -> dict[str, Any]:
-    """A capture as JSON: what made it (null where its layout does not say), and the statistics of every site.
+    """Return a capture as JSON: its run (null where the layout does not say) and the statistics of every site.
 
     Args:
         source: The capture.
-        inspection: What reading all of it showed; None where it was not read.
+        inspection: Result of reading all of it; None where it was not read.
 
     Raises:
-        CaptureError: A tensor that must be read cannot be.
+        CaptureError: A tensor cannot be read.
     """
     listing = source.listing()
     if listing is not None:
@@ -64,12 +64,12 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
 
 
 def is_damaged(source: CaptureSource, inspection: CaptureInspection | None) -> bool:
-    """Return whether reading all of a capture showed faults, or its certificate speaks of other tensors."""
+    """Decide whether an inspection found faults, or the certificate belongs to other tensors."""
     return inspection is not None and (bool(inspection.faults) or source.has_void_certificate)
 
 
 def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
-    """The CPU tensors of a run that was not saved as JSON, in the form of a capture that lies nowhere."""
+    """Return the CPU tensors of a run that was not saved as JSON, in the form of a capture without a directory."""
     nowhere: dict[str, Any] = {
         "directory": None,
         "complete": None,
@@ -88,16 +88,16 @@ def render_capture(
     width: int | None = None,
     is_terminal: bool | None = None,
 ) -> str:
-    """A capture as text: what made it, then a table for each layer, or a line for each where there are many.
+    """Draw a capture as text: its run, then a table for each layer, or a line for each where there are many.
 
     Args:
         source: The capture.
-        inspection: What reading all of it showed; None where it was not read.
+        inspection: Result of reading all of it; None where it was not read.
         width: Columns; None for standard output's own.
         is_terminal: Whether escape codes are understood; None where standard output decides.
 
     Raises:
-        CaptureError: A tensor that must be read cannot be.
+        CaptureError: A tensor cannot be read.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     listing = source.listing()
@@ -120,7 +120,7 @@ def render_statistics(
     width: int | None = None,
     is_terminal: bool | None = None,
 ) -> str:
-    """The CPU tensors of a run that was not saved, as `render_capture` draws those of a capture."""
+    """Draw the CPU tensors of a run that was not saved, as `render_capture` does those of a capture."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line("Not saved", style="bold")
     _draw_contents(canvas, measure_contents(layers))
@@ -174,7 +174,7 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
 
 
 def _word_floor(description: Description) -> str:
-    """What a golden kept of its noise floor, such as `full, of 2 variants (eager, halves)`."""
+    """Word what a golden kept of its noise floor, such as `full, of 2 variants (eager, halves)`."""
     variants = description.floor_variants
     if not variants:
         return description.noise_floor
@@ -192,7 +192,7 @@ def _word_certificate(source: CaptureSource, inspection: CaptureInspection | Non
 
 
 def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -> str:
-    """Return whether the files are those that were written, such as `96 tensors match`."""
+    """Word the result of an inspection, such as `96 tensors match`."""
     older = "" if not source.digest_note else "; twins and floors have none, made by an older mm2"
     if inspection is None:
         return f"not verified here: mm2-test show verifies them{older}"
@@ -202,7 +202,7 @@ def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -
 
 
 def _ranks(options: Mapping[str, Any]) -> str:
-    """Among how many a layer was divided; nothing where it was not."""
+    """Word the number of ranks that share a layer; empty for one."""
     degree, expert_degree = options.get("tp_degree", 1), options.get("ep_degree", 1)
     if degree == 1:
         return ""
@@ -240,7 +240,7 @@ def _draw_layer(canvas: Canvas, layer: LayerContents) -> None:
 
 
 def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:
-    """One line for each layer: its output's statistics, or those of the last site that it has."""
+    """Draw one line for each layer: the statistics of its last site, most often its output."""
     canvas.gap()
     held = word_layers(layer.layer for layer in layers)
     canvas.line(f"{held[0].upper()}{held[1:]}: what each ends in", style="bold")

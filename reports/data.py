@@ -1,4 +1,4 @@
-"""Data: a comparison for machines, as JSON objects and as a CSV table."""
+"""Data: a comparison as JSON and as a CSV table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUM_WORST = 5
 
 
 def comparison_record(comparison: Comparison) -> dict[str, Any]:
-    """The whole comparison as JSON: the verdict, whom to blame, and every figure of every site."""
+    """Return the whole comparison as JSON: the verdict, the blame, and every figure of every site."""
     return {
         **_conclusion(comparison),
         "sites": [_site_record(site) for site in comparison.sites],
@@ -34,7 +34,7 @@ def comparison_record(comparison: Comparison) -> dict[str, Any]:
 
 
 def summary_record(comparison: Comparison) -> dict[str, Any]:
-    """The conclusion as JSON, with the sites that are worst by each measure."""
+    """Return the conclusion as JSON, with the worst sites by each measure."""
     return {
         **_conclusion(comparison),
         "statuses": {
@@ -45,9 +45,9 @@ def summary_record(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """The comparison as CSV: one row for each site, layers ascending, the model's sites last.
+    """Return the comparison as CSV: one row for each site, layers ascending, sites outside the layers last.
 
-    The columns are the same for every comparison; what is not known is empty.
+    All comparisons have the same columns; unknown values are empty.
     """
     table = io.StringIO()
     writer = csv.DictWriter(table, _COLUMNS, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Terminal: a comparison as text, for someone who wants to know where to look."""
+"""Terminal: a comparison as text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from reports.wording import (
 
 _Item = TypeVar("_Item", bound=Hashable)
 
-# More than these would push the verdict off the screen: the overview has a line for every layer.
+# More would push the verdict off the screen; the overview has a line for every layer.
 _MOST_BLAMED = 6
 _MOST_DETAILED_LAYERS = 4
 
@@ -54,13 +54,13 @@ def render_comparison(
     is_terminal: bool | None = None,
     shows_metrics: bool = False,
 ) -> str:
-    """A comparison as text: the verdict first, then whom to blame, the layers, and what to know beside.
+    """Draw a comparison as text: the verdict first, then the blame, the layers, and notes.
 
     Args:
         comparison: The comparison.
         width: Columns; None for standard output's own.
         is_terminal: Whether escape codes are understood; None where standard output decides.
-        shows_metrics: Whether every layer shows its output's five classic figures; always so where they judge.
+        shows_metrics: Whether to show the five classic figures of every layer's output, as classic criteria do.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
@@ -90,7 +90,7 @@ def _headline(comparison: Comparison) -> str:
         first, *others = groups
         more = f" (and {word_count(len(others), 'more place')})" if others else ""
         return f"{verdict}: {_word_group(first)}{more}"
-    # Nobody is blamed in a chained run; where it first shows is still the place to start.
+    # A chained run blames no layer; the first failing site is still the place to start.
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
     for site in comparison.sites:
         if site.status is worst:
@@ -124,14 +124,14 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
             canvas.paragraph(sentence, indent=4)
     for group in groups[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(word_sites(group.sites))}")
-    # In a chained run a layer's own mistake cannot be told from what it was handed.
+    # In a chained run a layer's own mistake cannot be told from inherited errors.
     if comparison.curve is None and any(blame.layer is not None for blame in comparison.blame):
         sides = f"--gpu-path {comparison.reference} --neuron-path {comparison.target}"
         canvas.paragraph(f"To name the mistake: mm2-diagnose --model DIR {sides}")
 
 
 def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
-    """Blame by sites; each layer's own where nobody has grouped it."""
+    """Return the blame grouped by sites; one group for each layer where it was not grouped."""
     return comparison.blame_groups or tuple(
         BlameGroup(layers=(one.layer,), sites=one.sites, worst_layer=one.layer, reason=one.reason)
         for one in comparison.blame
@@ -139,7 +139,7 @@ def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
 
 
 def _word_group(group: BlameGroup) -> str:
-    """A place to look at, such as `layers 3-59, moe_delta`."""
+    """Return a place to look at, such as `layers 3-59, moe_delta`."""
     return ", ".join([word_layers(group.layers), *word_sites(group.sites)])
 
 
@@ -152,7 +152,7 @@ def _worst_token(site: str, noise: NoiseRatio) -> str:
 
 
 def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
-    """The layers with a failure or a warning, blamed ones first where there are too many."""
+    """Draw the layers with a failure or a warning, blamed ones first where there are too many."""
     layers = _in_order(
         site.layer for site in comparison.sites if site.status in (SiteStatus.FAIL, SiteStatus.WARN)
     )
@@ -194,7 +194,7 @@ def _draw_notes(canvas: Canvas, notes: Iterable[str]) -> None:
 
 
 def _in_order(items: Iterable[_Item]) -> list[_Item]:
-    """The items once each, in the order of their first appearance."""
+    """Return the items once each, in the order of their first appearance."""
     return list(dict.fromkeys(items))
 
 
@@ -202,7 +202,7 @@ _MOST_NAMED = 3
 
 
 def draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
-    """The divergence of the logits, the likeliest tokens and what was generated; nothing where there is neither."""
+    """Draw the divergence of the logits, the likeliest tokens and the generated ones, where there are any."""
     found = [site.logits for site in comparison.sites if site.logits is not None]
     if not found and not comparison.generated:
         return

@@ -1,4 +1,4 @@
-"""Opening the two sides of a comparison as a command names them, whichever tool wrote them."""
+"""Opening: the two sides of a comparison, as a command's options name them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ opening_options = stack_options(
 def open_named_sides(
     golden: Path, device: Path, options: dict[str, Any]
 ) -> tuple[CaptureSource, CaptureSource]:
-    """Open a golden and a device run as the opening options say how to read them.
+    """Open a golden and a device run, with the options for other tools' dumps.
 
     Raises:
-        CaptureError: A directory is not there, holds no capture, or what it holds is damaged.
+        CaptureError: A directory does not exist, holds no capture, or the capture is damaged.
         IncomparableError: Another tool's dump is of other prompts than the other side.
-        UsageError: A map is wrong, or which side it is meant for cannot be told.
+        UsageError: A map is wrong, or the side that it is meant for is not clear.
     """
     golden_reading, device_reading = _read_readings(golden, device, options)
     return open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading)
 
 
 def _read_readings(golden: Path, device: Path, options: dict[str, Any]) -> tuple[DumpReading, DumpReading]:
-    """How each side is to be read; --format and --map are meant for the one that is not mm2's own."""
+    """Read each side's options; --format and --map are meant for the side that mm2 did not write."""
     common = read_reading(options["format"], options["map"])
     golden_reading = read_reading(options["gpu_format"], options["gpu_map"])
     device_reading = read_reading(options["neuron_format"], options["neuron_map"])

@@ -1,4 +1,4 @@
-"""Pairing: whether two captures may be judged against each other, and which layers that gives."""
+"""Pairing: refuses captures that must not be compared, and selects the layers to compare."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[
 
 
 def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str) -> tuple[int, ...]:
-    """The layers of the target's run whose name `layer_N` matches, in natural order, run yet or not.
+    """Return the layers of the target's run whose name `layer_N` matches, ascending, whether they have run or not.
 
     Raises:
         UsageError: No layer matches.
@@ -68,7 +68,7 @@ def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str)
 
 
 def declared_layers(source: CaptureSource) -> tuple[int, ...]:
-    """The layers of a run, ascending, whether they have run or not."""
+    """Return the layers of a run, ascending, whether they have run or not."""
     description = source.known_description
     return tuple(description.run.span) if description is not None else source.layers
 
@@ -110,7 +110,7 @@ def _refuse_other_dtype(reference: Description, target: Description) -> None:
 
 
 def _find_difference(reference: Inputs, target: Inputs) -> str | None:
-    """Where the real rows differ first, in words; None where only padding does."""
+    """Return the first difference on real rows, in words; None where only padding differs."""
     mask = reference.attention_mask
     if mask.shape != target.attention_mask.shape:
         shapes = [f"{inputs.batch_size}x{inputs.sequence_length}" for inputs in (reference, target)]
@@ -149,7 +149,7 @@ def _names(layers: tuple[int, ...]) -> str:
 
 
 def find_mismatch(reference: torch.Tensor, target: torch.Tensor) -> str | None:
-    """Why two tensors of a site cannot be compared, in words; None where they can.
+    """Return the reason why two tensors of a site cannot be compared; None where they can.
 
     A target may be [B·S,F] where the reference is [B,S,F], and the other way round.
     """

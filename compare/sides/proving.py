@@ -1,4 +1,4 @@
-"""Proving: what both sides hold is checked against its digests while it is judged; no verdict is told before."""
+"""Proving: checks both sides against their digests while they are judged, before any verdict is returned."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Judging = Callable[Concatenate[CaptureSource, CaptureSource, P], R]
 
 
 def proved(judge: Judging[P, R]) -> Judging[P, R]:
-    """Let a function that judges two captures return only once all that it read of them is proved.
+    """Let a judge of two captures return only when all that it read of them is checked.
 
     Args:
-        judge: Takes the golden, the device run, and what else it needs.
+        judge: A function of the golden, the device run, and further arguments.
 
     Raises:
-        CaptureError: Something was damaged or changed, whatever the function came to.
+        CaptureError: A capture was damaged or changed, even if the judge itself raised.
     """
 
     @functools.wraps(judge)
