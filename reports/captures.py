@@ -70,15 +70,12 @@ def is_damaged(source: CaptureSource, inspection: CaptureInspection | None) -> b
 
 def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
     """Return the CPU tensors of a run that was not saved as JSON, in the form of a capture without a directory."""
-    nowhere: dict[str, Any] = {
-        "directory": None,
-        "complete": None,
-        "description": None,
+    names = ("directory", "complete", "description", "observed_dtypes", "certificate", "inspection")
+    return {
+        **dict.fromkeys(names),
         "observed_dtypes": {},
-        "certificate": None,
-        "inspection": None,
+        **_contents_record(measure_contents(layers)),
     }
-    return {**nowhere, **_contents_record(measure_contents(layers))}
 
 
 def render_capture(

@@ -39,7 +39,6 @@ METRIC_LEGEND = (
     "|diff|, close, cosine and Pearson: of the layer's output, and of the model's logits. close: elements within "
     "atol + rtol * |golden|."
 )
-_DECIMALS = 6
 _PERCENT_DECIMALS = 2
 _SHOWN = (Site.OUTPUT, ModelSite.LOGITS)
 
@@ -53,8 +52,8 @@ def metric_cells(sites: Sequence[SiteResult]) -> tuple[str, ...]:
         word_figure(metrics.max_abs_diff),
         word_figure(metrics.mean_abs_diff),
         word_fraction(100.0 * metrics.close_fraction, decimals=_PERCENT_DECIMALS),
-        word_fraction(metrics.cosine_similarity, decimals=_DECIMALS),
-        word_fraction(metrics.pearson_correlation, decimals=_DECIMALS),
+        word_fraction(metrics.cosine_similarity, decimals=_COSINE_DECIMALS),
+        word_fraction(metrics.pearson_correlation, decimals=_COSINE_DECIMALS),
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 from minimax_tools.results.results import (
     BlameGroup,
@@ -28,11 +27,10 @@ from reports.wording import (
     word_sites_by_layer,
 )
 
-_Item = TypeVar("_Item", bound=Hashable)
-
 # More would push the verdict off the screen; the overview has a line for every layer.
 _MOST_BLAMED = 6
 _MOST_DETAILED_LAYERS = 4
+_MOST_NAMED = 3
 
 _VERDICT_STYLES = {
     Verdict.PASS: "bold green",
@@ -153,11 +151,11 @@ def _worst_token(site: str, noise: NoiseRatio) -> str:
 
 def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
     """Draw the layers with a failure or a warning, blamed ones first where there are too many."""
-    layers = _in_order(
+    layers = dict.fromkeys(
         site.layer for site in comparison.sites if site.status in (SiteStatus.FAIL, SiteStatus.WARN)
     )
     blamed = [layer for layer in layers if any(blame.layer == layer for blame in comparison.blame)]
-    shown = _in_order([*blamed, *layers])[:_MOST_DETAILED_LAYERS]
+    shown = list(dict.fromkeys([*blamed, *layers]))[:_MOST_DETAILED_LAYERS]
     for layer in layers:
         if layer in shown:
             explained = {name for blame in comparison.blame if blame.layer == layer for name in blame.sites}
@@ -179,7 +177,7 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
             continue
         canvas.gap()
         canvas.line(f"{words}: {word_count(len(missing), 'site')}", style="bold")
-        for reason in _in_order(site.reason for site in missing):
+        for reason in dict.fromkeys(site.reason for site in missing):
             places = ((site.layer, site.site) for site in missing if site.reason == reason)
             for line in word_sites_by_layer(places):
                 canvas.paragraph(f"{line} ({reason})" if reason else line)
@@ -191,14 +189,6 @@ def _draw_notes(canvas: Canvas, notes: Iterable[str]) -> None:
             canvas.gap()
             canvas.line("Notes", style="bold")
         canvas.item(note)
-
-
-def _in_order(items: Iterable[_Item]) -> list[_Item]:
-    """Return the items once each, in the order of their first appearance."""
-    return list(dict.fromkeys(items))
-
-
-_MOST_NAMED = 3
 
 
 def draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:

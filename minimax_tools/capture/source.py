@@ -68,6 +68,8 @@ class DumpListing:
 class CaptureSource(ABC):
     """A capture opened for reading; layouts that do not record something keep the answer given here.
 
+    All methods that read raise CaptureError where a file is missing or damaged, or does not hold what must be there.
+
     Attributes:
         directory: Its folder.
         is_complete: False where the run has not come to its end.
@@ -103,27 +105,15 @@ class CaptureSource(ABC):
 
     @abstractmethod
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor to the CPU, in its stored dtype.
-
-        Raises:
-            CaptureError: The capture does not hold the site, or its file is missing or damaged.
-        """
+        """Read a site's tensor to the CPU, in its stored dtype."""
 
     @abstractmethod
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read the tensor of a site outside the layers.
-
-        Raises:
-            CaptureError: The capture does not hold the site, or its file is missing or damaged.
-        """
+        """Read the tensor of a site outside the layers."""
 
     @abstractmethod
     def read_attention_mask(self) -> torch.Tensor | None:
-        """Read the mask, int64 [B,S], 1 on real tokens; None where the layout does not keep it: all are real then.
-
-        Raises:
-            CaptureError: The file is missing or damaged.
-        """
+        """Read the mask, int64 [B,S], 1 on real tokens; None where the layout does not keep it: all are real then."""
 
     @property
     def known_description(self) -> Description | None:
@@ -204,11 +194,7 @@ class CaptureSource(ABC):
         raise self._undescribed()
 
     def read_hidden_states(self) -> torch.Tensor | None:
-        """Read the hidden states [B,S,H] given to the first layer; None where they were made of the tokens.
-
-        Raises:
-            CaptureError: The file is missing or damaged.
-        """
+        """Read the hidden states [B,S,H] given to the first layer; None where they were made of the tokens."""
         return None
 
     def read_entry(self, entry: Entry) -> torch.Tensor:
@@ -221,51 +207,27 @@ class CaptureSource(ABC):
         raise self._undescribed()
 
     def read_input_ids(self) -> torch.Tensor | None:
-        """Read the token ids, int64 [B,S]; None where the capture does not hold them.
-
-        Raises:
-            CaptureError: A file is missing or damaged.
-        """
+        """Read the token ids, int64 [B,S]; None where the capture does not hold them."""
         return None
 
     def read_generation(self) -> Generation | None:
-        """Read the tokens generated after the prompts; None where there are none.
-
-        Raises:
-            CaptureError: The file is damaged.
-        """
+        """Read the tokens generated after the prompts; None where there are none."""
         return None
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """Read the float32 twin of a site; None where the noise floor was not kept whole.
-
-        Raises:
-            CaptureError: The file is damaged, or holds no float32 twin.
-        """
+        """Read the float32 twin of a site; None where the noise floor was not kept whole."""
         return None
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """Read the float32 twin of a site outside the layers; None where the noise floor was not kept whole.
-
-        Raises:
-            CaptureError: The file is damaged, or holds no float32 twin.
-        """
+        """Read the float32 twin of a site outside the layers; None where the noise floor was not kept whole."""
         return None
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """Read one statistic of a layer's noise floor; None where the floor was not measured.
-
-        Raises:
-            CaptureError: The file is damaged.
-        """
+        """Read one statistic of a layer's noise floor; None where the floor was not measured."""
         return None
 
     def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """Read one statistic of the noise floor outside the layers; None where the floor was not measured.
-
-        Raises:
-            CaptureError: The file is damaged.
-        """
+        """Read one statistic of the noise floor outside the layers; None where the floor was not measured."""
         return None
 
     def _undescribed(self) -> IncomparableError:

@@ -148,11 +148,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return tuple(site for site in Site if site not in held)
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor to the CPU, in its stored dtype; zeros on padding.
-
-        Raises:
-            CaptureError: The dump does not hold it, a file is damaged, or the pieces do not fit together.
-        """
+        """Read a site's tensor to the CPU, in its stored dtype; zeros on padding."""
         found = self._find(layer, site)
         if found is None:
             raise CaptureError(
@@ -162,11 +158,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return self._read(found, what=f"{site} of layer {layer}", has_heads_dim=site.has_heads_dim)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read the tensor of a site outside the layers; zeros on padding and outside `held_rows`.
-
-        Raises:
-            CaptureError: The dump does not hold it, a file is damaged, or the pieces do not fit together.
-        """
+        """Read the tensor of a site outside the layers; zeros on padding and outside `held_rows`."""
         found = self.found.sites.get((None, site))
         if found is None:
             raise CaptureError(f"{self.directory} holds no {site}", next_step="Capture the whole model.")
@@ -180,11 +172,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
         return None if self._mask is None else self._mask.to(torch.int64)
 
     def read_input_ids(self) -> torch.Tensor | None:
-        """Read the dump's token ids, int64 [B,S]; None where it holds none, or does not tell real rows.
-
-        Raises:
-            CaptureError: A file is damaged, or nothing tells which rows are real.
-        """
+        """Read the dump's token ids, int64 [B,S]; None where it holds none, or does not tell real rows."""
         found = self.found.sites.get((None, INPUT_IDS))
         steps = {step for group in self.found.passes for step in group}
         if found is None or self._rows is None or self._mask is None or not steps <= found.terms[0].steps:

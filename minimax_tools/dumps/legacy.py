@@ -60,11 +60,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         return cls(files, read_layout(files))
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """Read a site's tensor to the CPU, in its stored dtype; [B,S,H] where the files tell B and S.
-
-        Raises:
-            CaptureError: The folder does not hold the site, or its file is damaged.
-        """
+        """Read a site's tensor to the CPU, in its stored dtype; [B,S,H] where the files tell B and S."""
         place = self._find(layer, site)
         if place is None:
             raise CaptureError(
@@ -75,11 +71,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         return self._read(place)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """Read the tensor of a site outside the layers.
-
-        Raises:
-            CaptureError: The folder does not hold the site, or its file is damaged.
-        """
+        """Read the tensor of a site outside the layers."""
         place = self._layout.places.get((None, site))
         if place is None:
             raise CaptureError(

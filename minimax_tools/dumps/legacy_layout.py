@@ -53,26 +53,14 @@ class LegacyPlace:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RunFile:
-    """A file of a whole run: the keys of its first and last layer, and the name of its folder."""
-
-    first_key: str
-    last_key: str
-    folder: re.Pattern[str]
-
-
-_RUN_FILES: Mapping[str, _RunFile] = MappingProxyType(
+# Files of a whole run: the keys of its first and its last layer, and the name of its folder, which may give them.
+_RUN_FILES: Mapping[str, tuple[str, str, re.Pattern[str]]] = MappingProxyType(
     {
-        "layer_output.pt": _RunFile(
-            first_key="layer_idx",
-            last_key="layer_idx",
-            folder=re.compile(r"single_layer_(?P<layer_idx>\d+)"),
-        ),
-        "layers_output.pt": _RunFile(
-            first_key="start_layer",
-            last_key="end_layer",
-            folder=re.compile(r"layers_(?P<start_layer>\d+)_to_(?P<end_layer>\d+)"),
+        "layer_output.pt": ("layer_idx", "layer_idx", re.compile(r"single_layer_(?P<layer_idx>\d+)")),
+        "layers_output.pt": (
+            "start_layer",
+            "end_layer",
+            re.compile(r"layers_(?P<start_layer>\d+)_to_(?P<end_layer>\d+)"),
         ),
     }
 )
@@ -208,7 +196,7 @@ def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
     if not isinstance(record, Mapping):
         raise CaptureError(
             f"{files.directory / name} is of another layout",
-            expected=f"a dict with {_RUN_FILES[name].last_key} and output_hidden_states",
+            expected=f"a dict with {_RUN_FILES[name][1]} and output_hidden_states",
             found=describe_value(record),
             next_step="Run the capture again.",
         )
@@ -222,17 +210,15 @@ def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
 
 def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tuple[int, int]:
     """Return the first and the last layer of a run, the latter included."""
-    run = _RUN_FILES[name]
-    match = run.folder.fullmatch(files.directory.resolve().name)
+    first_key, last_key, folder = _RUN_FILES[name]
+    match = folder.fullmatch(files.directory.resolve().name)
     named = {key: int(value) for key, value in match.groupdict().items()} if match else {}
     try:
-        first, last = (
-            operator.index(record.get(key, named.get(key))) for key in (run.first_key, run.last_key)
-        )
+        first, last = (operator.index(record.get(key, named.get(key))) for key in (first_key, last_key))
     except TypeError:
         raise CaptureError(
             f"{files.directory / name} does not say which layer it holds",
-            expected=f"a whole number under {run.last_key}",
+            expected=f"a whole number under {last_key}",
             found=describe_value(record),
             next_step="Name the folder single_layer_N or layers_A_to_B as the script did.",
         ) from None

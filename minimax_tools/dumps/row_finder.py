@@ -35,44 +35,33 @@ def find_rows(
         CaptureError: A file is damaged, or the map and the dump do not fit.
     """
     others = None if mask is None else _lengths(mask)
-    schedule = assembly.found.schedule
-    if schedule is None:
-        return _find_unscheduled(assembly, names, lengths=others)
-    return _find_scheduled(assembly, names, schedule, lengths=others, prompts=_prompts(mask, input_ids))
-
-
-def _find_unscheduled(
-    assembly: DumpAssembly, names: NameMap, *, lengths: tuple[int, ...] | None
-) -> TokenRows | None:
-    mask = _read_mask(assembly, names)
-    known = lengths
-    if mask is not None:
+    found, schedule = assembly.found, assembly.found.schedule
+    own_mask = _read_mask(assembly, names) if schedule is None else None
+    requests = names.requests
+    if schedule is not None and not requests and mask is not None and input_ids is not None:
+        prompts = [row[real] for row, real in zip(input_ids, mask, strict=True)]
+        requests = _find_requests(assembly, names, schedule, prompts)
+    if own_mask is not None:
         # Every pass behind the first decodes one row of each prompt.
-        num_decoded = len(assembly.found.passes[0]) - 1
-        known = tuple(length + num_decoded for length in _lengths(mask))
-    elif names.lengths:
-        known = names.lengths
-    if known is None:
+        lengths = tuple(length + len(found.passes[0]) - 1 for length in _lengths(own_mask))
+    else:
+        lengths = names.lengths or others or ()
+    if schedule is not None:
+        lengths = lengths or tuple(schedule.length(name) for name in requests or schedule.requests)
+    if others is not None and lengths != others:
+        raise IncomparableError(
+            f"{found.dump.directory} is of other prompts than the capture on the other side",
+            expected=f"prompts of {word_lengths(others)} tokens",
+            found=word_lengths(lengths),
+            next_step="Correct lengths in the map, or run both sides on the same prompts.",
+        )
+    if schedule is not None:
+        chosen = schedule.choose(lengths, named=requests, directory=found.dump.directory)
+        return _scheduled_rows(schedule, names, chosen, lengths)
+    if not lengths:
         return None
-    _refuse_other_lengths(assembly, known, lengths)
-    is_packed = _find_packing(assembly, names, num_prompts=len(known))
-    return TokenRows(lengths=known, padding=names.padding, is_packed=is_packed, mask=mask)
-
-
-def _find_scheduled(
-    assembly: DumpAssembly,
-    names: NameMap,
-    schedule: Schedule,
-    *,
-    lengths: tuple[int, ...] | None,
-    prompts: list[torch.Tensor],
-) -> TokenRows:
-    """Find where the tokens of the prompts' requests lie in the passes."""
-    named = names.requests or _find_requests(assembly, names, schedule, prompts)
-    known = names.lengths or lengths or tuple(schedule.length(name) for name in named or schedule.requests)
-    _refuse_other_lengths(assembly, known, lengths)
-    requests = schedule.choose(known, named=named, directory=assembly.found.dump.directory)
-    return _scheduled_rows(schedule, names, requests, known)
+    is_packed = _find_packing(assembly, names, num_prompts=len(lengths))
+    return TokenRows(lengths=lengths, padding=names.padding, is_packed=is_packed, mask=own_mask)
 
 
 def _scheduled_rows(
@@ -90,7 +79,7 @@ def _find_requests(
 ) -> tuple[str, ...]:
     """Find the request with each prompt's tokens, in the prompts' order; none where the dump's ids do not tell."""
     site = assembly.found.sites.get((None, INPUT_IDS))
-    if not prompts or site is None or not set(assembly.found.passes[0]) <= site.terms[0].steps:
+    if site is None or not set(assembly.found.passes[0]) <= site.terms[0].steps:
         return ()
     left = {}
     for request in schedule.requests:
@@ -141,24 +130,6 @@ def _read_mask(assembly: DumpAssembly, names: NameMap) -> torch.Tensor | None:
     mask = assembly.whole(site, found.passes[0][0], what=ATTENTION_MASK)
     # A model may be called with a mask of another kind, which says nothing of rows.
     return mask.bool() if _tells_real_rows(mask) else None
-
-
-def _refuse_other_lengths(
-    assembly: DumpAssembly, lengths: tuple[int, ...], others: tuple[int, ...] | None
-) -> None:
-    if others is not None and lengths != others:
-        raise IncomparableError(
-            f"{assembly.found.dump.directory} is of other prompts than the capture on the other side",
-            expected=f"prompts of {word_lengths(others)} tokens",
-            found=word_lengths(lengths),
-            next_step="Correct lengths in the map, or run both sides on the same prompts.",
-        )
-
-
-def _prompts(mask: torch.Tensor | None, input_ids: torch.Tensor | None) -> list[torch.Tensor]:
-    if mask is None or input_ids is None:
-        return []
-    return [row[real] for row, real in zip(input_ids, mask, strict=True)]
 
 
 def _lengths(mask: torch.Tensor) -> tuple[int, ...]:
