@@ -21,10 +21,10 @@ from compare.notes import (
     certificate_notes,
     classic_notes,
     digest_notes,
+    dump_notes,
     feed_notes,
     flip_notes,
     floor_notes,
-    foreign_notes,
     generation_notes,
     nonfinite_notes,
     router_notes,
@@ -36,7 +36,7 @@ from compare.sides.captured_input import CapturedInput, read_captured_input
 from compare.sides.golden_weights import WeightSource, keep_layer_open
 from compare.sides.own_head import on_own_output
 from compare.sides.own_input import on_own_input
-from compare.sides.pairing import declared_layers, is_finished, refuse_foreign, select_layers
+from compare.sides.pairing import declared_layers, refuse_other_runs, select_layers
 from compare.sides.proving import proved
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
@@ -126,7 +126,7 @@ def _compare(
     layer_pattern: str,
     weights: WeightSource | None,
 ) -> Comparison:
-    notes = refuse_foreign(reference, target)
+    notes = refuse_other_runs(reference, target)
     layers = select_layers(reference, target, layer_pattern)
     model = _declared_model_sites(target) if layers == declared_layers(target) else ()
     num_sites = len(model) + sum(len(_declared_sites(target, layer)) for layer in layers)
@@ -179,7 +179,7 @@ def _compare(
         ),
         notes=(
             *notes,
-            *foreign_notes(reference, target),
+            *dump_notes(reference, target),
             *unfinished_notes(sides),
             *feed_notes(part.layer for part in parts if part.is_fed_unknown),
             *undecided_notes(num_undecided),
@@ -306,12 +306,12 @@ def _is_chained(target: CaptureSource, parts: list[_Part]) -> bool:
 
 def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> _Part:
     """Sites that the run declares and does not hold: a fault only of a run that says it is complete."""
-    if is_finished(target):
+    if target.is_complete:
         status, reason = SiteStatus.FAIL, "missing: the run declared it and did not store it"
     else:
         status, reason = SiteStatus.NOT_JUDGED, "not run: the device run stopped before it"
     results = tuple(SiteResult(layer=layer, site=site, status=status, reason=reason) for site in sites)
-    return _Part(layer=layer, results=results, is_stopped=bool(sites) and not is_finished(target))
+    return _Part(layer=layer, results=results, is_stopped=bool(sites) and not target.is_complete)
 
 
 def _declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:

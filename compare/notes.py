@@ -1,44 +1,40 @@
-"""Notes: what a reader of a comparison must know beside its verdict."""
+"""Notes: facts about a comparison beside its verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from compare.limits.limit_context import backend_of, computes_in_float32
-from compare.sides.pairing import is_finished
 from compare.sides.sides import Sides
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS
 from minimax_tools.results.results import Blame, RouterDtype, SiteResult
-from reports.wording import word_layers
+from reports.wording import word_count, word_layers
 
 
 def unfinished_notes(sides: Sides) -> tuple[str, ...]:
-    """Which side stopped before its end."""
+    """Name the sides that stopped before their end."""
     return tuple(
         f"the {name} is not complete: run it again and it resumes"
         for name, source in (("golden", sides.reference), ("device run", sides.target))
-        if not is_finished(source)
+        if not source.is_complete
     )
 
 
-def foreign_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """How another tool's dump was read: what of it maps to no site, and what was left out."""
+def dump_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+    """Tell how another tool's dump was read: modules that map to no site, and passes left out."""
     return tuple(
         f"{name}: {note}"
         for name, source in (("golden", reference), ("device run", target))
-        if isinstance(source, ForeignCapture)
         for note in source.notes
     )
 
 
 def classic_notes(sides: Sides, outputs_missing: Iterable[int]) -> tuple[str, ...]:
-    """The five limits that judge, and the layers whose output they could not judge."""
+    """State the five classic limits, and the layers whose output they could not judge."""
     if not sides.is_classic:
         return ()
     missing = word_layers(outputs_missing)
@@ -53,7 +49,7 @@ def classic_notes(sides: Sides, outputs_missing: Iterable[int]) -> tuple[str, ..
 
 
 def feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
-    """Layers of which nothing tells what they were fed."""
+    """Name the layers whose input is not recorded."""
     names = ", ".join(str(layer) for layer in layers)
     if not names:
         return ()
@@ -61,7 +57,7 @@ def feed_notes(layers: Iterable[int | None]) -> tuple[str, ...]:
 
 
 def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> tuple[str, ...]:
-    """Where NaN or Inf first stands on a real row, unless that is blamed already."""
+    """Name the first site with NaN or Inf on a real row, unless it is blamed already."""
     for site in sites:
         if site.metrics is not None and site.metrics.num_nonfinite_target:
             if any(site.layer == one.layer and site.site in one.sites for one in blame):
@@ -72,7 +68,7 @@ def nonfinite_notes(sites: tuple[SiteResult, ...], blame: tuple[Blame, ...]) -> 
 
 
 def side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Whether the sides are what their places say: only a golden proves a port right, and only of another run."""
+    """Warn where the sides are one capture, or the reference is no golden."""
     if reference.directory.resolve() == target.directory.resolve():
         return ("both sides are the same capture: nothing is proved by comparing it with itself",)
     mine, theirs = reference.known_description, target.known_description
@@ -85,7 +81,7 @@ def side_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ..
 
 
 def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """What a golden without its float32 twins costs; float32 goldens have no noise to measure."""
+    """Tell what of the noise floor is missing, and its cost; float32 goldens have no noise to measure."""
     description = reference.known_description
     if computes_in_float32(reference):
         return ()
@@ -99,7 +95,7 @@ def floor_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 
 def _variant_notes(description: Description) -> tuple[str, ...]:
-    """Return whether other right ways to compute its layers were measured, which limits are much tighter for."""
+    """Warn where the golden measured no variants, with which limits are much tighter."""
     if description.floor_variants:
         return ()
     return (
@@ -109,11 +105,8 @@ def _variant_notes(description: Description) -> tuple[str, ...]:
 
 
 def generation_notes(sides: Sides) -> tuple[str, ...]:
-    """Whether the port generated tokens that the golden has nothing to hold against."""
-    made = [
-        isinstance(side, Capture) and side.read_generation() is not None
-        for side in (sides.reference, sides.target)
-    ]
+    """Warn where the port generated tokens and the golden did not."""
+    made = [side.read_generation() is not None for side in (sides.reference, sides.target)]
     if made != [False, True]:
         return ()
     return (
@@ -123,7 +116,7 @@ def generation_notes(sides: Sides) -> tuple[str, ...]:
 
 
 def backend_notes(sides: Sides) -> tuple[str, ...]:
-    """Whether the limits were measured on another backend than the port's."""
+    """Warn where the limits were measured on another backend than the port's."""
     backend, limits = backend_of(sides.target), sides.criteria.noise
     if sides.criteria.name == "classic" or backend is None or limits.is_measured_on(backend):
         return ()
@@ -135,13 +128,12 @@ def backend_notes(sides: Sides) -> tuple[str, ...]:
 
 
 def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
-    """Whether the golden was checked before it judges."""
-    if not isinstance(reference, Capture) or reference.description.side != GOLDEN_SIDE:
+    """Warn where the golden is not certified, or failed a check."""
+    description = reference.known_description
+    if description is None or description.side != GOLDEN_SIDE or not reference.is_complete:
+        # An incomplete golden has a note already; it is certified at its end.
         return ()
-    if not reference.manifest.is_complete:
-        # That is told already; it is certified at its end.
-        return ()
-    certificate = reference.manifest.certificate
+    certificate = reference.certificate
     if certificate is None:
         return (f"the golden is not certified: mm2-gpu certify --model DIR --golden {reference.directory}",)
     if certificate.failed:
@@ -156,22 +148,16 @@ def certificate_notes(reference: CaptureSource) -> tuple[str, ...]:
 
 
 def digest_notes(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
-    """Return what was read without a digest to hold it against."""
-    notes = []
-    for name, source in (("golden", reference), ("device run", target)):
-        if not isinstance(source, Capture):
-            notes.append(
-                f"{name}: its layout has no digests; that its files are as they were written was not checked"
-            )
-        elif not source.has_digests:
-            is_golden = source.description.side == GOLDEN_SIDE
-            parts = "twins and floors" if is_golden and source.has_floor else "what was fed and generated"
-            notes.append(f"{name}: digests of {parts}: none, made by an older mm2")
-    return tuple(notes)
+    """Name what was read without a digest to check it."""
+    return tuple(
+        f"{name}: {source.digest_note}"
+        for name, source in (("golden", reference), ("device run", target))
+        if source.digest_note
+    )
 
 
 def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
-    """Router dtypes that are not the golden's: they change experts without showing in any one tensor."""
+    """Name router dtypes that differ from the golden's: they change experts without showing in any one tensor."""
     return tuple(
         f"the port holds {one.name} in {one.target}, the golden in {one.reference}: {one.consequence}"
         for one in router_dtypes
@@ -179,7 +165,7 @@ def router_notes(router_dtypes: tuple[RouterDtype, ...]) -> tuple[str, ...]:
 
 
 def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
-    """Tokens past a flip that are judged nowhere behind it, and how to judge them."""
+    """Count tokens that are not judged behind a flip, and tell how to judge them."""
     if sides.weights is not None:
         return ()
     flipped = {site.layer for site in sites if site.routing is not None and site.routing.num_flipped}
@@ -190,9 +176,8 @@ def flip_notes(sites: tuple[SiteResult, ...], sides: Sides) -> tuple[str, ...]:
     ]
     if not left_out:
         return ()
-    tokens = sum(site.num_set_aside for site in left_out)
-    layers = f"{len(left_out)} layer{'s' * (len(left_out) != 1)}"
+    tokens = word_count(sum(site.num_set_aside for site in left_out), "token")
     return (
-        f"{tokens} token{'s' * (tokens != 1)} in {layers} went to other experts, not judged behind them: "
+        f"{tokens} in {word_count(len(left_out), 'layer')} went to other experts, not judged behind them: "
         "--model judges them against the golden with the port's own experts",
     )

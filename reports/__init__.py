@@ -1,12 +1,14 @@
-"""Results drawn for people and machines; what is drawn comes back as text or JSON, the commands print it.
+"""Reports: results as text, JSON and CSV; the commands print them.
 
-- `terminal`: a comparison as text; its tables are in `layer_tables` with `metric_columns`,
-  next-token distributions in `next_tokens`
+- `terminal`: a comparison as text
+- `layer_tables`: its tables of layers and sites
+- `curves`: its table of a chained run's error
 - `data`: a comparison as JSON and CSV, and the three files of a report
 - `bisection`: a bisection as text and JSON
-- `captures`: what a capture holds, as text and JSON; measured by `contents`; `dumps` does so for another tool's
+- `captures`: the contents of a capture as text and JSON
+- `contents`: the sites in a capture, with statistics
+- `dumps`: the tensors of another tool's dump, and a map to fill in
 - `canvas`: lines, paragraphs and tables as a string
-- `wording`: how places and figures are named
+- `wording`: places and figures in words
 - `json_values`: values as JSON, without NaN and Infinity
-- `artefact`: a report's file, whole or not there
 """

@@ -1,4 +1,4 @@
-"""A bisection as text and as JSON."""
+"""Bisection: a bisection as text and as JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Pro
 from minimax_tools.results.results import Verdict
 from reports.canvas import Canvas, Column, Row
 from reports.json_values import to_json
-from reports.wording import word_figure
+from reports.wording import word_count, word_figure
 
-# Of 24 mistakes of real ports that were planted, ten changed less of a layer's output than this.
+# Ten of 24 planted mistakes of real ports changed less of a layer's output than this.
 _COARSE = 0.05
 _STYLES = {Verdict.PASS: "bold green", Verdict.WARN: "bold yellow", Verdict.FAIL: "bold red"}
 _COLUMNS = (
@@ -29,7 +29,7 @@ _COLUMNS = (
 def render_bisection(
     bisection: Bisection, *, width: int | None = None, is_terminal: bool | None = None
 ) -> str:
-    """A bisection as text: the verdict, the probes, what could not be seen, and what to run next.
+    """Draw a bisection as text: the verdict, the probes, what could not be seen, and what to run next.
 
     Args:
         bisection: The bisection.
@@ -59,7 +59,7 @@ def render_bisection(
 
 
 def bisection_record(bisection: Bisection) -> dict[str, Any]:
-    """A bisection as JSON: verdict, blame, every probe with its chains, and what could not be seen."""
+    """Return a bisection as JSON: verdict, blame, every probe with its chains, and what could not be seen."""
     return {
         "verdict": bisection.verdict.value,
         "compared": bisection.compared,
@@ -93,7 +93,7 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
 
 
 def blind_spots(bisection: Bisection) -> tuple[str, ...]:
-    """What the probes could not have seen, and where else to look, in sentences."""
+    """Tell in sentences what the probes could not have seen, and where else to look."""
     sentences = []
     if bisection.chained_visible is not None:
         sentences.append(
@@ -115,12 +115,12 @@ def blind_spots(bisection: Bisection) -> tuple[str, ...]:
         )
     skipped = bisection.of - len(bisection.covered)
     if skipped:
-        sentences.append(f"{_count(skipped, 'layer')} did not run.")
+        sentences.append(f"{word_count(skipped, 'layer')} did not run.")
     return tuple(sentences)
 
 
 def next_commands(bisection: Bisection) -> tuple[str, ...]:
-    """The commands that look closer: at each culprit, or at all layers where nothing was found."""
+    """Return the commands that look closer: at each culprit, or at all layers where nothing was found."""
     options = shlex.join(bisection.arguments)
     singles = [
         f"mm2-test single-layer --layer {finding.chain.span.start} {options} --sites all"
@@ -140,17 +140,17 @@ def _headline(bisection: Bisection) -> str:
         return f"{verdict}: nothing found in {_word_span(bisection.span)}"
     first = next((finding for finding in bisection.findings if finding.is_proof), bisection.findings[0])
     num_others = len(bisection.findings) - 1
-    more = f" (and {_count(num_others, 'more place')})" if num_others else ""
+    more = f" (and {word_count(num_others, 'more place')})" if num_others else ""
     place = "output" if first.is_culprit else "in a chain alone"
     return f"{verdict}: {_word_span(first.chain.span)}, {place}{more}"
 
 
 def _extent(bisection: Bisection) -> str:
-    runs = _count(len(bisection.probes), "run")
+    runs = word_count(len(bisection.probes), "run")
     resumed = f", {bisection.num_resumed} of them before" if bisection.num_resumed else ""
     longest = bisection.longest_chain
-    how = f"in chains of at most {_count(longest, 'layer')}" if longest > 1 else "every layer alone"
-    return f"compared {bisection.compared} of {_count(bisection.of, 'output')} in {runs}{resumed}, {how}"
+    how = f"in chains of at most {word_count(longest, 'layer')}" if longest > 1 else "every layer alone"
+    return f"compared {bisection.compared} of {word_count(bisection.of, 'output')} in {runs}{resumed}, {how}"
 
 
 def _reason(bisection: Bisection, finding: BisectionFinding) -> str:
@@ -165,7 +165,7 @@ def _reason(bisection: Bisection, finding: BisectionFinding) -> str:
 
 
 def _right_before(bisection: Bisection, layer: int) -> str:
-    """What was seen right right before a layer: from behind the finding before it, or from the start."""
+    """Name the layers seen right just before a layer, back to the previous finding or the start."""
     start = max(
         (finding.chain.span.stop for finding in bisection.findings if finding.chain.span.stop <= layer),
         default=bisection.span.start,
@@ -220,7 +220,3 @@ def _word_span(span: Span) -> str:
 
 def _percent(share: float) -> str:
     return f"{word_figure(100 * share)} %"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

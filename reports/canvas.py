@@ -13,10 +13,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# What is piped has no width of its own, and must not depend on the terminal that it was piped in.
+# Piped text must not depend on the width of the terminal that the pipe was started in.
 _PIPED_WIDTH = 100
 _WIDEST = 120
-# Wider than any table: a figure cut short would be worse than a line that the terminal breaks.
+# Wider than any table: a line that the terminal breaks is better than a figure cut short.
 _UNBOUNDED = 1000
 _INDENT = 2
 
@@ -38,7 +38,7 @@ class Row:
 
 
 class Canvas:
-    """Collects what is drawn on it.
+    """A text under construction: lines, paragraphs and tables.
 
     Args:
         width: Columns; None for standard output's own.
@@ -60,36 +60,36 @@ class Canvas:
 
     @property
     def text(self) -> str:
-        """All that was drawn, without a last newline and, but on a terminal, without trailing blanks."""
+        """The text without a last newline; without trailing blanks too, unless for a terminal."""
         lines = self._text.getvalue().split("\n")
         return "\n".join(lines if self._is_terminal else (line.rstrip() for line in lines)).rstrip("\n")
 
     def gap(self) -> None:
-        """An empty line."""
+        """Add an empty line."""
         self._console.print()
 
     def line(self, text: str, *, style: str = "") -> None:
-        """One line that is never broken, however long: a path in it can be copied."""
+        """Add a line that is never broken, so that a path in it can be copied."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     def paragraph(self, text: str, *, style: str = "", indent: int = _INDENT) -> None:
-        """Text broken between words."""
+        """Add text broken between words."""
         self._console.print(Padding(Text(text, style=style), (0, 0, 0, indent)), width=self._width)
 
     def item(self, text: str) -> None:
-        """A paragraph of a list."""
+        """Add an item of a list."""
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_row(Text("-"), Text(text))
         self._console.print(Padding(grid, (0, 0, 0, _INDENT), expand=False), width=self._width)
 
     def facts(self, facts: Sequence[tuple[str, str]]) -> None:
-        """One unbroken line for each label and value, the values below each other."""
+        """Add an unbroken line for each label and value, with the values below each other."""
         widest = max((len(label) for label, _ in facts), default=0)
         for label, value in facts:
             self.line(f"{'':{_INDENT}}{label:{widest}}  {value}")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Row]) -> None:
-        """A table without rules; its columns move together where they would not fit otherwise."""
+        """Add a table without rules; its columns move closer where they would not fit."""
         table = _table(columns, rows, gap=2)
         if self._console.measure(table).maximum + _INDENT > self._width:
             table = _table(columns, rows, gap=1)

@@ -1,4 +1,4 @@
-"""Captures: what a capture holds, drawn for people and for machines."""
+"""Captures: the contents of a capture as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 
 from minimax_tools.capture.inspection import CaptureInspection
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
-from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.json_codec import encode
 from minimax_tools.model.sites import SITE_LEVELS, Site
 from reports.canvas import Canvas, Column, Row
 from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
-from reports.dumps import dump_record, render_dump
+from reports.dumps import draw_dump, dump_record
 from reports.json_values import to_json
 from reports.wording import (
     word_figure,
@@ -29,7 +27,7 @@ from reports.wording import (
     word_variants,
 )
 
-# With more layers than these, one line for each says enough.
+# With more layers than this, each has one line.
 _MOST_DETAILED_LAYERS = 4
 
 _STATISTICS = (Column(title="mean"), Column(title="std"), Column(title="min"), Column(title="max"))
@@ -42,48 +40,43 @@ _TENSOR = (
 
 
 def capture_record(source: CaptureSource, inspection: CaptureInspection | None = None) -> dict[str, Any]:
-    """A capture as JSON: what made it (null where its layout does not say), and the statistics of every site.
+    """Return a capture as JSON: its run (null where the layout does not say) and the statistics of every site.
 
     Args:
         source: The capture.
-        inspection: What reading all of it showed; None where it was not read.
+        inspection: Result of reading all of it; None where it was not read.
 
     Raises:
-        CaptureError: A tensor that must be read cannot be.
+        CaptureError: A tensor cannot be read.
     """
-    if isinstance(source, ForeignCapture):
-        return dump_record(source)
+    listing = source.listing()
+    if listing is not None:
+        return dump_record(source, listing)
     description = source.known_description
     return {
         "directory": str(source.directory),
-        "complete": source.manifest.is_complete if isinstance(source, Capture) else None,
+        "complete": source.is_complete if description else None,
         "description": to_json(encode(description)) if description else None,
-        "observed_dtypes": dict(_observed_dtypes(source)),
-        "certificate": _certificate_record(source),
+        "observed_dtypes": dict(source.observed_dtypes),
+        "certificate": encode(source.certificate) if source.certificate else None,
         "inspection": None if inspection is None else to_json(asdict(inspection)),
         **_contents_record(read_contents(source)),
     }
 
 
 def is_damaged(source: CaptureSource, inspection: CaptureInspection | None) -> bool:
-    """Return whether reading all of a capture showed faults, or its certificate speaks of other tensors."""
-    if not isinstance(source, Capture) or inspection is None:
-        return False
-    is_void = source.manifest.certificate is not None and not source.manifest.is_certified
-    return bool(inspection.faults) or is_void
+    """Decide whether an inspection found faults, or the certificate belongs to other tensors."""
+    return inspection is not None and (bool(inspection.faults) or source.has_void_certificate)
 
 
 def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
-    """The CPU tensors of a run that was not saved as JSON, in the form of a capture that lies nowhere."""
-    nowhere: dict[str, Any] = {
-        "directory": None,
-        "complete": None,
-        "description": None,
+    """Return the CPU tensors of a run that was not saved as JSON, in the form of a capture without a directory."""
+    names = ("directory", "complete", "description", "observed_dtypes", "certificate", "inspection")
+    return {
+        **dict.fromkeys(names),
         "observed_dtypes": {},
-        "certificate": None,
-        "inspection": None,
+        **_contents_record(measure_contents(layers)),
     }
-    return {**nowhere, **_contents_record(measure_contents(layers))}
 
 
 def render_capture(
@@ -93,21 +86,23 @@ def render_capture(
     width: int | None = None,
     is_terminal: bool | None = None,
 ) -> str:
-    """A capture as text: what made it, then a table for each layer, or a line for each where there are many.
+    """Draw a capture as text: its run, then a table for each layer, or a line for each where there are many.
 
     Args:
         source: The capture.
-        inspection: What reading all of it showed; None where it was not read.
+        inspection: Result of reading all of it; None where it was not read.
         width: Columns; None for standard output's own.
         is_terminal: Whether escape codes are understood; None where standard output decides.
 
     Raises:
-        CaptureError: A tensor that must be read cannot be.
+        CaptureError: A tensor cannot be read.
     """
-    if isinstance(source, ForeignCapture):
-        return render_dump(source, width=width, is_terminal=is_terminal)
-    contents = read_contents(source)
     canvas = Canvas(width=width, is_terminal=is_terminal)
+    listing = source.listing()
+    if listing is not None:
+        draw_dump(canvas, source, listing)
+        return canvas.text
+    contents = read_contents(source)
     canvas.line(f"Capture {source.directory}", style="bold")
     canvas.facts(_facts(source, inspection))
     for fault in () if inspection is None else inspection.faults:
@@ -123,7 +118,7 @@ def render_statistics(
     width: int | None = None,
     is_terminal: bool | None = None,
 ) -> str:
-    """The CPU tensors of a run that was not saved, as `render_capture` draws those of a capture."""
+    """Draw the CPU tensors of a run that was not saved, as `render_capture` does those of a capture."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line("Not saved", style="bold")
     _draw_contents(canvas, measure_contents(layers))
@@ -149,10 +144,6 @@ def _site_record(site: SiteContents) -> dict[str, Any]:
     return {"site": site.site, "shape": list(site.shape), "dtype": site.dtype, **statistics}
 
 
-def _observed_dtypes(source: CaptureSource) -> Mapping[str, str]:
-    return source.manifest.observed_dtypes if isinstance(source, Capture) else {}
-
-
 def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[tuple[str, str]]:
     description = source.known_description
     if description is None:
@@ -160,49 +151,47 @@ def _facts(source: CaptureSource, inspection: CaptureInspection | None) -> list[
     run, made = description.run, description.provenance
     levels = [level for level, sites in SITE_LEVELS.items() if sites == run.sites]
     kept = f"sites {levels[0]}" if levels else f"{len(run.sites)} sites"
-    dtypes = {**made.dtypes, **_observed_dtypes(source)}
+    dtypes = {**made.dtypes, **source.observed_dtypes}
     device = "" if made.device == made.backend else f" ({made.device})"
-    # A device run has no floor of its own.
-    is_golden = description.side == GOLDEN_SIDE
-    floor = [("noise floor", _word_floor(description))] if is_golden else []
     return [
         ("run", f"{run}, {kept}"),
         ("model", made.model_source),
         ("backend", f"{made.backend}{device}, target {made.target}{_ranks(made.options)}"),
         ("dtypes", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())),
         ("inputs", f"{description.input_source} (sha256 {description.inputs_digest[:8]})"),
-        *floor,
         *(
-            [("certificate", _word_certificate(source, inspection))]
-            if is_golden and isinstance(source, Capture)
+            [
+                ("noise floor", _word_floor(description)),
+                ("certificate", _word_certificate(source, inspection)),
+            ]
+            if description.side == GOLDEN_SIDE
             else []
         ),
-        *([("digests", _word_digests(source, inspection))] if isinstance(source, Capture) else []),
+        ("digests", _word_digests(source, inspection)),
     ]
 
 
 def _word_floor(description: Description) -> str:
-    """What a golden kept of its noise floor, such as `full, of 2 variants (eager, halves)`."""
+    """Word what a golden kept of its noise floor, such as `full, of 2 variants (eager, halves)`."""
     variants = description.floor_variants
     if not variants:
         return description.noise_floor
     return f"{description.noise_floor}, of {word_variants(variants)}"
 
 
-def _word_certificate(capture: Capture, inspection: CaptureInspection | None) -> str:
-    manifest = capture.manifest
-    if manifest.certificate is None:
+def _word_certificate(source: CaptureSource, inspection: CaptureInspection | None) -> str:
+    if source.certificate is None:
         return "none: mm2-gpu certify makes one"
-    if not manifest.is_certified:
+    if source.has_void_certificate:
         return "VOID: of other tensors than are listed here"
     if inspection is not None and inspection.faults:
-        return f"VOID: the files are no longer those of which {manifest.certificate}"
-    return str(manifest.certificate)
+        return f"VOID: the files are no longer those of which {source.certificate}"
+    return str(source.certificate)
 
 
-def _word_digests(capture: Capture, inspection: CaptureInspection | None) -> str:
-    """Return whether the files are those that were written, such as `96 tensors match`."""
-    older = "" if capture.has_digests else "; twins and floors have none, made by an older mm2"
+def _word_digests(source: CaptureSource, inspection: CaptureInspection | None) -> str:
+    """Word the result of an inspection, such as `96 tensors match`."""
+    older = "" if not source.digest_note else "; twins and floors have none, made by an older mm2"
     if inspection is None:
         return f"not verified here: mm2-test show verifies them{older}"
     if inspection.faults:
@@ -210,13 +199,8 @@ def _word_digests(capture: Capture, inspection: CaptureInspection | None) -> str
     return f"{inspection.num_tensors} tensors match{older}"
 
 
-def _certificate_record(source: CaptureSource) -> Any:
-    certificate = source.manifest.certificate if isinstance(source, Capture) else None
-    return None if certificate is None else encode(certificate)
-
-
 def _ranks(options: Mapping[str, Any]) -> str:
-    """Among how many a layer was divided; nothing where it was not."""
+    """Word the number of ranks that share a layer; empty for one."""
     degree, expert_degree = options.get("tp_degree", 1), options.get("ep_degree", 1)
     if degree == 1:
         return ""
@@ -226,7 +210,7 @@ def _ranks(options: Mapping[str, Any]) -> str:
 
 
 def _draw_incomplete(canvas: Canvas, source: CaptureSource) -> None:
-    if isinstance(source, Capture) and not source.manifest.is_complete:
+    if not source.is_complete:
         stored, wanted = len(source.layers), len(source.description.run.span)
         canvas.line(f"  incomplete: {stored} of {wanted} layers are stored", style="yellow")
 
@@ -254,7 +238,7 @@ def _draw_layer(canvas: Canvas, layer: LayerContents) -> None:
 
 
 def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:
-    """One line for each layer: its output's statistics, or those of the last site that it has."""
+    """Draw one line for each layer: the statistics of its last site, most often its output."""
     canvas.gap()
     held = word_layers(layer.layer for layer in layers)
     canvas.line(f"{held[0].upper()}{held[1:]}: what each ends in", style="bold")

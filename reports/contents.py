@@ -1,4 +1,4 @@
-"""Contents: what a capture holds, layer by layer, with the statistics of every tensor."""
+"""Contents: the sites in a capture, layer by layer, with the statistics of every tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.capture.manifest import Entry, dtype_name
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.pair_metrics import TensorStatistics, measure_tensor
 from minimax_tools.model.sites import ModelSite, Site
@@ -16,7 +15,7 @@ from minimax_tools.model.sites import ModelSite, Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteContents:
-    """One tensor, described."""
+    """A tensor, described."""
 
     site: str
     shape: tuple[int, ...]
@@ -31,12 +30,12 @@ class SiteContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContents:
-    """One layer, or the model outside its layers where `layer` is None.
+    """Contents of a layer, or of the model outside its layers where `layer` is None.
 
     Args:
         layer: The layer.
-        sites: What is held of it, in execution order.
-        not_exposed: Sites that were wanted and that the port does not expose.
+        sites: Its sites, in execution order.
+        not_exposed: Sites that the run wanted and the port does not expose.
     """
 
     layer: int | None
@@ -45,13 +44,12 @@ class LayerContents:
 
 
 def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:
-    """What a capture holds: its layers ascending, then the model's sites where it has any.
+    """Return the contents of a capture: its layers ascending, then the sites outside them.
 
-    The statistics are the manifest's; those of a capture without a manifest are computed, one tensor in
-    memory at a time.
+    Statistics come from the manifest. Without a manifest they are computed, one tensor in memory at a time.
 
     Raises:
-        CaptureError: A tensor that must be read cannot be.
+        CaptureError: A tensor cannot be read.
     """
     layers = [
         LayerContents(
@@ -66,7 +64,7 @@ def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:
 
 
 def measure_contents(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> tuple[LayerContents, ...]:
-    """What a run that was not saved left in memory: CPU tensors by layer and site."""
+    """Return the contents of a run that was not saved, from its CPU tensors by layer and site."""
     return tuple(
         LayerContents(
             layer=layer,
@@ -80,20 +78,17 @@ def measure_contents(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> tuple
 
 
 def _read_site(source: CaptureSource, layer: int, site: Site) -> SiteContents:
-    entry = source.entry(layer, site) if isinstance(source, Capture) else None
+    entry = source.entry(layer, site)
     return _described(str(site), entry) if entry else _measured(str(site), source.read(layer, site))
 
 
 def _read_model_site(source: CaptureSource, site: ModelSite) -> SiteContents:
-    entries = source.manifest.entries if isinstance(source, Capture) else ()
-    for entry in entries:
-        if entry.layer is None and entry.site == str(site):
-            return _described(str(site), entry)
-    return _measured(str(site), source.read_model(site))
+    entry = source.entry(None, site)
+    return _described(str(site), entry) if entry else _measured(str(site), source.read_model(site))
 
 
 def _described(site: str, entry: Entry) -> SiteContents:
-    # The entry of a layer's input may be the output of the layer before: the name is the one asked for.
+    # The entry of a layer's input may be the output of the layer before: keep the name that was asked for.
     return SiteContents(site=site, shape=entry.shape, dtype=entry.dtype, statistics=entry.statistics)
 
 

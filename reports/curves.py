@@ -1,4 +1,4 @@
-"""Curves: how the error of a chained run grows, layer by layer, and what to run where it starts."""
+"""Curves: the growth of a chained run's error, layer by layer, and the command for the layer where it starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from minimax_tools.results.results import Curve, CurvePoint
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure
 
-# A longer table than this hides what it is to show: layers far from the onset are left to --json.
+# A longer table would hide the onset: --json has the layers far from it.
 _MOST_ROWS = 16
 _COLUMNS = (
     Column(title="layer"),
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 
 def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
-    """The curve as a table, and its onset; nothing for an isolated run."""
+    """Draw the curve as a table, and its onset; nothing for an isolated run."""
     if curve is None:
         return
     shown = _shown(curve)
@@ -38,7 +38,7 @@ def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
 
 
 def _shown(curve: Curve) -> tuple[CurvePoint, ...]:
-    """All layers, or those around the onset (or the last ones) and the first and the last."""
+    """Return all points, or the first, the last and those around the onset (or the last ones)."""
     points = curve.points
     if len(points) <= _MOST_ROWS:
         return points

@@ -1,4 +1,4 @@
-"""Data: a comparison for machines, as JSON objects and as a CSV table."""
+"""Data: a comparison as JSON and as a CSV table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _NUM_WORST = 5
 
 
 def comparison_record(comparison: Comparison) -> dict[str, Any]:
-    """The whole comparison as JSON: the verdict, whom to blame, and every figure of every site."""
+    """Return the whole comparison as JSON: the verdict, the blame, and every figure of every site."""
     return {
         **_conclusion(comparison),
         "sites": [_site_record(site) for site in comparison.sites],
@@ -34,20 +34,20 @@ def comparison_record(comparison: Comparison) -> dict[str, Any]:
 
 
 def summary_record(comparison: Comparison) -> dict[str, Any]:
-    """The conclusion as JSON, with the sites that are worst by each measure."""
+    """Return the conclusion as JSON, with the worst sites by each measure."""
     return {
         **_conclusion(comparison),
         "statuses": {
             str(status): sum(site.status is status for site in comparison.sites) for status in SiteStatus
         },
-        "worst": {name: _worst(comparison, badness, value) for name, (badness, value) in _MEASURES.items()},
+        "worst": {name: _worst(comparison, name, sign) for name, sign in _MEASURES.items()},
     }
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """The comparison as CSV: one row for each site, layers ascending, the model's sites last.
+    """Return the comparison as CSV: one row for each site, layers ascending, sites outside the layers last.
 
-    The columns are the same for every comparison; what is not known is empty.
+    All comparisons have the same columns; unknown values are empty.
     """
     table = io.StringIO()
     writer = csv.DictWriter(table, _COLUMNS, lineterminator="\n")
@@ -97,40 +97,30 @@ def _site_record(site: SiteResult) -> dict[str, Any]:
     return record
 
 
-_Value = Callable[[SiteResult], "float | None"]
-
-
-def _metric(name: str) -> _Value:
-    def value(site: SiteResult) -> float | None:
-        # Expert numbers are names: their differences are no magnitudes.
-        if site.metrics is None or site.routing is not None:
-            return None
-        found: float | None = getattr(site.metrics, name)
-        return found
-
-    return value
-
-
-def _rho(site: SiteResult) -> float | None:
-    return site.noise.whole if site.noise else None
-
-
-# By measure: how bad a value is (higher is worse), and the value.
-_MEASURES: Mapping[str, tuple[Callable[[float], float], _Value]] = {
-    "max_abs_diff": (lambda value: value, _metric("max_abs_diff")),
-    "mean_abs_diff": (lambda value: value, _metric("mean_abs_diff")),
-    "close_fraction": (lambda value: -value, _metric("close_fraction")),
-    "cosine_similarity": (lambda value: -value, _metric("cosine_similarity")),
-    "pearson_correlation": (lambda value: -value, _metric("pearson_correlation")),
-    "relative_l2": (lambda value: value, _metric("relative_l2")),
-    "rho": (lambda value: value, _rho),
+# Measures to rank sites by: 1 where a higher value is worse, else -1.
+_MEASURES: Mapping[str, int] = {
+    "max_abs_diff": 1,
+    "mean_abs_diff": 1,
+    "close_fraction": -1,
+    "cosine_similarity": -1,
+    "pearson_correlation": -1,
+    "relative_l2": 1,
+    "rho": 1,
 }
 
 
-def _worst(comparison: Comparison, badness: Callable[[float], float], value: _Value) -> list[dict[str, Any]]:
-    """The worst sites by one measure, the worst first; NaN is worst of all, unknown values are left out."""
-    known = [(site, found) for site in comparison.sites if (found := value(site)) is not None]
-    known.sort(key=lambda pair: -math.inf if math.isnan(pair[1]) else -badness(pair[1]))
+def _measure(site: SiteResult, name: str) -> float | None:
+    if name == "rho":
+        return site.noise.whole if site.noise else None
+    # Expert numbers are names: their differences are no magnitudes.
+    found: float | None = None if site.routing else getattr(site.metrics, name, None)
+    return found
+
+
+def _worst(comparison: Comparison, name: str, sign: int) -> list[dict[str, Any]]:
+    """Return the worst sites by one measure, worst first; NaN is worst of all, unknown values are left out."""
+    known = [(site, found) for site in comparison.sites if (found := _measure(site, name)) is not None]
+    known.sort(key=lambda pair: -math.inf if math.isnan(pair[1]) else -sign * pair[1])
     return [
         {"layer": site.layer, "site": site.site, "status": site.status.value, "value": to_json(found)}
         for site, found in known[:_NUM_WORST]

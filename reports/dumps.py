@@ -1,14 +1,14 @@
-"""Dumps: what another tool's directory holds, and to which site each tensor maps: what one needs to write a map."""
+"""Dumps: the tensors of another tool's directory, the sites that they map to, and a map to fill in."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from minimax_tools.dumps.capture import ForeignCapture
-from minimax_tools.dumps.piece import DumpPiece, find_layer, word_module
+from minimax_tools.capture.source import CaptureSource, DumpListing, ListedTensor
+from minimax_tools.dumps.usual_names import INPUT_IDS
+from minimax_tools.errors import UsageError
+from minimax_tools.model.sites import ModelSite, Site
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_layers, word_shape
 
@@ -23,68 +23,59 @@ _COLUMNS = (
 )
 _MOST_SHAPES = 2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """The pieces of one name, in all layers, passes and ranks.
-
-    Args:
-        name: As a map's places have it, `{layer}` for the number.
-        pieces: All of them.
-        sites: The sites that they map to.
-    """
-
-    name: str
-    pieces: tuple[DumpPiece, ...]
-    sites: tuple[str, ...]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers that hold it, ascending."""
-        numbers = {find_layer(piece.module) for piece in self.pieces}
-        return tuple(sorted(number for number in numbers if number is not None))
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Its shapes, each once."""
-        return tuple(dict.fromkeys(piece.shape for piece in self.pieces))
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Its dtypes, each once."""
-        return tuple(dict.fromkeys(piece.dtype for piece in self.pieces))
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """The passes that hold it."""
-        return tuple(dict.fromkeys(piece.step for piece in self.pieces))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that wrote it."""
-        return tuple(sorted({piece.rank for piece in self.pieces}))
+_MAP_HEAD = """\
+# A map of {directory}, for --map.
+# A place is MODULE, then, where needed, :input or :output (the default) and which of several, [START:STOP] to cut each
+# rank's tensor along its last dim, and @shard(DIM), @replicate or @partial for how ranks' pieces make it up, as in
+# "layers.{{layer}}.self_attn.qkv_proj:output[0][0:768]@shard(-1)". Terms are added up by {{sum: [PLACE, PLACE]}}.
+format: {format}
+# ranks: {num_ranks}
+# steps: {steps}  # the passes to read, an inner list for passes that follow each other
+# lengths: [48, 33]  # real tokens of each prompt; else the golden's
+# padding: right
+# Below, what a token holds at each site, to know it by: H hidden, N heads, K kv heads, D head_dim, E experts, k chosen
+# ones, V vocabulary.
+sites:"""
+_WIDTHS: dict[Site | ModelSite | str, str] = {
+    **dict.fromkeys(Site, "H"),
+    Site.INPUT: "H, what the layer is fed",
+    Site.ATTN_DELTA: "H, what attention adds to the residual stream",
+    Site.ATTN_RESIDUAL: "H, the stream with that",
+    Site.MOE_DELTA: "H, what the experts add to it",
+    Site.OUTPUT: "H, the stream with that",
+    **dict.fromkeys((Site.Q_PROJ, Site.Q_NORM), "N*D"),
+    Site.ATTN_CONTEXT: "N*D, the input of attention's output projection",
+    **dict.fromkeys((Site.K_PROJ, Site.V_PROJ, Site.K_NORM), "K*D"),
+    **dict.fromkeys((Site.Q_ROPE, Site.K_ROPE), "heads, then tokens, then D"),
+    Site.ROUTER_LOGITS: "E",
+    **dict.fromkeys((Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS), "k"),
+    ModelSite.EMBEDDING: "H",
+    ModelSite.FINAL_NORM: "H",
+    ModelSite.LOGITS: "V",
+    INPUT_IDS: "one number",
+}
 
 
-def dump_record(source: ForeignCapture) -> dict[str, Any]:
-    """A dump as JSON: its tensors, those that differ in their layer alone as one, and what they map to."""
+def dump_record(source: CaptureSource, listing: DumpListing) -> dict[str, Any]:
+    """Return a dump as JSON: its tensors and the sites that they map to."""
     return {
         "directory": str(source.directory),
-        "format": source.dump.format,
-        "passes": list(source.dump.steps),
-        "passes_read": [list(group) for group in source.findings.passes],
-        "ranks": source.findings.num_ranks,
+        "format": listing.format,
+        "passes": list(listing.steps),
+        "passes_read": [list(group) for group in listing.passes],
+        "ranks": listing.num_ranks,
         "notes": list(source.notes),
         "tensors": [
             {
-                "name": line.name,
-                "layers": list(line.layers),
-                "shapes": [list(shape) for shape in line.shapes],
-                "dtypes": list(line.dtypes),
-                "passes": list(line.steps),
-                "ranks": list(line.ranks),
-                "sites": list(line.sites),
+                "name": tensor.name,
+                "layers": list(tensor.layers),
+                "shapes": [list(shape) for shape in tensor.shapes],
+                "dtypes": list(tensor.dtypes),
+                "passes": list(tensor.steps),
+                "ranks": list(tensor.ranks),
+                "sites": list(tensor.sites),
             }
-            for line in list_lines(source)
+            for tensor in listing.tensors
         ],
         "sites": [
             {"layer": layer, "sites": [str(site) for site in source.sites(layer)]} for layer in source.layers
@@ -93,29 +84,22 @@ def dump_record(source: ForeignCapture) -> dict[str, Any]:
     }
 
 
-def render_dump(source: ForeignCapture, *, width: int | None = None, is_terminal: bool | None = None) -> str:
-    """A dump as text: what wrote it, and a line for each tensor, those that differ in their layer alone as one.
-
-    Args:
-        source: The dump.
-        width: Columns; None for standard output's own.
-        is_terminal: Whether escape codes are understood; None where standard output decides.
-    """
-    canvas = Canvas(width=width, is_terminal=is_terminal)
+def draw_dump(canvas: Canvas, source: CaptureSource, listing: DumpListing) -> None:
+    """Draw the tool that wrote a dump, a line for each of its tensors, and its notes."""
     canvas.line(f"Capture {source.directory}", style="bold")
-    passes = source.dump.steps
-    read = ", then ".join(" and ".join(group) for group in source.findings.passes)
-    facts = [
-        ("format", source.dump.format),
-        ("ranks", str(source.findings.num_ranks)),
-        ("passes", f"{len(passes)}: {', '.join(passes[:4])}{' …' if len(passes) > 4 else ''}"),
-        ("read", read),
-    ]
-    canvas.facts(facts)
+    steps = listing.steps
+    canvas.facts(
+        [
+            ("format", listing.format),
+            ("ranks", str(listing.num_ranks)),
+            ("passes", f"{len(steps)}: {', '.join(steps[:4])}{' …' if len(steps) > 4 else ''}"),
+            ("read", ", then ".join(" and ".join(group) for group in listing.passes)),
+        ]
+    )
     canvas.gap()
     rows = [
-        Row(cells=_cells(line), style="" if line.sites else "yellow")
-        for line in sorted(list_lines(source), key=lambda line: not line.sites)
+        Row(cells=_cells(tensor), style="" if tensor.sites else "yellow")
+        for tensor in sorted(listing.tensors, key=lambda tensor: not tensor.sites)
     ]
     canvas.table(_COLUMNS, rows)
     if source.notes:
@@ -128,44 +112,53 @@ def render_dump(source: ForeignCapture, *, width: int | None = None, is_terminal
         "such as q_proj: 'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)'. "
         "--map-template prints one to fill in."
     )
-    return canvas.text
 
 
-def list_lines(source: ForeignCapture) -> list[Line]:
-    """A line for each name, those that differ in their layer alone as one."""
-    sites: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
-    for (_, site), found in source.findings.sites.items():
-        for term in found.terms:
-            for piece in term.pieces.values():
-                sites[_key(piece)][str(site)] = None
-    pieces: dict[tuple[str, str, str], list[DumpPiece]] = defaultdict(list)
-    for piece in source.dump.pieces:
-        pieces[_key(piece)].append(piece)
-    return [
-        Line(name=_name(key), pieces=tuple(of_key), sites=tuple(sites.get(key, ())))
-        for key, of_key in pieces.items()
-    ]
+def map_template_of(source: CaptureSource) -> str:
+    """Return a map of a dump to fill in, with a line for every site that was not found.
+
+    Raises:
+        UsageError: The capture is not another tool's dump.
+    """
+    listing = source.listing()
+    if listing is None:
+        raise UsageError(
+            f"{source.directory} was not written by another tool", next_step="Only others' dumps need a map."
+        )
+    return "\n".join(_template_lines(source, listing)) + "\n"
 
 
-def _key(piece: DumpPiece) -> tuple[str, str, str]:
-    return word_module(piece.module), piece.point, piece.element
+def _template_lines(source: CaptureSource, listing: DumpListing) -> Iterator[str]:
+    yield _MAP_HEAD.format(
+        directory=source.directory,
+        format=listing.format,
+        num_ranks=listing.num_ranks,
+        steps=[list(group) for group in listing.passes],
+    )
+    found = {site for tensor in listing.tensors for site in tensor.sites}
+    for site, width in _WIDTHS.items():
+        if str(site) in found:
+            yield f"  # {site} was found"
+        else:
+            yield f'  # {site}: ""  # {width}'
+    yield "# What the dump holds:"
+    for tensor in sorted(listing.tensors, key=lambda tensor: bool(tensor.sites)):
+        mapped = f"  ({', '.join(tensor.sites)})" if tensor.sites else ""
+        yield f'#   "{tensor.name}"  {word_shape(tensor.shapes[0])} {tensor.dtypes[0]}{mapped}'
 
 
-def _name(key: tuple[str, str, str]) -> str:
-    module, point, element = key
-    return f"{module}:{point}[{element}]" if element else f"{module}:{point}"
-
-
-def _cells(line: Line) -> tuple[str, ...]:
-    layers = word_layers(line.layers).removeprefix("layers ").removeprefix("layer ") if line.layers else "-"
+def _cells(tensor: ListedTensor) -> tuple[str, ...]:
+    layers = (
+        word_layers(tensor.layers).removeprefix("layers ").removeprefix("layer ") if tensor.layers else "-"
+    )
     return (
-        line.name,
+        tensor.name,
         layers,
-        _some([word_shape(shape) for shape in line.shapes]),
-        _some(line.dtypes),
-        str(len(line.steps)),
-        str(len(line.ranks)),
-        ", ".join(line.sites) or "-",
+        _some([word_shape(shape) for shape in tensor.shapes]),
+        _some(tensor.dtypes),
+        str(len(tensor.steps)),
+        str(len(tensor.ranks)),
+        ", ".join(tensor.sites) or "-",
     )
 
 

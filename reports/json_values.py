@@ -10,7 +10,7 @@ from typing import Any
 
 
 def to_json(value: object) -> Any:
-    """`value` as JSON: dataclasses become objects, tuples lists, infinities `"inf"` or `"-inf"`, NaN null."""
+    """Convert a value to JSON: dataclasses become objects, tuples lists, infinities `"inf"` or `"-inf"`, NaN null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

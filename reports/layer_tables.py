@@ -1,4 +1,4 @@
-"""Layer tables: a comparison's figures, one line for each layer and one for each site that does not pass."""
+"""Layer tables: the figures of a comparison, by layer, and by site where a site does not pass."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ METRIC_LEGEND = (
     "|diff|, close, cosine and Pearson: of the layer's output, and of the model's logits. close: elements within "
     "atol + rtol * |golden|."
 )
-_DECIMALS = 6
 _PERCENT_DECIMALS = 2
 _SHOWN = (Site.OUTPUT, ModelSite.LOGITS)
 
@@ -53,25 +52,25 @@ def metric_cells(sites: Sequence[SiteResult]) -> tuple[str, ...]:
         word_figure(metrics.max_abs_diff),
         word_figure(metrics.mean_abs_diff),
         word_fraction(100.0 * metrics.close_fraction, decimals=_PERCENT_DECIMALS),
-        word_fraction(metrics.cosine_similarity, decimals=_DECIMALS),
-        word_fraction(metrics.pearson_correlation, decimals=_DECIMALS),
+        word_fraction(metrics.cosine_similarity, decimals=_COSINE_DECIMALS),
+        word_fraction(metrics.pearson_correlation, decimals=_COSINE_DECIMALS),
     )
 
 
 def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool) -> None:
-    """One line for each layer: its verdict, how much of it was compared, and its worst site.
+    """Draw a line for each layer: its verdict, the number of sites compared, and its worst site.
 
     Args:
-        canvas: Where to draw.
+        canvas: The canvas to draw on.
         comparison: The comparison.
-        shows_metrics: Whether the five classic figures of the layer's output stand beside.
+        shows_metrics: Whether to add the five classic figures of the layer's output.
     """
     layers = (*comparison.layers, *([None] if comparison.of_layer(None) else []))
     if not layers:
         return
     has_noise = any(site.noise for site in comparison.sites)
     shows_worst = has_noise or not shows_metrics
-    # Five figures and no ρ: that is the classic verdict, on outputs alone.
+    # Without ρ the five figures are the classic verdict, on outputs alone.
     has_suspects = shows_worst and any(site.status in _STYLES for site in comparison.sites)
     worst = "largest rho" if has_noise else "lowest cosine"
     columns: tuple[Column, ...] = (*_LAYER_COLUMNS, *(METRIC_COLUMNS if shows_metrics else ()))
@@ -103,19 +102,19 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
 def draw_layer(
     canvas: Canvas, comparison: Comparison, layer: int | None, *, explained: frozenset[str]
 ) -> None:
-    """The sites of one layer that fail or warn, with reasons, and what the classic limits say of them.
+    """Draw the sites of a layer that fail or warn, with reasons and the verdict of the classic limits.
 
     Args:
-        canvas: Where to draw.
+        canvas: The canvas to draw on.
         comparison: The comparison.
         layer: The layer.
-        explained: Sites whose reason the reader has already seen.
+        explained: Sites whose reason is drawn already.
     """
     sites = comparison.of_layer(layer)
     suspects = [site for site in sites if site.status in _STYLES]
     canvas.table(_SITE_COLUMNS, [_site_row(site) for site in suspects])
     for site in suspects:
-        # Behind a site that is to blame the figures of a failure say enough.
+        # Behind a blamed site the figures of a failure are enough.
         is_behind = bool(explained) and site.status is SiteStatus.FAIL and site.noise is not None
         is_explained = site.site in explained or is_behind
         for sentence in _sentences(site, is_explained=is_explained):
@@ -131,7 +130,7 @@ def draw_layer(
 
 
 def _layer_cells(layer: int | None, sites: Sequence[SiteResult]) -> tuple[str, ...]:
-    """The layer, its verdict, and how much of it was compared."""
+    """Return the layer, its verdict, and the number of sites compared."""
     num_compared = sum(site.status.is_compared for site in sites)
     return (
         "model" if layer is None else str(layer),
@@ -141,13 +140,13 @@ def _layer_cells(layer: int | None, sites: Sequence[SiteResult]) -> tuple[str, .
 
 
 def _layer_status(sites: Sequence[SiteResult]) -> SiteStatus | None:
-    """The worst status of the sites that were compared; None where none was."""
+    """Return the worst status of the sites that were compared; None where none was."""
     statuses = {site.status for site in sites if site.status.is_compared}
     return next((one for one in (SiteStatus.FAIL, SiteStatus.WARN, SiteStatus.PASS) if one in statuses), None)
 
 
 def _worst_cells(sites: Sequence[SiteResult], *, has_noise: bool) -> tuple[str, str]:
-    """The worst site's ρ, or its cosine, and its name."""
+    """Return the worst site's ρ, or its cosine, and its name."""
     worst = _largest_rho(sites) if has_noise else _lowest_cosine(sites)
     if worst is None:
         return "-", "-"
@@ -157,7 +156,7 @@ def _worst_cells(sites: Sequence[SiteResult], *, has_noise: bool) -> tuple[str, 
 def _site_row(site: SiteResult) -> Row:
     noise, metrics = site.noise, site.metrics
     if metrics is not None and metrics.num_nonfinite_target == metrics.num_elements:
-        # Of no element at all the figures would read as if nothing differed.
+        # Without any finite element the figures would read as if nothing differed.
         metrics = None
     cells = (
         _status_word(site.status),
@@ -174,7 +173,7 @@ def _site_row(site: SiteResult) -> Row:
 
 
 def _sentences(site: SiteResult, *, is_explained: bool) -> list[str]:
-    """What the figures of a site's row do not say."""
+    """Return sentences on what the figures in a site's row do not show."""
     sentences = [] if is_explained or not site.reason else [site.reason]
     if site.metrics and (site.metrics.num_nonfinite_target or site.metrics.num_nonfinite_reference):
         sentences.append(
@@ -192,7 +191,7 @@ def _sentences(site: SiteResult, *, is_explained: bool) -> list[str]:
 
 
 def _token_sentences(sites: Sequence[SiteResult]) -> list[str]:
-    """How many tokens went to other experts, and what became of them behind the router."""
+    """Return sentences on tokens with other experts: judged by replay, or left out."""
     replayed = max((site.num_replayed for site in sites), default=0)
     left_out = {site.site: site.num_set_aside for site in sites if site.num_set_aside}
     sentences = []
@@ -214,7 +213,7 @@ def _word_flip(flip: Flip) -> str:
 
 
 def _classic_sentences(sites: Sequence[SiteResult]) -> list[str]:
-    """What the seeds' limits say of a failing layer: of its output, and which of its failures they miss."""
+    """Return the classic limits' verdict on a failing layer's output, and the failures that they miss."""
     failing = [site for site in sites if site.status is SiteStatus.FAIL and site.routing is None]
     if not failing:
         return []
@@ -262,7 +261,7 @@ def _status_word(status: SiteStatus | None) -> str:
 
 
 def _suspects_word(sites: Sequence[SiteResult]) -> str:
-    """The earliest site that fails, or else warns, and how many more there are."""
+    """Return the earliest site that fails, or else warns, and the number of further ones."""
     suspects = [site for site in sites if site.status in _STYLES]
     if not suspects:
         return ""

@@ -1,10 +1,9 @@
-"""Terminal: a comparison as text, for someone who wants to know where to look."""
+"""Terminal: a comparison as text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 from minimax_tools.results.results import (
     BlameGroup,
@@ -19,6 +18,7 @@ from reports.canvas import Canvas
 from reports.curves import draw_curve
 from reports.layer_tables import draw_layer, draw_overview
 from reports.wording import (
+    word_count,
     word_figure,
     word_layer,
     word_layers,
@@ -27,11 +27,10 @@ from reports.wording import (
     word_sites_by_layer,
 )
 
-_Item = TypeVar("_Item", bound=Hashable)
-
-# More than these would push the verdict off the screen: the overview has a line for every layer.
+# More would push the verdict off the screen; the overview has a line for every layer.
 _MOST_BLAMED = 6
 _MOST_DETAILED_LAYERS = 4
+_MOST_NAMED = 3
 
 _VERDICT_STYLES = {
     Verdict.PASS: "bold green",
@@ -53,13 +52,13 @@ def render_comparison(
     is_terminal: bool | None = None,
     shows_metrics: bool = False,
 ) -> str:
-    """A comparison as text: the verdict first, then whom to blame, the layers, and what to know beside.
+    """Draw a comparison as text: the verdict first, then the blame, the layers, and notes.
 
     Args:
         comparison: The comparison.
         width: Columns; None for standard output's own.
         is_terminal: Whether escape codes are understood; None where standard output decides.
-        shows_metrics: Whether every layer shows its output's five classic figures; always so where they judge.
+        shows_metrics: Whether to show the five classic figures of every layer's output, as classic criteria do.
     """
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(comparison), style=_VERDICT_STYLES[comparison.verdict])
@@ -87,24 +86,24 @@ def _headline(comparison: Comparison) -> str:
     groups = _groups(comparison)
     if groups:
         first, *others = groups
-        more = f" (and {_count(len(others), 'more place')})" if others else ""
+        more = f" (and {word_count(len(others), 'more place')})" if others else ""
         return f"{verdict}: {_word_group(first)}{more}"
-    # Nobody is blamed in a chained run; where it first shows is still the place to start.
+    # A chained run blames no layer; the first failing site is still the place to start.
     worst = {Verdict.FAIL: SiteStatus.FAIL, Verdict.WARN: SiteStatus.WARN}.get(comparison.verdict)
     for site in comparison.sites:
         if site.status is worst:
             return f"{verdict}: first at {word_place(site.layer, [site.site])}"
     if comparison.shows_outputs_only and comparison.verdict is Verdict.PASS:
-        return f"{verdict}: outputs only, {comparison.compared} of {_count(comparison.of, 'site')}"
+        return f"{verdict}: outputs only, {comparison.compared} of {word_count(comparison.of, 'site')}"
     return verdict
 
 
 def _extent(comparison: Comparison) -> str:
-    parts = [f"in {_count(len(comparison.layers), 'layer')}"] if comparison.layers else []
+    parts = [f"in {word_count(len(comparison.layers), 'layer')}"] if comparison.layers else []
     if comparison.of_layer(None):
         parts.append("outside them" if parts else "outside the layers")
     where = " and ".join(parts)
-    return f"compared {comparison.compared} of {_count(comparison.of, 'site')} {where}".rstrip()
+    return f"compared {comparison.compared} of {word_count(comparison.of, 'site')} {where}".rstrip()
 
 
 def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
@@ -123,14 +122,14 @@ def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
             canvas.paragraph(sentence, indent=4)
     for group in groups[_MOST_BLAMED:]:
         canvas.paragraph(f"{word_layers(group.layers)}: {', '.join(word_sites(group.sites))}")
-    # In a chained run a layer's own mistake cannot be told from what it was handed.
+    # In a chained run a layer's own mistake cannot be told from inherited errors.
     if comparison.curve is None and any(blame.layer is not None for blame in comparison.blame):
         sides = f"--gpu-path {comparison.reference} --neuron-path {comparison.target}"
         canvas.paragraph(f"To name the mistake: mm2-diagnose --model DIR {sides}")
 
 
 def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
-    """Blame by sites; each layer's own where nobody has grouped it."""
+    """Return the blame grouped by sites; one group for each layer where it was not grouped."""
     return comparison.blame_groups or tuple(
         BlameGroup(layers=(one.layer,), sites=one.sites, worst_layer=one.layer, reason=one.reason)
         for one in comparison.blame
@@ -138,7 +137,7 @@ def _groups(comparison: Comparison) -> tuple[BlameGroup, ...]:
 
 
 def _word_group(group: BlameGroup) -> str:
-    """A place to look at, such as `layers 3-59, moe_delta`."""
+    """Return a place to look at, such as `layers 3-59, moe_delta`."""
     return ", ".join([word_layers(group.layers), *word_sites(group.sites)])
 
 
@@ -151,12 +150,12 @@ def _worst_token(site: str, noise: NoiseRatio) -> str:
 
 
 def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
-    """The layers with a failure or a warning, blamed ones first where there are too many."""
-    layers = _in_order(
+    """Draw the layers with a failure or a warning, blamed ones first where there are too many."""
+    layers = dict.fromkeys(
         site.layer for site in comparison.sites if site.status in (SiteStatus.FAIL, SiteStatus.WARN)
     )
     blamed = [layer for layer in layers if any(blame.layer == layer for blame in comparison.blame)]
-    shown = _in_order([*blamed, *layers])[:_MOST_DETAILED_LAYERS]
+    shown = list(dict.fromkeys([*blamed, *layers]))[:_MOST_DETAILED_LAYERS]
     for layer in layers:
         if layer in shown:
             explained = {name for blame in comparison.blame if blame.layer == layer for name in blame.sites}
@@ -166,7 +165,7 @@ def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
     if len(layers) > len(shown):
         canvas.gap()
         canvas.line(
-            f"{_count(len(layers) - len(shown), 'more layer')} with failures or warnings; "
+            f"{word_count(len(layers) - len(shown), 'more layer')} with failures or warnings; "
             "--json has every site."
         )
 
@@ -177,8 +176,8 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
         if not missing:
             continue
         canvas.gap()
-        canvas.line(f"{words}: {_count(len(missing), 'site')}", style="bold")
-        for reason in _in_order(site.reason for site in missing):
+        canvas.line(f"{words}: {word_count(len(missing), 'site')}", style="bold")
+        for reason in dict.fromkeys(site.reason for site in missing):
             places = ((site.layer, site.site) for site in missing if site.reason == reason)
             for line in word_sites_by_layer(places):
                 canvas.paragraph(f"{line} ({reason})" if reason else line)
@@ -192,20 +191,8 @@ def _draw_notes(canvas: Canvas, notes: Iterable[str]) -> None:
         canvas.item(note)
 
 
-def _in_order(items: Iterable[_Item]) -> list[_Item]:
-    """The items once each, in the order of their first appearance."""
-    return list(dict.fromkeys(items))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-_MOST_NAMED = 3
-
-
 def draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
-    """The divergence of the logits, the likeliest tokens and what was generated; nothing where there is neither."""
+    """Draw the divergence of the logits, the likeliest tokens and the generated ones, where there are any."""
     found = [site.logits for site in comparison.sites if site.logits is not None]
     if not found and not comparison.generated:
         return

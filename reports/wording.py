@@ -1,4 +1,4 @@
-"""Wording: how places and figures are named in text."""
+"""Wording: places and figures in words."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import pairwise
 
 from minimax_tools.model.sites import Site
 
-# More in a row than these are told by the first and the last.
+# A longer run of sites is named by its first and its last.
 _MOST_NAMED_SITES = 4
-# Above this a figure's decimals say nothing.
+# From here on a figure has no decimals.
 _WHOLE_FROM = 1e3
 _EXPONENT_FROM, _EXPONENT_BELOW = 1e6, 1e-3
 
 
 def word_figure(value: float | None) -> str:
-    """A figure to three digits, such as `14.2`, `0.0313`, `1.23e-05`, `nan`; `-` for None."""
+    """Return a figure to three digits, such as `14.2`, `0.0313`, `1.23e-05`, `nan`; `-` for None."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):
@@ -27,30 +27,35 @@ def word_figure(value: float | None) -> str:
     return f"{value:.0f}" if size >= _WHOLE_FROM else f"{value:#.3g}".rstrip(".")
 
 
+def word_count(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 layer` or `3 layers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def word_fraction(value: float | None, *, decimals: int) -> str:
-    """A figure near 1 to that many decimals, such as a cosine; `-` for None."""
+    """Return a figure near 1 to that many decimals, such as a cosine; `-` for None."""
     if value is None:
         return "-"
     return f"{value:.{decimals}f}" if abs(value) < _WHOLE_FROM else word_figure(value)
 
 
 def word_shape(shape: Sequence[int]) -> str:
-    """A tensor's shape, such as `1x96x3072`; `scalar` for no dimension."""
+    """Return a tensor's shape, such as `1x96x3072`; `scalar` for no dimension."""
     return "x".join(str(size) for size in shape) or "scalar"
 
 
 def word_index(index: Sequence[int]) -> str:
-    """A position in a tensor, such as `0,17,2044`."""
+    """Return a position in a tensor, such as `0,17,2044`."""
     return ",".join(str(position) for position in index)
 
 
 def word_layer(layer: int | None) -> str:
-    """`layer 5`, or `model` for what lies outside the layers."""
+    """Return `layer 5`, or `model` for None."""
     return "model" if layer is None else f"layer {layer}"
 
 
 def word_layers(layers: Iterable[int | None]) -> str:
-    """Layers as ranges, such as `layers 0-3, 5`; None stands for the model outside its layers."""
+    """Return layers as ranges, such as `layers 0-3, 5`; None stands for the model outside its layers."""
     wanted = set(layers)
     numbers = sorted(layer for layer in wanted if layer is not None)
     words = []
@@ -60,12 +65,12 @@ def word_layers(layers: Iterable[int | None]) -> str:
 
 
 def word_place(layer: int | None, sites: Iterable[str]) -> str:
-    """A place to look at, such as `layer 5, moe_delta`."""
+    """Return a place to look at, such as `layer 5, moe_delta`."""
     return ", ".join([word_layer(layer), *sites])
 
 
 def word_sites(sites: Sequence[str]) -> tuple[str, ...]:
-    """Sites by name; a long run of them, one after the other, as `input_norm to attn_delta`."""
+    """Return the names of sites; a long run of consecutive ones as `input_norm to attn_delta`."""
     order = {str(site): site.order for site in Site}
     is_run = all(
         site in order and order[site] == order.get(before, -1) + 1 for before, site in pairwise(sites)
@@ -74,12 +79,12 @@ def word_sites(sites: Sequence[str]) -> tuple[str, ...]:
 
 
 def word_variants(variants: Sequence[str]) -> str:
-    """`2 variants (eager, halves)`."""
-    return f"{len(variants)} variant{'s' * (len(variants) != 1)} ({', '.join(variants)})"
+    """Return variants in words, such as `2 variants (eager, halves)`."""
+    return f"{word_count(len(variants), 'variant')} ({', '.join(variants)})"
 
 
 def word_sites_by_layer(places: Iterable[tuple[int | None, str]]) -> tuple[str, ...]:
-    """Lines such as `layers 0-7: q_rope, k_rope`; layers with the same sites share a line."""
+    """Return lines such as `layers 0-7: q_rope, k_rope`; layers with the same sites share a line."""
     sites_of: dict[int | None, list[str]] = {}
     for layer, site in places:
         sites_of.setdefault(layer, []).append(site)

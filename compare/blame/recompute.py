@@ -19,7 +19,7 @@ from compare.noise.rho import Rows, foreseen_error_at
 from compare.noise.squared_errors import square_difference
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.sides import Sides
-from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import choice_margin, token_rows
 from minimax_tools.model.inputs import Inputs, decoded_rows
 from minimax_tools.model.run import Mode
@@ -47,7 +47,7 @@ class Refeed:
     def __init__(
         self,
         sides: Sides,
-        golden: Capture,
+        golden: CaptureSource,
         *,
         layer: int,
         open_weights: Callable[[], GoldenWeights],

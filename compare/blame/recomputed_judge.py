@@ -12,7 +12,6 @@ from compare.judging.layer_judge import LayerJudge
 from compare.noise.rho import Rows
 from compare.sides.pairing import find_mismatch
 from compare.sides.sides import Sides
-from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.results.results import SiteResult, SiteStatus
 
@@ -56,7 +55,7 @@ def judge_recomputed(
         CheckpointError: They cannot be read.
     """
     golden, source = sides.reference, sides.weights
-    if not sites or source is None or sides.criteria.name == "classic" or not isinstance(golden, Capture):
+    if not sites or source is None or sides.criteria.name == "classic" or golden.known_description is None:
         return {}
     seen = set(golden.sites(layer)) & set(sides.target.sites(layer))
     with ExitStack() as stack:

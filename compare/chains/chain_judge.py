@@ -22,8 +22,8 @@ from compare.limits.limits import RATIO_FIGURES
 from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput
 from compare.sides.sides import Sides
-from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.metrics.noise_floor import error_name, massive_channels
 from minimax_tools.model.sites import ModelSite, Site
@@ -152,14 +152,13 @@ class ChainJudge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _OneSite:
+class _OneSite(CaptureSource):
     """A capture source that holds one site of one layer: a run that was never written down."""
 
     layer: int
     site: Site
     tensor: torch.Tensor
     directory: Path = Path()
-    known_description: Description | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -171,25 +170,13 @@ class _OneSite:
     def model_sites(self) -> tuple[ModelSite, ...]:
         return ()
 
-    def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        return ()
-
     def read(self, layer: int, site: Site) -> torch.Tensor:
         if site not in self.sites(layer):
             raise CaptureError(f"there is no {site} of layer {layer}: only {self.site} of layer {self.layer}")
         return self.tensor
 
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        return None
-
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        return None
-
     def read_model(self, site: ModelSite) -> torch.Tensor:
         raise CaptureError(f"there is no {site}: only {self.site} of layer {self.layer}")
-
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        return None
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None

@@ -23,7 +23,6 @@ from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput, read_captured_input
 from compare.sides.golden_weights import CheckpointWeights, refuse_other_model
 from compare.sides.sides import Sides
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -122,7 +121,7 @@ def diagnose(
 
 
 def _diagnose_layers(
-    golden: Capture,
+    golden: CaptureSource,
     target: CaptureSource,
     *,
     model: Path,
@@ -165,7 +164,7 @@ def _diagnose_model(
     sides: Sides,
     comparison: Comparison,
     *,
-    golden: Capture,
+    golden: CaptureSource,
     model: Path,
     mistakes: Sequence[ModelMistake],
 ) -> tuple[tuple[SiteDiagnosis, ...], tuple[str, ...]]:
@@ -230,8 +229,8 @@ def _chain_notes(feeds: Mapping[int, CapturedInput | None], blamed: tuple[int, .
     )
 
 
-def _own_capture(reference: CaptureSource) -> Capture:
-    if not isinstance(reference, Capture):
+def _own_capture(reference: CaptureSource) -> CaptureSource:
+    if reference.known_description is None:
         raise IncomparableError(
             f"{reference.directory} does not say which model and tokens it is of",
             expected="a golden of mm2's own",

@@ -11,7 +11,7 @@ import torch
 from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.mistake import Parameters
-from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -39,7 +39,7 @@ class Separation:
 
 
 def separate(
-    reference: Capture,
+    reference: CaptureSource,
     *,
     model: Path,
     layer: int,

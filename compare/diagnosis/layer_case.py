@@ -18,7 +18,6 @@ from compare.diagnosis.yardstick import Yardstick
 from compare.sides.batch import Batch
 from compare.sides.captured_input import fed_sites
 from compare.sides.pairing import find_mismatch
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.options import DTYPES
@@ -51,7 +50,7 @@ class LayerCase:
 
     def __init__(
         self,
-        reference: Capture,
+        reference: CaptureSource,
         target: CaptureSource,
         *,
         reader: CheckpointReader,
@@ -183,7 +182,7 @@ def judging_sites(
 
 
 def _make_scene(
-    reference: Capture, target: CaptureSource, weights: LayerWeights, spec: ModelSpec
+    reference: CaptureSource, target: CaptureSource, weights: LayerWeights, spec: ModelSpec
 ) -> LayerInputs:
     inputs, description = reference.read_inputs(), target.known_description
     num_decoded = description.run.decode_rows if description is not None else 0

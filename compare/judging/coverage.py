@@ -12,9 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from compare.sides.sides import Sides
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.model.inputs import word_positions
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import SiteResult, SiteStatus
@@ -40,7 +38,7 @@ def is_proved(results: Sequence[SiteResult]) -> bool:
 def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
     """The tokens that both sides computed, such as `81 at positions 0-47`; empty where neither side is mm2's own."""
     for source in (reference, target):
-        if isinstance(source, Capture):
+        if source.known_description is not None:
             inputs = source.read_inputs()
             return f"{int(inputs.attention_mask.sum())} at {word_positions(inputs)}"
     return ""
@@ -72,7 +70,7 @@ def leave_undecided(
 
     What stays as it was is the same object.
     """
-    if not isinstance(target, ForeignCapture):
+    if not target.may_omit_inputs:
         return dict(results)
     return {
         site: _undecided(result) if _may_be_handed_on(result) else result for site, result in results.items()

@@ -20,9 +20,6 @@ from compare.noise.squared_errors import Squares, square_difference
 from compare.sides.pairing import find_mismatch
 from compare.sides.proven_floor import refuse_other_floor, refuse_torn_floor
 from compare.sides.sides import Sides
-from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.metrics.noise_floor import (
     error_name,
     massive_channels,
@@ -136,10 +133,7 @@ class ModelJudge:
         Raises:
             CaptureError: A file is damaged.
         """
-        mine, theirs = (
-            side.read_generation() if isinstance(side, Capture) else None
-            for side in (self._sides.reference, self._sides.target)
-        )
+        mine, theirs = (side.read_generation() for side in (self._sides.reference, self._sides.target))
         if mine is None or theirs is None:
             return ()
         rows = self._read_logits()
@@ -202,7 +196,7 @@ class ModelJudge:
         held = [
             batch.tokens(places)
             for side in (self._sides.reference, self._sides.target)
-            if (places := _held_rows(side, site)) is not None
+            if (places := side.held_rows(site)) is not None
         ]
         return rows.select(torch.stack(held).all(dim=0)) if held else rows
 
@@ -234,8 +228,7 @@ class ModelJudge:
 
     def _statistic(self, name: str) -> torch.Tensor | None:
         """One of the golden's floor statistics of the model's sites, [T]."""
-        source = self._sides.reference
-        statistic = source.read_model_floor(name) if isinstance(source, Capture) else None
+        statistic = self._sides.reference.read_model_floor(name)
         return None if statistic is None else self._sides.batch.tokens(statistic)
 
     def _incoming(self) -> InputError | None:
@@ -243,11 +236,6 @@ class ModelJudge:
         rows = self._sides.read_rows(self._last_layer, Site.OUTPUT)
         incoming = None if rows is None else measure_input_error(*rows)
         return None if incoming is None or incoming.overall == 0.0 else incoming
-
-
-def _held_rows(side: CaptureSource, site: ModelSite) -> torch.Tensor | None:
-    """Return the places [B,S] at which another tool's dump holds a site, as bool; None for all."""
-    return side.held_rows(site) if isinstance(side, ForeignCapture) else None
 
 
 def _first_logits(rows: Rows, num_prompts: int) -> FirstLogits | None:

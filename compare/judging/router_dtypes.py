@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.results.results import RouterDtype, SiteResult
 
@@ -32,7 +31,7 @@ def find_router_dtypes(
         target: The device run.
         sites: What was found, so that it can be told whether experts changed.
     """
-    if not isinstance(reference, Capture) or not isinstance(target, Capture):
+    if reference.known_description is None:
         return ()
     expected = reference.description.provenance.dtypes
     num_flips = sum(site.routing.num_unexplained for site in sites if site.routing is not None)
@@ -43,7 +42,7 @@ def find_router_dtypes(
             target=found,
             consequence=_consequence(name, expected[name], num_flips),
         )
-        for name, found in sorted(target.manifest.observed_dtypes.items())
+        for name, found in sorted(target.observed_dtypes.items())
         if name in expected and found != expected[name]
     )
 

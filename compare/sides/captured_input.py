@@ -9,7 +9,6 @@ import torch
 from compare.noise.input_error import InputError, measure_input_error
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
@@ -83,9 +82,7 @@ def _is_handed_on(target: CaptureSource, layer: int, incoming: InputError) -> bo
 
 def _comes_from_unseen_layers(target: CaptureSource, layer: int, incoming: InputError) -> bool:
     """Whether another tool's dump of the whole model left out the layer before, and the input is near the golden's."""
-    is_unseen = (
-        isinstance(target, ForeignCapture) and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)
-    )
+    is_unseen = target.may_omit_inputs and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)
     return is_unseen and incoming.overall < _FARTHEST_INPUT
 
 

@@ -32,7 +32,9 @@ class OwnHeadGolden(Capture):
         weights: Of the head.
     """
 
-    def __init__(self, golden: Capture, target: CaptureSource, *, layer: int, weights: HeadWeights) -> None:
+    def __init__(
+        self, golden: CaptureSource, target: CaptureSource, *, layer: int, weights: HeadWeights
+    ) -> None:
         super().__init__(golden.directory, golden.manifest)
         inputs = golden.read_inputs()
         real = inputs.attention_mask.bool()
@@ -102,7 +104,7 @@ def on_own_output(sides: Sides, last_layer: int) -> Sides | None:
         CheckpointError: The weights cannot be read.
     """
     golden, source = sides.reference, sides.weights
-    if source is None or sides.is_classic or not isinstance(golden, Capture):
+    if source is None or sides.is_classic or golden.known_description is None:
         return None
     rows = sides.read_rows(last_layer, Site.OUTPUT)
     if rows is None or not bool(rows[1].isfinite().all()) or measure_input_error(*rows).overall == 0.0:

@@ -40,7 +40,9 @@ class OwnInputGolden(Capture):
         weights: Its weights, in the dtype that the golden computed in.
     """
 
-    def __init__(self, golden: Capture, target: CaptureSource, *, layer: int, weights: GoldenWeights) -> None:
+    def __init__(
+        self, golden: CaptureSource, target: CaptureSource, *, layer: int, weights: GoldenWeights
+    ) -> None:
         super().__init__(golden.directory, golden.manifest)
         inputs = golden.read_inputs()
         is_padding = inputs.attention_mask == 0
@@ -123,7 +125,7 @@ def on_own_input(sides: Sides, layer: int) -> Sides | None:
         CheckpointError: They cannot be read.
     """
     golden, source = sides.reference, sides.weights
-    if source is None or sides.is_classic or not isinstance(golden, Capture):
+    if source is None or sides.is_classic or golden.known_description is None:
         return None
     fed = sides.read_rows(layer, Site.INPUT)
     if fed is None or not bool(fed[1].isfinite().all()):

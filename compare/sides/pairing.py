@@ -1,4 +1,4 @@
-"""Pairing: whether two captures may be judged against each other, and which layers that gives."""
+"""Pairing: refuses captures that must not be compared, and selects the layers to compare."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import fnmatch
 import torch
 
 from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.reader import Capture
-from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.capture import ForeignCapture
-from minimax_tools.dumps.piece import word_modules
+from minimax_tools.capture.source import CaptureSource, DumpListing
 from minimax_tools.errors import IncomparableError, UsageError
 from minimax_tools.model.inputs import Inputs
 
@@ -19,7 +16,7 @@ _MAX_NAMED = 4
 _MAX_MODULES = 12
 
 
-def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
+def refuse_other_runs(reference: CaptureSource, target: CaptureSource) -> tuple[str, ...]:
     """Refuse captures of different models, inputs, positions or dtypes.
 
     Returns:
@@ -31,12 +28,9 @@ def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str
     """
     mine, theirs = reference.known_description, target.known_description
     for side in (reference, target):
-        if isinstance(side, Capture):
-            side.refuse_void_certificate()
+        side.refuse_void_certificate()
     if mine is None or theirs is None:
-        are_tokens_checked = any(
-            isinstance(side, ForeignCapture) and side.has_checked_tokens for side in (reference, target)
-        )
+        are_tokens_checked = reference.has_checked_tokens or target.has_checked_tokens
         what = "model" if are_tokens_checked else "model and tokens"
         return (f"one side does not record its {what}: that they agree was not checked",)
     _refuse_other_model(mine, theirs)
@@ -46,15 +40,15 @@ def refuse_foreign(reference: CaptureSource, target: CaptureSource) -> tuple[str
 
 
 def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str) -> tuple[int, ...]:
-    """The layers of the target's run whose name `layer_N` matches, in natural order, run yet or not.
+    """Return the layers of the target's run whose name `layer_N` matches, ascending, whether they have run or not.
 
     Raises:
         UsageError: No layer matches.
         IncomparableError: The golden lacks one of them.
     """
     for side in (reference, target):
-        if isinstance(side, ForeignCapture) and not side.layers:
-            raise _nothing_found(side)
+        if not side.layers and (listing := side.listing()) is not None:
+            raise _nothing_found(side, listing)
     declared = declared_layers(target)
     selected = tuple(layer for layer in declared if fnmatch.fnmatchcase(f"layer_{layer}", pattern))
     if not selected:
@@ -74,14 +68,9 @@ def select_layers(reference: CaptureSource, target: CaptureSource, pattern: str)
 
 
 def declared_layers(source: CaptureSource) -> tuple[int, ...]:
-    """The layers of a run, ascending, whether they have run or not."""
+    """Return the layers of a run, ascending, whether they have run or not."""
     description = source.known_description
     return tuple(description.run.span) if description is not None else source.layers
-
-
-def is_finished(source: CaptureSource) -> bool:
-    """Whether a run came to its end; a layout that does not say is taken to be whole."""
-    return not isinstance(source, Capture) or source.manifest.is_complete
 
 
 def _refuse_other_model(reference: Description, target: Description) -> None:
@@ -99,8 +88,6 @@ def _refuse_other_inputs(
 ) -> None:
     if mine.inputs_digest == theirs.inputs_digest:
         return
-    assert isinstance(reference, Capture), "only mm2's own captures describe their inputs"
-    assert isinstance(target, Capture), "only mm2's own captures describe their inputs"
     difference = _find_difference(reference.read_inputs(), target.read_inputs())
     if difference is not None:
         raise IncomparableError(
@@ -123,7 +110,7 @@ def _refuse_other_dtype(reference: Description, target: Description) -> None:
 
 
 def _find_difference(reference: Inputs, target: Inputs) -> str | None:
-    """Where the real rows differ first, in words; None where only padding does."""
+    """Return the first difference on real rows, in words; None where only padding differs."""
     mask = reference.attention_mask
     if mask.shape != target.attention_mask.shape:
         shapes = [f"{inputs.batch_size}x{inputs.sequence_length}" for inputs in (reference, target)]
@@ -143,8 +130,8 @@ def _first_place(reference: torch.Tensor, target: torch.Tensor, mask: torch.Tens
     return f", first at row {row}, position {position}: {mine} in the golden, {theirs} in the device run"
 
 
-def _nothing_found(source: ForeignCapture) -> IncomparableError:
-    shown = word_modules(source.findings.unmapped)
+def _nothing_found(source: CaptureSource, listing: DumpListing) -> IncomparableError:
+    shown = listing.unmapped
     named = ", ".join(shown[:_MAX_MODULES]) + (" …" if len(shown) > _MAX_MODULES else "")
     return IncomparableError(
         f"no site of a layer was found in {source.directory}",
@@ -162,7 +149,7 @@ def _names(layers: tuple[int, ...]) -> str:
 
 
 def find_mismatch(reference: torch.Tensor, target: torch.Tensor) -> str | None:
-    """Why two tensors of a site cannot be compared, in words; None where they can.
+    """Return the reason why two tensors of a site cannot be compared; None where they can.
 
     A target may be [B·S,F] where the reference is [B,S,F], and the other way round.
     """

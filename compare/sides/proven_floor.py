@@ -11,7 +11,6 @@ import torch
 
 from compare.limits.limit_context import computes_in_float32
 from compare.noise.squared_errors import Squares
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import error_name, massive_error_name, ordinary_error_name
@@ -114,7 +113,7 @@ def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: 
     Raises:
         CaptureError: It does.
     """
-    entry = golden.entry(layer, site) if isinstance(golden, Capture) else None
+    entry = golden.entry(layer, site)
     if entry is None or computes_in_float32(golden) or not entry.statistics.l2 or bool(parts.whole.any()):
         return
     raise CaptureError(

@@ -1,4 +1,4 @@
-"""Proving: what both sides hold is checked against its digests while it is judged; no verdict is told before."""
+"""Proving: checks both sides against their digests while they are judged, before any verdict is returned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Concatenate, ParamSpec, TypeVar
 
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 
 P = ParamSpec("P")
@@ -16,13 +15,13 @@ Judging = Callable[Concatenate[CaptureSource, CaptureSource, P], R]
 
 
 def proved(judge: Judging[P, R]) -> Judging[P, R]:
-    """Let a function that judges two captures return only once all that it read of them is proved.
+    """Let a judge of two captures return only when all that it read of them is checked.
 
     Args:
-        judge: Takes the golden, the device run, and what else it needs.
+        judge: A function of the golden, the device run, and further arguments.
 
     Raises:
-        CaptureError: Something was damaged or changed, whatever the function came to.
+        CaptureError: A capture was damaged or changed, even if the judge itself raised.
     """
 
     @functools.wraps(judge)
@@ -30,8 +29,7 @@ def proved(judge: Judging[P, R]) -> Judging[P, R]:
         with ExitStack() as proofs:
             # The golden's is left last: where both are damaged, it is named.
             for side in (reference, target):
-                if isinstance(side, Capture):
-                    proofs.enter_context(side.proving_beside())
+                proofs.enter_context(side.proving_beside())
             return judge(reference, target, *args, **kwargs)
 
     return run

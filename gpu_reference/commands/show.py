@@ -9,7 +9,6 @@ import click
 from gpu_reference.commands.golden_run import print_golden
 from minimax_tools.capture.generation import Generation
 from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.console import Mm2Command, end_command
 from minimax_tools.command_line.options import output_options, reading_options
 from minimax_tools.dumps.opening import DumpReading, open_source
@@ -29,7 +28,7 @@ def show_command(directory: Path, reading: DumpReading, as_json: bool) -> None:
     Exits with 3 where its files are not as they were written.
     """
     source = open_source(directory, reading)
-    inspection = inspect_capture(source) if isinstance(source, Capture) else None
+    inspection = inspect_capture(source) if source.known_description else None
     print_golden(
         capture_record(source, inspection),
         render_capture(source, inspection),

@@ -15,8 +15,7 @@ from pathlib import Path
 from gpu_reference.golden.golden import Golden
 from gpu_reference.ranks.ranks import RankGroup
 from minimax_tools.capture.manifest import Description, Manifest
-from minimax_tools.capture.parts import part_name
-from minimax_tools.capture.sharing import SETTLING_S, require_shared
+from minimax_tools.capture.parts import SETTLING_S, part_name, require_shared
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.index import digest_shapes
 from minimax_tools.errors import CannotRunError, CaptureError

@@ -1,4 +1,4 @@
-"""Certificate: what was checked of a golden before it is trusted, and with which figures; a part of its manifest."""
+"""Certificate: the checks that a golden went through before it is trusted; a part of its manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minimax_tools.json_codec import encode_fields
 
 
 class Outcome(str, Enum):
-    """What became of a check."""
+    """Result of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -23,14 +23,14 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One check of a golden.
+    """A check of a golden.
 
     Args:
-        name: What is checked, such as `rotary_width`.
-        outcome: What became of it.
-        found: What was found, or why nothing could be, in words.
-        figure: The worst figure, where there is one.
-        limit: Up to where it passes.
+        name: Its name, such as `rotary_width`.
+        outcome: Its result.
+        found: The finding in words, or the reason why there is none.
+        figure: The worst figure measured, where there is one.
+        limit: The largest figure that passes.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What was checked of a golden.
+    """The checks of a golden.
 
     Args:
-        checks: Every check, those that could not be made too.
-        content: Digest of the manifest's entries: what the certificate speaks of.
+        checks: Every check, including those that could not be made.
+        content: Digest of the manifest's contents, to which the certificate belongs.
         files: sha256 of every tensor file beside the manifest.
-        versions: Of the libraries that checked.
+        versions: Versions of the libraries that checked.
     """
 
     checks: tuple[Check, ...]
@@ -58,7 +58,7 @@ class Certificate:
 
     @property
     def has_passed(self) -> bool:
-        """Whether no check failed; some may not have been made."""
+        """True if no check failed; some may not have been made."""
         return not self.failed
 
     @property

@@ -1,7 +1,6 @@
-"""Digests: what a manifest says of the tensors that are no site's value (inputs, float32 twins, noise floors).
+"""Digests: the digests of inputs, float32 twins, noise floors and JSON files in a manifest.
 
-A site's value has its digest in its entry. With these, every tensor of a capture has one, and so has every JSON file
-that is stored beside them.
+The value of a site has its digest in its entry.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from minimax_tools.json_codec import decode, encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDigest:
-    """Dtype, shape, and sha256 over the bytes in row-major order, of one stored tensor."""
+    """Dtype, shape and sha256 of a stored tensor; the hash is over its bytes in row-major order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,7 +38,7 @@ class FileDigests:
 
     @classmethod
     def of(cls, file: str, tensors: Mapping[str, TensorDigest]) -> FileDigests:
-        """Digests by name, in whatever order."""
+        """Build from digests by name, in any order."""
         return cls(file=file, tensors=tuple(sorted(tensors.items())))
 
     def to_json(self) -> dict[str, Any]:
@@ -49,10 +48,10 @@ class FileDigests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests:
-    """Digests of everything that a capture stores and no entry describes.
+    """Digests of everything stored that has no entry.
 
     Args:
-        tensors: Of the tensor files, sorted by name.
+        tensors: Digests of the tensor files, sorted by name.
         texts: Name of each JSON file and sha256 over its bytes, sorted by name.
     """
 
@@ -60,16 +59,16 @@ class Digests:
     texts: tuple[tuple[str, str], ...] = ()
 
     def with_files(self, files: Iterable[FileDigests]) -> Digests:
-        """These with the digests of some files added, or replaced."""
+        """Add or replace the digests of some files."""
         known = {one.file: one for one in self.tensors} | {one.file: one for one in files}
         return replace(self, tensors=tuple(known[name] for name in sorted(known)))
 
     def with_text(self, name: str, sha256: str) -> Digests:
-        """These with the digest of a JSON file added, or replaced."""
+        """Add or replace the digest of a JSON file."""
         return replace(self, texts=tuple(sorted({**dict(self.texts), name: sha256}.items())))
 
     def of_group(self, group: str) -> tuple[FileDigests, ...]:
-        """Digests of the files of a layer (`layer_7`) or of the sites outside the layers (`model`)."""
+        """Return the digests of the files of a layer (`layer_7`), or of the sites outside the layers (`model`)."""
         return tuple(one for one in self.tensors if one.file.startswith(f"{group}."))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Generation: what a model says next, row by row, kept beside its activations."""
+"""Generation: the tokens that a model generated after each prompt, stored beside its activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 GENERATION_NAME = "generation.json"
 
 
-# Of each generated token so many of the likeliest are kept, itself among them.
+# Number of the likeliest tokens kept for each generated one, including it.
 NUM_LIKELIEST = 32
 
 
@@ -25,8 +25,8 @@ class Likely:
     """A token that could have come next.
 
     Args:
-        token: It.
-        behind: How far its logit is below the likeliest one's.
+        token: Its id.
+        behind: Distance of its logit below the likeliest one's.
     """
 
     token: int
@@ -45,14 +45,13 @@ class Likely:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """How one row goes on.
+    """The continuation of one row.
 
     Args:
         prompt_ids: The row, without padding.
-        generated_ids: What follows.
-        text: That as text; None where the checkpoint has no tokenizer.
-        likeliest: Of each of them the `NUM_LIKELIEST` tokens that could have come, best first; none where that was
-            not kept.
+        generated_ids: The generated tokens.
+        text: The generated text; None where the checkpoint has no tokenizer.
+        likeliest: For each generated token the `NUM_LIKELIEST` candidates, best first; empty where not kept.
     """
 
     prompt_ids: tuple[int, ...]
@@ -66,7 +65,7 @@ omit_default(Continuation, "likeliest")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """How all rows go on.
+    """The continuations of all rows.
 
     Args:
         sampling: How the next token was chosen, by the names of transformers.
@@ -86,14 +85,14 @@ class Generation:
         folder: Path,
         likeliest: Sequence[Sequence[Sequence[Likely]]] = (),
     ) -> Generation:
-        """The rows of `inputs` and what was generated for each, as text too where `folder` has a tokenizer.
+        """Join the prompts with their generated tokens, and decode these where the folder has a tokenizer.
 
         Args:
             inputs: The prompts.
-            generated: The new tokens of each.
-            sampling: How they were chosen.
-            folder: The checkpoint's.
-            likeliest: Of each row and token, what could have come; none where that is not known.
+            generated: The generated tokens of each prompt.
+            sampling: Sampling options.
+            folder: The checkpoint's folder.
+            likeliest: Candidates of each row and token; empty where not known.
         """
         rows = [list(ids) for ids in generated]
         texts: Sequence[str | None] = (
@@ -116,7 +115,7 @@ class Generation:
 
     @classmethod
     def read(cls, directory: Path) -> Generation | None:
-        """What was generated when the capture in `directory` was made; None where nothing was.
+        """Read the generation of a capture directory; None where nothing was generated.
 
         Raises:
             CaptureError: The file is damaged.
@@ -133,7 +132,7 @@ class Generation:
             ) from error
 
     def num_alike(self, other: Generation) -> tuple[int, ...]:
-        """Of each row how many tokens are the other's, before the first that is not."""
+        """Count in each row the tokens equal to the other's, up to the first that differs."""
         return tuple(
             next(
                 (

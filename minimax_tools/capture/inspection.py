@@ -1,4 +1,4 @@
-"""CaptureInspection: everything that a capture stores, read once and held against its digests."""
+"""CaptureInspection: a whole capture read once and checked against its digests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -18,21 +18,21 @@ class CaptureInspection:
 
     Args:
         num_tensors: Tensors that match their digests.
-        faults: What cannot be read or does not match, in words, each with its file and place.
+        faults: Tensors that cannot be read or do not match, in words, with file and place.
     """
 
     num_tensors: int
     faults: tuple[str, ...]
 
 
-def inspect_capture(capture: Capture, *, with_inputs: bool = True) -> CaptureInspection:
-    """Read every tensor of a capture, one in memory at a time, and hold it against its digest.
+def inspect_capture(capture: CaptureSource, *, with_inputs: bool = True) -> CaptureInspection:
+    """Read every tensor of a capture, one in memory at a time, and check its digest.
 
-    Of a capture that an older mm2 wrote, the twins are checked for what a twin must be.
+    Float32 twins without digests, of an older mm2, are checked for dtype, shape and finite values.
 
     Args:
-        capture: The capture, whole or not.
-        with_inputs: Whether the token rows are read too.
+        capture: A capture with a manifest, complete or not.
+        with_inputs: Whether to read the token rows too.
     """
     num_tensors, faults = 0, []
     for read in _reads(capture, with_inputs=with_inputs):
@@ -43,8 +43,8 @@ def inspect_capture(capture: Capture, *, with_inputs: bool = True) -> CaptureIns
     return CaptureInspection(num_tensors=num_tensors, faults=tuple(dict.fromkeys(faults)))
 
 
-def _reads(capture: Capture, *, with_inputs: bool) -> Iterator[Callable[[], int]]:
-    """Calls that read a part each, and return how many tensors it has."""
+def _reads(capture: CaptureSource, *, with_inputs: bool) -> Iterator[Callable[[], int]]:
+    """Yield calls that each read a part and return the number of its tensors."""
     if with_inputs:
         yield partial(_count, capture.read_inputs, 3)
         yield partial(_count, capture.read_hidden_states)

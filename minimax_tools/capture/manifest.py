@@ -1,6 +1,6 @@
-"""Manifest: the JSON that makes a capture directory self-contained.
+"""Manifest: the JSON file that makes a capture directory self-contained.
 
-It holds no date and no path of the machine beyond the model's source, so equal runs write equal bytes.
+Apart from the model's source it holds no date and no path, so equal runs write equal bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from minimax_tools.provenance import Provenance
 MANIFEST_NAME = "manifest.json"
 INPUTS_NAME = "inputs.safetensors"
 SCHEMA_VERSION = 3
-# Without digests of inputs, twins and floors; else alike.
+# The same without digests of inputs, twins and floors.
 _WITHOUT_DIGESTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One stored tensor: a site of a layer, or a model site where `layer` is None."""
+    """A stored tensor: a site of a layer, or of the model where `layer` is None."""
 
     layer: int | None
     site: str
@@ -45,7 +45,7 @@ class Entry:
 
     @classmethod
     def of(cls, layer: int | None, site: str, *, file: str, tensor: torch.Tensor) -> Entry:
-        """The entry of a CPU tensor that is stored in `file`."""
+        """Build the entry of a CPU tensor that is stored in `file`."""
         digest = describe_tensor(tensor)
         return cls(
             layer=layer,
@@ -59,22 +59,22 @@ class Entry:
 
     @property
     def digest(self) -> TensorDigest:
-        """Its dtype, shape and sha256."""
+        """The tensor's dtype, shape and sha256."""
         return TensorDigest(dtype=self.dtype, shape=self.shape, sha256=self.sha256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a capture is going to be: fixed before the first tensor.
+    """Description of a capture, fixed before its first tensor is written.
 
     Args:
         side: `gpu_reference` for a golden, `neuron` for a device run.
         run: Layers, mode and sites.
-        provenance: What computes it.
+        provenance: Model, software and device that compute it.
         inputs_digest: Digest of ids, mask and positions.
-        input_source: Where the first layer's input comes from, in words.
+        input_source: Source of the first layer's input, in words.
         noise_floor: `full`, `stats` or `off`.
-        floor_variants: Names of the other ways to compute a layer whose errors widen the floor.
+        floor_variants: Names of the other right ways to compute a layer, whose errors widen the noise floor.
     """
 
     side: str
@@ -86,7 +86,7 @@ class Description:
     floor_variants: tuple[str, ...] = ()
 
     def differences(self, other: Description) -> list[str]:
-        """Where `other` is another capture, such as `options.attn_implementation`; none if it may resume."""
+        """Return dotted names of values that differ, such as `options.attn_implementation`; none if it may resume."""
         return _differences(encode(self), encode(other))
 
 
@@ -96,12 +96,17 @@ omit_default(Description, "floor_variants")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A description and how far it has come.
+    """Contents of a capture directory.
 
-    `not_exposed` names, per layer, the sites the run wanted and the port does not expose; `observed_dtypes`
-    the dtypes of the router's gate and correction bias as the port loaded them. `digests` are those of what no entry
-    describes; None in captures of an mm2 that stored none. A golden's `certificate` is added after its end, by
-    `mm2-gpu certify`.
+    Args:
+        description: The run.
+        entries: Sites stored so far.
+        digests: Digests of everything stored that has no entry; None in captures of an older mm2.
+        not_exposed: Sites by layer that the run wanted and the port does not expose.
+        observed_dtypes: Dtypes of the router's gate and correction bias as the port loaded them.
+        complete_layers: Layers stored whole, ascending.
+        is_complete: Whether the run came to its end.
+        certificate: Checks of a golden, added by `mm2-gpu certify`.
     """
 
     description: Description
@@ -115,13 +120,16 @@ class Manifest:
 
     @property
     def is_certified(self) -> bool:
-        """Whether it has a certificate that speaks of what it lists."""
+        """True if there is a certificate, and it belongs to the tensors listed here."""
         return self.certificate is not None and self.certificate.content == self.content_digest()
 
     def content_digest(self) -> str:
-        """sha256 over the digests of everything that is stored, and the description: what a certificate speaks of.
+        """Hash the digests of everything stored, and the description; a certificate belongs to this hash.
 
-        Without digests of inputs, twins and floors it is over the entries alone.
+        Captures without digests of inputs, twins and floors hash their entries alone.
+
+        Returns:
+            A sha256.
         """
         digest = hashlib.sha256()
         for entry in self.entries:
@@ -141,7 +149,7 @@ class Manifest:
         observed_dtypes: Mapping[str, str],
         digests: Iterable[FileDigests] = (),
     ) -> Manifest:
-        """This manifest after one more whole layer; `digests` are those of its twins and floors."""
+        """Add a whole layer; `digests` are those of its twins and floors."""
         return replace(
             self,
             entries=_sorted((*self.entries, *entries)),
@@ -152,7 +160,7 @@ class Manifest:
         )
 
     def with_model(self, entries: tuple[Entry, ...], digests: Iterable[FileDigests] = ()) -> Manifest:
-        """This manifest with the model sites replaced; `digests` are those of their twins and floors."""
+        """Replace the sites outside the layers; `digests` are those of their twins and floors."""
         layers = tuple(entry for entry in self.entries if entry.layer is not None)
         return replace(
             self,
@@ -160,17 +168,13 @@ class Manifest:
             digests=None if self.digests is None else self.digests.with_files(digests),
         )
 
-    def with_digests(self, digests: Digests) -> Manifest:
-        """This manifest with other digests of what no entry describes."""
-        return replace(self, digests=digests)
-
     def to_json(self) -> dict[str, Any]:
         """Return the manifest as JSON values."""
         digests = {} if self.digests is None else {"digests": encode(self.digests)}
         return {**self._frame(), **digests, "entries": encode(self.entries)}
 
     def as_text(self) -> str:
-        """The manifest as it is written, an entry or a file a line: one more layer costs little beside the others."""
+        """Return the file's text, one line for each entry and each file with digests."""
         frame = [f" {json.dumps(name)}: {_as_text(value)}" for name, value in self._frame().items()]
         if self.digests is not None:
             files = ",\n".join(f"  {line}" for line in _digest_lines(self.digests))
@@ -179,7 +183,7 @@ class Manifest:
         return "{\n" + ",\n".join((*frame, f' "entries": [\n{entries}\n ]')) + "\n}\n"
 
     def _frame(self) -> dict[str, Any]:
-        """All but the entries, and the digests of tensors."""
+        """Return all but the entries and the digests of tensors."""
         return {
             "schema_version": _WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
             **encode(self.description),
@@ -192,17 +196,9 @@ class Manifest:
             **({} if self.digests is None else {"text_digests": dict(self.digests.texts)}),
         }
 
-    def certified(self, certificate: Certificate) -> Manifest:
-        """This manifest with a certificate."""
-        return replace(self, certificate=certificate)
-
-    def finished(self) -> Manifest:
-        """This manifest, marked as complete."""
-        return replace(self, is_complete=True)
-
     @classmethod
     def read(cls, directory: Path, *, name: str = MANIFEST_NAME) -> Manifest:
-        """Read the manifest of a capture directory, or another of that form beside it.
+        """Read the manifest of a capture directory, or one of a rank beside it.
 
         Raises:
             CaptureError: The directory holds no manifest, or one that this version cannot read.
@@ -252,7 +248,7 @@ class Manifest:
 
     @staticmethod
     def is_in(directory: Path) -> bool:
-        """Whether a directory holds a manifest of mm2's, whole or damaged, rather than others' files."""
+        """Decide whether a directory holds a manifest of mm2, whole or damaged."""
         try:
             return _is_own(json.loads((directory / MANIFEST_NAME).read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -262,19 +258,19 @@ class Manifest:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16."""
+    """Return the name of a dtype, `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def describe_tensor(tensor: torch.Tensor) -> TensorDigest:
-    """Dtype, shape and sha256 of a CPU tensor."""
+    """Describe a CPU tensor by dtype, shape and sha256."""
     return TensorDigest(
         dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=digest_tensor(tensor)
     )
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
-    """sha256 over the tensor's bytes in row-major order."""
+    """Return the sha256 over a tensor's bytes in row-major order."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy().data).hexdigest()
 
@@ -285,13 +281,13 @@ def _as_text(value: object) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _entry_text(entry: Entry) -> str:
-    """Made once: an entry never changes, and stands in the manifest of every layer after it."""
+    """Format once: an entry never changes, and every manifest after it repeats it."""
     return _as_text(encode(entry))
 
 
 @lru_cache(maxsize=1 << 10)
 def _file_text(file: FileDigests) -> str:
-    """Made once, as that of an entry is."""
+    """Format once, as an entry."""
     return f"{_as_text(file.file)}: {_as_text(encode(file))}"
 
 
@@ -317,7 +313,7 @@ def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the values that differ, without the outermost `provenance.`."""
+    """Return dotted names of the values that differ, without the outermost `provenance.`."""
     names = []
     for name in sorted({*mine, *theirs}):
         my_value, their_value = mine.get(name), theirs.get(name)
@@ -330,5 +326,5 @@ def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
 
 
 def _as_written(value: Any) -> str:
-    # A tuple and the list that JSON makes of it are the same.
+    # JSON makes a list of a tuple.
     return json.dumps(value, sort_keys=True)

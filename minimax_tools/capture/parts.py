@@ -1,34 +1,42 @@
-"""Parts: the manifests that the ranks of a run keep beside the capture's own, for a run that resumes theirs.
+"""Parts: manifests of the ranks that write one capture directory together, and files that other machines wrote.
 
-All ranks write their layers' tensors into one capture directory, but each lists them in a manifest of its own, so
-that nobody waits for anybody and whoever is killed has listed what it finished. What rank 0 merges when all are done
-it is told by the ranks themselves: a file of another machine may be seen late.
+Each rank lists its tensors in a manifest of its own, so no rank waits for another. A killed rank has listed all that
+it finished, and a later run resumes from there. When all ranks are done, they send rank 0 their manifests to merge:
+a network file system may show the files of another machine late. NFS may say for up to a minute that a file is not
+there. So a shared file is waited for, and identified by content: a lock by its owner, a tensor by its digest.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from minimax_tools.capture.digests import FileDigests
-from minimax_tools.capture.manifest import MANIFEST_NAME, Manifest
+from minimax_tools.capture.manifest import MANIFEST_NAME, Entry, Manifest
+from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import CaptureError
+from minimax_tools.machine.folder_lock import read_owner
 
 _STEM, _SUFFIX = MANIFEST_NAME.split(".")
 
 
 def part_name(rank: int) -> str:
-    """The name of a rank's manifest; rank 0 writes the capture's own."""
+    """Return the file name of a rank's manifest; rank 0 writes the capture's own."""
     return f"{_STEM}.rank{rank}.{_SUFFIX}" if rank else MANIFEST_NAME
 
 
 def merge_parts(directory: Path, manifest: Manifest) -> Manifest:
-    """A capture's manifest with what the parts beside it list; those of another capture, or damaged, do not count.
+    """Add to a capture's manifest the layers that parts beside it list.
+
+    Parts that are damaged or belong to another capture are left out.
 
     Args:
         directory: The capture directory.
-        manifest: The capture's own.
+        manifest: The capture's own manifest.
     """
     for path in _parts(directory):
         try:
@@ -41,7 +49,7 @@ def merge_parts(directory: Path, manifest: Manifest) -> Manifest:
 
 
 def manifest_with(manifest: Manifest, part: Manifest) -> Manifest:
-    """A manifest with what a part of the same capture lists beyond it."""
+    """Add to a manifest what a part of the same capture lists beyond it."""
     listed = {(entry.layer, entry.site) for entry in manifest.entries}
     new = [entry for entry in part.entries if (entry.layer, entry.site) not in listed]
     model = tuple(entry for entry in new if entry.layer is None)
@@ -63,7 +71,7 @@ def manifest_with(manifest: Manifest, part: Manifest) -> Manifest:
 
 
 def remove_parts(directory: Path) -> None:
-    """Remove the parts: the capture's own manifest holds them."""
+    """Remove the parts, once the capture's own manifest holds them."""
     for path in _parts(directory):
         path.unlink()
 
@@ -74,3 +82,73 @@ def _digests_of(part: Manifest, group: str) -> tuple[FileDigests, ...]:
 
 def _parts(directory: Path) -> Iterator[Path]:
     return iter(sorted(directory.glob(f"{_STEM}.rank*.{_SUFFIX}")))
+
+
+# NFS caches a directory for a minute at most by default.
+SETTLING_S = 75.0
+_POLL_S = 0.25
+
+
+def require_shared(directory: Path, owner: str, *, patience_s: float = SETTLING_S) -> None:
+    """Wait until `directory` shows the lock of this run.
+
+    Args:
+        directory: The capture directory.
+        owner: Owner of the run's lock.
+        patience_s: Longest time to wait, in seconds.
+
+    Raises:
+        CaptureError: The directory holds the lock of another run, or none.
+    """
+    deadline = time.monotonic() + patience_s
+    while (found := read_owner(directory)) != owner:
+        if time.monotonic() > deadline:
+            raise CaptureError(
+                f"{directory} is not the directory that rank 0 opened",
+                expected="the lock of this run in it",
+                found="none" if found is None else "that of another",
+                next_step="Give --output-dir a folder on a file system that all machines share.",
+            )
+        time.sleep(_POLL_S)
+
+
+def refuse_other_owner(directory: Path, owner: str) -> None:
+    """Raise if another run has taken the directory over.
+
+    Raises:
+        CaptureError: The directory holds the lock of another run.
+    """
+    found = read_owner(directory)
+    if found not in (owner, None):
+        raise CaptureError(
+            f"another run writes in {directory} now", next_step="Nothing: this one ended when its rank 0 did."
+        )
+
+
+def read_shared(
+    directory: Path, manifest: Manifest, entry: Entry, *, patience_s: float = SETTLING_S
+) -> torch.Tensor:
+    """Read the tensor of an entry that another rank wrote, and check its digest.
+
+    Args:
+        directory: The capture directory.
+        manifest: The capture's manifest.
+        entry: The tensor's entry.
+        patience_s: Longest time to wait for the file, in seconds.
+
+    Raises:
+        CaptureError: The file did not show in time.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return Capture(directory, manifest).read_entry(entry)
+        except CaptureError as error:
+            found = str(error)
+        if time.monotonic() > deadline:
+            raise CaptureError(
+                f"{entry.site} of layer {entry.layer} does not show in {directory}, where another rank wrote it",
+                found=found,
+                next_step="Check that all machines see the same folder, and run the same command again.",
+            )
+        time.sleep(_POLL_S)

@@ -1,7 +1,7 @@
-"""Proof: what is read of a capture, held against the digests that its manifest gives; each tensor once a process.
+"""Proof: tensors read from a capture, checked against the digests in its manifest, each once a process.
 
-A capture that an older mm2 wrote has no digests of its inputs, float32 twins and floors. Its inputs have one in the
-description; of the others the certificate's digests of whole files are used, where there is one.
+A capture of an older mm2 has no digests of its inputs, float32 twins and floors. Its inputs have one in the
+description. Twins and floors are checked by the certificate's digests of whole files, where there is a certificate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.metrics.pair_metrics import TensorStatistics
 from minimax_tools.model.sites import ModelSite, Site
 
-# A file's name, a tensor's, and which file that is: its inode, time and size.
+# Names of file and tensor, and the state of the file: inode, time and size.
 _Key = tuple[str, str, int, int, int]
 
 _CHUNK_BYTES = 1 << 24
@@ -34,7 +34,7 @@ _STATISTICS_TOLERANCE = 1e-4
 
 
 def file_state(path: Path) -> tuple[int, int, int]:
-    """Return what changes when a file is replaced or written: its inode, when it was modified, and its size in bytes.
+    """Return the state of a file, which changes when it is replaced or written: inode, time in ns, size in bytes.
 
     Raises:
         OSError: There is no such file.
@@ -44,11 +44,11 @@ def file_state(path: Path) -> tuple[int, int, int]:
 
 
 class Proof:
-    """Checks what is read of one capture.
+    """Checks of the tensors read from one capture.
 
     Args:
         directory: The capture directory.
-        manifest: What it should hold.
+        manifest: Its manifest.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -68,42 +68,42 @@ class Proof:
 
     @property
     def owner(self) -> str:
-        """The capture in words: which side of a comparison it is, and where it lies."""
+        """The capture in words, such as `the golden DIR`."""
         return f"the {'golden' if self._is_golden else 'device run'} {self._directory}"
 
     @property
     def next_step(self) -> str:
-        """Advice to somebody whose capture is damaged."""
+        """Advice for a damaged capture."""
         if self._is_golden:
             return "Copy the golden again from where it was made, or make it again: mm2-gpu extract-all."
         return "Copy the run again from where it was made, or run the port again: mm2-test sweep."
 
     @property
     def is_certified(self) -> bool:
-        """Return whether a certificate speaks of what the manifest lists."""
+        """True if a certificate belongs to the tensors that the manifest lists."""
         if self._is_certified is None:
             self._is_certified = self._manifest.is_certified
         return self._is_certified
 
     def check_entry(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Pass where a site's tensor is the one that its entry describes.
+        """Raise if a site's tensor is not the one that its entry describes.
 
         Raises:
-            CaptureError: It is another one.
+            CaptureError: The tensor differs.
         """
         self._once(self._key(entry.file, entry.site), lambda: self._check_entry(entry, tensor))
 
     def check_tensor(self, file: str, name: str, tensor: torch.Tensor, *, place: str) -> None:
-        """Pass where a tensor that no entry describes has its digest, or there is none to hold it against.
+        """Raise if a tensor without an entry does not have its digest.
 
         Args:
             file: The file's name.
             name: The tensor's name in it.
-            tensor: What was read.
+            tensor: The tensor.
             place: The tensor in words.
 
         Raises:
-            CaptureError: It is another one, or the manifest does not list it.
+            CaptureError: The tensor differs, or the manifest does not list it.
         """
         if self._manifest.digests is None:
             self._check_certified_file(file)
@@ -117,10 +117,10 @@ class Proof:
         self._once(self._key(file, name), lambda: self._check_digest(file, place, tensor, expected))
 
     def check_absent(self, file: str, name: str, *, place: str) -> None:
-        """Pass where the manifest does not list a tensor that its file lacks.
+        """Raise if the manifest lists a tensor that its file lacks.
 
         Raises:
-            CaptureError: It does.
+            CaptureError: The tensor is listed.
         """
         if (file, name) in self._digests:
             raise CaptureError(
@@ -129,14 +129,14 @@ class Proof:
             )
 
     def check_text(self, name: str, content: bytes | None) -> None:
-        """Pass where a JSON file has the digest that the manifest gives, or the manifest gives none at all.
+        """Raise if a JSON file does not have the digest in the manifest.
 
         Args:
             name: The file's name.
             content: Its bytes; None where there is no such file.
 
         Raises:
-            CaptureError: It is another one, or there is one too many or too few.
+            CaptureError: The file differs, is missing, or is not listed.
         """
         if self._manifest.digests is None:
             return
@@ -160,20 +160,20 @@ class Proof:
         golden: Entry | None,
         read_golden: Callable[[], tuple[torch.Tensor | None, torch.Tensor]],
     ) -> None:
-        """Pass where a float32 twin can be one: float32, of the golden's shape, finite where the golden is.
+        """Raise if a tensor cannot be a float32 twin: float32, of the golden's shape, finite where the golden is.
 
-        That of the experts is a choice: int64.
+        The twin of the chosen experts is int64.
 
         Args:
             site: The site.
-            twin: What was read.
+            twin: The tensor.
             place: The twin in words.
-            file: Where it lies.
-            golden: What the golden itself holds there; None where that was not captured.
-            read_golden: Gives that, and the mask, int64 [B,S]; called where the twin is not finite.
+            file: Its file's name.
+            golden: The golden's entry of the site; None where the site was not captured.
+            read_golden: Reads the golden's tensor and the mask, int64 [B,S]; called where the twin is not finite.
 
         Raises:
-            CaptureError: It cannot.
+            CaptureError: The tensor is no float32 twin.
         """
         key = self._key(file, f"{site} as a twin")
         if key in self._proved:
@@ -194,19 +194,19 @@ class Proof:
         self._proved.add(key)
 
     def _needs_statistics(self, entry: Entry) -> bool:
-        """Return whether only its statistics would show that a golden's tensor was changed along with its digest.
+        """Decide whether only statistics can show that a golden's tensor was changed along with its digest.
 
-        A certificate speaks of both; and where twins are kept, the floor tells.
+        With a certificate, the certificate shows it. With a twin, the noise floor does.
         """
         has_twin = self._manifest.description.noise_floor == "full" and entry.site not in _WITHOUT_TWIN
         return self._is_golden and not has_twin and not self.is_certified
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Check digests on a thread while the block goes on; it ends once all that was read in it is proved.
+        """Check digests on a thread while a block runs; the block ends when all that was read in it is checked.
 
         Raises:
-            CaptureError: Something is not what was written, whatever the block came to.
+            CaptureError: Something was damaged or changed after it was written, even if the block itself raised.
         """
         if self._hasher is not None:
             yield
@@ -222,7 +222,7 @@ class Proof:
                     self._proved.add(key)
 
     def _once(self, key: _Key, check: Callable[[], None]) -> None:
-        """Run a check that did not pass before: now, or on the thread."""
+        """Run a check that has not passed before: now, or on the thread."""
         if key in self._proved or key in self._pending:
             return
         if self._hasher is not None:
@@ -261,7 +261,7 @@ class Proof:
             )
 
     def _check_certified_file(self, file: str) -> None:
-        """Hold a whole file against its certificate, where it has one."""
+        """Check a whole file against its certificate, where there is one."""
         certificate = self._manifest.certificate
         if certificate is None or not self.is_certified:
             return
@@ -280,7 +280,7 @@ class Proof:
         self._once(self._key(file, ""), check)
 
     def _key(self, file: str, name: str) -> _Key:
-        """A tensor of a file as it is now: what replaces the file is checked again."""
+        """Return the key of a tensor in the file as it is now: a replaced file is checked again."""
         try:
             return file, name, *file_state(self._directory / file)
         except OSError as error:
@@ -290,7 +290,7 @@ class Proof:
 
 
 def digest_file(path: Path) -> str:
-    """sha256 over a file's bytes."""
+    """Return the sha256 over a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(_CHUNK_BYTES):
@@ -314,7 +314,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _count_wrong(
     site: Site | ModelSite, twin: torch.Tensor, golden: torch.Tensor | None, mask: torch.Tensor
 ) -> int:
-    """Values on real rows that are NaN or Inf in the twin alone."""
+    """Count values on real tokens that are NaN or Inf in the twin alone."""
     real = mask.bool()
     wrong = ~token_rows(twin, site)[real].isfinite()
     if golden is not None:
@@ -323,7 +323,7 @@ def _count_wrong(
 
 
 def _resembles(tensor: torch.Tensor, statistics: TensorStatistics) -> bool:
-    """Return whether a tensor has the extremes and the norm that were noted of it."""
+    """Decide whether a tensor has the extremes and the norm in its statistics."""
     if tensor.numel() == 0:
         return True
     low, high = (float(value) for value in tensor.aminmax())

@@ -1,10 +1,10 @@
-"""ReadRecord: what one node read of a checkpoint, written by a run and checked by `mm2-split verify`.
+"""ReadRecord: the tensors that one node read of a checkpoint, written by a run, checked by `mm2-split verify`.
 
 A run writes one file per rank, `read_records/{node}.json` in its capture directory, anew before each layer it writes:
 
     {"node": "a", "tensors": ["lm_head.weight", …], "bytes_read": 1024, "bytes_asked": 1024}
 
-| key | what it holds |
+| key | value |
 |---|---|
 | `node` | the node's name in the plan |
 | `tensors` | names of the tensors that were opened, each once |
@@ -14,10 +14,9 @@ A run writes one file per rank, `read_records/{node}.json` in its capture direct
 | `plan` | digest of the plan that the run went by; empty where none is known |
 
 A run that was killed and resumed has one record of all its attempts. A tensor's bytes count in `bytes_read` in the
-first attempt that read it, twice if it read it twice; whatever a later attempt reads of it counts in
-`bytes_read_again` alone. So `bytes_read` over the slice's size is 1 for a run that read everything once, however often
-it was killed, and what the killing cost stands beside it. What an attempt read that was killed before it wrote a layer
-is not known. Attempts by another plan are not added up: a capture that was begun by one has no whole record.
+first attempt that reads it, twice if that attempt reads it twice. Later attempts count in `bytes_read_again` alone.
+So `bytes_read` over the slice's size is 1 for a run that read everything once, however often it was killed. Bytes of
+an attempt that was killed before it wrote a layer are not known. Attempts by another plan are not added up.
 """
 
 from __future__ import annotations
@@ -36,16 +35,7 @@ RECORDS_FOLDER = "read_records"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRecord:
-    """What one node read.
-
-    Args:
-        node: Its name.
-        tensors: The tensors it opened, sorted.
-        bytes_read: Bytes that came from the files.
-        bytes_asked: Sizes of these tensors.
-        bytes_read_again: Bytes that a resumed run read of what an attempt before it had read.
-        plan: Digest of the plan.
-    """
+    """The tensors that one node read; the module's docstring describes the fields."""
 
     node: str
     tensors: tuple[str, ...]
@@ -56,7 +46,7 @@ class ReadRecord:
 
     @classmethod
     def of(cls, node: str, sizes: Mapping[str, int], *, bytes_read: int) -> ReadRecord:
-        """The record of a run that opened tensors of these sizes, in bytes by name."""
+        """Build the record of a run that opened tensors of these sizes, in bytes by name."""
         return cls(
             node=node,
             tensors=tuple(sorted(sizes)),
@@ -66,15 +56,15 @@ class ReadRecord:
 
     @classmethod
     def begun(cls, node: str, *, plan: str) -> ReadRecord:
-        """The record of a node that read nothing yet, of a run by the plan of this digest."""
+        """Begin the record of a node that has read nothing yet; `plan` is the digest of its plan."""
         return cls(node=node, tensors=(), bytes_read=0, bytes_asked=0, plan=plan)
 
     def followed_by(self, sizes: Mapping[str, int], bytes_read: Mapping[str, int]) -> ReadRecord:
-        """This record with what one more attempt read.
+        """Add the tensors that one more attempt read.
 
         Args:
-            sizes: Bytes of each tensor that the attempt opened, by name.
-            bytes_read: Bytes that it read of each, by name.
+            sizes: Size in bytes of each tensor that the attempt opened, by name.
+            bytes_read: Bytes that the attempt read of each, by name.
         """
         known = frozenset(self.tensors)
         new = sizes.keys() - known
@@ -88,10 +78,10 @@ class ReadRecord:
         )
 
     def write(self, folder: Path) -> Path:
-        """Write the record as `{node}.json` into a folder, which is made where there is none; gives its path.
+        """Write the record as `{node}.json` into a folder, made where it does not exist, and return its path.
 
         Raises:
-            CannotRunError: It cannot be written.
+            CannotRunError: The file cannot be written.
         """
         path = folder / f"{self.node}.json"
         try:
@@ -108,7 +98,7 @@ class ReadRecord:
 
     @classmethod
     def read(cls, path: Path) -> ReadRecord:
-        """Read a record that `write` wrote.
+        """Read a record.
 
         Raises:
             CannotRunError: The file is no such record.
@@ -122,17 +112,17 @@ class ReadRecord:
 
 
 def remove_records(directory: Path) -> None:
-    """Remove the records that lie in a capture directory."""
+    """Remove the records in a capture directory."""
     for path in (directory / RECORDS_FOLDER).glob("*.json"):
         path.unlink(missing_ok=True)
 
 
 def read_records(folder: Path, nodes: Iterable[str]) -> dict[str, ReadRecord]:
-    """The records that a folder holds for these nodes, by node.
+    """Read the records of these nodes from a folder, by node.
 
     Args:
-        folder: Of the records, or a capture directory that holds `read_records`.
-        nodes: Their names.
+        folder: The folder of the records, or a capture directory with `read_records` in it.
+        nodes: Names of the nodes.
 
     Raises:
         CannotRunError: A file is no record, or the record of another node.

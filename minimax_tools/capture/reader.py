@@ -1,6 +1,6 @@
-"""Capture: reads a capture directory; tensors are read when asked for, one at a time.
+"""Capture: a capture directory of mm2, opened for reading.
 
-Whatever is read is held against its digest first (see `proof`): a tensor that is returned is the one that was written.
+Tensors are read one at a time, and checked against their digests (see `proof`) before they are returned.
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ from safetensors import SafetensorError, safe_open
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.manifest import INPUTS_NAME, Description, Entry, Manifest
 from minimax_tools.capture.proof import Proof, file_state
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError, IncomparableError
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 
-# Of a layer: its sites, its twins and its floor; the inputs, and what lies outside the layers.
+# A layer has three files (sites, twins, floor), the model outside its layers too, and the inputs one.
 _MOST_OPEN = 8
-# To copy so much takes less than to map the file again.
+# Copying a tensor of this size takes less time than mapping its file again.
 _SMALL_BYTES = 2**20
 
 
-class Capture:
-    """A capture directory opened for reading."""
+class Capture(CaptureSource):
+    """A capture directory of mm2, opened for reading."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
-        self.manifest = manifest
+        self.is_complete = manifest.is_complete
+        self.certificate = manifest.certificate
+        self.observed_dtypes = manifest.observed_dtypes
+        self.digest_note = _word_missing_digests(manifest)
+        self._manifest = manifest
         self._entries = {(entry.layer, entry.site): entry for entry in manifest.entries}
         self._proof = Proof(directory, manifest)
         self._files = _OpenFiles(directory)
@@ -47,37 +53,33 @@ class Capture:
         return cls(directory, Manifest.read(directory))
 
     @property
-    def description(self) -> Description:
-        """What the capture is."""
-        return self.manifest.description
+    def manifest(self) -> Manifest:
+        """The capture's manifest."""
+        return self._manifest
+
+    @property
+    def known_description(self) -> Description:
+        """The run that made the capture."""
+        return self.description
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers stored whole, ascending."""
-        return self.manifest.complete_layers
-
-    @property
-    def known_description(self) -> Description | None:
-        """What the capture is; mm2's own captures always say."""
-        return self.description
+        return self._manifest.complete_layers
 
     @property
     def has_floor(self) -> bool:
-        """Whether the noise floor was measured beside it."""
+        """True if the noise floor was measured."""
         return self.description.noise_floor != "off"
 
     @property
-    def has_digests(self) -> bool:
-        """Return whether inputs, twins and floors have digests too; older captures have those of sites alone."""
-        return self.manifest.digests is not None
+    def has_void_certificate(self) -> bool:
+        """True where the certificate belongs to other tensors than the manifest lists."""
+        return self.certificate is not None and not self._proof.is_certified
 
     def refuse_void_certificate(self) -> None:
-        """Pass where there is no certificate, or it speaks of what the manifest lists.
-
-        Raises:
-            IncomparableError: The manifest was changed after the capture was certified.
-        """
-        if self.manifest.certificate is not None and not self._proof.is_certified:
+        """Raise if the manifest was changed after the capture was certified."""
+        if self.has_void_certificate:
             raise IncomparableError(
                 f"{self._proof.owner} was changed after it was certified: its certificate speaks of other tensors than "
                 "its manifest lists",
@@ -86,38 +88,35 @@ class Capture:
             )
 
     def proving_beside(self) -> AbstractContextManager[None]:
-        """Check digests on a thread while a block goes on, which ends once all that was read in it is proved.
-
-        Raises:
-            CaptureError: At its end: something is not what was written, whatever the block came to.
-        """
+        """Check digests on a thread while a block runs; the block ends when all that was read in it is checked."""
         return self._proof.beside()
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Sites stored for a layer, in execution order."""
+        """Return the sites stored for a layer, in execution order."""
         return tuple(site for site in Site if self.entry(layer, site) is not None)
 
     def model_sites(self) -> tuple[ModelSite, ...]:
-        """Sites stored outside the layers."""
+        """Return the sites stored outside the layers."""
         return tuple(site for site in ModelSite if (None, str(site)) in self._entries)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        """Sites that the run wanted and the port does not expose."""
+        """Return the sites that the run wanted and the port does not expose."""
         return self.manifest.not_exposed.get(layer, ())
 
-    def entry(self, layer: int, site: Site) -> Entry | None:
-        """The entry that holds a site; a layer's input may be the output of the layer before."""
+    def entry(self, layer: int | None, site: Site | ModelSite) -> Entry | None:
+        """Return the entry that holds a site; the input of a chained layer may be the output of the layer before."""
         found = self._entries.get((layer, str(site)))
-        if found is None and site is Site.INPUT and self.description.run.mode is Mode.CHAINED:
+        if (
+            found is None
+            and layer is not None
+            and site is Site.INPUT
+            and self.description.run.mode is Mode.CHAINED
+        ):
             return self._entries.get((layer - 1, str(Site.OUTPUT)))
         return found
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """A site's tensor on the CPU, in its stored dtype.
-
-        Raises:
-            CaptureError: The capture does not hold the site, or its file is missing or damaged.
-        """
+        """Read a site's tensor to the CPU, in its stored dtype."""
         entry = self.entry(layer, site)
         if entry is None:
             raise CaptureError(
@@ -127,12 +126,8 @@ class Capture:
         return self.read_entry(entry)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """The tensor of a site outside the layers.
-
-        Raises:
-            CaptureError: The run has none, or its file is missing or damaged.
-        """
-        entry = self._entries.get((None, str(site)))
+        """Read the tensor of a site outside the layers."""
+        entry = self.entry(None, site)
         if entry is None:
             raise CaptureError(
                 f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it."
@@ -140,51 +135,31 @@ class Capture:
         return self.read_entry(entry)
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """The float32 twin of a site; None where the floor was not kept whole.
-
-        Raises:
-            CaptureError: It is damaged, or no twin.
-        """
+        """Read the float32 twin of a site; None where the floor was not kept whole."""
         place = f"the float32 twin of {site} of layer {layer}"
         entry = None if site is Site.INPUT else self.entry(layer, site)
         return self._read_twin(f"layer_{layer}.fp32.safetensors", site, entry, place=place)
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """The float32 twin of a model site; None where there is none.
-
-        Raises:
-            CaptureError: It is damaged, or no twin.
-        """
-        entry = self._entries.get((None, str(site)))
+        """Read the float32 twin of a site outside the layers; None where there is none."""
+        entry = self.entry(None, site)
         return self._read_twin("model.fp32.safetensors", site, entry, place=f"the float32 twin of {site}")
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """One of a layer's floor statistics; None where the floor was not measured.
-
-        Raises:
-            CaptureError: It is damaged.
-        """
+        """Read a statistic of a layer's floor; None where the floor was not measured."""
         if not self.has_floor:
             return None
         file = f"layer_{layer}.floor.safetensors"
         return self._read_optional(file, name, place=f"the floor's {name} of layer {layer}")
 
     def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """One of the floor statistics of the model's sites; None where the floor was not measured.
-
-        Raises:
-            CaptureError: It is damaged.
-        """
+        """Read a statistic of the floor outside the layers; None where the floor was not measured."""
         if not self.has_floor:
             return None
         return self._read_optional("model.floor.safetensors", name, place=f"the floor's {name}")
 
     def read_inputs(self) -> Inputs:
-        """The token rows of the run.
-
-        Raises:
-            CaptureError: The file is missing or damaged.
-        """
+        """Read the token rows of the run, and check their digest."""
         inputs = Inputs(
             input_ids=self._read_input("input_ids"),
             attention_mask=self._read_input("attention_mask"),
@@ -202,38 +177,26 @@ class Capture:
             )
         return inputs
 
-    def read_attention_mask(self) -> torch.Tensor:
-        """int64 [B,S], 1 on real rows.
+    def read_input_ids(self) -> torch.Tensor:
+        """Read the token ids, int64 [B,S]."""
+        return self.read_inputs().input_ids
 
-        Raises:
-            CaptureError: The file is missing or damaged.
-        """
+    def read_attention_mask(self) -> torch.Tensor:
+        """Read the mask, int64 [B,S], 1 on real tokens."""
         return self.read_inputs().attention_mask
 
     def read_hidden_states(self) -> torch.Tensor | None:
-        """The hidden states [B,S,H] that the first layer was fed; None where they were made of the tokens.
-
-        Raises:
-            CaptureError: The file is missing or damaged.
-        """
+        """Read the hidden states [B,S,H] given to the first layer; None where they were made of the tokens."""
         return self._read_optional(INPUTS_NAME, "hidden_states", place="hidden_states")
 
     def read_generation(self) -> Generation | None:
-        """Return what was generated behind the prompts; None where nothing was.
-
-        Raises:
-            CaptureError: The file is damaged.
-        """
+        """Read the tokens generated after the prompts; None where there are none."""
         path = self.directory / GENERATION_NAME
         self._proof.check_text(GENERATION_NAME, path.read_bytes() if path.exists() else None)
         return Generation.read(self.directory)
 
     def read_entry(self, entry: Entry) -> torch.Tensor:
-        """The tensor of an entry of the manifest.
-
-        Raises:
-            CaptureError: Its file is missing or damaged, or holds another tensor than the manifest says.
-        """
+        """Read the tensor of an entry of the manifest."""
         tensor = self._fetch(entry.file, entry.site)
         if tensor is None:
             raise self._absent(entry.file, entry.site)
@@ -247,7 +210,7 @@ class Capture:
             return None
         twin = self._read_optional(file, str(site), place=place)
         if twin is None and entry is not None and site is not ModelSite.EMBEDDING:
-            # An older manifest does not list it; it kept the floor whole all the same.
+            # An older manifest does not list twins, yet a whole floor has one for every entry.
             raise self._absent(file, str(site), layer=entry.layer)
         if twin is not None:
             self._proof.check_twin(
@@ -270,7 +233,7 @@ class Capture:
         return tensor
 
     def _read_optional(self, file: str, name: str, *, place: str) -> torch.Tensor | None:
-        """A tensor that no entry describes; None where its file does not hold it, and need not."""
+        """Read a tensor that has no entry; None where its file does not hold it, and need not."""
         tensor = self._fetch(file, name)
         if tensor is None:
             self._proof.check_absent(file, name, place=place)
@@ -296,11 +259,21 @@ class Capture:
             ) from error
 
 
+def _word_missing_digests(manifest: Manifest) -> str:
+    """Name what an older mm2 stored without digests; empty where everything has one."""
+    if manifest.digests is not None:
+        return ""
+    is_golden = manifest.description.side == GOLDEN_SIDE
+    has_floor = manifest.description.noise_floor != "off"
+    parts = "twins and floors" if is_golden and has_floor else "what was fed and generated"
+    return f"digests of {parts}: none, made by an older mm2"
+
+
 class _OpenFiles:
-    """The safetensors files of a directory that were read last, each open as long as it is the same file.
+    """The last safetensors files read from a directory, each kept open until the file is replaced.
 
     Args:
-        directory: Where they lie.
+        directory: Their folder.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -308,7 +281,7 @@ class _OpenFiles:
         self._opened: OrderedDict[str, tuple[tuple[int, ...], Any, frozenset[str]]] = OrderedDict()
 
     def read(self, file: str, name: str) -> torch.Tensor | None:
-        """A tensor; None where the file holds none of that name.
+        """Read a tensor; None where the file holds none of that name.
 
         Raises:
             OSError: There is no such file, or it cannot be read.
@@ -329,6 +302,6 @@ class _OpenFiles:
         tensor: torch.Tensor = opened.get_tensor(name)
         if tensor.nbytes <= _SMALL_BYTES:
             return tensor.clone()
-        # What is read twice from one mapping is one memory, which a caller may change.
+        # Two reads from one mapping share memory, which a caller may change.
         anew: Any = safe_open(path, framework="pt")
         return cast("torch.Tensor", anew.get_tensor(name))

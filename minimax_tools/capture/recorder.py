@@ -1,4 +1,4 @@
-"""Recorder: keeps the tensors at a module's sites while it runs, or feeds others in their place."""
+"""Recorder: hooks that keep the tensors at a module's sites while it runs, or replace them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Keep = Callable[[torch.Tensor], torch.Tensor]
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU that later in-place operations cannot reach."""
+    """Copy a tensor to the CPU, out of reach of later in-place operations."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def copy_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that stays where it is: a lazy device's graph is not cut."""
+    """Copy a tensor on its device, which leaves the graph of a lazy device whole."""
     return tensor.detach().clone()
 
 
@@ -30,10 +30,9 @@ class Recorder:
 
     Args:
         module: The module whose sites are recorded.
-        taps: Where each site shows.
-        keep: How a tensor is kept when its hook fires.
-        feeds: Tensors to feed at some sites instead of what the module computes there; reshaped and cast
-            to what they replace.
+        taps: The place of each site.
+        keep: Function that copies a tensor when its hook fires.
+        feeds: Tensors that replace the module's own at some sites, in the shape and dtype of those.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Recorder:
         self.tensors[site] = self._keep(tensor)
 
     def __enter__(self) -> Recorder:
-        # All are looked up before the first hook is made: a missing one leaves none behind.
+        # Look up all submodules before the first hook: a missing one leaves no hooks behind.
         submodules = {site: self._module.get_submodule(tap.path) for site, tap in self._taps.items()}
         for site, tap in self._taps.items():
             self._handles.append(self._hook(submodules[site], site, tap))
@@ -92,7 +91,7 @@ class Recorder:
         return hook
 
     def _visit(self, site: Site, tap: Tap, value: Any) -> Any:
-        """Record the tapped tensor; the value to go on with where one is fed, else None."""
+        """Record the tapped tensor; return the replaced value, or None where nothing replaces it."""
         found = tap.pick(value)
         if found is None:
             return None
@@ -106,11 +105,11 @@ class Recorder:
 
 
 def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
-    """A site's [B·S, …] as [B, S, …]; any other shape as it is, for the comparison to judge.
+    """Reshape a site's [B·S, …] to [B, S, …]; any other shape stays, for the comparison to judge.
 
     Args:
         site: The site.
-        tensor: As a submodule gave it.
+        tensor: The submodule's tensor.
         batch_shape: B and S.
     """
     if site.has_heads_dim:

@@ -1,4 +1,4 @@
-"""Resumption: whether a capture that a killed run left behind can be gone on with, and its removal if not."""
+"""Resumption: find out whether a killed run's capture can be resumed, and remove it if not."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HiddenStates = torch.Tensor | Callable[[], torch.Tensor] | None
 def find_resumable(
     directory: Path, description: Description, *, hidden_states: HiddenStates
 ) -> Manifest | None:
-    """The manifest to go on from; None where the directory must be begun anew, and the log says why.
+    """Return the manifest to resume from; None where the directory must be begun anew, for a reason that is logged.
 
     Args:
         directory: The capture directory.
-        description: The capture that is to be written.
-        hidden_states: The first layer's input, where that is not made of the tokens; or what makes it, and is
-            not called: what is stored counts where the first layer was fed it.
+        description: The capture to write.
+        hidden_states: The first layer's input, where it is not made of the tokens. A function is not called: the
+            stored hidden states are compared with the stored input of the first layer.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None
@@ -51,10 +51,10 @@ def find_resumable(
 
 
 def clear_capture(directory: Path) -> None:
-    """Remove the capture that lies in `directory`, if one does.
+    """Remove the capture in `directory`, if there is one.
 
     Raises:
-        CaptureError: Something else lies there; it is left alone.
+        CaptureError: The directory holds other files; they are left alone.
     """
     present = [path for path in directory.iterdir() if path.name != LOCK_NAME and not is_temporary(path)]
     if not present:
@@ -65,7 +65,7 @@ def clear_capture(directory: Path) -> None:
             found=", ".join(sorted(path.name for path in present)[:3]),
             next_step="Choose another --output-dir.",
         )
-    # The manifest goes last: a run that is killed here leaves a capture still.
+    # The manifest goes last: a run killed here still leaves a directory that is known as a capture.
     for path in sorted(present, key=lambda path: path.name == MANIFEST_NAME):
         if path.is_file() and path.suffix in (".safetensors", ".json"):
             path.unlink()
@@ -74,7 +74,7 @@ def clear_capture(directory: Path) -> None:
 def _obstacle(
     directory: Path, manifest: Manifest, description: Description, hidden_states: HiddenStates
 ) -> str | None:
-    """Why the capture that lies there cannot be resumed; None where it can."""
+    """Return the reason why the capture there cannot be resumed; None where it can."""
     differing = manifest.description.differences(description)
     if differing:
         return f"the capture there has other {', '.join(differing)}"

@@ -1,70 +1,238 @@
-"""CaptureSource: what a comparison asks of a capture, whoever wrote it."""
+"""CaptureSource: a readable capture, whichever tool wrote it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
 
 import torch
 
-from minimax_tools.capture.manifest import Description
+from minimax_tools.capture.certificate import Certificate
+from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.manifest import Description, Entry, Manifest
+from minimax_tools.errors import IncomparableError
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
+_NO_DIGESTS = "its layout has no digests; that its files are as they were written was not checked"
 
-class CaptureSource(Protocol):
-    """A readable capture; `Capture` is mm2's own, `LegacyCapture` reads the seeds' files."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTensor:
+    """A tensor of another tool's dump, in all layers, passes and ranks.
+
+    Args:
+        name: Its place as a map has it, with `{layer}` for the layer's number.
+        layers: Layers that hold it, ascending.
+        shapes: Its shapes, each once.
+        dtypes: Its dtypes, each once.
+        steps: Passes that hold it.
+        ranks: Ranks that wrote it, ascending.
+        sites: Sites that it maps to.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    steps: tuple[str, ...]
+    ranks: tuple[int, ...]
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpListing:
+    """Contents of another tool's dump.
+
+    Args:
+        format: Name of its layout.
+        steps: Labels of its forward passes.
+        passes: Passes that are read; those of an inner tuple follow each other for the same prompts.
+        num_ranks: Ranks that the port was divided among.
+        tensors: Its tensors.
+        unmapped: Modules that map to no site, with `{layer}` for the layer's number.
+    """
+
+    format: str
+    steps: tuple[str, ...]
+    passes: tuple[tuple[str, ...], ...]
+    num_ranks: int
+    tensors: tuple[ListedTensor, ...]
+    unmapped: tuple[str, ...]
+
+
+class CaptureSource(ABC):
+    """A capture opened for reading; layouts that do not record something keep the answer given here.
+
+    All methods that read raise CaptureError where a file is missing or damaged, or does not hold what must be there.
+
+    Attributes:
+        directory: Its folder.
+        is_complete: False where the run has not come to its end.
+        certificate: Checks that the golden passed; None where it was not certified.
+        observed_dtypes: Dtypes of the router's gate and correction bias as the port loaded them.
+        notes: How the files were read, for the reader of a comparison.
+        digest_note: What was read without a digest to check it; empty where all of it has one.
+        has_checked_tokens: True where the token ids were found equal to those of the other side.
+        may_omit_inputs: True where modules that compute a layer's input may be missing from the capture.
+    """
+
+    directory: Path
+    is_complete: bool = True
+    certificate: Certificate | None = None
+    observed_dtypes: Mapping[str, str] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
+    digest_note: str = _NO_DIGESTS
+    has_checked_tokens: bool = False
+    may_omit_inputs: bool = False
 
     @property
-    def directory(self) -> Path:
-        """Where the capture lies."""
-
-    @property
-    def known_description(self) -> Description | None:
-        """What made the capture; None where its layout does not say."""
-
-    @property
+    @abstractmethod
     def layers(self) -> tuple[int, ...]:
         """Layers that the capture holds, ascending."""
 
+    @abstractmethod
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """Sites stored for a layer, in execution order; an input may be the output of the layer before."""
+        """Return the sites held of a layer, in execution order; its input may be the output of the layer before."""
 
+    @abstractmethod
     def model_sites(self) -> tuple[ModelSite, ...]:
-        """Sites stored outside the layers."""
+        """Return the sites held outside the layers."""
+
+    @abstractmethod
+    def read(self, layer: int, site: Site) -> torch.Tensor:
+        """Read a site's tensor to the CPU, in its stored dtype."""
+
+    @abstractmethod
+    def read_model(self, site: ModelSite) -> torch.Tensor:
+        """Read the tensor of a site outside the layers."""
+
+    @abstractmethod
+    def read_attention_mask(self) -> torch.Tensor | None:
+        """Read the mask, int64 [B,S], 1 on real tokens; None where the layout does not keep it: all are real then."""
+
+    @property
+    def known_description(self) -> Description | None:
+        """The run that made the capture; None where the layout does not say."""
+        return None
+
+    @property
+    def description(self) -> Description:
+        """The run that made the capture.
+
+        Raises:
+            IncomparableError: The layout does not say.
+        """
+        return self.manifest.description
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of a capture that mm2 wrote.
+
+        Raises:
+            IncomparableError: Another tool wrote it.
+        """
+        raise self._undescribed()
+
+    @property
+    def has_void_certificate(self) -> bool:
+        """True where the capture was changed after it was certified."""
+        return False
+
+    def refuse_void_certificate(self) -> None:
+        """Raise if the capture was changed after it was certified.
+
+        Raises:
+            IncomparableError: The certificate belongs to other tensors than the manifest lists.
+        """
+        return
+
+    def proving_beside(self) -> AbstractContextManager[None]:
+        """Check digests on a thread while a block runs; the block ends when all that was read in it is checked.
+
+        Raises:
+            CaptureError: At the end of the block: something was damaged or changed after it was written.
+        """
+        return nullcontext()
+
+    def listing(self) -> DumpListing | None:
+        """List the tensors of another tool's dump; None for a capture whose tensors are named by their sites."""
+        return None
+
+    def laid_out_as(self, other: CaptureSource) -> CaptureSource:
+        """Return this capture laid out as the batch of another; one that keeps its padding stays as it is.
+
+        Raises:
+            IncomparableError: The prompts are of other lengths or tokens.
+            CaptureError: A file is damaged.
+        """
+        return self
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        """Sites that the run wanted and the port does not expose."""
+        """Return the sites that the run wanted and the port does not expose."""
+        return ()
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
-        """A site's tensor on the CPU, in its stored dtype; CaptureError where there is none."""
+    def entry(self, layer: int | None, site: Site | ModelSite) -> Entry | None:
+        """Return the manifest's entry of a site; None where there is none."""
+        return None
+
+    def held_rows(self, site: ModelSite) -> torch.Tensor | None:
+        """Return the places at which a site outside the layers is held, bool [B,S]; None for all real tokens."""
+        return None
+
+    def read_inputs(self) -> Inputs:
+        """Read the token rows.
+
+        Raises:
+            IncomparableError: The layout does not keep them.
+            CaptureError: The file is missing or damaged.
+        """
+        raise self._undescribed()
+
+    def read_hidden_states(self) -> torch.Tensor | None:
+        """Read the hidden states [B,S,H] given to the first layer; None where they were made of the tokens."""
+        return None
+
+    def read_entry(self, entry: Entry) -> torch.Tensor:
+        """Read the tensor of an entry of the manifest.
+
+        Raises:
+            IncomparableError: The layout has no manifest.
+            CaptureError: The file is missing or damaged, or holds another tensor than the manifest says.
+        """
+        raise self._undescribed()
+
+    def read_input_ids(self) -> torch.Tensor | None:
+        """Read the token ids, int64 [B,S]; None where the capture does not hold them."""
+        return None
+
+    def read_generation(self) -> Generation | None:
+        """Read the tokens generated after the prompts; None where there are none."""
+        return None
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """The float32 twin of a site, where the floor was kept whole."""
-
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """One of a layer's floor statistics, where the floor was measured."""
-
-    def read_model(self, site: ModelSite) -> torch.Tensor:
-        """The tensor of a site outside the layers; CaptureError where there is none."""
-
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """The float32 twin of a model site, where the floor was kept whole."""
-
-    def read_attention_mask(self) -> torch.Tensor | None:
-        """int64 [B,S], 1 on real rows; None where the layout does not keep it (every row is real then)."""
-
-
-class WithoutFloor:
-    """What a capture of a layout that keeps no noise floor gives of it: nothing."""
-
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """None."""
+        """Read the float32 twin of a site; None where the noise floor was not kept whole."""
         return None
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """None."""
+        """Read the float32 twin of a site outside the layers; None where the noise floor was not kept whole."""
         return None
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """None."""
+        """Read one statistic of a layer's noise floor; None where the floor was not measured."""
         return None
+
+    def read_model_floor(self, name: str) -> torch.Tensor | None:
+        """Read one statistic of the noise floor outside the layers; None where the floor was not measured."""
+        return None
+
+    def _undescribed(self) -> IncomparableError:
+        return IncomparableError(
+            f"{self.directory} does not say which model and tokens it is of",
+            expected="a golden of mm2's own",
+            next_step="Capture one: mm2-gpu extract-all --model DIR.",
+        )

@@ -1,4 +1,4 @@
-"""Where captures lie: <captures>/<side>/<run>, and which of them is the newest."""
+"""Store: the folders of captures, `<captures>/<side>/<run>`, and the newest capture of a side."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _COMMANDS = {
 
 
 def capture_directory(captures: Path, side: str, run_name: str) -> Path:
-    """The directory of a run under the captures folder."""
+    """Return the directory of a run under the captures folder."""
     return captures / side / run_name
 
 
 def newest_capture(captures: Path, side: str) -> Path:
-    """The capture of that side whose manifest was written last.
+    """Return the capture of a side whose manifest was written last.
 
     Raises:
         CaptureError: There is none.

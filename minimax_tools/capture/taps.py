@@ -1,4 +1,4 @@
-"""Tap: where in a module tree a site shows, written `"path"`, `"path:input"` or `"path:output[1]"`."""
+"""Tap: the place of a site in a module tree, written `"path"`, `"path:input"` or `"path:output[1]"`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NOTATION = re.compile(r"(?P<path>[\w.]*)(:(?P<point>input|output)(\[(?P<index>\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tap:
-    """One element of a submodule's positional inputs or of its outputs.
+    """An input or output of a submodule.
 
     Args:
         path: Path of the submodule; empty for the module itself.
         point: `input` or `output`.
-        index: Which element, where there are several.
+        index: Index among several inputs or outputs.
     """
 
     path: str
@@ -44,13 +44,13 @@ class Tap:
         return cls(path=match["path"], point=match["point"] or "output", index=int(match["index"] or 0))
 
     def pick(self, value: Any) -> torch.Tensor | None:
-        """The tapped tensor among a submodule's inputs or outputs; None where there is no such tensor."""
+        """Return the tapped tensor among a submodule's inputs or outputs; None where there is no such tensor."""
         elements = value if isinstance(value, (tuple, list)) else (value,)
         found = elements[self.index] if self.index < len(elements) else None
         return found if isinstance(found, torch.Tensor) else None
 
     def put(self, value: Any, tensor: torch.Tensor) -> Any:
-        """`value` with the tapped element replaced."""
+        """Return `value` with the tapped element replaced."""
         if not isinstance(value, (tuple, list)):
             return tensor
         elements = list(value)
@@ -62,10 +62,10 @@ class Tap:
 
 
 def verify_taps(module: torch.nn.Module, taps: Mapping[Any, Tap]) -> None:
-    """Check that every tapped submodule exists.
+    """Raise if a tapped submodule does not exist.
 
     Raises:
-        TargetError: Some do not; all are named.
+        TargetError: Some do not exist; the message names all of them.
     """
     present = dict(module.named_modules())
     missing = [f"{site}: {tap.path!r}" for site, tap in taps.items() if tap.path not in present]

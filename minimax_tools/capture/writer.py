@@ -34,12 +34,12 @@ from minimax_tools.model.sites import ModelSite, Site
 
 
 class CaptureWriter:
-    """A capture directory being written; made by `open_capture`.
+    """A capture directory being written, as `open_capture` opens it.
 
     Args:
         directory: The capture directory.
-        manifest: What is in it already.
-        manifest_name: The file to list everything in; that of a rank where several write (see `parts`).
+        manifest: Its contents so far.
+        manifest_name: File name of the manifest; each rank has its own where several write (see `parts`).
     """
 
     def __init__(self, directory: Path, manifest: Manifest, *, manifest_name: str = MANIFEST_NAME) -> None:
@@ -54,7 +54,7 @@ class CaptureWriter:
 
     @property
     def has_model_sites(self) -> bool:
-        """Whether the sites outside the layers are already stored."""
+        """True if the sites outside the layers are already stored."""
         return any(entry.layer is None for entry in self.manifest.entries)
 
     def write_layer(
@@ -67,14 +67,14 @@ class CaptureWriter:
         not_exposed: tuple[Site, ...] = (),
         observed_dtypes: Mapping[str, str] | None = None,
     ) -> None:
-        """Store one whole layer; nothing of it is visible until all of it is.
+        """Store one whole layer; readers see nothing of it until all of it is written.
 
         Args:
             layer: The layer's number.
             tensors: CPU tensors by site.
             twin: Float32 twins by site, where the noise floor is kept whole.
-            floor: Per-token floor statistics by name (see `minimax_tools.metrics.noise_floor`).
-            not_exposed: Sites that were wanted and are not exposed.
+            floor: Statistics of the noise floor by name (see `minimax_tools.metrics.noise_floor`).
+            not_exposed: Sites that the run wanted and the port does not expose.
             observed_dtypes: Dtypes of the router's gate and correction bias as they were loaded.
 
         Raises:
@@ -99,7 +99,7 @@ class CaptureWriter:
         twin: Mapping[ModelSite, torch.Tensor] | None = None,
         floor: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Store the sites outside the layers; the arguments are those of `write_layer`.
+        """Store the sites outside the layers; for the arguments see `write_layer`.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
@@ -109,27 +109,27 @@ class CaptureWriter:
         self._update(self.manifest.with_model(entries, digests))
 
     def add_part(self, part: Manifest) -> None:
-        """List what another rank of the run wrote."""
+        """List the tensors that another rank of the run wrote."""
         self._update(manifest_with(self.manifest, part))
 
     def finish(self) -> None:
         """Mark the capture as complete."""
-        self._update(self.manifest.finished())
+        self._update(replace(self.manifest, is_complete=True))
         remove_parts(self.directory)
 
     def read_layer_output(self, layer: int) -> torch.Tensor:
-        """The output [B,S,H] of a layer that is already stored."""
+        """Read the output [B,S,H] of a stored layer."""
         return Capture(self.directory, self.manifest).read(layer, Site.OUTPUT)
 
     def read_layer_input(self, layer: int) -> torch.Tensor:
-        """The input [B,S,H] of a layer that is already stored."""
+        """Read the input [B,S,H] of a stored layer."""
         return Capture(self.directory, self.manifest).read(layer, Site.INPUT)
 
     def read_hidden_states(self) -> torch.Tensor:
-        """The hidden states [B,S,H] that `write_inputs` stored.
+        """Read the hidden states [B,S,H] that `write_inputs` stored.
 
         Raises:
-            CaptureError: It stored none, or the file is damaged.
+            CaptureError: There are none, or the file is damaged.
         """
         stored = Capture(self.directory, self.manifest).read_hidden_states()
         if stored is None:
@@ -140,11 +140,8 @@ class CaptureWriter:
         """Store a JSON file beside the tensors, and its digest."""
         text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         self._write_text(name, text)
-        self._update(
-            self.manifest.with_digests(
-                self._digests.with_text(name, hashlib.sha256(text.encode()).hexdigest())
-            )
-        )
+        digests = self._digests.with_text(name, hashlib.sha256(text.encode()).hexdigest())
+        self._update(replace(self.manifest, digests=digests))
 
     def write_inputs(self, inputs: Inputs, hidden_states: torch.Tensor | None) -> None:
         """Store the token rows, and the hidden states [B,S,H] of a run that starts in mid-model."""
@@ -152,7 +149,7 @@ class CaptureWriter:
         written = self._write(INPUTS_NAME, {**inputs.tensors(), **extra})
         digests = self._digests.with_files([written])
         if digests != self._digests:
-            self._update(self.manifest.with_digests(digests))
+            self._update(replace(self.manifest, digests=digests))
 
     @property
     def _digests(self) -> Digests:
@@ -168,7 +165,7 @@ class CaptureWriter:
         twin: Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor] | None,
         floor: Mapping[str, torch.Tensor] | None,
     ) -> tuple[tuple[Entry, ...], list[FileDigests]]:
-        """Write what belongs together, what the manifest lists last; return its entries, and digests of the others."""
+        """Write twins, floor and sites, in this order; return entries of the sites and digests of the others."""
         digests = []
         if twin is not None:
             twins = {str(site): tensor for site, tensor in twin.items()}
@@ -181,7 +178,7 @@ class CaptureWriter:
         return entries, digests
 
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> FileDigests:
-        """Write a file whose tensors are no site's values, and return their digests."""
+        """Write a file whose tensors have no entries, and return their digests."""
         self._save(name, tensors)
         return FileDigests.of(name, {key: describe_tensor(tensor) for key, tensor in tensors.items()})
 
@@ -209,15 +206,15 @@ def open_capture(
     hidden_states: HiddenStates = None,
     owner: str = "",
 ) -> Iterator[CaptureWriter]:
-    """Open `directory` for writing: resumed where it holds the same capture unfinished, else begun anew.
+    """Open `directory` for writing: resume the same capture where it is unfinished, else begin anew.
 
     Args:
         directory: The capture directory; made where it does not exist.
-        description: What will be written.
+        description: The capture to write.
         inputs: The token rows.
-        hidden_states: [B,S,H], the first layer's input where that is not made of the tokens; or what makes it,
-            called where no layer is stored yet. The description must then tell all that it depends on.
-        owner: What names the run to other ranks that write along (see `lock.read_owner`).
+        hidden_states: [B,S,H], the first layer's input where it is not made of the tokens; or a function that makes
+            it, called where no layer is stored yet. The description must then tell all that it depends on.
+        owner: Name of the run, by which other ranks know its lock (see `folder_lock.read_owner`).
 
     Raises:
         CaptureError: Another process writes there, the directory holds something else, or the disk is full.
@@ -228,13 +225,13 @@ def open_capture(
             clear_capture(directory)
             manifest = Manifest(description=description)
         if not manifest.complete_layers:
-            # Of runs that this one does not go on with.
+            # Records of a run that is not resumed.
             remove_records(directory)
         remove_temporaries(directory)
-        # What is written to is certified at its end.
+        # A capture that changes loses its certificate; it is certified again at its end.
         writer = CaptureWriter(directory, replace(manifest, certificate=None))
         manifest = writer.manifest
-        # The manifest comes first: what it lies in is a capture, however early the run is killed.
+        # The manifest comes first: a run killed at once leaves a directory that is known as a capture.
         writer._update(manifest)
         remove_parts(directory)
         if callable(hidden_states):
@@ -244,15 +241,15 @@ def open_capture(
 
 
 def store_certificate(directory: Path, certificate: Certificate) -> Manifest:
-    """Put a certificate into the manifest of a finished capture, in place of one before; nothing else changes.
+    """Put a certificate into the manifest of a finished capture, in place of an earlier one.
 
     Raises:
         CaptureError: There is no capture, another run writes there, or the disk is full.
     """
-    # Before the directory is locked: that would make it.
+    # Read first: locking would make a directory that does not exist.
     Manifest.read(directory)
     with locked_directory(directory):
-        manifest = Manifest.read(directory).certified(certificate)
+        manifest = replace(Manifest.read(directory), certificate=certificate)
         with replacing(directory / MANIFEST_NAME) as temporary:
             temporary.write_text(manifest.as_text(), encoding="utf-8")
     return manifest

@@ -1,11 +1,28 @@
-"""Captures of other tools, read as mm2's own are: nothing in their files is ever called.
+"""Dumps: captures of other tools, read as mm2's own are; no code in their files runs.
 
-- `formats` knows the tools: `nxdi`, `vllm_neuron`, `msprobe`, `sglang` and `model_debugger` (transformers'); each lists
-  a directory's tensors as a `piece` from names and headers, which `tensor_file` reads
-- `place` says where a site lies in such a dump, `usual_names` are the places of MiniMax-M2's sites, and `name_map` is a
-  user's YAML; `finder` looks for them among a dump's pieces, `findings` are what it found, `notes` say what was left
-- `schedule` joins passes along the prompts where a tool tells of their tokens; `module_name` words a port's own names
-- `assembly` puts ranks' pieces and passes together, `rows` tells real tokens from padding;
-  `last_tokens` places rows that were computed for the tokens to sample from alone
-- `capture` is all that as a source of a comparison
+The path of the data: files, pieces, places of sites, rows of real tokens, one batch, a capture.
+
+- `opening`: any capture directory, opened by the layout that its files show
+- `formats`: the layouts of other tools
+- `nxdi`: captures of neuronx-distributed-inference
+- `vllm_neuron`: dumps of vLLM Neuron
+- `msprobe`: dumps of Ascend's msprobe
+- `sglang`: dumps of SGLang's dumper
+- `model_debugger`: traces of transformers' model debugger
+- `tensor_file`: `.pt` and safetensors files, listed and read
+- `piece`: a tensor of a dump, and a whole dump
+- `name_map`: a user's YAML about a dump
+- `place`: the place of a site, in the notation of a map
+- `usual_names`: places of MiniMax-M2's sites
+- `site_finder`: the sites found among a dump's pieces
+- `found_sites`: the result of that search
+- `schedule`: the tokens of each request in each pass
+- `rows`: real tokens taken out of tensors and laid out as a batch
+- `row_finder`: the rows that are real tokens
+- `last_tokens`: rows computed only for the tokens to sample from
+- `assembly`: pieces of ranks and passes put together
+- `placed_capture`: a capture whose sites have places in its files
+- `capture`: a dump as a capture
+- `legacy`: the `.pt` files of scripts before mm2 as a capture
+- `legacy_layout`: the tensors in such files
 """

@@ -1,4 +1,4 @@
-"""DumpAssembly: a site's real tokens from the pieces that ranks and passes left of it.
+"""DumpAssembly: a site's real tokens, put together from the pieces of ranks and passes.
 
 T real tokens of all prompts, F channels, N heads, D head_dim.
 """
@@ -12,8 +12,7 @@ from enum import Enum
 
 import torch
 
-from minimax_tools.dumps.findings import Findings, Found, Term
-from minimax_tools.dumps.piece import Dump
+from minimax_tools.dumps.found_sites import FoundSite, FoundSites, SiteTerm
 from minimax_tools.dumps.rows import TokenRows, join_passes, take_stretch
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.errors import CaptureError, TargetError
@@ -23,7 +22,7 @@ _NUM_NAMED = 4
 
 
 class Shape(str, Enum):
-    """What a tensor holds of each token."""
+    """Shape of a token's value in a tensor."""
 
     CHANNELS = "channels"  # [B,S,F]
     HEADS = "heads"  # [B,N,S,D]
@@ -32,25 +31,23 @@ class Shape(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpAssembly:
-    """Reads a dump's tensors, one site in memory at a time.
+    """The tensors of a dump, read one site at a time.
 
     Args:
-        dump: The dump.
-        findings: Where its sites lie.
+        found: The dump's sites.
     """
 
-    dump: Dump
-    findings: Findings
+    found: FoundSites
 
-    def whole(self, found: Found, step: str, *, what: str) -> torch.Tensor:
-        """What one pass holds of a site, padding included, in the shape that mm2 gives the site.
+    def whole(self, site: FoundSite, step: str, *, what: str) -> torch.Tensor:
+        """Read a site from one pass, padding included, in mm2's shape of the site.
 
         Raises:
-            CaptureError: A file is damaged, or the pieces are not what the map or the usual names say.
+            CaptureError: A file is damaged, or the pieces do not fit the map or the usual names.
         """
-        terms = [self._term(term, step, what=what) for term in found.terms]
-        if found.transpose:
-            terms = [_transposed(term, found.transpose, what=what) for term in terms]
+        terms = [self._term(term, step, what=what) for term in site.terms]
+        if site.transpose:
+            terms = [_transposed(term, site.transpose, what=what) for term in terms]
         if len(terms) == 1:
             return terms[0]
         if any(term.shape != terms[0].shape for term in terms):
@@ -60,27 +57,27 @@ class DumpAssembly:
                 found=", ".join(str(list(term.shape)) for term in terms),
                 next_step="Correct the sum in the map.",
             )
-        # As a kernel adds: in float32, and rounded once.
+        # Kernels add in float32 and round once.
         return torch.stack([term.to(torch.float32) for term in terms]).sum(dim=0).to(terms[0].dtype)
 
-    def tokens(self, found: Found, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
-        """A site's real tokens of all passes that are read: [T,F], [T,N,D] or [T].
+    def tokens(self, site: FoundSite, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
+        """Read a site's real tokens from all passes that are read: [T,F], [T,N,D] or [T].
 
         Raises:
-            CaptureError: As for `whole`, or nothing tells which rows are real.
+            CaptureError: A file is damaged, the pieces do not fit, or nothing tells which rows are real.
         """
         if rows.stretches:
-            return self._joined(found, rows, shape=shape, what=what)
-        groups = self.findings.passes
+            return self._joined(site, rows, shape=shape, what=what)
+        groups = self.found.passes
         if len(groups) not in (1, len(rows.lengths)):
             raise CaptureError(
-                f"{self.dump.directory}: which prompts the passes are of cannot be told",
+                f"{self.found.dump.directory}: which prompts the passes are of cannot be told",
                 expected=f"{len(rows.lengths)} passes, one for each prompt, or one for all",
                 found=f"{len(groups)}",
                 next_step="Name them as steps in a map: an inner list for passes that follow each other.",
             )
         try:
-            return self._one_by_one(found, rows, groups, shape=shape, what=what)
+            return self._one_by_one(site, rows, groups, shape=shape, what=what)
         except CaptureError as error:
             hint = self._how_to_join()
             if not hint:
@@ -90,28 +87,34 @@ class DumpAssembly:
             ) from error
 
     def _how_to_join(self) -> str:
-        """What to do about a dump of which passes are left; empty where all are read."""
-        if self.findings.not_joined:
-            return f"The passes could not be joined: {self.findings.not_joined}"
-        if not self.findings.left:
+        """Return the advice for a dump with passes that are not read; empty where all are read."""
+        if self.found.not_joined:
+            return f"The passes could not be joined: {self.found.not_joined}"
+        if not self.found.left:
             return ""
-        read = ", ".join(step for group in self.findings.passes for step in group)
-        joined = [*self.findings.passes[0], *self.findings.left][:_NUM_NAMED]
+        read = ", ".join(step for group in self.found.passes for step in group)
+        joined = [*self.found.passes[0], *self.found.left][:_NUM_NAMED]
         return (
             f"Of several passes {read} is read: steps in a map choose others, and joins those of a list, such as "
             f"steps: {[joined]}. Or run both sides on the same prompts."
         )
 
     def _one_by_one(
-        self, found: Found, rows: TokenRows, groups: tuple[tuple[str, ...], ...], *, shape: Shape, what: str
+        self,
+        site: FoundSite,
+        rows: TokenRows,
+        groups: tuple[tuple[str, ...], ...],
+        *,
+        shape: Shape,
+        what: str,
     ) -> torch.Tensor:
-        """The real tokens of passes that a map or the first pass's shape tells."""
+        """Read the real tokens of passes chosen by the map, or of the first pass."""
         parts = []
         for number, group in enumerate(groups):
             of_group = rows if len(groups) == 1 else rows.of_prompt(number)
             where = [f"{what} in pass {step}" for step in group]
             flat = [
-                _flattened(self.whole(found, step, what=place), shape, place)
+                _flattened(self.whole(site, step, what=place), shape, place)
                 for step, place in zip(group, where, strict=True)
             ]
             of_passes = of_group.in_passes([math.prod(tensor.shape[:-1]) for tensor, _ in flat])
@@ -122,32 +125,32 @@ class DumpAssembly:
             parts.append(join_passes(taken, [of_pass.lengths for of_pass in of_passes]))
         return torch.cat(parts)
 
-    def _joined(self, found: Found, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
-        """The real tokens of passes that tell whose rows they have; a pass's tensor is in memory once."""
+    def _joined(self, site: FoundSite, rows: TokenRows, *, shape: Shape, what: str) -> torch.Tensor:
+        """Read the real tokens of passes that record their requests, one pass in memory at a time."""
         wanted = [
             (prompt, stretch) for prompt, stretches in enumerate(rows.stretches) for stretch in stretches
         ]
-        num_rows = self.findings.schedule.num_rows if self.findings.schedule is not None else {}
+        num_rows = self.found.schedule.num_rows if self.found.schedule is not None else {}
         parts = {}
         for step in dict.fromkeys(stretch.step for _, stretch in wanted):
             where = f"{what} in pass {step}"
-            tensor, unflatten = _flattened(self.whole(found, step, what=where), shape, where)
+            tensor, unflatten = _flattened(self.whole(site, step, what=where), shape, where)
             for prompt, stretch in wanted:
                 if stretch.step == step:
                     taken = take_stretch(tensor, stretch, num_rows=num_rows.get(step), what=where)
                     parts[prompt, stretch.start] = unflatten(taken).clone()
         return torch.cat([parts[place] for place in sorted(parts)])
 
-    def _term(self, term: Term, step: str, *, what: str) -> torch.Tensor:
+    def _term(self, term: SiteTerm, step: str, *, what: str) -> torch.Tensor:
         pieces = {
             rank: term.place.cut(
-                read_tensor(self.dump.directory / piece.file, piece.keys), what=f"{what}, {piece.file}"
+                read_tensor(self.found.dump.directory / piece.file, piece.keys), what=f"{what}, {piece.file}"
             )
             for rank, piece in term.of_pass(step).items()
         }
         if not pieces:
             raise CaptureError(
-                f"{self.dump.directory} does not hold {what}",
+                f"{self.found.dump.directory} does not hold {what}",
                 found=f"passes {', '.join(sorted(term.steps))}",
                 next_step="Choose passes that hold the same modules (steps in a map), or capture again.",
             )
@@ -157,7 +160,7 @@ class DumpAssembly:
         are_equal = all(torch.equal(tensors[0], tensor) for tensor in tensors[1:])
         layout = Replicated() if are_equal and not term.is_declared else term.layout
         try:
-            return layout.assemble(tensors, what=f"{what} ({term.module} of {self.dump.directory})")
+            return layout.assemble(tensors, what=f"{what} ({term.module} of {self.found.dump.directory})")
         except TargetError as error:
             raise CaptureError(
                 error.what,
@@ -171,7 +174,7 @@ class DumpAssembly:
 def _flattened(
     tensor: torch.Tensor, shape: Shape, what: str
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """A tensor with what it holds of a token in one last dim, and how taken tokens [T,F] get their shape back."""
+    """Flatten a token's value into one last dim; return with it the function that restores its shape from [T,F]."""
     if shape is Shape.CHANNELS:
         return tensor, lambda taken: taken
     if shape is Shape.NUMBER:

@@ -1,4 +1,4 @@
-"""Formats: the layouts of other tools, and which of them a directory is of."""
+"""Formats: the layouts of other tools' dumps, recognised and read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RANK = "rank"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One tool's layout.
+    """The layout of one tool's dumps.
 
     Args:
-        name: As `--format` takes it.
+        name: Its name, a value of `--format`.
         layout: Its files in words, for messages.
-        recognises: Whether a folder is of it, from names alone.
-        read_dump: What a folder holds, from names and headers.
+        recognises: Decides by file names whether a folder has this layout.
+        read_dump: Lists the tensors of a folder by file names and headers.
     """
 
     name: str
@@ -39,20 +39,20 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         for tool in (nxdi, vllm_neuron, msprobe, sglang, model_debugger)
     }
 )
-# Tools that keep one rank's tensors: whoever lets each rank write into a folder of its own has them all.
+# These tools keep one rank's tensors. Users let each rank write into a folder of its own, rank0, rank1 and so on.
 _ONE_RANK = (nxdi.NAME, model_debugger.NAME)
 
 
 def find_format(directory: Path) -> Format | None:
-    """The format of a folder; None where it is of none of them."""
+    """Return the format of a folder; None where no format fits."""
     return next((format_ for format_ in FORMATS.values() if _is_of(directory, format_)), None)
 
 
 def read_dump(directory: Path, format_: Format) -> Dump:
-    """What a folder holds in that format.
+    """List the tensors of a folder in a format.
 
     Raises:
-        CaptureError: It is of another format, or a file is damaged.
+        CaptureError: The folder has another format, or a file is damaged.
     """
     if not directory.is_dir() or not _is_of(directory, format_):
         raise CaptureError(
@@ -75,13 +75,13 @@ def _is_of(directory: Path, format_: Format) -> bool:
 
 
 def _rank_folders(directory: Path) -> dict[int, Path]:
-    """Folders rank0, rank1 and so on, by rank."""
+    """Return the folders rank0, rank1 and so on, by rank."""
     numbered = {path.name.removeprefix(_RANK): path for path in directory.glob(f"{_RANK}*") if path.is_dir()}
     return {int(number): numbered[number] for number in sorted(numbered) if number.isdecimal()}
 
 
 def _joined(directory: Path, dumps: Mapping[int, Dump]) -> Dump:
-    """The dumps of several ranks as one."""
+    """Join the dumps of several ranks."""
     first = next(iter(dumps.values()))
     return replace(
         first,
@@ -93,7 +93,4 @@ def _joined(directory: Path, dumps: Mapping[int, Dump]) -> Dump:
         ),
         num_ranks=1 + max(dumps),
         is_one_rank=False,
-        without_tensor=tuple(
-            f"{_RANK}{rank}/{name}" for rank, dump in dumps.items() for name in dump.without_tensor
-        ),
     )

@@ -1,4 +1,4 @@
-"""LastTokens: rows that a dump holds of a model site which was computed for the tokens to sample from alone.
+"""Last tokens: the rows of a site outside the layers that was computed only for the tokens to sample from.
 
 B prompts, S their padded length, R rows of one pass, F channels.
 """
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 import torch
 
 from minimax_tools.dumps.assembly import DumpAssembly
-from minimax_tools.dumps.findings import Findings, Found
+from minimax_tools.dumps.found_sites import FoundSite, FoundSites
 from minimax_tools.dumps.rows import TokenRows
 from minimax_tools.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastToken:
-    """One row of a pass: the last token that the pass computed of a prompt.
+    """The last token of a prompt in one pass, which has a row of its own.
 
     Args:
         step: The pass's label.
-        row: Its row in the pass's tensor, which has `num_rows`.
-        num_rows: R.
+        row: Its row in the pass's tensor.
+        num_rows: R, the rows of that tensor.
         prompt: The prompt.
         position: The token's place among the prompt's real tokens.
     """
@@ -36,18 +36,26 @@ class LastToken:
     position: int
 
 
-def find_last_tokens(found: Found, findings: Findings, rows: TokenRows) -> tuple[LastToken, ...]:
+def is_partial(site: FoundSite, found: FoundSites, rows: TokenRows) -> bool:
+    """Decide whether a site holds fewer rows than the prompts have tokens."""
+    steps = {step for group in found.passes for step in group}
+    if rows.stretches:
+        steps = {stretch.step for stretches in rows.stretches for stretch in stretches}
+    return sum(_num_rows(site, step) for step in steps) < rows.num_tokens
+
+
+def find_last_tokens(site: FoundSite, found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
     """Return the rows whose tokens are known, from shapes alone.
 
-    A pass counts only where it holds one row for each prompt or request in it; none where that is not so.
+    A pass counts only where it holds exactly one row for each prompt or request in it.
     """
-    tokens = _scheduled(findings, rows) if rows.stretches else _unscheduled(findings, rows)
-    held = {step: _num_rows(found, step) for step in {token.step for token in tokens}}
+    tokens = _scheduled(found, rows) if rows.stretches else _unscheduled(found, rows)
+    held = {step: _num_rows(site, step) for step in {token.step for token in tokens}}
     return tuple(token for token in tokens if held[token.step] == token.num_rows)
 
 
 def held_rows(tokens: tuple[LastToken, ...], mask: torch.Tensor) -> torch.Tensor:
-    """Return which places of a batch these tokens take: bool [B,S] of a mask [B,S] of real tokens."""
+    """Return the places of these tokens in a batch, bool [B,S], given its mask [B,S] of real tokens."""
     held = torch.zeros_like(mask, dtype=torch.bool)
     for token in tokens:
         held[token.prompt, _place(token, mask)] = True
@@ -55,7 +63,7 @@ def held_rows(tokens: tuple[LastToken, ...], mask: torch.Tensor) -> torch.Tensor
 
 
 def read_last_tokens(
-    found: Found, tokens: tuple[LastToken, ...], *, assembly: DumpAssembly, mask: torch.Tensor, what: str
+    site: FoundSite, tokens: tuple[LastToken, ...], *, assembly: DumpAssembly, mask: torch.Tensor, what: str
 ) -> torch.Tensor:
     """Read the site as [B,S,F], zeros where the dump holds nothing.
 
@@ -64,7 +72,7 @@ def read_last_tokens(
     """
     batch: torch.Tensor | None = None
     for step in dict.fromkeys(token.step for token in tokens):
-        tensor = assembly.whole(found, step, what=f"{what} in pass {step}")
+        tensor = assembly.whole(site, step, what=f"{what} in pass {step}")
         flat = tensor.reshape(-1, tensor.shape[-1])
         batch = flat.new_zeros((*mask.shape, flat.shape[-1])) if batch is None else batch
         for token in tokens:
@@ -84,12 +92,12 @@ def _place(token: LastToken, mask: torch.Tensor) -> int:
     return int(mask[token.prompt].nonzero()[token.position, 0])
 
 
-def _scheduled(findings: Findings, rows: TokenRows) -> tuple[LastToken, ...]:
-    """The last token of each request in each pass, where the dump tells whose rows a pass has."""
-    schedule = findings.schedule
+def _scheduled(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
+    """Return the last token of each request in each pass, for passes that record their requests."""
+    schedule = found.schedule
     if schedule is None:
         return ()
-    # Another request's tokens may lie in the same pass: all of them have a row.
+    # Other requests in the same pass have a row too.
     of_pass: dict[str, list[int]] = {}
     whole: dict[tuple[str, int], int] = {}
     for stretches in schedule.stretches.values():
@@ -107,21 +115,21 @@ def _scheduled(findings: Findings, rows: TokenRows) -> tuple[LastToken, ...]:
         )
         for prompt, stretches in enumerate(rows.stretches)
         for stretch in stretches
-        # A request that went on in the pass has its row behind the prompt's last token.
+        # A request that goes on past the prompt in this pass has the row of a later token.
         if whole[stretch.step, stretch.row] == stretch.stop
     )
 
 
-def _unscheduled(findings: Findings, rows: TokenRows) -> tuple[LastToken, ...]:
-    """The last token of each prompt in passes that follow each other."""
-    groups = findings.passes
+def _unscheduled(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
+    """Return the last token of each prompt, in passes that follow each other."""
+    groups = found.passes
     if len(groups) not in (1, len(rows.lengths)):
         return ()
     return tuple(
         token
         for number, group in enumerate(groups)
         for token in _of_group(
-            findings,
+            found,
             group,
             rows if len(groups) == 1 else rows.of_prompt(number),
             first_prompt=0 if len(groups) == 1 else number,
@@ -130,9 +138,9 @@ def _unscheduled(findings: Findings, rows: TokenRows) -> tuple[LastToken, ...]:
 
 
 def _of_group(
-    findings: Findings, group: tuple[str, ...], rows: TokenRows, *, first_prompt: int
+    found: FoundSites, group: tuple[str, ...], rows: TokenRows, *, first_prompt: int
 ) -> Iterator[LastToken]:
-    counts = [_all_rows(findings, step) for step in group]
+    counts = [_all_rows(found, step) for step in group]
     reached = [0] * len(rows.lengths)
     for step, of_pass in zip(group, rows.in_passes(counts), strict=True):
         for number, length in enumerate(of_pass.lengths):
@@ -146,13 +154,13 @@ def _of_group(
             )
 
 
-def _all_rows(findings: Findings, step: str) -> int:
-    """Rows of the pass: those of a layer's tensors, which have all of them; more where a tensor shows its heads."""
-    rows = [_num_rows(found, step) for (layer, _), found in findings.sites.items() if layer is not None]
+def _all_rows(found: FoundSites, step: str) -> int:
+    """Count the rows of a pass by its layers' tensors; the smallest count, as heads add rows."""
+    rows = [_num_rows(site, step) for (layer, _), site in found.sites.items() if layer is not None]
     return min((count for count in rows if count), default=0)
 
 
-def _num_rows(found: Found, step: str) -> int:
-    """Rows of a site's tensor in one pass; 0 where it holds none."""
-    pieces = found.terms[0].of_pass(step)
+def _num_rows(site: FoundSite, step: str) -> int:
+    """Count the rows of a site's tensor in one pass; 0 where the pass does not hold it."""
+    pieces = site.terms[0].of_pass(step)
     return math.prod(next(iter(pieces.values())).shape[:-1]) if pieces else 0

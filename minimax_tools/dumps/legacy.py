@@ -1,8 +1,8 @@
-"""LegacyCapture: reads the `.pt` files that scripts before mm2 wrote, as one capture.
+"""LegacyCapture: the `.pt` files of scripts before mm2, read as a capture.
 
-A golden is a folder of `layer_N_output.pt` with `embedding_output.pt` and `metadata.pt` beside them. A device
-run is a folder with one `layer_output.pt` (a single layer) or `layers_output.pt` (a range, of which only the
-first layer's input and the last layer's output are kept).
+A golden is a folder of `layer_N_output.pt`, with `embedding_output.pt` and `metadata.pt` beside them. A device run is
+a folder with one `layer_output.pt` (a single layer) or `layers_output.pt` (a range of layers). A range keeps the input
+of its first layer and the output of its last layer only.
 """
 
 from __future__ import annotations
@@ -11,32 +11,44 @@ from pathlib import Path
 
 import torch
 
-from minimax_tools.capture.manifest import Description
-from minimax_tools.capture.source import WithoutFloor
-from minimax_tools.dumps.legacy_files import LegacyFiles, LegacyPlace, described, file_names, tensor_in
-from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, LegacyLayout, is_legacy, read_layout
+from minimax_tools.dumps.legacy_layout import (
+    LEGACY_LAYOUT,
+    LegacyFiles,
+    LegacyLayout,
+    LegacyPlace,
+    describe_value,
+    find_tensor,
+    is_legacy,
+    list_names,
+    read_layout,
+)
+from minimax_tools.dumps.placed_capture import PlacedCapture
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 
 
-class LegacyCapture(WithoutFloor):
-    """A folder of `.pt` files opened for reading; one file is in memory at a time."""
+class LegacyCapture(PlacedCapture[LegacyPlace]):
+    """A folder of `.pt` files opened for reading; one file is in memory at a time.
+
+    Such files hold the batch as the golden does, padding included, so tensors are read as they lie.
+    """
 
     def __init__(self, files: LegacyFiles, layout: LegacyLayout) -> None:
+        super().__init__(files.directory, layout.places)
         self._files = files
         self._layout = layout
 
     @staticmethod
     def recognises(directory: Path) -> bool:
-        """Whether the folder holds files of this layout."""
-        return is_legacy(file_names(directory))
+        """Decide whether the folder holds files of this layout."""
+        return is_legacy(list_names(directory))
 
     @classmethod
     def open(cls, directory: Path) -> LegacyCapture:
         """Open a folder of this layout.
 
         Raises:
-            CaptureError: It holds none, one is damaged, or does not say which layers it is of.
+            CaptureError: The folder holds no such file, one is damaged, or does not say which layers it is of.
         """
         if not cls.recognises(directory):
             raise CaptureError(
@@ -47,40 +59,9 @@ class LegacyCapture(WithoutFloor):
         files = LegacyFiles(directory)
         return cls(files, read_layout(files))
 
-    @property
-    def directory(self) -> Path:
-        """Where the files lie."""
-        return self._files.directory
-
-    @property
-    def known_description(self) -> Description | None:
-        """None: the layout does not say what made it."""
-        return None
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers of which a file holds the input or the output, ascending."""
-        return tuple(sorted({layer for layer, _ in self._layout.layers}))
-
-    def sites(self, layer: int) -> tuple[Site, ...]:
-        """The layer's input and output, as far as they are stored; an input may be the output before it."""
-        return tuple(site for site in (Site.INPUT, Site.OUTPUT) if self._place(layer, site) is not None)
-
-    def model_sites(self) -> tuple[ModelSite, ...]:
-        """Sites stored outside the layers."""
-        return tuple(site for site in ModelSite if site in self._layout.model)
-
-    def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        """Nothing: the layout does not say what a run wanted."""
-        return ()
-
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """A site's tensor on the CPU, in its stored dtype; [B,S,H] where the files say what B and S are.
-
-        Raises:
-            CaptureError: The folder does not hold the site, or its file is damaged.
-        """
-        place = self._place(layer, site)
+        """Read a site's tensor to the CPU, in its stored dtype; [B,S,H] where the files tell B and S."""
+        place = self._find(layer, site)
         if place is None:
             raise CaptureError(
                 f"{self.directory} holds no {site} of layer {layer}",
@@ -90,12 +71,8 @@ class LegacyCapture(WithoutFloor):
         return self._read(place)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """The tensor of a site outside the layers.
-
-        Raises:
-            CaptureError: The folder does not hold the site, or its file is damaged.
-        """
-        place = self._layout.model.get(site)
+        """Read the tensor of a site outside the layers."""
+        place = self._layout.places.get((None, site))
         if place is None:
             raise CaptureError(
                 f"{self.directory} holds no {site}", next_step="Only whole-model runs capture it."
@@ -103,36 +80,26 @@ class LegacyCapture(WithoutFloor):
         return self._read(place)
 
     def read_attention_mask(self) -> torch.Tensor | None:
-        """int64 [B,S], 1 on real rows; None where no file holds one.
+        """Read the mask, int64 [B,S], 1 on real tokens; None where no file holds one.
 
         Raises:
-            CaptureError: What is stored does not tell real rows from padding.
+            CaptureError: The stored mask does not tell real rows from padding.
         """
         if self._layout.mask is None:
             return None
-        mask = tensor_in(self._layout.mask, ())
+        mask = find_tensor(self._layout.mask, ())
         if mask is None or mask.ndim not in (1, 2) or not bool(((mask == 0) | (mask == 1)).all()):
             raise CaptureError(
                 f"the attention mask of {self.directory} does not tell real rows from padding",
                 expected="[B,S] of 0 and 1",
-                found=described(self._layout.mask),
+                found=describe_value(self._layout.mask),
                 next_step="Capture again with mm2, which stores the rows it ran.",
             )
         return (mask[None] if mask.ndim == 1 else mask).to(torch.int64)
 
-    def _place(self, layer: int, site: Site) -> LegacyPlace | None:
-        place = self._layout.layers.get((layer, site))
-        if place is not None or site is not Site.INPUT:
-            return place
-        if layer == 0:
-            return self._layout.model.get(ModelSite.EMBEDDING)
-        return self._layout.layers.get((layer - 1, Site.OUTPUT))
-
     def _read(self, place: LegacyPlace) -> torch.Tensor:
         tensor = self._files.read(place)
-        if tensor.ndim != 2 or self._layout.batch_shape is None:
-            return tensor
-        batch_size, sequence_length = self._layout.batch_shape
-        if tensor.shape[0] != batch_size * sequence_length:
-            return tensor
-        return tensor.reshape(batch_size, sequence_length, -1)
+        shape = self._layout.batch_shape
+        if tensor.ndim == 2 and shape is not None and tensor.shape[0] == shape[0] * shape[1]:
+            return tensor.reshape(*shape, -1)
+        return tensor

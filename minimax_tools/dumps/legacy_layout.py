@@ -1,4 +1,4 @@
-"""LegacyLayout: which tensors a folder of `.pt` files holds, and what it says of its token rows."""
+"""LegacyLayout: the tensors in a folder of `.pt` files, and the shape of its batch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
-from minimax_tools.dumps.legacy_files import LegacyFiles, LegacyPlace, described, first_of
+from minimax_tools.dumps.placed_capture import SiteKey
+from minimax_tools.dumps.tensor_file import load_restricted
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -32,34 +35,32 @@ _MODEL_FILES: Mapping[str, ModelSite] = MappingProxyType(
     }
 )
 
-# Keys of a tensor in a file of its own, should it lie in a dict there.
+# Keys of a tensor in a file of its own, where it lies in a dict.
 _OWN_FILE_KEYS = ("output_hidden_states", "hidden_states", "output", "last_hidden_state", "logits")
 _RUN_KEYS: Mapping[Site, tuple[str, ...]] = MappingProxyType(
     {Site.INPUT: ("input_hidden_states",), Site.OUTPUT: ("output_hidden_states", "output_full")}
 )
 _MASK_KEYS = ("input_attention_mask", "attention_mask")
+# A tensor lies at most so deep: in a tuple under a key of a dict, with one to spare.
+_MAX_NESTING = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFile:
-    """A file that holds a whole run: the keys of its first and last layer, and its folder's name."""
+class LegacyPlace:
+    """A tensor's place: its file, and the keys it may have there, the likeliest first."""
 
-    first_key: str
-    last_key: str
-    folder: re.Pattern[str]
+    file: str
+    keys: tuple[str, ...]
 
 
-_RUN_FILES: Mapping[str, RunFile] = MappingProxyType(
+# Files of a whole run: the keys of its first and its last layer, and the name of its folder, which may give them.
+_RUN_FILES: Mapping[str, tuple[str, str, re.Pattern[str]]] = MappingProxyType(
     {
-        "layer_output.pt": RunFile(
-            first_key="layer_idx",
-            last_key="layer_idx",
-            folder=re.compile(r"single_layer_(?P<layer_idx>\d+)"),
-        ),
-        "layers_output.pt": RunFile(
-            first_key="start_layer",
-            last_key="end_layer",
-            folder=re.compile(r"layers_(?P<start_layer>\d+)_to_(?P<end_layer>\d+)"),
+        "layer_output.pt": ("layer_idx", "layer_idx", re.compile(r"single_layer_(?P<layer_idx>\d+)")),
+        "layers_output.pt": (
+            "start_layer",
+            "end_layer",
+            re.compile(r"layers_(?P<start_layer>\d+)_to_(?P<end_layer>\d+)"),
         ),
     }
 )
@@ -67,52 +68,123 @@ _RUN_FILES: Mapping[str, RunFile] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LegacyLayout:
-    """What a folder holds.
+    """The contents of a folder.
 
     Args:
-        layers: Places of inputs and outputs, by layer and site.
-        model: Places of the sites outside the layers.
+        places: The place of every site.
         mask: The attention mask as it was saved; None where no file holds one.
-        batch_shape: (B, S) of the token rows; None where no file says.
+        batch_shape: (B, S) of the token rows; None where no file tells.
     """
 
-    layers: Mapping[tuple[int, Site], LegacyPlace]
-    model: Mapping[ModelSite, LegacyPlace]
+    places: Mapping[SiteKey, LegacyPlace]
     mask: Any
     batch_shape: tuple[int, int] | None
 
 
+class LegacyFiles:
+    """The `.pt` files of one folder; the last one read is kept."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.names = list_names(directory)
+        self._loaded: tuple[str, Any] | None = None
+
+    def load(self, name: str) -> Any:
+        """Load a file as `load_restricted` does.
+
+        Raises:
+            CaptureError: The file is missing or damaged.
+        """
+        if self._loaded is None or self._loaded[0] != name:
+            self._loaded = None  # before the next is read, so that memory holds one
+            self._loaded = name, load_restricted(self.directory / name)
+        return self._loaded[1]
+
+    def read(self, place: LegacyPlace) -> torch.Tensor:
+        """Read the tensor at a place, as it was saved.
+
+        Raises:
+            CaptureError: The file is damaged, or holds no tensor there.
+        """
+        value = self.load(place.file)
+        tensor = find_tensor(value, place.keys)
+        if tensor is None:
+            raise CaptureError(
+                f"{self.directory / place.file} holds no tensor where one is looked for",
+                expected="a tensor, a tuple that begins with it, or a dict with " + ", ".join(place.keys),
+                found=describe_value(value),
+                next_step="Run the capture again.",
+            )
+        return tensor
+
+
+def list_names(directory: Path) -> tuple[str, ...]:
+    """Return the names of the files in a folder, sorted; none where it cannot be read."""
+    try:
+        return tuple(sorted(path.name for path in directory.iterdir() if path.is_file()))
+    except OSError:
+        return ()
+
+
 def is_legacy(names: Iterable[str]) -> bool:
-    """Whether files of these names are of this layout."""
+    """Decide whether files of these names are of this layout."""
     return any(name in _RUN_FILES or name in _MODEL_FILES or _LAYER_FILE.fullmatch(name) for name in names)
 
 
 def read_layout(files: LegacyFiles) -> LegacyLayout:
-    """Find what the files hold; those that do not tell by their names are read.
+    """Find the tensors in a folder; only files whose names do not tell are read.
 
     Raises:
         CaptureError: A file is damaged, or does not say which layers it is of.
     """
-    layers: dict[tuple[int, Site], LegacyPlace] = {}
+    places: dict[SiteKey, LegacyPlace] = {}
     mask: Any = None
     batch_shape: tuple[int, int] | None = None
     for name in files.names:
         for key, place in _layer_places(files, name).items():
-            if layers.setdefault(key, place) != place:
-                raise _stored_twice(files, key, layers[key], place)
+            first = places.setdefault(key, place)
+            if first != place:
+                raise CaptureError(
+                    f"{files.directory} holds the {key[1]} of layer {key[0]} twice",
+                    found=f"{first.file} and {place.file}",
+                    next_step="Keep the files of each run in a folder of their own.",
+                )
+        if name in _MODEL_FILES:
+            places[None, _MODEL_FILES[name]] = LegacyPlace(file=name, keys=_OWN_FILE_KEYS)
         if name in _RUN_FILES or name == _METADATA_FILE:
             for record in _mappings(files.load(name)):
-                mask = first_of(record, _MASK_KEYS) if mask is None else mask
+                mask = _first_of(record, _MASK_KEYS) if mask is None else mask
                 batch_shape = batch_shape or _batch_shape(record)
-    model = {
-        _MODEL_FILES[name]: LegacyPlace(file=name, keys=_OWN_FILE_KEYS)
-        for name in files.names
-        if name in _MODEL_FILES
-    }
-    return LegacyLayout(layers=layers, model=model, mask=mask, batch_shape=batch_shape)
+    return LegacyLayout(places=places, mask=mask, batch_shape=batch_shape)
 
 
-def _layer_places(files: LegacyFiles, name: str) -> dict[tuple[int, Site], LegacyPlace]:
+def find_tensor(value: Any, keys: tuple[str, ...]) -> torch.Tensor | None:
+    """Return the tensor that `value` is, begins with, or holds under one of `keys`; None where there is none."""
+    for _ in range(_MAX_NESTING):
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, np.ndarray):
+            return torch.as_tensor(value)
+        if isinstance(value, tuple | list) and value:
+            value = value[0]
+        elif isinstance(value, Mapping):
+            found = _first_of(value, keys)
+            value = _only_tensor(value) if found is None else found
+        else:
+            return None
+    return None
+
+
+def describe_value(value: Any) -> str:
+    """Describe in a few words what a file holds, for messages."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, Mapping):
+        return "a dict with " + (", ".join(str(key) for key in list(value)[:8]) or "nothing")
+    return type(value).__name__
+
+
+def _layer_places(files: LegacyFiles, name: str) -> dict[SiteKey, LegacyPlace]:
     layer_file = _LAYER_FILE.fullmatch(name)
     if layer_file is not None:
         layer, site = int(layer_file[1]), Site(layer_file[2])
@@ -124,33 +196,30 @@ def _layer_places(files: LegacyFiles, name: str) -> dict[tuple[int, Site], Legac
     if not isinstance(record, Mapping):
         raise CaptureError(
             f"{files.directory / name} is of another layout",
-            expected=f"a dict with {_RUN_FILES[name].last_key} and output_hidden_states",
-            found=described(record),
+            expected=f"a dict with {_RUN_FILES[name][1]} and output_hidden_states",
+            found=describe_value(record),
             next_step="Run the capture again.",
         )
     first, last = _run_layers(files, name, record)
-    owners = ((first, Site.INPUT), (last, Site.OUTPUT))
     return {
         (layer, site): LegacyPlace(file=name, keys=_RUN_KEYS[site])
-        for layer, site in owners
-        if first_of(record, _RUN_KEYS[site]) is not None
+        for layer, site in ((first, Site.INPUT), (last, Site.OUTPUT))
+        if _first_of(record, _RUN_KEYS[site]) is not None
     }
 
 
 def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tuple[int, int]:
-    """The first and the last layer of a run, the latter included."""
-    run = _RUN_FILES[name]
-    match = run.folder.fullmatch(files.directory.resolve().name)
+    """Return the first and the last layer of a run, the latter included."""
+    first_key, last_key, folder = _RUN_FILES[name]
+    match = folder.fullmatch(files.directory.resolve().name)
     named = {key: int(value) for key, value in match.groupdict().items()} if match else {}
     try:
-        first, last = (
-            operator.index(record.get(key, named.get(key))) for key in (run.first_key, run.last_key)
-        )
+        first, last = (operator.index(record.get(key, named.get(key))) for key in (first_key, last_key))
     except TypeError:
         raise CaptureError(
             f"{files.directory / name} does not say which layer it holds",
-            expected=f"a whole number under {run.last_key}",
-            found=described(record),
+            expected=f"a whole number under {last_key}",
+            found=describe_value(record),
             next_step="Name the folder single_layer_N or layers_A_to_B as the script did.",
         ) from None
     stated = record.get("num_layers")
@@ -165,28 +234,32 @@ def _run_layers(files: LegacyFiles, name: str, record: Mapping[Any, Any]) -> tup
     return first, last
 
 
-def _stored_twice(
-    files: LegacyFiles, key: tuple[int, Site], first: LegacyPlace, second: LegacyPlace
-) -> CaptureError:
-    return CaptureError(
-        f"{files.directory} holds the {key[1]} of layer {key[0]} twice",
-        found=f"{first.file} and {second.file}",
-        next_step="Keep the files of each run in a folder of their own.",
-    )
-
-
 def _mappings(record: Any) -> list[Mapping[Any, Any]]:
-    """The record and the one of inputs in it, where they are dicts."""
+    """Return the record and the record of inputs in it, where they are dicts."""
     inputs = record.get("inputs") if isinstance(record, Mapping) else None
     return [found for found in (record, inputs) if isinstance(found, Mapping)]
 
 
 def _batch_shape(record: Mapping[Any, Any]) -> tuple[int, int] | None:
-    """(B, S) where the record's mask [B,S], ids [B,S] or hidden states [B,S,H] say it."""
-    rows = [first_of(record, _MASK_KEYS), record.get("input_ids")]
+    """Return (B, S) of the record's mask [B,S], ids [B,S] or hidden states [B,S,H]; None where it holds none."""
+    rows = [_first_of(record, _MASK_KEYS), record.get("input_ids")]
     hidden = [record.get("input_hidden_states"), record.get("output_hidden_states")]
     for tensors, ndim in ((rows, 2), (hidden, 3)):
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
                 return tensor.shape[0], tensor.shape[1]
     return None
+
+
+def _first_of(record: Mapping[Any, Any], keys: tuple[str, ...]) -> Any:
+    return next((record[key] for key in keys if record.get(key) is not None), None)
+
+
+def _only_tensor(record: Mapping[Any, Any]) -> torch.Tensor | None:
+    """Return the dict's one tensor under a key that is not an input's."""
+    tensors = [
+        value
+        for key, value in record.items()
+        if isinstance(value, torch.Tensor) and not str(key).startswith("input")
+    ]
+    return tensors[0] if len(tensors) == 1 else None

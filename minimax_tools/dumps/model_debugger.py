@@ -1,9 +1,10 @@
 """Traces of transformers' model debugger, with tensors in files of their own (`use_repr=False`).
 
 `{Class}_debug_tree_FULL_TENSORS.json` with `{Class}.{path}_inputs_args_0.safetensors`, `…_inputs_kwargs_{name}`,
-`…_outputs` and `…_outputs_{i}`, the tensor under `data`; the model's own begin with `{Class}_`. Outputs are kept of
-modules without submodules only, inputs of all, by rank 0 alone, and of the last forward pass. The tree may leave
-layers out (`do_prune_layers`), their files stay: the names of the files count. Written against transformers 5.23.
+`…_outputs` and `…_outputs_{i}`, each with its tensor under `data`. Names of the model's own begin with `{Class}_`.
+Rank 0 alone writes, the last forward pass alone is kept: the inputs of all modules, and the outputs of modules without
+submodules. The tree may leave layers out (`do_prune_layers`) whose files are there, so the names of the files count.
+Written against transformers 5.23.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
-from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
 
 NAME = "transformers"
@@ -29,15 +29,15 @@ _STEP = "0"
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the folder holds a trace of this kind."""
+    """Decide whether the folder holds a trace of this kind."""
     return any(directory.glob(f"*{_TREE}"))
 
 
 def read_dump(directory: Path) -> Dump:
-    """What the folder holds.
+    """List the tensors of a folder.
 
     Raises:
-        CaptureError: It holds the traces of several models, one without its tensors, or a damaged file.
+        CaptureError: The folder holds traces of several models, a trace without tensors, or a damaged file.
     """
     names = sorted(path.name.removesuffix(_TREE) for path in directory.glob(f"*{_TREE}"))
     if len(names) != 1:
@@ -72,16 +72,12 @@ def read_dump(directory: Path) -> Dump:
 def _pieces(path: Path, class_name: str) -> Iterator[DumpPiece]:
     match = _REST.fullmatch(path.name.removeprefix(class_name))
     if match is None:
-        return
-    for held in list_tensors(path):
-        yield DumpPiece(
-            file=path.name,
-            keys=held.keys,
-            module=match["module"] or "",
-            point="input" if match["kind"] else "output",
-            element=match["input"] or match["output"] or "",
-            step=_STEP,
-            rank=0,
-            shape=held.shape,
-            dtype=held.dtype,
-        )
+        return iter(())
+    return list_pieces(
+        path,
+        directory=path.parent,
+        module=match["module"] or "",
+        point="input" if match["kind"] else "output",
+        element=match["input"] or match["output"] or "",
+        step=_STEP,
+    )

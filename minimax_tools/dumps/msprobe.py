@@ -1,7 +1,7 @@
 """Dumps of Ascend's msprobe, of modules: `step{N}/rank{R}/dump_tensor_data/Module.{path}.{Class}.forward.{n}.….pt`.
 
 The name ends in `output.{i}`, `input.{i}` or `kwargs.{name}`; n counts the module's calls within a step. Calls of
-functions (`Torch.…`, `Functional.…`) and backward passes belong to no module's forward, and are left out.
+functions (`Torch.…`, `Functional.…`) and backward passes are left out.
 Written against mindstudio-probe 26.2.
 """
 
@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
-from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces, order_steps
 
 NAME = "msprobe"
 LAYOUT = "step<N>/rank<R>/dump_tensor_data/Module.<path>.<Class>.forward.0.output.0.pt"
@@ -27,33 +26,29 @@ _FILE = re.compile(
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the folder holds steps with tensors of ranks in them, or is one."""
+    """Decide whether the folder holds steps with tensors of ranks in them, or is one."""
     return bool(_data_folders(directory))
 
 
 def read_dump(directory: Path) -> Dump:
-    """What the folder holds.
+    """List the tensors of a folder.
 
     Raises:
         CaptureError: A file is damaged.
     """
-    pieces: list[DumpPiece] = []
-    empty: list[str] = []
-    for step, rank, folder in _data_folders(directory):
-        for path in sorted(folder.glob("Module.*.pt")):
-            match = _FILE.fullmatch(path.name)
-            if match is not None:
-                found = tuple(_pieces(directory, path, match, step=step, rank=rank))
-                pieces.extend(found)
-                if not found:
-                    empty.append(path.relative_to(directory).as_posix())
+    pieces = tuple(
+        piece
+        for step, rank, folder in _data_folders(directory)
+        for path in sorted(folder.glob("Module.*.pt"))
+        if (match := _FILE.fullmatch(path.name)) is not None
+        for piece in _pieces(directory, path, match, step=step, rank=rank)
+    )
     return Dump(
         directory=directory,
         format=NAME,
-        pieces=tuple(pieces),
-        steps=tuple(sorted({piece.step for piece in pieces}, key=_order)),
+        pieces=pieces,
+        steps=order_steps(pieces),
         num_ranks=1 + max((piece.rank for piece in pieces), default=0),
-        without_tensor=tuple(empty),
     )
 
 
@@ -61,25 +56,21 @@ def _pieces(
     directory: Path, path: Path, match: re.Match[str], *, step: int, rank: int
 ) -> Iterator[DumpPiece]:
     point = "output" if match["point"] == "output" else "input"
-    # A module called again in the same step: the next pass of a model that generates.
+    # A further call of a module in the same step is the next pass of a model that generates.
     label = str(step) if match["call"] == "0" else f"{step}.{int(match['call'])}"
-    for held in list_tensors(path):
-        inner = ".".join(str(key) for key in held.keys)
-        yield DumpPiece(
-            file=path.relative_to(directory).as_posix(),
-            keys=held.keys,
-            module=match["path"],
-            point=point,
-            element=".".join(part for part in (match["element"] or "", inner) if part),
-            step=label,
-            rank=rank,
-            shape=held.shape,
-            dtype=held.dtype,
-        )
+    return list_pieces(
+        path,
+        directory=directory,
+        module=match["path"],
+        point=point,
+        element=match["element"] or "",
+        step=label,
+        rank=rank,
+    )
 
 
 def _data_folders(directory: Path) -> list[tuple[int, int, Path]]:
-    """Step, rank and folder of the tensors."""
+    """Return step, rank and folder of the tensors."""
     steps = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
     found = []
     for step, folder in sorted((steps or {0: directory}).items()):
@@ -88,7 +79,3 @@ def _data_folders(directory: Path) -> list[tuple[int, int, Path]]:
             if match is not None and (path / _DATA).is_dir():
                 found.append((step, int(match[1] or 0), path / _DATA))
     return found
-
-
-def _order(label: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in label.split("."))

@@ -1,4 +1,4 @@
-"""NameMap: what a user's YAML says of another tool's dump: where sites lie, which rows are real, how it was divided.
+"""NameMap: a user's YAML about another tool's dump: places of sites, real rows, ranks and passes.
 
 format: msprobe                 # else found from the files
 ranks: 2                        # else as many as wrote into the dump
@@ -33,18 +33,16 @@ from minimax_tools.machine.yaml_file import read_yaml
 from minimax_tools.model.sites import ModelSite, Site
 
 _KEYS = (
-    *(
-        "format",
-        "ranks",
-        "steps",
-        "requests",
-        "lengths",
-        "padding",
-        "rows",
-        "attention_mask",
-        "usual_names",
-        "sites",
-    ),
+    "format",
+    "ranks",
+    "steps",
+    "requests",
+    "lengths",
+    "padding",
+    "rows",
+    "attention_mask",
+    "usual_names",
+    "sites",
 )
 _SIDES = ("right", "left")
 _ROWS = ("padded", "packed")
@@ -53,11 +51,11 @@ _SEE = "The keys are: " + ", ".join(_KEYS) + "."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedSite:
-    """Where one site lies, as a user said it.
+    """The place of a site as a user gave it.
 
     Args:
-        source: The terms that are added up, most often one.
-        transpose: Order of the dims that makes of each term the shape that mm2 gives the site; empty to leave it.
+        source: Places of the terms that are added up, most often one.
+        transpose: Order of the dims that gives each term mm2's shape of the site; empty to leave it.
     """
 
     source: UsualPlaces
@@ -66,20 +64,20 @@ class MappedSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameMap:
-    """What is known of a dump beside its files; by default nothing.
+    """Facts about a dump that its files do not tell; by default none.
 
     Args:
-        path: The file it was read from.
-        format: The layout's name; None where the files tell.
+        path: The YAML file.
+        format: Name of the layout; None where the files tell.
         num_ranks: Ranks that the port was divided among; None where the dump tells.
-        steps: Passes to read, one after another; those of an inner tuple follow each other for the same prompts.
-        requests: The prompts' requests, in the prompts' order; empty where their tokens or lengths tell.
+        steps: Passes to read; those of an inner tuple follow each other for the same prompts.
+        requests: Requests of the prompts, in the prompts' order; empty where their tokens or lengths tell.
         lengths: Real tokens of each prompt, in all passes together.
         padding: `right` or `left`.
         is_packed: Whether the prompts' tokens lie one after another; None where the format tells.
         attention_mask: A file with [B,S] of 0 and 1.
         has_usual_names: Whether sites not named here are looked for under the usual names.
-        origins: Where sites lie.
+        origins: Places of sites.
     """
 
     path: Path | None = None
@@ -99,7 +97,7 @@ class NameMap:
         """Read a map.
 
         Raises:
-            UsageError: The file is no map; the key that is wrong is named.
+            UsageError: The file is no map; the message names the wrong key.
         """
         record = read_yaml(path)
         if not isinstance(record, Mapping):
@@ -128,7 +126,7 @@ class NameMap:
 
 
 class _Reader:
-    """Takes the values of one file, and names file and key where one is wrong."""
+    """The values of one file; errors name file and key."""
 
     def __init__(self, path: Path, record: Mapping[Any, Any]) -> None:
         self._path = path
@@ -163,12 +161,12 @@ class _Reader:
 
     def steps(self) -> tuple[tuple[str, ...], ...]:
         value = self._record.get("steps") or []
-        groups = [group if isinstance(group, list) else [group] for group in _listed(value)]
-        labels = [label for group in groups for label in group]
-        is_list = isinstance(value, list) and all(groups)
-        if not is_list or any(
-            isinstance(label, bool) or not isinstance(label, (str, int)) for label in labels
-        ):
+        groups = (
+            [group if isinstance(group, list) else [group] for group in value]
+            if isinstance(value, list)
+            else []
+        )
+        if not isinstance(value, list) or not all(groups) or not all(map(_are_labels, groups)):
             raise self._wrong(
                 "steps",
                 expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
@@ -177,9 +175,7 @@ class _Reader:
 
     def labels(self, key: str) -> tuple[str, ...]:
         value = self._record.get(key) or []
-        if not isinstance(value, list) or any(
-            isinstance(label, bool) or not isinstance(label, (str, int)) for label in value
-        ):
+        if not isinstance(value, list) or not _are_labels(value):
             raise self._wrong(key, expected='a list of names, such as ["0", "1"]')
         return tuple(str(label) for label in value)
 
@@ -238,8 +234,8 @@ class _Reader:
         )
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _are_labels(values: list[Any]) -> bool:
+    return all(isinstance(value, (str, int)) and not isinstance(value, bool) for value in values)
 
 
 def _is_count(value: Any) -> bool:

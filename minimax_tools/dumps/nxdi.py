@@ -2,8 +2,8 @@
 
 `captured_tensors_{cte|tkg}_step_{N}_module_{name}_{output|input}.pt`, with `capture_metadata.json` beside them; its
 counterpart for models in eager mode writes `…_output_0`, `…_inputs_0` and `…_inputs_kwargs_{name}`, and no metadata.
-Step 1 is the prefill, padded to its bucket. Of a module's outputs on the device the first is kept: of attention's, a
-record, the first by name, which may be a table of the rotary embedding. Written against NxDI 0.10.
+Step 1 is the prefill, padded to its bucket. The first of a module's outputs on the device is kept. Attention returns a
+record, of which the first by name is kept, maybe a table of the rotary embedding. Written against NxDI 0.10.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
-from minimax_tools.dumps.tensor_file import list_tensors
+from minimax_tools.dumps.piece import Dump, DumpPiece, list_pieces
 from minimax_tools.errors import CaptureError
 
 NAME = "nxdi"
@@ -25,10 +24,10 @@ _FILE = re.compile(
     r"captured_tensors_(?P<phase>cte|ctx|tkg)_step_(?P<step>\d+)_"
     r"(module_(?P<module>.+)|manual_tensor_(?P<manual>\d+))\.pt"
 )
-# Which of a record's tensors that is, its file does not tell: it is taken for no site unless a map says so.
+# A file does not tell which tensor of the record it holds: only a map makes it a site.
 _ATTENTION, _FIRST_BY_NAME = re.compile(r"(.+\.)?self_attn"), "first"
 _METADATA = "capture_metadata.json"
-# The likeliest first: a module's own name may hold such words too.
+# The likeliest first: a module's name may hold these words too.
 _ENDINGS = tuple(
     re.compile(text)
     for text in (
@@ -42,12 +41,12 @@ _ENDINGS = tuple(
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the folder holds files of this layout."""
+    """Decide whether the folder holds files of this layout."""
     return any(_FILE.fullmatch(path.name) for path in directory.glob("captured_tensors_*.pt"))
 
 
 def read_dump(directory: Path) -> Dump:
-    """What the folder holds.
+    """List the tensors of a folder.
 
     Raises:
         CaptureError: A file is damaged.
@@ -69,29 +68,23 @@ def read_dump(directory: Path) -> Dump:
         steps=tuple(str(step) for step in steps),
         is_packed=False,
         is_one_rank=True,
-        without_tensor=tuple(sorted(matches.keys() - {piece.file for piece in pieces})),
     )
 
 
 def _pieces(directory: Path, match: re.Match[str], named: Mapping[str, Any]) -> Iterator[DumpPiece]:
     module, point, element = _parse_name(match, named)
-    for held in list_tensors(directory / match.string):
-        inner = ".".join(str(key) for key in held.keys)
-        yield DumpPiece(
-            file=match.string,
-            keys=held.keys,
-            module=module,
-            point=point,
-            element=".".join(part for part in (element, inner) if part),
-            step=str(int(match["step"])),
-            rank=0,
-            shape=held.shape,
-            dtype=held.dtype,
-        )
+    return list_pieces(
+        directory / match.string,
+        directory=directory,
+        module=module,
+        point=point,
+        element=element,
+        step=str(int(match["step"])),
+    )
 
 
 def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Module, point and element: as the metadata says, else as the name does."""
+    """Return module, point and element as the metadata says, else as the name does."""
     if match["manual"] is not None:
         return f"manual_tensor_{match['manual']}", "output", ""
     module, kind = named.get("module_name"), named.get("tensor_type")
@@ -106,7 +99,7 @@ def _parse_name(match: re.Match[str], named: Mapping[str, Any]) -> tuple[str, st
 
 
 def _read_metadata(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """What the metadata says of each file; nothing where there is none."""
+    """Read the metadata of each file; empty where there is none."""
     if not path.exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Opening captures: whoever wrote one, the directory's own files decide how it is read, unless a format is named."""
+"""Opening: a capture of any layout, found by the directory's files unless a format is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from minimax_tools.capture.manifest import MANIFEST_NAME
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format
 from minimax_tools.dumps.legacy import LegacyCapture
 from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT
@@ -21,10 +21,10 @@ _TENSOR_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpReading:
-    """How a user wants another tool's directory to be read.
+    """A user's options for reading another tool's dump.
 
     Args:
-        format: The layout's name; None where the files, or the map, tell.
+        format: Name of the layout; None where the files, or the map, tell.
         names: The map.
     """
 
@@ -33,16 +33,16 @@ class DumpReading:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was said."""
+        """True if no option was given."""
         return self.format is None and self.names.path is None
 
 
 def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureSource:
-    """Open a capture directory: mm2's own, one of `.pt` files, or another tool's dump.
+    """Open a capture directory of mm2, of the legacy `.pt` layout, or of another tool.
 
     Raises:
-        CaptureError: The directory is not there, holds none of them, or what it holds is damaged.
-        UsageError: A format or a map is given for what is no other tool's dump.
+        CaptureError: The directory does not exist, holds no capture, or the capture is damaged.
+        UsageError: A format or a map is given for a capture of mm2.
     """
     reading = reading or DumpReading()
     if not directory.is_dir():
@@ -61,7 +61,7 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
         return Capture.open(directory)
     name = reading.format or reading.names.format
     if name is not None or find_format(directory) is not None:
-        return ForeignCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
+        return DumpCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
     if LegacyCapture.recognises(directory):
         return LegacyCapture.open(directory)
     raise CaptureError(
@@ -73,7 +73,7 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
 
 
 def is_others(directory: Path) -> bool:
-    """Whether a directory is no capture in one of mm2's own layouts, so that a format and a map can apply to it."""
+    """Decide whether a format and a map can apply to a directory: it is neither mm2's own nor legacy."""
     return not ((directory / MANIFEST_NAME).exists() or LegacyCapture.recognises(directory))
 
 
@@ -83,27 +83,16 @@ def open_sides(
     """Open two captures to be compared; another tool's dump is laid out as the batch of the other side.
 
     Raises:
-        CaptureError: A directory is not there, holds no capture, or what it holds is damaged.
+        CaptureError: A directory does not exist, holds no capture, or the capture is damaged.
         IncomparableError: A dump is of other prompts than the other side.
-        UsageError: A format or a map is given for what is no other tool's dump.
+        UsageError: A format or a map is given for a capture of mm2.
     """
-    mine, theirs = open_source(reference, reference_reading), open_source(target, target_reading)
-    return _aligned(mine, theirs), _aligned(theirs, mine)
-
-
-def _aligned(source: CaptureSource, other: CaptureSource) -> CaptureSource:
-    if not isinstance(source, ForeignCapture):
-        return source
-    mask = other.read_attention_mask()
-    if mask is None:
-        return source
-    if isinstance(other, ForeignCapture):
-        return source.aligned(mask, other.read_input_ids())
-    return source.aligned(mask, other.read_inputs().input_ids if isinstance(other, Capture) else None)
+    first, second = open_source(reference, reference_reading), open_source(target, target_reading)
+    return first.laid_out_as(second), second.laid_out_as(first)
 
 
 def _next_step(directory: Path) -> str:
-    """Captures usually lie one folder further down: name those."""
+    """Return the advice for a directory without a capture; captures usually lie one folder further down."""
     below = sorted(path.name for path in directory.iterdir() if path.is_dir() and _is_capture(path))
     if below:
         return f"Name one of the captures in it: {_listed(below)}."

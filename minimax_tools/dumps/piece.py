@@ -1,30 +1,31 @@
-"""DumpPiece: one tensor of another tool's dump, known by the names and headers of its file; Dump: all of them."""
+"""DumpPiece: a tensor of another tool's dump, described by names and headers; Dump: all tensors of a directory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from minimax_tools.dumps.schedule import PassRecord
+from minimax_tools.dumps.tensor_file import list_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpPiece:
-    """What one rank wrote of one tensor in one forward pass.
+    """The tensor that one rank wrote of one module in one forward pass.
 
     Args:
         file: Path within the dump.
-        keys: Where the tensor lies in the file's value; empty where it is the value.
-        module: Path of the module, or the name that the tensor was given; empty for the model itself.
+        keys: Keys of the tensor in the file's value; empty where it is the value.
+        module: Path of the module, or the tensor's own name; empty for the model itself.
         point: `input` or `output`.
         element: Which of several inputs or outputs: an index, a name, or empty where there is one.
         step: Label of the forward pass.
         rank: Tensor-parallel rank that wrote it.
         shape: Its shape.
         dtype: Its dtype, as in `bfloat16`.
-        dims: What the tool was told of its dims, as in `b s h[tp]`; None where it was told nothing.
+        dims: Names of its dims that the user gave the tool, as in `b s h[tp]`; None where there are none.
     """
 
     file: str
@@ -45,20 +46,18 @@ class DumpPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """What another tool's directory holds; no tensor of it was read.
+    """Contents of another tool's directory; no tensor is read.
 
     Args:
-        directory: Where it lies.
+        directory: The directory.
         format: Name of the layout.
         pieces: Its tensors.
         steps: Labels of its forward passes, in their order; the first prefill comes first.
         num_ranks: Ranks of one tensor-parallel group, as far as the dump tells.
-        is_packed: Whether the tool lays the tokens of all prompts one after another, rather than in padded rows;
-            None where it does either.
-        is_one_rank: Whether the tool keeps rank 0's tensors alone, however many ranks there were.
-        is_whole_model: Whether the tool writes what every module of the model is fed: its last layer is the model's.
-        without_tensor: Files that hold no tensor.
-        records: What the tool tells of the tokens of its passes; empty where it tells nothing.
+        is_packed: Whether the tokens of all prompts lie one after another, not in padded rows; None for either.
+        is_one_rank: Whether the tool keeps rank 0's tensors alone, however many ranks there are.
+        is_whole_model: Whether the tool writes the inputs of all modules, so that its last layer is the model's.
+        records: Requests and positions of each pass; empty where the tool does not record them.
     """
 
     directory: Path
@@ -69,25 +68,73 @@ class Dump:
     is_packed: bool | None = None
     is_one_rank: bool = False
     is_whole_model: bool = False
-    without_tensor: tuple[str, ...] = ()
     records: tuple[PassRecord, ...] = ()
 
 
-# Whatever the list of layers is called: numbers of experts come behind.
+def list_pieces(
+    path: Path,
+    *,
+    directory: Path,
+    module: str,
+    step: str,
+    point: str = "output",
+    element: str = "",
+    rank: int = 0,
+) -> Iterator[DumpPiece]:
+    """Yield the pieces in a file of a dump, from its header alone.
+
+    Args:
+        path: The file.
+        directory: The dump's folder.
+        module: Module that the file is of.
+        step: Label of its forward pass.
+        point: `input` or `output`.
+        element: Which of several inputs or outputs the file is of; the keys in a `.pt` file follow it.
+        rank: Rank that wrote it.
+
+    Raises:
+        CaptureError: The file is damaged.
+    """
+    for held in list_tensors(path):
+        inner = held.keys if path.suffix == ".pt" else ()
+        yield DumpPiece(
+            file=path.relative_to(directory).as_posix(),
+            keys=held.keys,
+            module=module,
+            point=point,
+            element=".".join(part for part in (element, *map(str, inner)) if part),
+            step=step,
+            rank=rank,
+            shape=held.shape,
+            dtype=held.dtype,
+        )
+
+
+def order_steps(pieces: Iterable[DumpPiece]) -> tuple[str, ...]:
+    """Return the labels of the pieces' passes, such as `0`, `0.1`, `1`, in the order of their numbers."""
+    return tuple(sorted({piece.step for piece in pieces}, key=step_order))
+
+
+def step_order(label: str) -> tuple[int, ...]:
+    """Return the numbers of a pass's label."""
+    return tuple(int(part) for part in label.split("."))
+
+
+# The first number is the layer's, whatever the list of layers is called; numbers of experts follow.
 _FIRST_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def find_layer(module: str) -> int | None:
-    """The number of the layer that a module belongs to; None where its name has no number."""
+    """Return the number of a module's layer; None where its name has no number."""
     match = _FIRST_NUMBER.search(module)
     return None if match is None else int(match[0])
 
 
 def word_module(module: str) -> str:
-    """A module's name as a map has it, such as `blocks.{layer}.attn.wq`."""
+    """Return a module's name as a map has it, such as `blocks.{layer}.attn.wq`."""
     return _FIRST_NUMBER.sub("{layer}", module, count=1)
 
 
 def word_modules(modules: Iterable[str]) -> list[str]:
-    """Modules' names, those that differ in their layer's number alone as one."""
+    """Return modules' names as a map has them, each once."""
     return list(dict.fromkeys(word_module(module) for module in modules))

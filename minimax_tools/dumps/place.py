@@ -1,11 +1,14 @@
-"""SitePlace: where in another tool's dump a site lies, in the words of a map.
+"""SitePlace: the place of a site in another tool's dump, in the notation of a map.
 
     model.layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)
 
-A module's path, with `{layer}` for the layer's number (`{next}` for that of the layer behind it); the whole path or
-its end. `:input` or `:output` (the default), and which of several, by index or name. `[start:stop]` cuts each
-rank's tensor along its last dim before the ranks are put together, which is how a fused tensor is taken apart.
-`@` and a layout (`minimax_tools.model.site_layouts`) says how the ranks' pieces make it up.
+| part | meaning |
+|---|---|
+| path | a module's path or its end; `{layer}` is the layer's number, `{next}` that of the layer behind it |
+| `:input`, `:output` | the module's input, or its output (the default) |
+| `[0]`, `[name]` | which of several inputs or outputs |
+| `[start:stop]` | cut of each rank's tensor along its last dim, before ranks are put together |
+| `@shard(-1)` | layout of the ranks' pieces (`minimax_tools.model.site_layouts`) |
 """
 
 from __future__ import annotations
@@ -29,20 +32,20 @@ _NOTATION = re.compile(
 _EXAMPLE = "'layers.{layer}.self_attn.qkv_proj:output[0][0:768]@shard(-1)', all but the path may be left out"
 _LAYER, _NEXT = "{layer}", "{next}"
 _OTHER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-# Which of a module's inputs or outputs is meant where a place does not say.
+# The input or output meant where a place does not say, the likeliest first.
 _USUAL_ELEMENTS = ("", "0", "hidden_states", "0.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SitePlace:
-    """Where a site lies.
+    """The place of a site.
 
     Args:
         path: The module's path or its end, with `{layer}` or `{next}` where there is one for each layer.
         point: `input` or `output`.
-        element: Which of several; None for the only one or the first.
+        element: Index or name among several; None for the only one or the first.
         part: First and last+1 index along the last dim of each rank's tensor; None for all.
-        layout: How the ranks' pieces make up the whole; None where nobody said.
+        layout: Layout of the ranks' pieces; None where the map does not say.
     """
 
     path: str
@@ -56,7 +59,7 @@ class SitePlace:
         """Read the notation above.
 
         Raises:
-            UsageError: The text is not of that form.
+            UsageError: The text cannot be read.
         """
         match = _NOTATION.fullmatch(text.strip())
         if match is None or text.count(_LAYER) + text.count(_NEXT) > 1:
@@ -79,10 +82,10 @@ class SitePlace:
         )
 
     def find_layers(self, modules: Iterable[str]) -> dict[int | None, str]:
-        """The modules that are meant, by layer; by None where the path names no layer.
+        """Return the modules that fit the path, by layer; by None where the path names no layer.
 
         Raises:
-            CaptureError: Two modules are meant for one layer.
+            CaptureError: Two modules fit for one layer.
         """
         pattern = self._pattern()
         found: dict[int | None, str] = {}
@@ -111,7 +114,7 @@ class SitePlace:
         return {layer: module for layer, module in found.items() if layer is None or layer >= 0}
 
     def choose(self, pieces: Iterable[DumpPiece]) -> tuple[DumpPiece, ...]:
-        """Those of one module's pieces that are meant: one for each rank and pass."""
+        """Return the pieces of one module that the place means: one for each rank and pass."""
         wanted: tuple[str, ...]
         own = [piece for piece in pieces if piece.point == self.point]
         wanted = (self.element,) if self.element is not None else _USUAL_ELEMENTS
@@ -124,10 +127,10 @@ class SitePlace:
         return ()
 
     def cut(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
-        """The part of one rank's tensor that is meant.
+        """Cut the part out of one rank's tensor.
 
         Raises:
-            CaptureError: The tensor does not reach so far.
+            CaptureError: The tensor is too narrow.
         """
         if self.part is None:
             return tensor
@@ -144,7 +147,7 @@ class SitePlace:
     def _pattern(self) -> re.Pattern[str]:
         body = re.escape(self.path)
         body = body.replace(re.escape(_LAYER), r"(?P<layer>\d+)").replace(re.escape(_NEXT), r"(?P<next>\d+)")
-        # The model itself has no path, and no module's end is meant by that.
+        # An empty path means the model itself, not the end of every module's path.
         return re.compile(rf"(?P<prefix>(?:.+\.)?){body}" if self.path else r"(?P<prefix>)")
 
     def __str__(self) -> str:

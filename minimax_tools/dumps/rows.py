@@ -1,4 +1,4 @@
-"""TokenRows: which rows of a dump's tensor are real tokens, and how they are laid out again as the other side's batch.
+"""TokenRows: the rows of a dump's tensors that are real tokens, taken out and laid out as a batch.
 
 B prompts, S their padded length, T real tokens of all prompts, F channels; S' the padded length in the dump.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minimax_tools.dumps.schedule import Stretch
+from minimax_tools.dumps.schedule import Stretch, word_lengths
 from minimax_tools.errors import CaptureError
 
 _HOW = "Name the rows in a map: lengths, padding (left or right), rows (padded or packed)."
@@ -18,14 +18,14 @@ _HOW = "Name the rows in a map: lengths, padding (left or right), rows (padded o
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenRows:
-    """The prompts of a dump.
+    """The real tokens of a dump's prompts.
 
     Args:
         lengths: Real tokens of each prompt, in all passes together.
-        padding: Where a padded row is padded: `right` or `left`.
+        padding: Side on which rows are padded: `right` or `left`.
         is_packed: Whether the prompts' tokens lie one after another; None where the shape must tell.
-        mask: bool [B,S'] of real tokens, where that was given instead of lengths and side.
-        stretches: Where each prompt's tokens lie in the passes, where the dump tells; else empty.
+        mask: bool [B,S'] of real tokens, in place of lengths and padding; None without one.
+        stretches: Rows of each prompt in the passes; empty where the dump does not record them.
     """
 
     lengths: tuple[int, ...]
@@ -36,11 +36,11 @@ class TokenRows:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the real tokens of all prompts."""
         return sum(self.lengths)
 
     def take(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
-        """The real tokens [T,F] of [B,S',F], [B·S',F], packed [T',F] or [1,T',F].
+        """Take the real tokens [T,F] of [B,S',F], [B·S',F], packed [T',F] or [1,T',F].
 
         Raises:
             CaptureError: The tensor has fewer rows, or nothing tells which of them are real.
@@ -58,10 +58,9 @@ class TokenRows:
         return self._take_padded(tensor.reshape(len(self.lengths), -1, tensor.shape[-1]), what=what)
 
     def in_passes(self, counts: Sequence[int]) -> tuple[TokenRows, ...]:
-        """Those of passes that follow each other, whose tensors have so many rows.
+        """Divide the rows among passes that follow each other, whose tensors have `counts` rows.
 
-        Passes whose rows together are those of a single prompt are its chunks; else all but the first have one row of
-        each prompt.
+        Passes whose rows add up to a single prompt are its chunks. Else all but the first have one row of each prompt.
         """
         if len(counts) == 1:
             return (self,)
@@ -72,7 +71,7 @@ class TokenRows:
         return (first, *(replace(self, lengths=(1,) * len(self.lengths), mask=None) for _ in range(behind)))
 
     def of_prompt(self, prompt: int) -> TokenRows:
-        """Those of one prompt alone."""
+        """Return the rows of one prompt alone."""
         own = slice(prompt, prompt + 1)
         return replace(self, lengths=self.lengths[own], mask=None if self.mask is None else self.mask[own])
 
@@ -109,13 +108,13 @@ class TokenRows:
 
 
 def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None, what: str) -> torch.Tensor:
-    """Some tokens [n,F] of one pass's packed [T',F], [1,T',F] or [T',1,F].
+    """Take the tokens [n,F] of a stretch out of a pass's packed [T',F], [1,T',F] or [T',1,F].
 
     Args:
         tensor: The pass's tensor.
         stretch: The tokens.
-        num_rows: T', where the pass tells it.
-        what: Names the tensor in messages.
+        num_rows: T'; None where the pass does not tell it.
+        what: The tensor in words, for messages.
 
     Raises:
         CaptureError: The tensor has other rows than the pass.
@@ -135,32 +134,32 @@ def take_stretch(tensor: torch.Tensor, stretch: Stretch, *, num_rows: int | None
 
 
 def join_passes(passes: Sequence[torch.Tensor], lengths: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """The tokens [T,F] of passes that follow each other, prompt by prompt.
+    """Join the tokens of passes that follow each other to [T,F], prompt by prompt.
 
     Args:
         passes: Real tokens of each pass.
-        lengths: How many of them belong to each prompt.
+        lengths: Number of tokens of each prompt, for each pass.
     """
     parts = [tokens.split(of_prompts) for tokens, of_prompts in zip(passes, lengths, strict=True)]
     return torch.cat([part for of_prompt in zip(*parts, strict=True) for part in of_prompt])
 
 
 def lay_out(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Tokens [T,F] on the real places of a batch, [B,S,F]; zeros on its padding."""
+    """Lay tokens [T,F] out on the real places of a batch, [B,S,F]; zeros on its padding."""
     batch = tokens.new_zeros((*mask.shape, tokens.shape[-1]))
     batch[mask] = tokens
     return batch
 
 
 def batch_mask(lengths: tuple[int, ...]) -> torch.Tensor:
-    """bool [B,S] of prompts padded on the right to the longest."""
+    """Return the mask, bool [B,S], of prompts padded on the right to the longest."""
     return torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
 
 
 def _too_few(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) -> CaptureError:
     return CaptureError(
         f"{what} holds fewer rows than the prompts have tokens",
-        expected=f"prompts of {', '.join(map(str, lengths))} tokens",
+        expected=f"prompts of {word_lengths(lengths)} tokens",
         found=str(list(tensor.shape)),
         next_step="Choose other passes (steps in a map), or run both sides on the same prompts.",
     )
@@ -169,7 +168,7 @@ def _too_few(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) -> Ca
 def _unreadable(tensor: torch.Tensor, lengths: tuple[int, ...], *, what: str) -> CaptureError:
     return CaptureError(
         f"{what}: nothing tells which rows are real",
-        expected=f"prompts of {', '.join(map(str, lengths))} tokens as [{len(lengths)},S,F], or one after another",
+        expected=f"prompts of {word_lengths(lengths)} tokens as [{len(lengths)},S,F], or one after another",
         found=str(list(tensor.shape)),
         next_step=_HOW,
     )

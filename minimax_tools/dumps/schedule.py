@@ -1,7 +1,7 @@
-"""Schedule: which tokens of which requests each forward pass of a serving engine computed.
+"""Schedule: the tokens of each request in each forward pass of a serving engine.
 
-An engine computes a long prompt in several passes (chunks), then one row of each prompt in every pass (decoding),
-and the tokens of several requests in one. What its dump tells of each pass says where every token's row lies.
+An engine computes a long prompt in several passes (chunks), then one row of each prompt in every pass (decoding). One
+pass holds tokens of several requests. The positions in its dump tell where the row of every token lies.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NUM_NAMED = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """What a dump tells of one forward pass.
+    """A dump's record of one forward pass.
 
     Args:
         step: The pass's label.
         requests: The requests, in the order of their rows.
         positions: Each row's position in its prompt; padding rows may follow.
-        ends: How many tokens of each request are known after the pass; empty where the dump does not tell.
+        ends: Tokens of each request computed after the pass; empty where the dump does not tell.
         is_decode: Whether each request has one row.
     """
 
@@ -37,7 +37,7 @@ class PassRecord:
     is_decode: bool = False
 
     def stretches(self) -> Iterator[tuple[str, Stretch]]:
-        """The rows of each request; of padding none.
+        """Yield the rows of each request, without padding.
 
         Raises:
             CaptureError: The positions do not tell whose rows they are.
@@ -70,13 +70,13 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Tokens of one request that follow each other, computed in one pass.
+    """Consecutive tokens of one request, computed in one pass.
 
     Args:
         step: The pass's label.
-        row: The first one's row in the pass's tensors.
-        start: The first one's position in the prompt.
-        length: How many.
+        row: Row of the first token in the pass's tensors.
+        start: Position of the first token in the prompt.
+        length: Number of tokens.
     """
 
     step: str
@@ -86,11 +86,11 @@ class Stretch:
 
     @property
     def stop(self) -> int:
-        """Position behind the last one."""
+        """Position behind the last token."""
         return self.start + self.length
 
     def up_to(self, stop: int) -> Stretch:
-        """Those before a position."""
+        """Return the tokens before a position."""
         return Stretch(
             step=self.step, row=self.row, start=self.start, length=min(self.length, stop - self.start)
         )
@@ -101,7 +101,7 @@ class Schedule:
     """The passes of a dump, joined along the prompts.
 
     Args:
-        stretches: What was computed of each request, by position, without gap from the first token on.
+        stretches: Stretches of each request by position, from the first token on, without gaps.
         num_rows: Rows of each pass, padding included, where the dump tells.
     """
 
@@ -113,8 +113,7 @@ class Schedule:
         """Join passes, whatever their order.
 
         Raises:
-            CaptureError: A pass does not tell whose rows it has, or some tokens of a request were computed in none or
-                in two.
+            CaptureError: A pass does not tell whose rows it has, or a token was computed in no pass or in two.
         """
         passes = tuple(passes)
         found: dict[str, list[Stretch]] = defaultdict(list)
@@ -138,11 +137,11 @@ class Schedule:
         return tuple(self.stretches)
 
     def length(self, request: str) -> int:
-        """How many tokens of a request were computed."""
+        """Return the number of a request's tokens."""
         return self.stretches[request][-1].stop
 
     def choose(self, lengths: tuple[int, ...], *, named: tuple[str, ...], directory: Path) -> tuple[str, ...]:
-        """The requests of prompts with these lengths: as they were named, or by their lengths, or in their order.
+        """Choose the requests of prompts with these lengths: by name, else by unique length, else in order.
 
         Raises:
             CaptureError: The map names a request that is not there, or nothing tells which of several is meant.
@@ -153,7 +152,7 @@ class Schedule:
         if unknown or len(chosen) != len(lengths):
             raise CaptureError(
                 f"{directory}: which requests are the prompts cannot be told",
-                expected=f"{len(lengths)} requests, of {_listed(lengths)} tokens",
+                expected=f"{len(lengths)} requests, of {word_lengths(lengths)} tokens",
                 found=", ".join(
                     f"{request} of {self.length(request)}" for request in self.requests[:_NUM_NAMED]
                 )
@@ -172,7 +171,7 @@ class Schedule:
         return chosen
 
     def _by_length(self, lengths: tuple[int, ...]) -> tuple[str, ...]:
-        """Each prompt's only request of its length; none where that is not how they differ."""
+        """Return the only request of each prompt's length; none where lengths do not tell them apart."""
         own = {self.length(request): request for request in self.requests}
         if len(own) != len(self.requests) or len(set(lengths)) != len(lengths) or own.keys() != set(lengths):
             return ()
@@ -202,5 +201,6 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name))
 
 
-def _listed(lengths: tuple[int, ...]) -> str:
+def word_lengths(lengths: tuple[int, ...]) -> str:
+    """Return lengths in words, such as `48, 33`."""
     return ", ".join(str(length) for length in lengths)

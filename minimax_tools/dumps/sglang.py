@@ -1,8 +1,8 @@
 """Dumps of SGLang's dumper: `{exp}/step=0___rank=0___dump_index=1___name=X….pt`, each a dict of `value` and `meta`.
 
-`meta` tells the name, step and ranks, and, where the caller said so, the dims (`b s h[tp]`). What its hooks on all
-modules write is named `non_intrusive__{module}.inputs.{i}` and `….output`. A name dumped again in the same step is
-the next pass of it. Tokens of all requests lie one after another, unless the dims name a batch.
+`meta` tells the name, step and ranks, and the dims (`b s h[tp]`) where the caller gave them. Hooks on all modules
+write names such as `non_intrusive__{module}.inputs.{i}` and `….output`. A name dumped again in the same step belongs
+to the next pass. Tokens of all requests lie one after another, unless the dims name a batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
+from minimax_tools.dumps.piece import Dump, DumpPiece, order_steps, step_order
 from minimax_tools.dumps.schedule import PassRecord
 from minimax_tools.dumps.tensor_file import describe_structure, find_tensors, read_tensor
 from minimax_tools.errors import CaptureError
@@ -26,7 +26,7 @@ _FILE = re.compile(r"step=\d+___rank=\d+___dump_index=\d+___name=.+\.pt")
 _HOOK_PREFIX = "non_intrusive__"
 _HOOK_NAME = re.compile(r"((?P<module>.+)\.)?(?P<point>inputs|output)(\.(?P<element>.+))?")
 _PARALLEL = ("sglang_parallel_info", "megatron_parallel_info")
-# What the hooks name as such, whichever module is called with it.
+# Names that the hooks give to arguments, whichever module is called with them.
 _POSITIONS, _SEQ_LENS, _RIDS, _POOL_INDICES = "positions", "seq_lens", "rids", "req_pool_indices"
 _OF_A_BATCH = frozenset(
     {
@@ -40,13 +40,13 @@ _OF_A_BATCH = frozenset(
         "cu_seqlens_kv",
     }
 )
-# Axes that a tensor may be divided along beside that of tensor parallelism: these pieces are not put together here.
+# Axes of other parallelism, whose pieces are not put together here.
 _OTHER_AXES = ("cp", "ep", "sp", "attn_cp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """One file: its pieces without their passes, and what orders it among those of one name."""
+    """A file: its pieces without their passes, and its order among files of one name."""
 
     index: int
     step: int
@@ -58,20 +58,20 @@ class _File:
 
     @property
     def group(self) -> tuple[int, int]:
-        """The step and rank, whose files follow each other."""
+        """Step and rank, whose files follow each other."""
         return self.step, self.world_rank
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the folder holds files of this layout."""
+    """Decide whether the folder holds files of this layout."""
     return any(_FILE.fullmatch(path.name) for path in directory.glob("step=*.pt"))
 
 
 def read_dump(directory: Path) -> Dump:
-    """What the folder holds.
+    """List the tensors of a folder.
 
     Raises:
-        CaptureError: A file is damaged or of another layout, or its tensors are divided in a way not known here.
+        CaptureError: A file is damaged or of another layout, or its tensors are divided along an unknown axis.
     """
     paths = [path for path in sorted(directory.glob("step=*.pt")) if _FILE.fullmatch(path.name)]
     files = sorted((_read(path) for path in paths), key=lambda file: (file.step, file.index))
@@ -87,12 +87,9 @@ def read_dump(directory: Path) -> Dump:
         directory=directory,
         format=NAME,
         pieces=pieces,
-        steps=tuple(sorted({piece.step for piece in pieces}, key=_order)),
+        steps=order_steps(pieces),
         num_ranks=max((file.num_ranks for file in files), default=1),
         is_packed=is_packed,
-        without_tensor=tuple(
-            sorted({path.name for path in paths} - {piece.file for file in files for piece in file.pieces})
-        ),
         records=tuple(_read_records(directory, files, labels)) if is_packed else (),
     )
 
@@ -141,9 +138,9 @@ def _read(path: Path) -> _File:
 
 
 def _find_labels(files: list[_File]) -> list[str | None]:
-    """Each file's pass: the step, and how often its name came before in it; None for what a batch holds, again.
+    """Return the pass of each file: the step, and how often its name was written before in it.
 
-    What a batch holds is of the pass of the module that writes next.
+    Tensors of the batch belong to the pass of the module that writes next; None where a pass has them already.
     """
     seen: Counter[tuple[tuple[int, int], str]] = Counter()
     numbers: list[int | None] = []
@@ -161,7 +158,7 @@ def _find_labels(files: list[_File]) -> list[str | None]:
     labels: list[str | None] = []
     held: set[tuple[tuple[int, int], str, int]] = set()
     for file, number in zip(files, numbers, strict=True):
-        # Behind the last module: what belongs to no pass but the last.
+        # Tensors of the batch behind the last module belong to the last pass.
         number = following.get(file.group, 0) if number is None else number
         entry = (file.group, file.name, number)
         is_again = file.name in _OF_A_BATCH and entry in held
@@ -172,13 +169,13 @@ def _find_labels(files: list[_File]) -> list[str | None]:
 
 
 def _read_records(directory: Path, files: list[_File], labels: list[str | None]) -> Iterator[PassRecord]:
-    """What each pass tells of its requests; none where it tells no positions and lengths."""
+    """Yield the requests of each pass, up to a pass without positions and lengths."""
     of_passes: dict[str, dict[str, _File]] = defaultdict(dict)
     for file, label in zip(files, labels, strict=True):
         if label is not None and file.world_rank == files[0].world_rank and file.name in _OF_A_BATCH:
             of_passes[label][file.name] = file
     times_begun: Counter[str] = Counter()
-    for label in sorted(of_passes, key=_order):
+    for label in sorted(of_passes, key=step_order):
         held = of_passes[label]
         if not {_POSITIONS, _SEQ_LENS} <= held.keys() or not held.keys() & {_RIDS, _POOL_INDICES}:
             return
@@ -190,7 +187,7 @@ def _read_records(directory: Path, files: list[_File], labels: list[str | None])
         if len(ends) != len(slots):
             return
         if _RIDS not in held:
-            # A slot of the pool is used again: by another request where its positions begin anew.
+            # A slot of the pool belongs to a new request where its positions begin anew.
             times_begun.update(slot for slot, stretch in record.stretches() if stretch.start == 0)
             record = replace(
                 record,
@@ -210,7 +207,7 @@ def _read_numbers(directory: Path, file: _File) -> tuple[int, ...]:
 
 
 def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Module, point and element of what a hook or a call of the dumper named."""
+    """Return module, point and element of a name that a hook or a call of the dumper gave."""
     name: str = meta["name"]
     if name.startswith(_HOOK_PREFIX):
         match = _HOOK_NAME.fullmatch(name.removeprefix(_HOOK_PREFIX))
@@ -223,7 +220,7 @@ def _parse_name(meta: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _tensor_parallel(meta: Mapping[str, Any], path: Path, world_rank: int) -> tuple[int, int]:
-    """The rank within its tensor-parallel group and the group's size."""
+    """Return the rank within its tensor-parallel group and the group's size."""
     known = [info for key in _PARALLEL if isinstance(info := meta.get(key), Mapping) and "tp_rank" in info]
     if not known:
         return world_rank, _number(meta, "world_size", path, default=1)
@@ -253,7 +250,3 @@ def _number(record: Mapping[str, Any], key: str, path: Path, *, default: int = 0
 
 def _has_batch(dims: str | None) -> bool:
     return dims is not None and dims.split("#")[0].split()[:1] == ["b"]
-
-
-def _order(label: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in label.split("."))

@@ -1,8 +1,9 @@
-"""Files that hold tensors, `.pt` or safetensors: what lies in them, and one tensor at a time; nothing is called."""
+"""Tensor files: `.pt` and safetensors, listed by their headers and read one tensor at a time; no code in them runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,10 @@ _COPY_AGAIN = "Copy it again from the host that wrote it, or run the capture aga
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensor:
-    """A tensor in a file, described.
+    """A description of a tensor in a file.
 
     Args:
-        keys: Where it lies in the file's value.
+        keys: Its keys in the file's value.
         shape: Its shape.
         dtype: Its dtype, as in `bfloat16`.
     """
@@ -50,7 +51,7 @@ class HeldTensor:
 
 
 def describe_structure(path: Path) -> Any:
-    """The value of a `.pt` file, every tensor as its `StoredTensor`; none of their bytes are read.
+    """Read the value of a `.pt` file with a `StoredTensor` for every tensor, without their bytes.
 
     Raises:
         CaptureError: The file is missing or damaged.
@@ -60,7 +61,7 @@ def describe_structure(path: Path) -> Any:
 
 
 def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
-    """The tensors of a file, from its header alone.
+    """List the tensors of a file from its header.
 
     Raises:
         CaptureError: The file is missing or damaged.
@@ -71,7 +72,7 @@ def list_tensors(path: Path) -> tuple[HeldTensor, ...]:
 
 
 def find_tensors(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[HeldTensor]:
-    """The tensors in what `describe_structure` gave: itself, or in tuples, lists and dicts."""
+    """Yield the tensors in a value of `describe_structure`: itself, or in tuples, lists and dicts."""
     if isinstance(value, StoredTensor):
         yield HeldTensor(keys=keys, shape=tuple(value.shape), dtype=dtype_name(value.cast or value.dtype))
     elif len(keys) < _MAX_NESTING:
@@ -84,13 +85,15 @@ def find_tensors(value: Any, keys: tuple[str | int, ...] = ()) -> Iterator[HeldT
 
 
 def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
-    """One tensor of a file, on the CPU and in its stored dtype.
+    """Read one tensor of a file to the CPU, in its stored dtype.
 
     Raises:
         CaptureError: The file is missing or damaged, or holds no tensor there.
     """
     if path.suffix == _SAFETENSORS:
-        return _read_safetensors(path, str(keys[0]))
+        with _opened(path) as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(str(keys[0]))
+            return tensor
     value = load_restricted(path)
     try:
         for key in keys:
@@ -105,36 +108,37 @@ def read_tensor(path: Path, keys: tuple[str | int, ...]) -> torch.Tensor:
 
 
 def _list_safetensors(path: Path) -> tuple[HeldTensor, ...]:
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
-            return tuple(
-                HeldTensor(
-                    keys=(name,),
-                    shape=tuple(found.get_shape()),
-                    dtype=_SAFETENSORS_DTYPES.get(str(found.get_dtype()), str(found.get_dtype())),
-                )
-                for name, found in slices.items()
+    with _opened(path) as tensors:
+        slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
+        return tuple(
+            HeldTensor(
+                keys=(name,),
+                shape=tuple(found.get_shape()),
+                dtype=_SAFETENSORS_DTYPES.get(str(found.get_dtype()), str(found.get_dtype())),
             )
-    except (OSError, SafetensorError) as error:
-        raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error
+            for name, found in slices.items()
+        )
 
 
-def _read_safetensors(path: Path, name: str) -> torch.Tensor:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        CaptureError: It cannot be read.
+    """
     try:
         with safe_open(path, framework="pt") as tensors:
-            tensor: torch.Tensor = tensors.get_tensor(name)
-            return tensor
+            yield tensors
     except (OSError, SafetensorError) as error:
         raise CaptureError(f"{path} cannot be read", found=str(error), next_step=_COPY_AGAIN) from error
 
 
 def load_restricted(path: Path) -> Any:
-    """What torch.save wrote to `path`: CPU tensors, containers and numbers; the rest as `InertRecord`s.
+    """Read a file of torch.save: CPU tensors, containers and numbers; all else becomes `InertRecord`s.
 
     Raises:
         CaptureError: The file is missing, cut short, damaged, or not one of torch.save's.
     """
-    next_step = "Copy it again from the host that wrote it, or run the capture again."
-    with refusing(path, CaptureError, next_step=next_step):
+    with refusing(path, CaptureError, next_step=_COPY_AGAIN):
         return read_value(path)

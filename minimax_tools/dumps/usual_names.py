@@ -1,7 +1,7 @@
-"""The usual names: where MiniMax-M2's sites lie under the hub's, transformers' and NxDI's names of modules.
+"""Usual names: places of MiniMax-M2's sites under the module names of the hub, transformers and NxDI.
 
-Of several places the first that a dump holds counts; several in a row are added up. What is not the same in every
-model of a tool stays out, such as the widths at which a fused projection is cut: that takes a map.
+The first place that a dump holds counts. Several places in one tuple are added up. Facts that differ between models of
+a tool, such as the widths of a fused projection, need a map.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minimax_tools.model.sites import ModelSite, Site
 UsualPlaces = tuple[SitePlace, ...]
 
 INPUT_IDS, ATTENTION_MASK = "input_ids", "attention_mask"
-# What the final norm is fed: the last layer's output.
+# The input of the final norm: the last layer's output.
 HEAD_INPUT = "head_input"
 
 _LAYER = "layers.{layer}"
@@ -44,10 +44,10 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = MappingProxyType(
         Site.ROUTER_EXPERTS: tuple(
             f"{_LAYER}.{moe}.{name}:output[2]" for moe in _MOES for name in ("gate", "router")
         ),
-        # transformers' router gives the weights of the chosen; NxDI's gives affinities to all, which are no site.
+        # transformers' router returns the weights of the chosen experts; NxDI's returns affinities of all, no site.
         Site.ROUTER_WEIGHTS: tuple(f"{_LAYER}.{moe}.gate:output[1]" for moe in _MOES),
         Site.MOE_DELTA: tuple(f"{_LAYER}.{moe}" for moe in _MOES),
-        # Where a layer's own output was not kept, the layer behind it, or the final norm, was fed it.
+        # A layer's output is also the input of the next layer.
         Site.OUTPUT: (f"{_LAYER}", "layers.{next}:input", "layers.{next}.input_layernorm:input"),
         ModelSite.EMBEDDING: ("model.embed_tokens", "embed_tokens"),
         ModelSite.FINAL_NORM: ("model.norm", "norm"),
@@ -63,15 +63,15 @@ _NAMES: Mapping[Site | ModelSite | str, tuple[str, ...]] = MappingProxyType(
         HEAD_INPUT: ("model.norm:input", "norm:input"),
     }
 )
-# vLLM's and SGLang's models fuse each residual add into the norm behind it: norms and layers are called with pairs of
-# what is to be added, and return them.
+# vLLM's and SGLang's models fuse each residual add into the norm behind it. Norms and layers take and return pairs:
+# a value, and the residual that it is to be added to.
 _FUSED_PAIRS: Mapping[Site, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {
         Site.INPUT: (),
         Site.INPUT_NORM: ((f"{_LAYER}.input_layernorm:output[0]",),),
         Site.ATTN_RESIDUAL: ((f"{_LAYER}.post_attention_layernorm:output[1]",),),
         Site.POST_NORM: ((f"{_LAYER}.post_attention_layernorm:output[0]",),),
-        # SGLang 0.5.23 hands the residual on beside the modules: the norm behind the layer shows their sum.
+        # SGLang 0.5.23 passes the residual beside the modules: the norm behind the layer returns their sum.
         Site.OUTPUT: (
             (f"{_LAYER}:output[0]", f"{_LAYER}:output[1]"),
             ("layers.{next}.input_layernorm:output[1]",),
@@ -86,29 +86,29 @@ _SPLIT_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM,
 def usual_sources(
     format_name: str, *, has_fused_residuals: bool
 ) -> Mapping[Site | ModelSite | str, tuple[UsualPlaces, ...]]:
-    """The places of every site, and of the token ids and mask, the likeliest first.
+    """Return the places of every site, and of token ids and mask, the likeliest first.
 
     Args:
         format_name: The dump's format.
-        has_fused_residuals: Whether norms return what they normed beside the residual stream.
+        has_fused_residuals: Whether norms return the residual stream beside the normed value.
     """
     sources: dict[Site | ModelSite | str, tuple[UsualPlaces, ...]] = {
         site: tuple((SitePlace.parse(name),) for name in names) for site, names in _NAMES.items()
     }
     if format_name == "nxdi":
-        # Its fused projection returns queries, keys and values apart; the first is what the capture keeps.
+        # Its fused projection returns queries, keys and values apart; the capture keeps the first.
         sources[Site.Q_PROJ] += ((SitePlace.parse(_NXDI_QUERIES),),)
     if has_fused_residuals:
         for site, names in _FUSED_PAIRS.items():
             sources[site] = tuple(tuple(SitePlace.parse(name) for name in terms) for terms in names)
     if format_name == "vllm-neuron":
-        # Of several outputs it keeps the first: whether that is a layer's whole output, only the model's author knows.
+        # It keeps the first of several outputs: only the model's author knows whether that is a layer's whole output.
         sources[Site.OUTPUT] = ()
     return sources
 
 
 def usual_layout(site: Site | ModelSite | str) -> SiteLayout:
-    """How several ranks hold a site where nobody says it: heads are divided, all else is whole on each rank."""
+    """Return the layout of a site without a declared one: heads are divided, all else is whole on each rank."""
     if site in _SPLIT_HEADS:
         return Sharded(dim=-1)
     return Sharded(dim=1) if site in (Site.Q_ROPE, Site.K_ROPE) else Replicated()

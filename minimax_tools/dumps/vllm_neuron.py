@@ -1,20 +1,18 @@
 """Dumps of vLLM Neuron's accuracy tools: `dp{d}/{prefill_s{S}_{n}|decode_b{B}_{n}}/{module}/rank{r}.pt`.
 
-Only modules' outputs are kept, of several outputs the first. The tokens of all requests of a pass lie one after
-another, padded to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`.
-Its `{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined.
+The first output of each module is kept, no inputs. The tokens of all requests of a pass lie one after another, padded
+to the bucket S at the end. A pass is named by its folder; with several replicas, `dp1/prefill_…`. Its
+`{pass}_meta.json` tells the requests and every row's position, by which a prompt's passes are joined.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from minimax_tools.dumps.piece import Dump, DumpPiece
+from minimax_tools.dumps.piece import Dump, list_pieces
 from minimax_tools.dumps.schedule import PassRecord
-from minimax_tools.dumps.tensor_file import list_tensors
 from minimax_tools.errors import CaptureError
 
 NAME = "vllm-neuron"
@@ -26,57 +24,39 @@ _FILE = re.compile(r"rank(\d+)\.pt")
 
 
 def recognises(directory: Path) -> bool:
-    """Whether the folder holds replicas with passes in them, or is one."""
+    """Decide whether the folder holds replicas with passes in them, or is one."""
     return bool(_passes(directory))
 
 
 def read_dump(directory: Path) -> Dump:
-    """What the folder holds.
+    """List the tensors of a folder.
 
     Raises:
         CaptureError: A file is damaged.
     """
-    pieces: list[DumpPiece] = []
-    empty: list[str] = []
     passes = _passes(directory)
-    for step, folder in passes:
-        for path in sorted(folder.glob("*/rank*.pt")):
-            found = tuple(_pieces(directory, path, step))
-            pieces.extend(found)
-            if not found:
-                empty.append(path.relative_to(directory).as_posix())
+    pieces = tuple(
+        piece
+        for step, folder in passes
+        for path in sorted(folder.glob("*/rank*.pt"))
+        if (match := _FILE.fullmatch(path.name)) is not None
+        for piece in list_pieces(
+            path, directory=directory, module=path.parent.name, step=step, rank=int(match[1])
+        )
+    )
     return Dump(
         directory=directory,
         format=NAME,
-        pieces=tuple(pieces),
+        pieces=pieces,
         steps=tuple(step for step, _ in passes),
         num_ranks=1 + max((piece.rank for piece in pieces), default=0),
         is_packed=True,
-        without_tensor=tuple(empty),
         records=_read_records(passes),
     )
 
 
-def _pieces(directory: Path, path: Path, step: str) -> Iterator[DumpPiece]:
-    match = _FILE.fullmatch(path.name)
-    if match is None:
-        return
-    for held in list_tensors(path):
-        yield DumpPiece(
-            file=path.relative_to(directory).as_posix(),
-            keys=held.keys,
-            module=path.parent.name,
-            point="output",
-            element=".".join(str(key) for key in held.keys),
-            step=step,
-            rank=int(match[1]),
-            shape=held.shape,
-            dtype=held.dtype,
-        )
-
-
 def _read_records(passes: list[tuple[str, Path]]) -> tuple[PassRecord, ...]:
-    """What the metadata beside each pass tells; nothing where a pass has none."""
+    """Read the metadata beside each pass; none where a pass has none."""
     paths = [(step, folder / f"{folder.name}_meta.json") for step, folder in passes]
     if not all(path.exists() for _, path in paths):
         return ()
@@ -102,7 +82,7 @@ def _read_record(step: str, path: Path) -> PassRecord:
 
 
 def _passes(directory: Path) -> list[tuple[str, Path]]:
-    """Labels and folders of the passes, prefills first."""
+    """Return labels and folders of the passes, prefills first."""
     replicas = {
         int(match[1]): path for path in _folders(directory) if (match := _REPLICA.fullmatch(path.name))
     }

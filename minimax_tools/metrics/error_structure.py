@@ -1,8 +1,7 @@
-"""Structure of an error: averages in which noise nearly cancels and a systematic mistake does not.
+"""Structure: ρ of averages of an error, in which rounding cancels and a systematic mistake does not.
 
-Rounding errors have random signs. Averaged over a token's channels, or over a channel's tokens, they nearly cancel on
-both sides. A wrong scale, an offset or a few wrong channels remain, even where they are smaller than the noise.
-
+Rounding errors nearly cancel when averaged over a token's channels, or over a channel's tokens. A wrong scale, an
+offset or a few wrong channels remain, even where they are smaller than the noise itself.
 Shapes: T judged tokens, F channels of a site.
 """
 
@@ -68,10 +67,10 @@ class _Averages:
 def measure_structure(
     twin: torch.Tensor, reference: torch.Tensor, target: torch.Tensor, *, massive: torch.Tensor
 ) -> Structure | None:
-    """Measure the structure of a target's error; None where the golden has no error to compare it with.
+    """Measure the structure of a target's error; None where the golden has no error to compare with.
 
     Args:
-        twin: float32 [T,F], the values that both sides approximate.
+        twin: float32 [T,F], the exact values.
         reference: [T,F], the golden.
         target: [T,F], the port.
         massive: bool [F], massive channels; they would hide the others in the gain of a token.

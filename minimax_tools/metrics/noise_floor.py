@@ -1,11 +1,15 @@
-"""Floor statistics: what BF16 alone cost the golden at each site, token by token.
+"""Floor statistics: the error of BF16 in the golden at each site, token by token.
 
-Names in a layer's floor file (float32 [B,S], zero on padding): `<site>.error` ‖bf16 − float32‖ over a token's
-channels, `<site>.error_ordinary` and `<site>.error_massive` the same over the ordinary and over the massive
-ones, `router_margin` the distance between the k-th and the (k+1)-th biased score in float32, `router_noise`
-the error of BF16 on the scores that compete there. `<variant>/<site>.error_ordinary` and so on are the same of another
-right way to compute the layer in BF16, past the golden's choice of experts, and `<variant>/<site>.structure` (float32
-[4]) its averages over the golden's, as `Structure.figures` gives them.
+Names in a layer's floor file, float32 [B,S] with zeros on padding unless said otherwise:
+
+| name | value |
+|---|---|
+| `<site>.error` | norm of bf16 - float32 over a token's channels |
+| `<site>.error_ordinary`, `<site>.error_massive` | the same over ordinary and over massive channels |
+| `router_margin` | distance between the k-th and the (k+1)-th biased score in float32 |
+| `router_noise` | error of BF16 in the scores that compete there |
+| `<variant>/<name>` | the same of another right way to compute the layer in BF16, with the golden's choice of experts |
+| `<variant>/<site>.structure` | float32 [4], the variant's averages over the golden's (`Structure.figures`) |
 """
 
 from __future__ import annotations
@@ -27,39 +31,39 @@ _WITHOUT_ERROR = (Site.ROUTER_EXPERTS,)
 
 
 def error_name(site: Site | ModelSite) -> str:
-    """Name of a site's error norms, all channels."""
+    """Return the name of a site's error norms over all channels."""
     return f"{site}.error"
 
 
 def ordinary_error_name(site: Site | ModelSite) -> str:
-    """Name of a site's error norms without the massive channels."""
+    """Return the name of a site's error norms over ordinary channels."""
     return f"{site}.error_ordinary"
 
 
 def massive_error_name(site: Site | ModelSite) -> str:
-    """Name of a site's error norms over the massive channels alone."""
+    """Return the name of a site's error norms over massive channels."""
     return f"{site}.error_massive"
 
 
 def structure_name(site: Site) -> str:
-    """Name of a variant's averages over the golden's at a site."""
+    """Return the name of a variant's averages over the golden's at a site."""
     return f"{site}.structure"
 
 
 def variant_name(variant: str, name: str) -> str:
-    """Name of one of the statistics of a variant."""
+    """Return the name of a variant's statistic."""
     return f"{variant}/{name}"
 
 
 def token_rows(tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-    """A site's tensor as one row per token, [B,S,F]; heads are laid side by side."""
+    """Reshape a site's tensor to one row per token, [B,S,F], with heads side by side."""
     if site.has_heads_dim:
         tensor = tensor.transpose(1, 2)
     return tensor.reshape(*tensor.shape[:2], -1)
 
 
 def massive_channels(rows: torch.Tensor) -> torch.Tensor:
-    """Which channels of the rows [T,F] are massive: bool [F]."""
+    """Find the massive channels of rows [T,F]: bool [F]."""
     rms = rows.to(torch.float32).square().mean(dim=0).sqrt()
     return rms > MASSIVE_RATIO * rms.median()
 
@@ -73,7 +77,7 @@ def floor_statistics(
     num_experts_per_tok: int,
     golden: Mapping[Site, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The floor statistics of one layer.
+    """Measure the floor statistics of one layer.
 
     Args:
         computed: BF16 tensors by site.
@@ -81,7 +85,7 @@ def floor_statistics(
         attention_mask: int64 [B,S].
         correction_bias: float32 [E].
         num_experts_per_tok: k.
-        golden: BF16 tensors by site that the computed ones are a variant of; None where they are the golden's own.
+        golden: The golden's BF16 tensors by site, where the computed ones are a variant's; else None.
     """
     real = attention_mask.bool()
     statistics: dict[str, torch.Tensor] = {}
@@ -108,10 +112,10 @@ def variant_statistics(
     num_experts_per_tok: int,
     golden: Mapping[Site, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Measure the floor statistics of a layer's variants, under names that begin with the variant's.
+    """Measure the floor statistics of a layer's variants, under `<variant>/<name>`.
 
     Args:
-        computed: Tensors by variant and site, of the sites to measure.
+        computed: Tensors by variant and site; only these sites are measured.
         twin: Float32 tensors by site.
         attention_mask: int64 [B,S].
         correction_bias: float32 [E].
@@ -128,7 +132,7 @@ def variant_statistics(
             num_experts_per_tok=num_experts_per_tok,
             golden=golden,
         )
-        # The margin is the twin's: it is one for all.
+        # All variants share the twin's margin.
         measured.pop(ROUTER_MARGIN, None)
         statistics |= {variant_name(name, key): value for key, value in measured.items()}
     return statistics
@@ -159,14 +163,14 @@ def error_norms(
     real: torch.Tensor,
     massive: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The error norms of one site by name, float32 [B,S].
+    """Measure the error norms of one site by name, float32 [B,S].
 
     Args:
         site: The site.
         reference: Its BF16 tensor.
         twin: Its float32 tensor.
         real: bool [B,S], false on padding.
-        massive: bool [F], the channels that count as massive; None for the reference's own.
+        massive: bool [F], the massive channels; None to find them in the reference.
     """
     rows = token_rows(reference, site)
     error = rows.to(torch.float32) - token_rows(twin, site).to(torch.float32)
@@ -181,7 +185,7 @@ def error_norms(
 
 
 def choice_margin(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Distance of the k-th from the (k+1)-th best of biased scores [...,E]; infinite where all are chosen: [...]."""
+    """Return the distance [...] of the k-th from the (k+1)-th best of biased scores [...,E]; infinite where k is E."""
     if k >= scores.shape[-1]:
         return torch.full(scores.shape[:-1], torch.inf)
     best = scores.topk(k + 1, dim=-1).values
@@ -189,19 +193,19 @@ def choice_margin(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def competing_places(k: int, num_experts: int) -> slice:
-    """The experts, by descending biased score, that compete for the last of k places; none where all are chosen."""
+    """Return the places, by descending biased score, that compete for the k-th; none where all experts are chosen."""
     if k >= num_experts:
         return slice(0, 0)
     return slice(max(k - _NUM_COMPETITORS, 0), min(k + _NUM_COMPETITORS, num_experts))
 
 
 def _on_real(statistic: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """A statistic [B,S] with zeros on padding, whatever stood there: NaN too."""
+    """Set padding to zero in a statistic [B,S], NaN included."""
     return torch.where(real, statistic, 0.0)
 
 
 def _routing(scores: torch.Tensor, noisy: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Margin [B,S] and noise [B,S] of biased scores [B,S,E] against their BF16 counterpart."""
+    """Return margin [B,S] and noise [B,S] of biased scores [B,S,E] against those computed in BF16."""
     margin = choice_margin(scores, k)
     if k >= scores.shape[-1]:
         return margin, torch.zeros(scores.shape[:2])

@@ -1,7 +1,7 @@
-"""Metrics: what one tensor, or a pair of tensors, measures; in float64, in bounded memory.
+"""Metrics: figures of one tensor and of a pair of tensors, in float64.
 
-Every function walks its arguments in blocks, so the float64 copies never exceed one block. Non-finite
-values are counted before anything else and left out of every other number.
+Tensors are read in blocks, so a float64 copy never exceeds one block. Values that are not finite are counted and left
+out of every other figure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLE_ELEMENTS = 1 << 11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStatistics:
-    """What a tensor looks like; mean to l2 are over its finite elements and None where there are none."""
+    """Statistics of a tensor; mean to l2 are over its finite elements, None where there are none."""
 
     mean: float | None
     std: float | None
@@ -41,12 +41,11 @@ class TensorStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMetrics:
-    """How a target differs from its reference; relative figures refer to the reference.
+    """Differences of a target from its reference; relative figures refer to the reference.
 
-    `median_abs_diff` is exact to `median.MEDIAN_RELATIVE_RESOLUTION`; of an even number it is the lower middle one.
-    `worst_index` is the position of `max_abs_diff` in the reference's shape. `close_fraction` is of all
-    elements: one that is not finite is not close. Cosine is None where a side is zero, Pearson where a side
-    is constant.
+    `median_abs_diff` is the lower median, exact to `MEDIAN_RELATIVE_RESOLUTION`. `worst_index` is the position of
+    `max_abs_diff` in the reference's shape. `close_fraction` counts elements that are not finite as not close.
+    Cosine is None where a side is zero, Pearson where a side is constant.
     """
 
     num_elements: int
@@ -64,7 +63,7 @@ class PairMetrics:
 
 
 def measure_tensor(tensor: torch.Tensor) -> TensorStatistics:
-    """The statistics of a CPU tensor of any shape and dtype."""
+    """Measure a CPU tensor of any shape and dtype."""
     num_nan = num_inf = 0
     side = _Side()
     for block in tensor.reshape(-1).split(_BLOCK_ELEMENTS):
@@ -107,7 +106,7 @@ def compare_tensors(
 
 
 def sample_centres(reference: torch.Tensor, target: torch.Tensor) -> Centres:
-    """The centres of two flat tensors, by a sample of each."""
+    """Return the centres of two flat tensors, from a sample of each."""
     # An odd step does not meet the same channel again and again.
     step = max(reference.numel() // _SAMPLE_ELEMENTS, 1) | 1
     return Centres.of(reference[::step].double(), target[::step].double())
@@ -117,17 +116,17 @@ S = TypeVar("S", bound="Summing")
 
 
 class Summing(Protocol):
-    """What takes in a pair block by block."""
+    """Sums that take a pair block by block."""
 
     def add(self, offset: int, reference: Values, target: Values) -> None:
-        """Account for one block of both sides, float64 [n]; `offset` is its first flat index."""
+        """Add one block of both sides, float64 [n]; `offset` is its first flat index."""
 
     def merge(self: S, other: S) -> None:
-        """Account for the blocks that another has taken in."""
+        """Add the blocks of another."""
 
 
 def sum_pair(reference: torch.Tensor, target: torch.Tensor, *, begin: Callable[[], S]) -> S:
-    """What `begin` makes, once two flat tensors have been added to it, a part of them on each core."""
+    """Add two flat tensors to the sums that `begin` makes, a part of them on each core."""
 
     def add(part: range) -> S:
         sums = begin()
@@ -150,7 +149,7 @@ def sum_pair(reference: torch.Tensor, target: torch.Tensor, *, begin: Callable[[
 
 
 class _Figures:
-    """What every metric of a pair follows from."""
+    """Sums and counts behind every metric of a pair."""
 
     def __init__(self, tolerance: Tolerance, centres: Centres) -> None:
         self.sums = PairSums(tolerance, centres)
@@ -198,7 +197,7 @@ class _Side:
         self.low, self.high = math.inf, -math.inf
 
     def add(self, values: torch.Tensor) -> None:
-        """Account for float64 values [n]."""
+        """Add float64 values [n]."""
         if values.numel() == 0:
             return
         if self.count == 0:
@@ -254,7 +253,7 @@ Counts = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class DistanceCounts:
-    """How many distances lie in each bin; the bins are `MEDIAN_RELATIVE_RESOLUTION` wide."""
+    """Counts of distances in bins, each `MEDIAN_RELATIVE_RESOLUTION` wide."""
 
     def __init__(self) -> None:
         self._counts: Counts = np.zeros(_INFINITY_BIN + 1, dtype=np.int64)
@@ -265,13 +264,13 @@ class DistanceCounts:
         self._num_counted += _count(reference, target, self._counts)
 
     def merge(self, other: DistanceCounts) -> None:
-        """Add what another has counted."""
+        """Add the counts of another."""
         self._counts += other._counts
         self._num_counted += other._num_counted
 
     @property
     def median(self) -> float:
-        """The lower median to `MEDIAN_RELATIVE_RESOLUTION`, 0 of nothing."""
+        """Lower median, exact to `MEDIAN_RELATIVE_RESOLUTION`; 0 without distances."""
         if self._num_counted == 0:
             return 0.0
         middle = _find(self._counts, (self._num_counted - 1) // 2)
@@ -280,7 +279,7 @@ class DistanceCounts:
 
 @compiled("(float64[::1], float64[::1], int64[::1])")
 def _count(reference: Values, target: Values, counts: Counts) -> int:
-    """Count the distances of a block; how many they are."""
+    """Count the distances of a block into `counts`, and return their number."""
     num_counted = 0
     for i in range(reference.size):
         r, t = reference[i], target[i]
@@ -292,7 +291,7 @@ def _count(reference: Values, target: Values, counts: Counts) -> int:
 
 @compiled("(int64[::1], int64)")
 def _find(counts: Counts, rank: int) -> int:
-    """The bin of the distance of a rank, which starts at 0; there must be more than `rank`."""
+    """Return the bin of the distance of a rank, counted from 0; there must be more than `rank` distances."""
     position = 0
     while rank >= counts[position]:
         rank -= counts[position]

@@ -1,6 +1,6 @@
-"""PairSums: running sums over blocks of two tensors, in float64, from which every metric of a pair follows.
+"""PairSums: running float64 sums over blocks of two tensors, from which every metric of a pair is computed.
 
-r and t: an element of the reference and of the target. n elements of a block
+r and t are an element of the reference and of the target; n is the number of elements of a block.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centres:
-    """A number for each side that its deviations are taken from.
+    """A number for each side that is subtracted before squaring.
 
-    Sums of plain squares would lose a small spread around a large mean to rounding. Where the spread outweighs
-    the mean, 0 does and nothing is rounded.
+    Plain squares would lose a small spread around a large mean to rounding. Where the spread outweighs the mean, the
+    centre is 0.
     """
 
     reference: float
@@ -38,12 +38,12 @@ class Centres:
 
     @classmethod
     def of(cls, reference: torch.Tensor, target: torch.Tensor) -> Centres:
-        """Those of samples of the two sides, any shape."""
+        """Choose the centres by samples of the two sides, of any shape."""
         return cls(reference=_centre(reference), target=_centre(target))
 
 
 class Totals(NamedTuple):
-    """What is added up over elements; all but the first two over those that are finite on both sides."""
+    """Sums over elements; all but the first two count elements that are finite on both sides."""
 
     nonfinite_reference: int = 0
     nonfinite_target: int = 0
@@ -62,8 +62,8 @@ class PairSums:
     """Sums over the blocks of a pair that were added; elements that are not finite are only counted.
 
     Args:
-        tolerance: What is close.
-        centres: What deviations are taken from.
+        tolerance: Tolerance of close elements.
+        centres: Centres of both sides.
     """
 
     def __init__(self, tolerance: Tolerance, centres: Centres) -> None:
@@ -74,7 +74,7 @@ class PairSums:
         self.worst, self.worst_offset = -1.0, 0
 
     def add(self, offset: int, reference: Values, target: Values) -> None:
-        """Account for one block of both sides, [n]; `offset` is its first flat index."""
+        """Add one block of both sides, [n]; `offset` is its first flat index."""
         totals, worst, index = _add_up(
             reference,
             target,
@@ -115,7 +115,7 @@ class PairSums:
 
     @property
     def spreads(self) -> tuple[float, float]:
-        """Σ(r − mean)² and Σ(t − mean)²; exactly 0 where it is no more than rounding of the mean."""
+        """Σ(r − mean)² and Σ(t − mean)²; exactly 0 where rounding of the mean explains it."""
         count = max(self.totals.num_finite, 1)
         mine, theirs = (
             squares - deviations**2 / count
@@ -148,7 +148,7 @@ def _centre(sample: torch.Tensor) -> float:
     return mean if abs(mean) > float(finite.std(correction=0)) else 0.0
 
 
-# Written so that the loop runs on several lanes at once: over a range, without a branch; what does not count is 0.
+# Vectorised by the compiler: a range without branches, where elements that do not count add 0.
 @compiled("(float64[::1], float64[::1], float64, float64, float64, float64, float64)", sums_in_any_order=True)
 def _add_up(
     reference: Values,
@@ -159,11 +159,11 @@ def _add_up(
     atol: float,
     known_worst: float,
 ) -> tuple[Totals, float, int]:
-    """`Totals` of a block; its largest distance, -1 if it has none; and where that is, if more than `known_worst`."""
+    """Return a block's `Totals`, its largest distance (-1 if none), and its index if it exceeds `known_worst`."""
     nonfinite_reference = nonfinite_target = num_finite = num_close = 0
     distances = distance_squares = products = 0.0
     reference_deviations = reference_squares = target_deviations = target_squares = 0.0
-    # Of numbers that are not negative the bits are ordered as the numbers are, and no NaN is in the way.
+    # The bits of non-negative floats are ordered as their values, and hold no NaN.
     worst_bits = np.int64(-1)
     for i in range(reference.size):
         r, t = reference[i], target[i]

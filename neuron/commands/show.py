@@ -7,13 +7,12 @@ from pathlib import Path
 import click
 
 from minimax_tools.capture.inspection import inspect_capture
-from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json
 from minimax_tools.command_line.options import output_options, reading_options
 from minimax_tools.dumps.opening import DumpReading, open_source
 from minimax_tools.errors import CaptureError
 from reports.captures import capture_record, is_damaged, render_capture
-from reports.map_template import map_template_of
+from reports.dumps import map_template_of
 
 
 @click.command("show", cls=Mm2Command, epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")
@@ -30,7 +29,7 @@ def show_command(directory: Path, reading: DumpReading, map_template: bool, as_j
     if map_template:
         click.echo(map_template_of(source), nl=False)
         return
-    inspection = inspect_capture(source) if isinstance(source, Capture) else None
+    inspection = inspect_capture(source) if source.known_description else None
     if as_json:
         print_json(capture_record(source, inspection))
     else:

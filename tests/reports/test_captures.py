@@ -8,6 +8,7 @@ import torch
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.dumps.opening import open_source
@@ -79,10 +80,9 @@ def write_capture(
     return Capture.open(directory)
 
 
-class PlainSource:
+class PlainSource(CaptureSource):
     """Tensors in a layout that has no manifest and says nothing of its origin."""
 
-    known_description = None
     layers = (0, 1)
 
     def __init__(self, directory: Path) -> None:
@@ -94,23 +94,11 @@ class PlainSource:
     def model_sites(self) -> tuple[ModelSite, ...]:
         return (ModelSite.EMBEDDING,)
 
-    def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        return ()
-
     def read(self, layer: int, site: Site) -> torch.Tensor:
         return layer_tensors(layer)[site]
 
-    def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        return None
-
-    def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        return None
-
     def read_model(self, site: ModelSite) -> torch.Tensor:
         return torch.tensor([[1.0, torch.inf, 3.0]])
-
-    def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        return None
 
     def read_attention_mask(self) -> torch.Tensor | None:
         return None

@@ -19,11 +19,9 @@ from compare.diagnosis.model.scene import ModelScene, Unit
 from compare.diagnosis.model.weights import ModelWeights
 from compare.sides.batch import Batch
 from compare.sides.pairing import find_mismatch
-from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.options import DTYPES
-from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
 
@@ -82,7 +80,7 @@ class ModelCases:
 
     def __init__(
         self,
-        golden: Capture,
+        golden: CaptureSource,
         target: CaptureSource,
         *,
         batch: Batch,
@@ -182,7 +180,7 @@ class ModelCases:
         sites = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
         held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
         for one in sites:
-            places = self._target.held_rows(one) if isinstance(self._target, ForeignCapture) else None
+            places = self._target.held_rows(one)
             if places is not None:
                 held &= self._batch.tokens(places)
         return held

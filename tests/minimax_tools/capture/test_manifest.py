@@ -45,9 +45,9 @@ def manifest(describe: Any) -> Manifest:
 
 
 def test_manifest_survives_its_file(manifest: Manifest, tmp_path: Path) -> None:
-    store(tmp_path, encode(manifest.finished()))
+    store(tmp_path, encode(replace(manifest, is_complete=True)))
     read = Manifest.read(tmp_path)
-    assert read == manifest.finished()
+    assert read == replace(manifest, is_complete=True)
     assert read.not_exposed == {0: (Site.ROUTER_LOGITS,)}
     assert read.observed_dtypes == {"router_gate": "bfloat16"}
 

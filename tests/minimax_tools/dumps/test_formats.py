@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minimax_tools.dumps.capture import ForeignCapture
-from minimax_tools.dumps.finder import read_dims
+from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format, read_dump
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.dumps.opening import open_source
 from minimax_tools.dumps.piece import DumpPiece
+from minimax_tools.dumps.site_finder import read_dims
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded
 from minimax_tools.model.sites import Site
@@ -96,9 +96,9 @@ class TestNxdi:
             phase = "cte" if step == 1 else "tkg"
             save(TENSOR, tmp_path / f"captured_tensors_{phase}_step_{step}_module_layers.0.mlp_output.pt")
         capture = open_source(tmp_path)
-        assert isinstance(capture, ForeignCapture)
-        assert capture.dump.steps == ("1", "2", "10")
-        assert capture.findings.passes == (("1",),)
+        assert isinstance(capture, DumpCapture)
+        assert capture.found.dump.steps == ("1", "2", "10")
+        assert capture.found.passes == (("1",),)
         assert any("of 3 passes 1 is read, not 2, 10" in note for note in capture.notes)
 
 
@@ -183,11 +183,11 @@ class TestSglang:
             ("0.1", False),
         ]
 
-    def test_value_that_is_no_tensor_is_counted(self, tmp_path: Path) -> None:
+    def test_value_that_is_no_tensor_is_left_out(self, tmp_path: Path) -> None:
         meta = {"step": 0, "rank": 0, "dump_index": 1, "name": "count"}
-        path = save({"value": 3, "meta": meta}, tmp_path / "step=0___rank=0___dump_index=1___name=count.pt")
+        save({"value": 3, "meta": meta}, tmp_path / "step=0___rank=0___dump_index=1___name=count.pt")
         dump = read_dump(tmp_path, FORMATS["sglang"])
-        assert (dump.pieces, dump.without_tensor) == ((), (path.name,))
+        assert dump.pieces == ()
 
     def test_other_parallelism_is_refused(self, tmp_path: Path) -> None:
         info = {"tp_rank": 0, "tp_size": 1, "cp_rank": 0, "cp_size": 2}
@@ -272,7 +272,7 @@ class TestMalicious:
             tmp_path / "dump" / "captured_tensors_cte_step_1_module_layers.0.mlp_output.pt",
         )
         dump = read_dump(tmp_path / "dump", FORMATS["nxdi"])
-        assert (dump.pieces, len(dump.without_tensor)) == ((), 1)
+        assert dump.pieces == ()
         assert not made.exists()
 
 
@@ -285,7 +285,7 @@ class TestFindFormat:
     @pytest.mark.parametrize("name", FORMATS)
     def test_named_format_must_be_there(self, name: str, tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match=f"holds no {name} capture"):
-            ForeignCapture.open(tmp_path, NameMap(), format_=FORMATS[name])
+            DumpCapture.open(tmp_path, NameMap(), format_=FORMATS[name])
 
     def test_ranks_in_folders_of_their_own_are_one_dump(self, tmp_path: Path) -> None:
         for rank in (0, 1):

@@ -1,19 +1,19 @@
-"""Finder: looks for the sites in a dump's pieces, by names and headers alone."""
+"""Site finder: finds the sites among a dump's pieces, by names and headers alone."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from minimax_tools.dumps.findings import Findings, Found, Key, Term
+from minimax_tools.dumps.found_sites import FoundSite, FoundSites, SiteTerm
 from minimax_tools.dumps.name_map import NameMap
-from minimax_tools.dumps.notes import dump_notes
 from minimax_tools.dumps.piece import Dump, DumpPiece, word_modules
 from minimax_tools.dumps.place import SitePlace
+from minimax_tools.dumps.placed_capture import SiteKey
 from minimax_tools.dumps.schedule import Schedule
 from minimax_tools.dumps.tensor_file import read_tensor
 from minimax_tools.dumps.usual_names import HEAD_INPUT, UsualPlaces, usual_layout, usual_sources
@@ -21,12 +21,14 @@ from minimax_tools.errors import CaptureError
 from minimax_tools.model.site_layouts import Partial, Replicated, Sharded, SiteLayout
 from minimax_tools.model.sites import ModelSite, Site
 
+_NUM_NAMED = 6
 
-def find_sites(dump: Dump, names: NameMap) -> Findings:
-    """Find out where each site lies in a dump.
+
+def find_sites(dump: Dump, names: NameMap) -> FoundSites:
+    """Find the sites of a dump.
 
     Raises:
-        CaptureError: The map names a place or a pass that the dump does not hold, or means two modules by one.
+        CaptureError: The map names a place or a pass that the dump does not hold, or a place fits two modules.
     """
     schedule, not_joined = _find_schedule(dump, names)
     passes = (dump.steps,) if schedule is not None else _choose_passes(dump, names)
@@ -50,12 +52,19 @@ def find_sites(dump: Dump, names: NameMap) -> Findings:
     # A module that one pass calls several times, such as an expert's, makes no further passes.
     called = {piece.step for module in used for piece in by_module[module]}
     left = tuple(step for step in dump.steps if step in called - wanted)
-    notes = dump_notes(dump, names, passes=passes, left=left, unmapped=unmapped, marks=marks)
-    return Findings(
+    notes = (
+        *_pass_notes(passes, left),
+        *_unmapped_notes(unmapped),
+        *_mark_notes(marks),
+        *_one_rank_notes(dump, names),
+        *lacking,
+    )
+    return FoundSites(
+        dump=dump,
         sites=sites,
         num_ranks=num_ranks,
         passes=passes,
-        notes=(*notes, *lacking),
+        notes=notes,
         left=left,
         schedule=schedule,
         not_joined=not_joined,
@@ -63,34 +72,34 @@ def find_sites(dump: Dump, names: NameMap) -> Findings:
     )
 
 
-def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[Key, Found]:
-    """The sites that the map names; each must be there."""
-    sites: dict[Key, Found] = {}
+def _find_named(finder: _Finder, names: NameMap, modules: Iterable[str]) -> dict[SiteKey, FoundSite]:
+    """Find the sites that the map names; each must be there."""
+    sites: dict[SiteKey, FoundSite] = {}
     for site, origin in names.origins.items():
         found = finder.find(site, origin.source)
         if not found:
             raise _names_nothing(names, site, origin.source, modules)
-        sites |= {key: Found(terms=terms, transpose=origin.transpose) for key, terms in found.items()}
+        sites |= {key: FoundSite(terms=terms, transpose=origin.transpose) for key, terms in found.items()}
     return sites
 
 
-def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[Key, Found]:
-    """The other sites, under the usual names."""
+def _find_usual(finder: _Finder, dump: Dump, names: NameMap) -> dict[SiteKey, FoundSite]:
+    """Find the other sites under the usual names."""
     if not names.has_usual_names:
         return {}
     has_pairs = any(_is_residual_beside_a_norm(piece) for piece in dump.pieces)
-    sites: dict[Key, Found] = {}
+    sites: dict[SiteKey, FoundSite] = {}
     for site, sources in usual_sources(dump.format, has_fused_residuals=has_pairs).items():
         for source in sources if site not in names.origins else ():
             for key, terms in finder.find(site, source).items():
-                sites.setdefault(key, Found(terms=terms))
+                sites.setdefault(key, FoundSite(terms=terms))
     return sites
 
 
-def _complete_last_layer(sites: dict[Key, Found], dump: Dump) -> None:
-    """Settle whose output lies where another module is fed it: not that of a layer of which nothing else is held."""
+def _complete_last_layer(sites: dict[SiteKey, FoundSite], dump: Dump) -> None:
+    """Keep a layer's output that is the input of another module only where more of the layer is held."""
     layers = {layer for layer, site in sites if layer is not None and site is not Site.OUTPUT}
-    for key in [key for key, found in sites.items() if key[1] is Site.OUTPUT and not _is_own(found)]:
+    for key in [key for key, found in sites.items() if key[1] is Site.OUTPUT and not _is_at_layer(found)]:
         if key[0] not in layers:
             del sites[key]
     head_input = sites.pop((None, HEAD_INPUT), None)
@@ -99,7 +108,7 @@ def _complete_last_layer(sites: dict[Key, Found], dump: Dump) -> None:
 
 
 class _Finder:
-    """Looks for places among the modules of a dump."""
+    """A dump's modules, searched for places."""
 
     def __init__(
         self, dump: Dump, by_module: Mapping[str, list[DumpPiece]], *, wanted: frozenset[str]
@@ -108,8 +117,8 @@ class _Finder:
         self._by_module = by_module
         self._wanted = wanted
 
-    def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[Key, tuple[Term, ...]]:
-        """The site's terms wherever all of them are, by layer."""
+    def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
+        """Return the site's terms in each layer that holds all of them."""
         found = [self._find_place(site, place) for place in source]
         layers = set.intersection(*(set(of_place) for of_place in found))
         if not isinstance(site, Site):
@@ -118,13 +127,13 @@ class _Finder:
             layers -= {None}
         return {(layer, site): tuple(of_place[layer] for of_place in found) for layer in layers}
 
-    def _find_place(self, site: Site | ModelSite | str, place: SitePlace) -> dict[int | None, Term]:
+    def _find_place(self, site: Site | ModelSite | str, place: SitePlace) -> dict[int | None, SiteTerm]:
         terms = {}
         for layer, module in place.find_layers(self._by_module).items():
             pieces = [piece for piece in place.choose(self._by_module[module]) if piece.step in self._wanted]
             if pieces:
                 layout, is_declared = self._layout(site, place, pieces[0])
-                terms[layer] = Term(
+                terms[layer] = SiteTerm(
                     place=place,
                     module=module,
                     pieces=self._by_pass_and_rank(pieces),
@@ -156,9 +165,9 @@ class _Finder:
 
 
 def read_dims(dims: str) -> SiteLayout:
-    """The layout that a dump's own words for its dims give, as in `b s h[tp]` or `t h[tp:partial]`.
+    """Read a layout from a dump's names of dims, as in `b s h[tp]` or `t h[tp:partial]`.
 
-    A dim of size one, written `1`, counts as the others do.
+    A dim of size one, written `1`, counts too.
     """
     # `(num_heads*head_dim)[tp]` is one dim.
     names = re.findall(r"\([^)]*\)(?:\[[^\]]*\])?|\S+", dims.split("#")[0])
@@ -171,7 +180,7 @@ def read_dims(dims: str) -> SiteLayout:
 
 
 def _find_schedule(dump: Dump, names: NameMap) -> tuple[Schedule | None, str]:
-    """How the passes are joined, or why they are not; neither where the tool or the map says which rows are whose."""
+    """Join the recorded passes, or return the reason why they cannot be; neither where the map tells the rows."""
     if names.steps or names.is_packed is False or names.attention_mask or not dump.records:
         return None, ""
     try:
@@ -192,7 +201,7 @@ def _choose_passes(dump: Dump, names: NameMap) -> tuple[tuple[str, ...], ...]:
 
 
 def _is_mark_of_absence(dump: Dump, piece: DumpPiece) -> bool:
-    """Whether NxDI wrote `zeros(1)` there, which stands for a tensor that it did not find."""
+    """Decide whether a piece is the `zeros(1)` that NxDI writes for a tensor that it did not find."""
     if piece.shape != (1,):
         return False
     value = read_tensor(dump.directory / piece.file, piece.keys)
@@ -204,15 +213,15 @@ def _is_residual_beside_a_norm(piece: DumpPiece) -> bool:
     return is_second and piece.module.endswith("post_attention_layernorm")
 
 
-def _is_own(found: Found) -> bool:
-    """Whether a layer's output lies at the layer itself, rather than where the next layer is fed it."""
+def _is_at_layer(found: FoundSite) -> bool:
+    """Decide whether a layer's output was found at the layer itself, not as the next layer's input."""
     return all("{next}" not in term.place.path for term in found.terms)
 
 
 def _with_all_ranks(
-    sites: Mapping[Key, Found], *, num_ranks: int, dump: Dump
-) -> tuple[dict[Key, Found], tuple[str, ...]]:
-    """The sites whose pieces make up a whole, and a note on those that lack ranks of which nothing was kept."""
+    sites: Mapping[SiteKey, FoundSite], *, num_ranks: int, dump: Dump
+) -> tuple[dict[SiteKey, FoundSite], tuple[str, ...]]:
+    """Return the sites with all pieces they need, and a note on sites that lack whole ranks."""
     whole, lacking = {}, []
     for key, found in sites.items():
         missing = {rank for term in found.terms for rank in _missing_ranks(term, num_ranks)}
@@ -238,8 +247,8 @@ def _with_all_ranks(
     )
 
 
-def _missing_ranks(term: Term, num_ranks: int) -> set[int]:
-    """Ranks whose piece is needed and not there in some pass."""
+def _missing_ranks(term: SiteTerm, num_ranks: int) -> set[int]:
+    """Return the ranks whose piece is needed and missing in some pass."""
     if num_ranks == 1 or isinstance(term.layout, Replicated):
         return set()
     return {rank for step in term.steps for rank in set(range(num_ranks)) - term.of_pass(step).keys()}
@@ -256,3 +265,39 @@ def _names_nothing(
         found=f"such modules as {', '.join(near)}" if near else "no module",
         next_step="mm2-test show DIR lists what it holds.",
     )
+
+
+def _pass_notes(passes: tuple[tuple[str, ...], ...], left: tuple[str, ...]) -> tuple[str, ...]:
+    if not left:
+        return ()
+    read = [step for group in passes for step in group]
+    return (
+        f"of {len(read) + len(left)} passes {', '.join(read)} is read, not {_some(left)}: a map's steps choose others",
+    )
+
+
+def _unmapped_notes(modules: tuple[str, ...]) -> tuple[str, ...]:
+    if not modules:
+        return ()
+    number = f"{len(modules)} modules map" if len(modules) > 1 else "1 module maps"
+    return (f"{number} to no site: {_some(word_modules(modules))}",)
+
+
+def _mark_notes(marks: Sequence[DumpPiece]) -> tuple[str, ...]:
+    if not marks:
+        return ()
+    named = _some(word_modules(str(piece) for piece in marks))
+    return (f"a single zero stands for what the tool did not find: {named}",)
+
+
+def _one_rank_notes(dump: Dump, names: NameMap) -> tuple[str, ...]:
+    if not dump.is_one_rank or names.num_ranks is not None:
+        return ()
+    return (
+        "this tool keeps rank 0's tensors alone, and the port is taken to have run on one rank: "
+        "else say ranks in a map",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_NAMED]) + (" …" if len(names) > _NUM_NAMED else "")

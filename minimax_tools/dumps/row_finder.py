@@ -1,0 +1,145 @@
+"""Row finder: tells a dump's real tokens from padding, by its map, its own records or the other side's batch.
+
+B prompts, S their padded length, S' their padded length in the dump.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minimax_tools.dumps.assembly import DumpAssembly, Shape
+from minimax_tools.dumps.name_map import NameMap
+from minimax_tools.dumps.rows import TokenRows
+from minimax_tools.dumps.schedule import Schedule, word_lengths
+from minimax_tools.dumps.tensor_file import list_tensors, read_tensor
+from minimax_tools.dumps.usual_names import ATTENTION_MASK, INPUT_IDS
+from minimax_tools.errors import CaptureError, IncomparableError
+
+
+def find_rows(
+    assembly: DumpAssembly, names: NameMap, *, mask: torch.Tensor | None, input_ids: torch.Tensor | None
+) -> TokenRows | None:
+    """Find the rows of a dump that are real tokens: as the map says, else the dump, else the other side.
+
+    Args:
+        assembly: The dump's tensors.
+        names: The map.
+        mask: bool [B,S] of the other side's batch; None where it is not known.
+        input_ids: int64 [B,S], its tokens; None where they are not known.
+
+    Returns:
+        None where nothing tells.
+
+    Raises:
+        IncomparableError: The prompts are of other lengths than the other side's.
+        CaptureError: A file is damaged, or the map and the dump do not fit.
+    """
+    others = None if mask is None else _lengths(mask)
+    found, schedule = assembly.found, assembly.found.schedule
+    own_mask = _read_mask(assembly, names) if schedule is None else None
+    requests = names.requests
+    if schedule is not None and not requests and mask is not None and input_ids is not None:
+        prompts = [row[real] for row, real in zip(input_ids, mask, strict=True)]
+        requests = _find_requests(assembly, names, schedule, prompts)
+    if own_mask is not None:
+        # Every pass behind the first decodes one row of each prompt.
+        lengths = tuple(length + len(found.passes[0]) - 1 for length in _lengths(own_mask))
+    else:
+        lengths = names.lengths or others or ()
+    if schedule is not None:
+        lengths = lengths or tuple(schedule.length(name) for name in requests or schedule.requests)
+    if others is not None and lengths != others:
+        raise IncomparableError(
+            f"{found.dump.directory} is of other prompts than the capture on the other side",
+            expected=f"prompts of {word_lengths(others)} tokens",
+            found=word_lengths(lengths),
+            next_step="Correct lengths in the map, or run both sides on the same prompts.",
+        )
+    if schedule is not None:
+        chosen = schedule.choose(lengths, named=requests, directory=found.dump.directory)
+        return _scheduled_rows(schedule, names, chosen, lengths)
+    if not lengths:
+        return None
+    is_packed = _find_packing(assembly, names, num_prompts=len(lengths))
+    return TokenRows(lengths=lengths, padding=names.padding, is_packed=is_packed, mask=own_mask)
+
+
+def _scheduled_rows(
+    schedule: Schedule, names: NameMap, requests: tuple[str, ...], lengths: tuple[int, ...]
+) -> TokenRows:
+    stretches = tuple(
+        tuple(stretch.up_to(length) for stretch in schedule.stretches[request] if stretch.start < length)
+        for request, length in zip(requests, lengths, strict=True)
+    )
+    return TokenRows(lengths=lengths, padding=names.padding, is_packed=True, stretches=stretches)
+
+
+def _find_requests(
+    assembly: DumpAssembly, names: NameMap, schedule: Schedule, prompts: list[torch.Tensor]
+) -> tuple[str, ...]:
+    """Find the request with each prompt's tokens, in the prompts' order; none where the dump's ids do not tell."""
+    site = assembly.found.sites.get((None, INPUT_IDS))
+    if site is None or not set(assembly.found.passes[0]) <= site.terms[0].steps:
+        return ()
+    left = {}
+    for request in schedule.requests:
+        rows = _scheduled_rows(schedule, names, (request,), (schedule.length(request),))
+        left[request] = assembly.tokens(site, rows, shape=Shape.NUMBER, what=INPUT_IDS)
+    chosen = []
+    for prompt in prompts:
+        owner = next((name for name, ids in left.items() if _begins_with(ids, prompt)), None)
+        if owner is None:
+            return ()
+        del left[owner]
+        chosen.append(owner)
+    return tuple(chosen)
+
+
+def _find_packing(assembly: DumpAssembly, names: NameMap, *, num_prompts: int) -> bool | None:
+    """Decide whether the prompts' tokens lie one after another; None where a tensor's own shape must tell."""
+    if names.is_packed is not None or assembly.found.dump.is_packed is not None:
+        return assembly.found.dump.is_packed if names.is_packed is None else names.is_packed
+    shapes = {
+        piece.shape
+        for site in assembly.found.sites.values()
+        for term in site.terms
+        for piece in term.pieces.values()
+    }
+    is_padded = num_prompts > 1 and any(len(shape) == 3 and shape[0] == num_prompts for shape in shapes)
+    return False if is_padded else None
+
+
+def _read_mask(assembly: DumpAssembly, names: NameMap) -> torch.Tensor | None:
+    """Read the mask of the dump's padded rows, bool [B,S'], from the map's file or the dump; None without one."""
+    path = names.attention_mask
+    if path is not None:
+        tensors = list_tensors(path)
+        mask = read_tensor(path, tensors[0].keys) if len(tensors) == 1 else torch.empty(0)
+        if not _tells_real_rows(mask):
+            raise CaptureError(
+                f"the attention mask {path} does not tell real rows from padding",
+                expected="one tensor [B,S] of 0 and 1, a real token in every row",
+                found=f"{list(mask.shape)} of {mask.dtype}",
+                next_step="Give lengths and padding in the map instead.",
+            )
+        return mask.bool()
+    found = assembly.found
+    site = found.sites.get((None, ATTENTION_MASK))
+    if site is None or names.lengths or len(found.passes) > 1:
+        return None
+    mask = assembly.whole(site, found.passes[0][0], what=ATTENTION_MASK)
+    # A model may be called with a mask of another kind, which says nothing of rows.
+    return mask.bool() if _tells_real_rows(mask) else None
+
+
+def _lengths(mask: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(length) for length in mask.sum(dim=1))
+
+
+def _tells_real_rows(mask: torch.Tensor) -> bool:
+    is_binary = mask.ndim == 2 and bool(((mask == 0) | (mask == 1)).all())
+    return is_binary and bool(mask.any(dim=1).all())
+
+
+def _begins_with(tokens: torch.Tensor, prompt: torch.Tensor) -> bool:
+    return len(tokens) >= len(prompt) and torch.equal(tokens[: len(prompt)].to(prompt.dtype), prompt)
