@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minimax_tools.errors import TargetError
 from minimax_tools.machine.memory import MemoryBudget
@@ -37,8 +37,8 @@ class WeightInspection:
         layouts: Layouts of the first rank's tensors.
         findings: Faults, suspects and notes.
         trial: Comparison of the port's output with the reference layer's.
-        is_loaded: True if the checkpoint's own layer was loaded and checked.
-        compared: Kinds of tensors whose loaded values were all compared with the checkpoint's.
+        compared: Kinds of tensors whose loaded values were all compared with the checkpoint's; None where the
+            checkpoint's own layer was not loaded.
     """
 
     target: str
@@ -50,8 +50,7 @@ class WeightInspection:
     layouts: tuple[TensorLayout, ...]
     findings: tuple[WeightFinding, ...]
     trial: TrialOutcome
-    is_loaded: bool
-    compared: tuple[str, ...]
+    compared: tuple[str, ...] | None
 
     @property
     def verdict(self) -> Verdict:
@@ -88,7 +87,7 @@ def inspect_weights(
     origins = _trace(shared, sample, is_smaller=spec != checkpoint_spec)
     by_rank = [[read_layout(origin, sources) for origin in of_rank] for of_rank in origins]
     findings = check_layouts(by_rank, sources)
-    logger.info("Running the port on made weights, beside the reference layer.")
+    logger.info("Running the port on generated weights, beside the reference layer.")
     memory = TrialMemory.fitting(spec, port.dtype, budget, num_layers_held=num_layers_held)
     trial = run_trial(
         shared.prepare_trial(memory.dtype),
@@ -98,7 +97,7 @@ def inspect_weights(
         keeps_tensors=memory.keeps_tensors,
     )
     findings = _judge(findings, trial)
-    compared: tuple[str, ...] = ()
+    compared = None
     if loads:
         logger.info("Loading layer %d of the checkpoint.", port.layer)
         wrong_kinds = {
@@ -117,7 +116,6 @@ def inspect_weights(
         layouts=tuple(by_rank[0]),
         findings=tuple(findings),
         trial=trial,
-        is_loaded=loads,
         compared=compared,
     )
 
@@ -143,7 +141,6 @@ def _judge(findings: list[WeightFinding], trial: TrialOutcome) -> list[WeightFin
             mistake=repair.mistake,
             severity=Severity.WRONG,
             kinds=repair.kinds,
-            port_tensors=(),
             text=repair.text,
         )
         for repair in trial.repairs
@@ -156,14 +153,16 @@ def _judge(findings: list[WeightFinding], trial: TrialOutcome) -> list[WeightFin
 
 def _settle(suspect: WeightFinding, trial: TrialOutcome) -> WeightFinding:
     if trial.is_right:
-        return suspect.cleared("the port means it: its output is right")
+        return suspect.cleared("on purpose: the port's output is right")
     if trial.repairs:
         if any(set(suspect.kinds) & set(repair.kinds) for repair in trial.repairs):
-            return suspect.cleared("proved above, or meant")
-        return suspect.cleared("the port means it: its output is right without what is proved above")
+            return suspect.cleared("explained by what is proved above, or on purpose")
+        return suspect.cleared("on purpose: the port's output is right once what is proved above is undone")
     if trial.is_quantised:
         if suspect.mistake is WeightMistake.COMPUTED:
-            return suspect.quantised()
-        return suspect.cleared("the port means it: its output is right on weights that quantising keeps")
-    has_run = trial.error is not None
-    return suspect.confirmed() if has_run or suspect.contradicts_names else suspect
+            # Whether its loss is acceptable, only a run shows.
+            text = f"{suspect.text}: quantised, and right on weights that quantisation keeps"
+            return replace(suspect, text=text)
+        return suspect.cleared("on purpose: the port's output is right on weights that quantisation keeps")
+    is_wrong = trial.error is not None or suspect.contradicts_names
+    return replace(suspect, severity=Severity.WRONG) if is_wrong else suspect

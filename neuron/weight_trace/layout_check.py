@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from neuron.weight_trace.layout_segment import Disorder, IndexOrder, LayoutSegment
+from neuron.weight_trace.layout_segment import Disorder, LayoutSegment
 from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, name_pattern
 from neuron.weight_trace.source_tensors import (
     SourceTensor,
@@ -43,21 +44,19 @@ def check_layouts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTens
         by_rank: Layouts of each rank's tensors. Several ranks may hold copies.
         sources: The traced tensors of the layer.
     """
-    found: dict[str, WeightFinding] = {}
-    ranks: dict[str, list[int]] = {}
+    found = list(_find_by_count(by_rank, sources))
+    ranks_with: dict[WeightFinding, set[int]] = {}
     for rank, layouts in enumerate(by_rank):
-        in_tensors = [finding for layout in layouts for finding in _find_in_tensor(layout)]
-        for finding in (*_find_expert_order(layouts), *in_tensors):
-            found.setdefault(finding.text, finding)
-            ranks.setdefault(finding.text, []).append(rank)
-    # A finding of all ranks stands once; one of some ranks names them.
-    return [
-        *_find_by_count(by_rank, sources),
-        *(
-            finding if len(set(ranks[text])) == len(by_rank) else finding.on_ranks(tuple(ranks[text]))
-            for text, finding in found.items()
-        ),
-    ]
+        for finding in (
+            *_find_expert_order(layouts),
+            *(each for of in layouts for each in _find_in_tensor(of)),
+        ):
+            ranks_with.setdefault(finding, set()).add(rank)
+    # A finding of all ranks stands once. A finding of some ranks names them.
+    for finding, ranks in ranks_with.items():
+        on_ranks = f" (on rank {', '.join(map(str, sorted(ranks)))})" if len(ranks) < len(by_rank) else ""
+        found.append(replace(finding, text=f"{finding.text}{on_ranks}"))
+    return found
 
 
 def _find_by_count(
@@ -106,7 +105,6 @@ def _find_missing(
                 mistake=WeightMistake.MISSING,
                 severity=Severity.WRONG,
                 kinds=(source.kind,),
-                port_tensors=(),
                 text=f"missing: {lost} of {source.size} elements of {word_sources([source])} land nowhere",
             )
 
@@ -226,9 +224,8 @@ def _disorder_fault(segment: LayoutSegment) -> _Fault:
         is_reshaped = segment.disorder is Disorder.RESHAPED
         mistake = WeightMistake.TRANSPOSED if is_reshaped else WeightMistake.ORDER
         return _Fault(mistake, f"{segment.within}{segment.content}")
-    has_rows = segment.rows.order is not IndexOrder.FORWARD
-    what, sequence = ("rows", segment.rows) if has_rows else ("columns", segment.columns)
-    verb = "repeated" if sequence.order is IndexOrder.REPEATED else "in another order"
+    what, sequence = ("columns", segment.columns) if segment.rows.is_forward else ("rows", segment.rows)
+    verb = "repeated" if sequence.is_repeated else "in another order"
     return _Fault(WeightMistake.ORDER, f"{what} of {word_kinds([segment.source.kind])} {verb}: {sequence}")
 
 

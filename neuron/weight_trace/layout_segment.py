@@ -12,15 +12,6 @@ from neuron.weight_trace.source_tensors import SourceTensor, word_kinds
 _NUM_SHOWN = 6
 
 
-class IndexOrder(str, Enum):
-    """Order of a sequence of indices."""
-
-    FORWARD = "forward"
-    REPEATED = "repeated"
-    IN_BLOCKS = "in blocks"
-    OTHER = "other"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSequence:
     """A sequence of indices, and its text.
@@ -32,19 +23,20 @@ class IndexSequence:
     indices: torch.Tensor
 
     @property
-    def order(self) -> IndexOrder:
-        """The first order that fits: each index follows its predecessor, a run repeats, or all blocks are alike."""
-        if self._is_forward:
-            return IndexOrder.FORWARD
-        if self._period(step=0) is not None:
-            return IndexOrder.REPEATED
-        return IndexOrder.OTHER if self._period(step=1) is None else IndexOrder.IN_BLOCKS
+    def is_forward(self) -> bool:
+        """True if each index is one more than the index before."""
+        return bool((self.indices[1:] - self.indices[:-1] == 1).all())
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if a run of indices repeats."""
+        return self._period(step=0) is not None
 
     def __str__(self) -> str:
         indices = self.indices
         if len(indices) == 1:
             return str(int(indices[0]))
-        if self._is_forward:
+        if self.is_forward:
             return f"{int(indices[0])}–{int(indices[-1])}"
         steps = indices[1:] - indices[:-1]
         if bool((steps == steps[0]).all()):
@@ -59,10 +51,6 @@ class IndexSequence:
         if len(runs) <= _NUM_SHOWN:
             return ", ".join(str(IndexSequence(indices=run)) for run in runs)
         return _listed(indices)
-
-    @property
-    def _is_forward(self) -> bool:
-        return bool((self.indices[1:] - self.indices[:-1] == 1).all())
 
     def _period(self, *, step: int) -> int | None:
         """Return the shortest length after which the indices repeat, each `step` times that length higher."""
@@ -117,8 +105,9 @@ class LayoutSegment:
     @property
     def is_in_order(self) -> bool:
         """True if the source's rows and columns go forward."""
-        sequences = [sequence for sequence in (self.rows, self.columns) if sequence is not None]
-        return self.disorder is None and all(sequence.order is IndexOrder.FORWARD for sequence in sequences)
+        return self.disorder is None and all(
+            sequence is None or sequence.is_forward for sequence in (self.rows, self.columns)
+        )
 
     def words(self, num_lines: int) -> str:
         """Return the segment as text.
@@ -139,8 +128,8 @@ class LayoutSegment:
         text = f"{where}{word_kinds([self.source.kind])}"
         if self.is_transposed:
             text += " transposed"
-        if self.rows.order is not IndexOrder.FORWARD or len(self.rows.indices) < self.source.shape[0]:
+        if not self.rows.is_forward or len(self.rows.indices) < self.source.shape[0]:
             text += f", its rows {self.rows}"
-        if self.columns.order is not IndexOrder.FORWARD or len(self.columns.indices) < self.source.width:
+        if not self.columns.is_forward or len(self.columns.indices) < self.source.width:
             text += f", its columns {self.columns}"
         return text

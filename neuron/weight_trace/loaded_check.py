@@ -7,7 +7,8 @@ hold some kinds of source tensors are compared with these by checksums, and no l
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
+from operator import add
 
 import torch
 
@@ -56,24 +57,21 @@ class LoadedCheck:
     compared: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Checksum:
-    """Sums over values in any order: of their bits, of the squares of these, and of the values' squares."""
+    """Sums over values in any order: of their bits, of the squares of these, and of the values' squares.
+
+    Two are equal where the values have the same bits.
+    """
 
     count: int = 0
     bits: int = 0
     squared_bits: int = 0
-    squares: float = 0.0
-    num_nonfinite: int = 0
+    squares: float = field(default=0.0, compare=False)
+    num_nonfinite: int = field(default=0, compare=False)
 
     def __add__(self, other: _Checksum) -> _Checksum:
-        return _Checksum(
-            count=self.count + other.count,
-            bits=self.bits + other.bits,
-            squared_bits=self.squared_bits + other.squared_bits,
-            squares=self.squares + other.squares,
-            num_nonfinite=self.num_nonfinite + other.num_nonfinite,
-        )
+        return _Checksum(*map(add, astuple(self), astuple(other)))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Checksum:
@@ -92,22 +90,6 @@ class _Checksum:
             )
         return total
 
-    def has_same_values(self, other: _Checksum) -> bool:
-        return (self.count, self.bits, self.squared_bits) == (other.count, other.bits, other.squared_bits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Port tensors that together hold all tensors of some kinds, and nothing else.
-
-    Args:
-        patterns: Names of the port tensors, with `#` for numbers.
-        kinds: The kinds of source tensors.
-    """
-
-    patterns: frozenset[str]
-    kinds: tuple[str, ...]
-
 
 class _NotComparableError(Exception):
     """Values of a group that differ in number or dtype from the checkpoint's: padded, copied or mixed."""
@@ -125,15 +107,15 @@ def check_loaded(
     """
     findings: list[WeightFinding] = []
     compared: list[str] = []
-    for group in _find_groups(layouts, known_kinds):
-        names = [name for name in loaded.port_tensors if name_pattern(name) in group.patterns]
+    for kinds, patterns in _find_groups(layouts, known_kinds).items():
+        names = [name for name in loaded.port_tensors if name_pattern(name) in patterns]
         if not names:
             continue
         try:
-            finding = _check_group(group.kinds, names, loaded)
+            finding = _check_group(kinds, names, loaded)
         except _NotComparableError:
             continue
-        compared += group.kinds
+        compared += kinds
         if finding is not None:
             findings.append(finding)
     return LoadedCheck(findings=tuple(findings), compared=tuple(compared))
@@ -171,7 +153,7 @@ def _check_group(kinds: tuple[str, ...], names: Sequence[str], loaded: LoadedPor
         _Checksum(),
     )
     found = sum(checksums.values(), _Checksum())
-    if found.has_same_values(expected):
+    if found == expected:
         return None
     if found.count != expected.count:
         raise _NotComparableError
@@ -183,8 +165,13 @@ def _check_group(kinds: tuple[str, ...], names: Sequence[str], loaded: LoadedPor
     return wrong(WeightMistake.VALUES, names, text)
 
 
-def _find_groups(layouts: Sequence[TensorLayout], known_kinds: Collection[str]) -> list[_Group]:
-    """Join port tensors that share a kind; leave out groups with known, scaled, computed or padded kinds."""
+def _find_groups(
+    layouts: Sequence[TensorLayout], known_kinds: Collection[str]
+) -> dict[tuple[str, ...], set[str]]:
+    """Return groups of kinds, and the name patterns of the port tensors that together hold all of each group.
+
+    Groups with a known fault, and those with scaled, computed or padded elements, are left out.
+    """
     patterns_of: dict[str, set[str]] = {}
     kinds_in: dict[str, set[str]] = {}
     left_out = set(known_kinds)
@@ -195,7 +182,8 @@ def _find_groups(layouts: Sequence[TensorLayout], known_kinds: Collection[str]) 
             patterns_of.setdefault(kind, set()).add(pattern)
         if not _is_moved_only(layout.origin):
             left_out.update(layout.source_kinds)
-    groups, seen = [], set[str]()
+    groups: dict[tuple[str, ...], set[str]] = {}
+    seen: set[str] = set()
     for first in kinds_in:
         if first in seen:
             continue
@@ -207,7 +195,7 @@ def _find_groups(layouts: Sequence[TensorLayout], known_kinds: Collection[str]) 
                 patterns |= patterns_of[kind]
         seen |= patterns
         if not kinds & left_out:
-            groups.append(_Group(patterns=frozenset(patterns), kinds=tuple(sorted(kinds))))
+            groups[tuple(sorted(kinds))] = patterns
     return groups
 
 

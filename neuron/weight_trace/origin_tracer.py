@@ -34,7 +34,7 @@ _UNSAMPLED_VALUE = 3.0
 
 
 class OriginTracer:
-    """One trace of a port's conversion.
+    """A trace of a port's conversion.
 
     Args:
         sources: The traced tensors: all tensors of a layer, or those of a sample.

@@ -15,7 +15,7 @@ import torch
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight
 from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
-from neuron.weight_trace.layout_segment import Disorder, IndexOrder
+from neuron.weight_trace.layout_segment import Disorder
 from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
 from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
 from neuron.weight_trace.weight_finding import WeightMistake
@@ -36,7 +36,7 @@ _MAX_EXPERTS_LISTED = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One change to a conversion's input.
+    """A change to a conversion's input.
 
     Args:
         mistake: The mistake in the conversion that it undoes.
@@ -66,15 +66,14 @@ def candidate_repairs(
         sources: All tensors of the layer.
         spec: The traced model.
     """
-    candidates = (
+    return [
         *_swaps(sources),
         *_transposes(layouts, sources),
         *_expert_orders(layouts, spec),
         *_row_orders(layouts, sources),
         *_rotary_orders(sources, spec),
         *_scales(layouts, sources),
-    )
-    return list(candidates)
+    ]
 
 
 def _swaps(sources: SourceTensors) -> Iterator[Repair]:
@@ -137,7 +136,7 @@ def _row_orders(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iter
     orders: dict[str, torch.Tensor] = {}
     for layout in layouts:
         for segment in layout.segments:
-            if segment.source is None or segment.rows is None or segment.rows.order is IndexOrder.FORWARD:
+            if segment.source is None or segment.rows is None or segment.rows.is_forward:
                 continue
             rows = segment.rows.indices
             if len(rows) == segment.source.shape[0] == len(rows.unique()):

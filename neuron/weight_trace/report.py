@@ -67,8 +67,8 @@ def inspection_record(inspection: WeightInspection) -> dict[str, Any]:
             "kept_as": trial.kept_as,
             "failure": trial.failure,
         },
-        "is_loaded": inspection.is_loaded,
-        "compared": list(inspection.compared),
+        "is_loaded": inspection.compared is not None,
+        "compared": list(inspection.compared or ()),
     }
 
 
@@ -85,25 +85,26 @@ def _finding_record(finding: WeightFinding) -> dict[str, Any]:
 def _word_trial(trial: TrialOutcome) -> str:
     if trial.error is None:
         return (
-            f"The port could not be run on made weights here ({trial.failure}): "
+            f"The port could not be run on generated weights here ({trial.failure}): "
             "what depends on its forward is unclear."
         )
+    run = "Run on generated weights, its output"
     if trial.is_right:
-        return f"Run on made weights, its output agrees with the reference layer's to {trial.error:.1e} of the delta."
-    off = f"Run on made weights, its output is off by {trial.error:.2g} of the delta"
+        return f"{run} agrees with the reference layer's to {trial.error:.1e} of the delta."
+    off = f"{run} is off by {trial.error:.2g} of the delta"
     if trial.repairs:
         with_them = " and ".join(repair.text for repair in trial.repairs)
         return f"{off}; once this is undone, by {trial.repaired_error:.1e}: {with_them}."
     if trial.is_quantised:
         return (
-            f"{off}; on weights that quantising keeps ({trial.kept_as}) it agrees to {trial.kept_error:.1e}: "
-            "the error is that of quantising."
+            f"{off}; on weights that quantisation keeps ({trial.kept_as}) it agrees to {trial.kept_error:.1e}: "
+            "the error is that of quantisation."
         )
     return f"{off}, and no known repair of the weights helps."
 
 
 def _word_loaded(inspection: WeightInspection) -> str:
-    if not inspection.is_loaded:
+    if inspection.compared is None:
         return "The checkpoint's own layer was not loaded."
     kinds = kinds_of(SourceTensors.of(inspection.spec).all)
     left = [kind for kind in kinds if kind not in inspection.compared]
@@ -112,7 +113,7 @@ def _word_loaded(inspection: WeightInspection) -> str:
         return f"{text}: all its numbers are compared with the checkpoint's."
     return (
         f"{text}. Not compared are {word_kinds(left)}: "
-        "the port holds parts or copies of them, or values computed from them."
+        "found wrong above, or held by the port in parts, in copies, or as values computed from them."
     )
 
 
@@ -136,8 +137,8 @@ def _word_sample(inspection: WeightInspection) -> list[str]:
     if sample.is_whole:
         return []
     return [
-        f"Of the experts' tensors those of {sample} were followed ({', '.join(map(str, sample.experts))}): more do not "
-        "fit in memory, see --memory-budget. All other tensors were."
+        f"Elements of {sample} were traced ({', '.join(map(str, sample.experts))}), and all other tensors: "
+        "more experts do not fit in memory, see --memory-budget."
     ]
 
 

@@ -19,7 +19,7 @@ _MAX_EXPERTS_LISTED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor:
-    """One tensor of a checkpoint's layer.
+    """A tensor of a checkpoint's layer.
 
     Args:
         name: The hub's name, relative to the layer.
@@ -60,7 +60,7 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensors:
-    """All or some tensors of a layer, with their elements numbered from 0 without gaps."""
+    """Tensors of a layer, all or some, with their elements numbered from 0 without gaps."""
 
     all: tuple[SourceTensor, ...]
     starts: torch.Tensor = field(repr=False, compare=False)

@@ -13,9 +13,9 @@ from neuron.weight_trace.port_tensors import name_numbers, name_pattern
 from neuron.weight_trace.source_tensors import SourceTensors, kinds_of, word_experts, word_kinds
 from neuron.weight_trace.tensor_origin import COMPUTED, CONSTANT, NOT_SAMPLED, TensorOrigin
 
-# From this many changes of source on, a repeating pattern is looked for: one line for each would not be read.
+# From this many segments on, a repeating pattern is searched for: nobody reads a longer list.
 _MAX_SEGMENTS = 6
-# The longest pattern looked for, and the most tensors side by side: more is taken for no pattern at all.
+# Longest pattern, and most tensors side by side, that count as a layout and not as disorder.
 _MAX_PATTERN = 64
 _NO_SOURCE = {
     CONSTANT: "nothing of the checkpoint",

@@ -16,7 +16,7 @@ CONSTANT, COMPUTED, NOT_SAMPLED = -1, -2, -3
 
 # Sixteen digits are exact even in FP8, and survive a scale in BF16.
 BASE = 16
-# Error of a digit after a scale and a rounding to BF16. A rounding to four bits loses digits of 16 all the same.
+# Largest error of a digit after a scale and a rounding to BF16, where digits are whole numbers.
 _DIGIT_SLACK = 0.3
 # Relative error of a probe that is still a rounding, to four bits or more. A larger one means another element.
 _MAX_ROUNDING = 0.08

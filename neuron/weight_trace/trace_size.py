@@ -171,7 +171,7 @@ class TrialMemory:
         free, float32_bytes = _free_bytes(budget), layer_bytes(spec, torch.float32)
         if num_layers_held * float32_bytes <= free:
             return cls(dtype=torch.float32, keeps_tensors=(num_layers_held + 1) * float32_bytes <= free)
-        budget.require(num_layers_held * layer_bytes(spec, dtype), "running the port on made weights")
+        budget.require(num_layers_held * layer_bytes(spec, dtype), "running the port on generated weights")
         return cls(dtype=dtype, keeps_tensors=False)
 
 

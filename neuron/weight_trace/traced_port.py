@@ -1,7 +1,7 @@
 """Traced port: a port's layer on the CPU, traced and run on all ranks that share it.
 
-The lead holds a `SharedPort`. It sends an order to the other ranks before it does its own part. `follow_trace` carries
-out these orders.
+The lead holds a `SharedPort`. It sends each order to the other ranks before it carries out its part. The others carry
+out theirs in `follow_trace`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_LAYERS = range(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TracedPort:
-    """One rank's part of a port's layer.
+    """A rank's part of a port's layer.
 
     Args:
         target: The port.
@@ -90,7 +90,7 @@ class TracedPort:
             what = f"target {self.target.name}, layer {self.layer}"
             self._load_generated(module, tensors.__getitem__, dtype)
             failed, step = f"{what} failed while it ran", "See --debug for the traceback."
-            activity = f"running layer {self.layer} of target {self.target.name} on made weights"
+            activity = f"running layer {self.layer} of target {self.target.name} on generated weights"
             # The port gets copies: it may change its input in place.
             with torch.no_grad(), own_code(failed, activity=activity, next_step=step):
                 result = module(
@@ -154,26 +154,16 @@ class TraceAssignment:
     config: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceOrder:
-    """An order to trace the experts of a sample, and to send the origins."""
-
-    sample: ExpertSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOrder:
-    """An order to build the port in a dtype."""
-
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialOrder:
     """An order to run the port that was built, on some weights and input."""
 
     tensors: Tensors
     trial_input: TrialInput
+
+
+# Trace a sample and send its origins; build the port in a dtype; run it; None: no order follows.
+Order = ExpertSample | torch.dtype | TrialOrder | None
 
 
 class SharedPort:
@@ -203,7 +193,7 @@ class SharedPort:
         Raises:
             TargetError: As for `TracedPort.trace`.
         """
-        self._crew.tell(TraceOrder(sample=sample))
+        self._crew.tell(sample)
         return self._crew.gather(self.port.trace(sample))
 
     def prepare_trial(self, dtype: torch.dtype) -> TrialPort:
@@ -212,7 +202,7 @@ class SharedPort:
         Raises:
             TargetError: It cannot be built.
         """
-        self._crew.tell(BuildOrder(dtype=dtype))
+        self._crew.tell(dtype)
         lead = self.port.prepare_trial(dtype)
 
         def run(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
@@ -249,11 +239,12 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
             pool=pool,
         )
         trial: TrialPort | None = None
+        order: Order
         while (order := runtime.crew.hear()) is not None:
-            if isinstance(order, TraceOrder):
-                runtime.crew.gather(port.trace(order.sample))
-            elif isinstance(order, BuildOrder):
-                trial = port.prepare_trial(order.dtype)
+            if isinstance(order, ExpertSample):
+                runtime.crew.gather(port.trace(order))
+            elif isinstance(order, torch.dtype):
+                trial = port.prepare_trial(order)
             else:
                 assert trial is not None, "a port is built before it runs"
                 trial.run(order.tensors, order.trial_input)

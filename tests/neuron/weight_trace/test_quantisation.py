@@ -1,4 +1,4 @@
-"""Made weights that quantising keeps, held against plain quantisers."""
+"""Generated weights that quantisation keeps, held against plain quantisers."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_text_says_which_experts_were_followed(command: Any, wide: Path) -> None
     arguments = ("--model", wide, "--target", f"{EXAMPLES}/port.py:DecoderLayer", "--quiet", "--no-load")
     limit = ("--full-size", "--memory-budget")
     result = command(mm2_test, "weights", *arguments, *limit, budget_of(7))
-    assert "of 24 experts were followed (0, 1, " in result.stdout
+    assert "of 24 experts were traced (0, 1, " in result.stdout
     refused = command(mm2_test, "weights", *arguments, *limit, "1MB")
     assert refused.exit_code == 3
     assert "tracing a layer of the model's own size would break the memory budget" in refused.stderr
