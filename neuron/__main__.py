@@ -10,7 +10,7 @@ import sys
 from typing import NoReturn
 
 from neuron.process.record import StatusRecord
-from neuron.process.status import RECORD_VARIABLE, run_told
+from neuron.process.status import RECORD_VARIABLE, run_supervised
 from neuron.process.supervisor import supervise
 
 _NAME = "mm2-test"
@@ -21,7 +21,7 @@ def main() -> NoReturn:
     descriptor = os.environ.pop(RECORD_VARIABLE, None)
     if descriptor is not None:
         # A rank that mm2 started: whoever started it supervises it.
-        run_told(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
+        run_supervised(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
     sys.exit(supervise(_run_command, sys.argv[1:]))
 
 
