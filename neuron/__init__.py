@@ -1,13 +1,18 @@
-"""The port under test, run on a Trainium or its stand-in; the command `mm2-test` (`cli`, `options`, `commands`).
+"""The port under test, run on a Trainium or a stand-in for one: the command `mm2-test`.
 
-From the lowest up:
+From the lowest floor up:
 
-- `devices`: what computes, its ranks, and how weights get there
+- `process`: the process that runs a port, and its supervisor
+- `devices`: backends, ranks, and weights on their way to a device
 - `builtin`: mm2's own decoder layer for a device
-- `ports`: the port, found in its sources, built, loaded, and the sites it shows
-- `origins`: where every element of a port's weights comes from, and whether that can be right
-- `runs`: a run from its hidden states to the capture
-- `check`: what changes numbers on this machine, and whether a layer fits
-- `process`: the process that runs the port, watched by another one that knows an end from a verdict
-- `launch`, `rank_options`: the ranks of a run, started as processes of the command itself
+- `ports`: a port, found, built, loaded, and its sites
+- `runs`: a run, from hidden states to the capture
+- `weight_trace`: where every element of a port's weights comes from, and whether that is right
+- `check`: findings about a machine's devices, settings, memory and time
+- `report_text`: the report of a run as text
+- `launch`: the ranks of a run, started as processes of the command
+- `options`, `rank_options`: options that several commands share
+- `commands`: commands with a file of their own
+- `cli`: the other commands of `mm2-test`
+- `__main__`: the entry point
 """

@@ -10,7 +10,7 @@ import sys
 from typing import NoReturn
 
 from neuron.process.record import StatusRecord
-from neuron.process.status import RECORD_VARIABLE, run_told
+from neuron.process.status import RECORD_VARIABLE, run_supervised
 from neuron.process.supervisor import supervise
 
 _NAME = "mm2-test"
@@ -20,8 +20,8 @@ def main() -> NoReturn:
     """Run this process's command line, and exit with the code of its verdict."""
     descriptor = os.environ.pop(RECORD_VARIABLE, None)
     if descriptor is not None:
-        # A rank that mm2 started: its starter supervises it.
-        run_told(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
+        # A rank that mm2 started: whoever started it supervises it.
+        run_supervised(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
     sys.exit(supervise(_run_command, sys.argv[1:]))
 
 

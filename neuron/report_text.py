@@ -1,4 +1,4 @@
-"""What a run tells of itself, in words: graphs, whether recording changes anything, and where the time went."""
+"""Report text of a run: compiled graphs, the effect of recording on the output, and times by phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = [
 
 
 def render_report(report: RunReport) -> str:
-    """Its text, for stdout; empty where there is nothing to tell."""
+    """Return the report as text, for stdout; empty where there is nothing to report."""
     canvas = Canvas(width=None, is_terminal=None)
     compiles = report.compiles
     if compiles.first_layer or compiles.later_layers:
@@ -29,7 +29,7 @@ def render_report(report: RunReport) -> str:
         num_run = len(report.effects)
         earlier = f"; the others of {report.num_layers} ran before" if num_run < report.num_layers else ""
         canvas.line(
-            f"recording the sites changes no bit of what {num_run} layer{'s' * (num_run != 1)} gave{earlier}"
+            f"recording the sites changes no bit of the output of {num_run} layer{'s' * (num_run != 1)}{earlier}"
         )
     if report.profile:
         canvas.gap()
@@ -38,10 +38,10 @@ def render_report(report: RunReport) -> str:
 
 
 def find_warnings(report: RunReport) -> Iterator[str]:
-    """What of it should not be so, for stderr."""
+    """Yield warnings about a run, for stderr."""
     compiles = report.compiles
     if compiles.later_layers:
-        yield "a graph depends on the layer: a number, a shape or a slice that differs"
+        yield "a graph depends on the layer: a number, a shape or a slice differs between layers"
     for operation in compiles.fallbacks:
         yield f"{operation} ran on the CPU instead of the device"
     if report.generation_error is not None:

@@ -1,4 +1,7 @@
-"""mm2's own decoder layer for a device: `layer`, and its experts in `moe`.
+"""The builtin target: mm2's own decoder layer for a device.
 
-On several ranks `head_layout` says which heads each holds, and `rank_cut` reads its part of the weights.
+- `layer`: the layer, with its attention
+- `moe`: the layer's mixture of experts
+- `head_layout`: the attention heads that each of several ranks holds
+- `rank_cut`: a rank's part of a tensor, read without the rest
 """

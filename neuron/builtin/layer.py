@@ -1,7 +1,7 @@
-"""DeviceLayer: mm2's own decoder layer for a device; static shapes, weights as graph inputs.
+"""Device layer: mm2's own decoder layer for a device, with static shapes and weights as graph inputs.
 
-One resident layer serves all layers of the model: its parameters are refilled, its graphs stay. On several ranks each
-holds some of the heads (see `head_layout`) and a part of the experts; two sums over the ranks make the layer whole.
+One resident layer serves all layers of the model: its parameters are refilled, and its graphs stay. Each of several
+ranks holds some of the heads (see `head_layout`) and a part of the experts. Two sums over the ranks complete the layer.
 Shapes: B batch, S sequence, P rows of past, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim,
 G heads per kv head.
 """
@@ -37,15 +37,15 @@ from neuron.builtin.rank_cut import RankCut
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Weight, read_in_place
 
-# Rotated keys and values, [B,K,P,D] both, of the kv heads that a rank holds.
+# Rotated keys and values of the kv heads that a rank holds, [B,K,P,D] each.
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 
-# Whole on every rank.
+# Every rank holds these whole.
 _WHOLE_NAMES = (INPUT_NORM, POST_NORM, GATE, CORRECTION_BIAS)
 
 
 class RMSNorm(nn.Module):
-    """Float32 statistics, one rounding, then the weight in the run's dtype."""
+    """RMS norm: float32 statistics, one rounding, then the weight in the run's dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -53,7 +53,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: torch.Tensor, mean_square: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., width] to [..., width], same dtype; a part of what is normed by the whole's mean square [..., 1]."""
+        """Norm [..., width], in the same dtype.
+
+        Args:
+            states: The states; on several ranks, this rank's part of their width.
+            mean_square: Mean square [..., 1] over all ranks; None to compute it from `states`.
+        """
         exact = states.float()
         if mean_square is None:
             mean_square = exact.square().mean(dim=-1, keepdim=True)
@@ -72,9 +77,8 @@ class DeviceAttention(nn.Module):
             num_kv_heads=config.num_key_value_heads,
             num_ranks=self._ranks.degree,
         )
-        self._heads, self._kv_heads = (
-            of_rank(self._ranks.rank) for of_rank in (self._layout.query_heads, self._layout.kv_heads)
-        )
+        self._heads = self._layout.query_heads(self._ranks.rank)
+        self._kv_heads = self._layout.kv_heads(self._ranks.rank)
         self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim
         self.rope_theta = config.rope_theta
         query_width, key_width = len(self._heads) * self.head_dim, len(self._kv_heads) * self.head_dim
@@ -84,7 +88,7 @@ class DeviceAttention(nn.Module):
         self.o_proj = _linear(query_width, config.hidden_size)
         self.q_norm = RMSNorm(query_width, config.rms_norm_eps)
         self.k_norm = RMSNorm(key_width, config.rms_norm_eps)
-        # Nothing but a place where the rotated queries and keys can be seen.
+        # Modules of no effect: sites where the rotated queries and keys are captured.
         self.q_rope = nn.Identity()
         self.k_rope = nn.Identity()
         if self._ranks.are_several:
@@ -92,7 +96,7 @@ class DeviceAttention(nn.Module):
             self.is_counted = nn.Buffer(counted.repeat_interleave(self.head_dim), persistent=False)
 
     def weights(self, tensors: LayerTensors) -> dict[str, Weight]:
-        """What this rank holds of the layer's attention, by the hub's names relative to the layer."""
+        """Return this rank's weights of the attention, by the hub's names relative to the layer."""
         queries, keys = (
             RankCut.of_heads(heads, head_dim=self.head_dim, dim=0) for heads in (self._heads, self._kv_heads)
         )
@@ -101,7 +105,7 @@ class DeviceAttention(nn.Module):
         return {name: cut.weight(tensors, name) for name, cut in cuts.items()}
 
     def site_layouts(self) -> dict[Site, str]:
-        """How the ranks' pieces of a site make it up; none for one rank, nor for what is whole on each."""
+        """Return the site layouts that join the ranks' parts; none on one rank, and none for sites whole on each."""
         if not self._ranks.are_several:
             return {}
         queries, keys = self._layout.all_query_heads(), self._layout.all_kv_heads()
@@ -119,7 +123,14 @@ class DeviceAttention(nn.Module):
         position_ids: torch.Tensor,
         past_key_value: KeyValues | None,
     ) -> tuple[torch.Tensor, KeyValues]:
-        """[B,S,H], mask [B,P+S], positions [B,S] and the past to attn_delta [B,S,H] and what is past now."""
+        """Return attn_delta [B,S,H], and the past together with these rows' keys and values.
+
+        Args:
+            states: Normed hidden states [B,S,H].
+            attention_mask: Mask of 0 and 1, [B,P+S].
+            position_ids: Positions [B,S].
+            past_key_value: Keys and values of the past; None for none.
+        """
         cos, sin = self._rotation(position_ids, states.dtype)
         queries, keys = self.q_proj(states), self.k_proj(states)
         query_square, key_square = self._mean_squares(queries, keys)
@@ -136,10 +147,10 @@ class DeviceAttention(nn.Module):
     def _mean_squares(
         self, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Over the whole width of all ranks, [B,S,1] float32; None where this one has all of it."""
+        """Return mean squares over the width of all ranks, [B,S,1] float32; None on one rank."""
         if not self._ranks.are_several:
             return None, None
-        # Padding is zero; of a kv head that several ranks hold, one copy counts.
+        # Padding is zero. Of a kv head that several ranks hold, one copy counts.
         sums = torch.stack(
             (queries.float().square().sum(dim=-1), (keys.float().square() * self.is_counted).sum(dim=-1)),
             dim=-1,
@@ -150,12 +161,12 @@ class DeviceAttention(nn.Module):
         return query_sum / query_width, key_sum / (self._layout.num_kv_heads * self.head_dim)
 
     def _split(self, flat: torch.Tensor) -> torch.Tensor:
-        """[B,S,heads·D] to [B,heads,S,D]."""
+        """Reshape [B,S,heads·D] to [B,heads,S,D]."""
         heads: torch.Tensor = flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
 
     def _rotation(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [B,1,S,rotary_dim], computed in float32, in the dtype of the states."""
+        """Return cos and sin [B,1,S,rotary_dim], computed in float32, in the dtype of the states."""
         exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=position_ids.device)
         frequencies = 1.0 / self.rope_theta ** (exponents / self.rotary_dim)
         angles = position_ids[:, None, :, None].float() * frequencies
@@ -165,34 +176,34 @@ class DeviceAttention(nn.Module):
     def _attend(
         self, q_bnsd: torch.Tensor, k_bksd: torch.Tensor, v_bksd: torch.Tensor, attention_mask: torch.Tensor
     ) -> torch.Tensor:
-        """Scores and softmax in float32; query head j reads kv head j // G."""
+        """Attend with scores and softmax in float32; query head j reads kv head j // G."""
         q_bkgsd = q_bnsd.unflatten(1, (len(self._kv_heads), -1))
         scores = torch.matmul(q_bkgsd.float(), k_bksd[:, :, None].float().transpose(-1, -2))
         scores = scores * self.head_dim**-0.5
-        # All of the past lies before the first query.
+        # The whole past precedes the first query.
         num_past = k_bksd.shape[2] - q_bnsd.shape[2]
         keys = torch.arange(-num_past, q_bnsd.shape[2], device=q_bnsd.device)
         visible = (keys[None, :] <= keys[num_past:, None]) & attention_mask[:, None, None, None, :].bool()
-        # A finite minimum: a padded query that sees nothing must not become NaN.
+        # A finite minimum: a padded query without visible keys must not become NaN.
         scores = torch.where(visible, scores, torch.finfo(torch.float32).min)
         weights = scores.softmax(dim=-1).to(v_bksd.dtype)
         return torch.matmul(weights, v_bksd[:, :, None]).flatten(1, 2)
 
 
 class DeviceLayer(nn.Module):
-    """The builtin target: called as `DeviceLayer(config, layer_idx)`, reused for every layer.
+    """The builtin target, built as `DeviceLayer(config, layer_idx)` and reused for every layer.
 
-    On a lazy device a forward pass runs as three graphs: attention and router, one expert chunk (run once
-    per chunk), and the residual add.
+    On a lazy device a forward pass runs as three graphs: attention and router, one expert chunk (run once per chunk),
+    and the residual addition.
 
     Args:
         config: The model's quantities.
-        layer_idx: The layer; nothing depends on it.
-        chunk_size_bytes: The most that the weights of one chunk of experts may take.
+        layer_idx: The layer; it changes nothing.
+        chunk_size_bytes: Largest size of the weights of one chunk of experts.
     """
 
     reuse = True
-    # The submodules bear the reference layer's names; the router alone is one submodule here.
+    # Submodules have the reference layer's names, except that the router is a single submodule here.
     sites: Mapping[str, str] = MappingProxyType(
         {
             **ReferenceLayer.sites,
@@ -216,7 +227,7 @@ class DeviceLayer(nn.Module):
 
     @property
     def shardings(self) -> Mapping[str, Axes]:
-        """How devices of one process may share the weights: by name, the mesh's axis for each dim; see `Spmd`."""
+        """Mesh axes over which devices of one process may shard each weight, by name and dim; see `Spmd`."""
         all_devices = (EXPERT_AXIS, TENSOR_AXIS)
         rows, columns = (all_devices, None), (None, all_devices)
         matrices = {Q_PROJ: rows, K_PROJ: rows, V_PROJ: rows, O_PROJ: columns}
@@ -225,7 +236,7 @@ class DeviceLayer(nn.Module):
 
     @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
-        """The layer's weights under this module's names; experts are regrouped right into their storage."""
+        """Return the layer's weights under this module's names; experts are regrouped as their storage is filled."""
         experts = self.block_sparse_moe.expert_weights(tensors)
         return {
             **self.self_attn.weights(tensors),
@@ -240,9 +251,13 @@ class DeviceLayer(nn.Module):
         position_ids: torch.Tensor,
         past_key_value: KeyValues | None = None,
     ) -> tuple[torch.Tensor, KeyValues]:
-        """[B,S,H], mask [B,P+S] of 0/1 and positions [B,S] to the layer's output [B,S,H].
+        """Return the layer's output [B,S,H], and keys and values [B,K,P+S,D] with the past first.
 
-        Beside it keys and values [B,K,P+S,D], the past's before those of these rows.
+        Args:
+            hidden_states: The layer's input [B,S,H].
+            attention_mask: Mask of 0 and 1, [B,P+S].
+            position_ids: Positions [B,S].
+            past_key_value: Keys and values of the past; None for none.
         """
         attn_delta, key_value = self.self_attn(
             self.input_layernorm(hidden_states), attention_mask, position_ids, past_key_value
@@ -253,13 +268,13 @@ class DeviceLayer(nn.Module):
 
 
 def _linear(width_in: int, width_out: int) -> nn.Linear:
-    """A bias-free linear layer whose weight is left for loading to fill."""
+    """Build a linear layer without bias; loading fills its weight."""
     linear: nn.Linear = torch.nn.utils.skip_init(nn.Linear, width_in, width_out, bias=False)
     return linear.requires_grad_(False)
 
 
 def _shard(dim: int, heads: tuple[Head, ...]) -> str:
-    """The layout of a site whose blocks along a dim are heads."""
+    """Return the layout of a site whose blocks along a dim are heads."""
     return f"@shard({dim}; {','.join('-' if head is None else str(head) for head in heads)})"
 
 

@@ -1,8 +1,8 @@
-"""The device layer's mixture of experts: a float32 router, and experts grouped in chunks of equal shape.
+"""Mixture of experts of the device layer: a float32 router, and experts grouped in chunks of equal shape.
 
-Every expert sees every token and unchosen ones count zero: no shape depends on the routing, so one graph
-serves all chunks of all layers. On several ranks the router is whole on each; the experts are divided, and so is
-the intermediate size of each.
+Every expert computes every token, and those that are not chosen get weight zero. So no shape depends on the routing,
+and one graph serves all chunks of all layers. Each of several ranks has the whole router, a part of the experts, and a
+part of their intermediate size.
 T tokens, H hidden, I intermediate, E experts, C experts per chunk, k experts per token.
 """
 
@@ -24,12 +24,12 @@ from neuron.devices.runtime import cut_graph
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
 from neuron.devices.weights import Weight
 
-# Far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
+# 512 MiB, far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
 CHUNK_SIZE_BYTES = 1 << 29
 
 
 class Router(nn.Module):
-    """Sigmoid scores in float32; the correction bias chooses the experts but does not weigh them."""
+    """Router: sigmoid scores in float32; the correction bias changes the choice of experts, not their weights."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Router(nn.Module):
     def forward(
         self, states_th: torch.Tensor, correction_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T,H] to logits [T,E] float32, weights [T,k] float32 and experts [T,k]."""
+        """Return logits [T,E] float32, weights [T,k] float32 and experts [T,k] for states [T,H]."""
         logits = torch.matmul(states_th.float(), self.weight.T)
         scores = logits.sigmoid()
         experts = (scores + correction_bias).topk(self.num_experts_per_tok, dim=-1).indices
@@ -49,9 +49,9 @@ class Router(nn.Module):
 
 
 class ExpertChunk(nn.Module):
-    """Some of the experts, grouped: gate_up_proj [C,2·I,H] with the gate rows first, down_proj [C,H,I].
+    """A chunk of experts: gate_up_proj [C,2·I,H] with the gate rows first, and down_proj [C,H,I].
 
-    Of ranks that share experts, I is what each holds of the intermediate size.
+    Where ranks share experts, I is each rank's part of the intermediate size.
     """
 
     def __init__(self, num_experts: int, config: Any) -> None:
@@ -73,7 +73,7 @@ class ExpertChunk(nn.Module):
         return total_th + (output_cth.float() * affinities_tc.T[:, :, None]).sum(dim=0)
 
     def weights(self, tensors: LayerTensors, experts: range) -> dict[str, Weight]:
-        """This chunk's weights by name, filled expert by expert when they are loaded."""
+        """Return the chunk's weights by name; loading fills them expert by expert."""
         num_parts, part = self._ranks.ranks_per_expert, self._ranks.expert_part
         places = {"gate_up_proj": (gate_up_places, 0), "down_proj": (down_places, 1)}
         weights: dict[str, Weight] = {}
@@ -90,17 +90,17 @@ class ExpertChunk(nn.Module):
 
 
 class DeviceMoe(nn.Module):
-    """Router and experts; on a lazy device each chunk runs as a graph of its own.
+    """Router and experts; on a lazy device each chunk runs as a separate graph.
 
     Args:
         config: The model's quantities.
-        chunk_size_bytes: The most that the weights of one chunk of experts may take.
+        chunk_size_bytes: Largest size of the weights of one chunk of experts.
     """
 
     def __init__(self, config: Any, *, chunk_size_bytes: int) -> None:
         super().__init__()
         self._ranks = ranks_of(config)
-        num_experts = own_experts(config)
+        num_experts = experts_per_rank(config)
         first = self._ranks.expert_group * num_experts
         self._experts = range(first, first + num_experts)
         self.gate = Router(config)
@@ -112,10 +112,10 @@ class DeviceMoe(nn.Module):
         self.experts = nn.ModuleList(ExpertChunk(self.chunk_size, config) for _ in range(num_chunks))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[B,S,H] to moe_delta [B,S,H]."""
+        """Return moe_delta [B,S,H] for states [B,S,H]."""
         states_th = states.flatten(0, 1)
         _, weights, experts = self.gate(states_th, self.e_score_correction_bias)
-        # One copy per chunk: a slice at a chunk's own offset would make a graph of its own.
+        # One copy per chunk: slices at different offsets would compile into different graphs.
         affinities = [
             affinities_tc.contiguous()
             for affinities_tc in self._affinities(weights, experts).split(self.chunk_size, dim=-1)
@@ -129,7 +129,7 @@ class DeviceMoe(nn.Module):
 
     @property
     def shardings(self) -> dict[str, Axes]:
-        """How devices of one process may share the experts: by name, the mesh's axis for each dim."""
+        """Mesh axes over which devices of one process may shard the experts, by name and dim."""
         axes = {
             "gate_up_proj": (EXPERT_AXIS, TENSOR_AXIS, None),
             "down_proj": (EXPERT_AXIS, None, TENSOR_AXIS),
@@ -141,7 +141,7 @@ class DeviceMoe(nn.Module):
         }
 
     def expert_weights(self, tensors: LayerTensors) -> dict[str, Weight]:
-        """The chunks' weights under this module's names."""
+        """Return the chunks' weights under this module's names."""
         weights: dict[str, Weight] = {}
         for index, chunk in enumerate(self.experts):
             assert isinstance(chunk, ExpertChunk), "experts holds chunks only"
@@ -151,23 +151,23 @@ class DeviceMoe(nn.Module):
         return weights
 
     def _affinities(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The weight of each of this rank's experts for every token, [T,E] float32; zero where not chosen."""
+        """Return the weight of this rank's experts for every token, [T,E] float32; zero where not chosen."""
         numbers = torch.arange(self._experts.start, self._experts.stop, device=experts.device)
         chosen = experts[:, :, None] == numbers
         return torch.where(chosen, weights[:, :, None], 0.0).sum(dim=1)
 
 
 def ranks_of(config: Any) -> Ranks:
-    """The ranks that share the layer; only this one where the configuration tells of none."""
+    """Return the ranks that share the layer; this one alone if the configuration names none."""
     ranks: Ranks = getattr(config, "ranks", Ranks())
     return ranks
 
 
-def own_experts(config: Any) -> int:
-    """How many experts a rank holds, or a part of.
+def experts_per_rank(config: Any) -> int:
+    """Return the number of experts that a rank holds, whole or in part.
 
     Raises:
-        UsageError: They do not divide.
+        UsageError: The experts do not divide by the degree.
     """
     num_experts: int = config.num_local_experts
     degree = ranks_of(config).expert_degree
@@ -181,14 +181,14 @@ def own_experts(config: Any) -> int:
 
 
 def experts_per_chunk(config: Any, *, dtype: torch.dtype, chunk_size_bytes: int) -> int:
-    """The largest divisor of the number of a rank's experts that fit into a chunk in `dtype`."""
+    """Return the chunk size: the largest divisor of a rank's number of experts that fits in `dtype`."""
     intermediate = part_size(config.intermediate_size, ranks_of(config).ranks_per_expert)
     expert_size_bytes = 3 * config.hidden_size * intermediate * dtype.itemsize
     most = max(1, chunk_size_bytes // expert_size_bytes)
-    num_experts = own_experts(config)
+    num_experts = experts_per_rank(config)
     return max(size for size in range(1, min(most, num_experts) + 1) if num_experts % size == 0)
 
 
 def _weight(*shape: int) -> nn.Parameter:
-    """A parameter that is left for loading to fill."""
+    """Build a parameter; loading fills it."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -1,6 +1,6 @@
-"""RankCut: which part of a layer's tensor a rank holds along one dim, and how it is read without the rest.
+"""Rank cut: a rank's part of a tensor along one dim, read without the rest.
 
-A rank's storage is cut from the tensor run by run; what no run fills is padding, and zero.
+The part is made of runs of indices. Indices that no run fills are padding, and zero.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.transpose import copy_matrix
 from neuron.builtin.head_layout import Head
 
-# Rows that are read at once where columns are asked for: a multiple of an FP8 block, few enough for a cache.
+# Rows read at once for a part made of columns: two FP8 blocks, and few enough to stay in a cache.
 _BAND_ROWS = 256
 
 
 class IndexRun(NamedTuple):
-    """Indices that lie side by side in the tensor and in the rank's part of it."""
+    """Neighbouring indices, in the tensor and in the rank's part of it."""
 
     source: int
     place: int
@@ -34,9 +34,9 @@ class RankCut:
     """A rank's part of a tensor.
 
     Args:
-        dim: Along which the tensor is cut: 0 for rows, 1 for columns.
-        size: Of the part, along it.
-        runs: What it is made of.
+        dim: The dim along which the tensor is cut: 0 for rows, 1 for columns.
+        size: Size of the part along that dim.
+        runs: The runs that it is made of.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class RankCut:
 
     @classmethod
     def of_heads(cls, heads: Sequence[Head], *, head_dim: int, dim: int) -> RankCut:
-        """The part that holds these heads, each of `head_dim` indices."""
+        """Build the part that holds some heads, each of `head_dim` indices."""
         runs: list[IndexRun] = []
         for place, head in enumerate(heads):
             if head is None:
@@ -60,21 +60,21 @@ class RankCut:
 
     @classmethod
     def of_part(cls, size: int, *, part: int, num_parts: int, dim: int) -> RankCut:
-        """One of `num_parts` parts of equal size; the last ones are padded where `size` does not divide."""
+        """Build one of `num_parts` parts of equal size; the last ones are padded where `size` does not divide."""
         length = part_size(size, num_parts)
         start = min(part * length, size)
         filled = min(length, size - start)
         return cls(dim=dim, size=length, runs=(IndexRun(start, 0, filled),) if filled else ())
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The part's shape, of a tensor of `shape`."""
+        """Return the part's shape for a tensor of `shape`."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
     def read(self, tensors: LayerTensors, name: str, out: torch.Tensor) -> None:
-        """Fill `out` with the part: of rows only their bytes are read, of columns the matrix, band by band.
+        """Fill `out` with the part. For rows only their bytes are read, for columns the matrix, band by band.
 
         Raises:
-            CheckpointError: It cannot be read.
+            CheckpointError: The tensor cannot be read.
             ValueError: `out` has another shape.
         """
         shape = tensors.given_shape(name)
@@ -99,14 +99,14 @@ class RankCut:
         band = torch.empty(min(_BAND_ROWS, num_rows), len(columns), dtype=out.dtype)
         for start in range(0, num_rows, _BAND_ROWS):
             rows = range(start, min(start + _BAND_ROWS, num_rows))
-            own = band[: len(rows)]
-            tensors.read_rows_into(name, rows, own, columns=columns)
+            read = band[: len(rows)]
+            tensors.read_rows_into(name, rows, read, columns=columns)
             for run in self.runs:
-                source = own.narrow(1, run.source - first, run.length)
+                source = read.narrow(1, run.source - first, run.length)
                 copy_matrix(source, out[rows.start : rows.stop, run.place : run.place + run.length])
 
     def weight(self, tensors: LayerTensors, name: str) -> torch.Tensor | Gathered:
-        """The part of one of the layer's tensors, read when it is loaded."""
+        """Return the part of one of the layer's tensors, read when it is loaded."""
         shape = tensors.given_shape(name)
         if self._is_whole(shape):
             return unchanged(tensors, name)
@@ -118,5 +118,5 @@ class RankCut:
 
 
 def part_size(size: int, num_parts: int) -> int:
-    """The size of a part, padding included."""
+    """Return the size of a part, padding included."""
     return -(-size // num_parts)

@@ -1,4 +1,4 @@
-"""`mm2-test weights`: where every element of a layer lands in a port, and whether that can be right."""
+"""The command `mm2-test weights`: where every element of a layer lands in a port, and whether that is right."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ from neuron.options import target_option
 from neuron.ports.targets import find_target
 from neuron.ports.traced import PREFIX as TRACED
 from neuron.rank_options import rank_options
-from neuron.weight_trace.inspection import WeightInspection, inspect_weights
-from neuron.weight_trace.port import TracedPort
+from neuron.weight_trace.inspection import inspect_weights
 from neuron.weight_trace.report import inspection_record, render_inspection
-from neuron.weight_trace.shared_port import SharedPort
-from neuron.weight_trace.smaller import smaller
+from neuron.weight_trace.trace_size import smaller_spec
+from neuron.weight_trace.traced_port import SharedPort, TracedPort
 
 
 @click.command(
@@ -48,30 +47,35 @@ from neuron.weight_trace.smaller import smaller
     type=click.Choice([str(Backend.CPU)]),
     default=str(Backend.CPU),
     show_default=True,
-    help="Where the port runs: conversions are the host's work on every machine.",
+    help="Where the port runs: always the CPU, as conversions run on the host.",
 )
 @rank_options
-@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="The layer.")
-@click.option("--full-size", is_flag=True, help="Trace a layer of the model's own size, however large.")
+@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Layer number.")
+@click.option(
+    "--full-size", is_flag=True, help="Trace a layer of the model's own size instead of a smaller one."
+)
 @click.option(
     "--load/--no-load",
     "loads",
     default=True,
-    help="Load the checkpoint's own layer too, and hold its numbers against the checkpoint's.",
+    show_default=True,
+    help="Also load the checkpoint's own layer and compare all values with the checkpoint.",
 )
 @memory_budget_option
 @dtype_option
 @output_options
 def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
-    """Trace where every element of a layer's weights lands in a port, and tell what is wrong with it.
+    """Trace where every element of a layer's weights lands in a port, and name what is wrong with it.
 
-    The port's conversion and strict loading are fed tensors whose values spell their own place: what is missing,
-    duplicated, swapped, transposed, out of order, scaled, computed or rounded shows. Which layout a port wants is known
-    to its forward alone: it is run once on made weights, in float32 on the CPU, beside the reference layer, and where
-    the outputs differ the exchange that repairs it is the mistake. Large models are traced at a smaller size.
+    The port's conversion and strict loading get generated tensors whose values encode their own position. So a weight
+    that is missing, duplicated, swapped, transposed, out of order, scaled, computed or rounded shows.
 
-    With --full-size as many experts are followed as fit in --memory-budget, or in what the machine has free, and the
-    report says which; every number of the others is still held against the checkpoint's once the layer is loaded.
+    Only the port's forward decides which layout is right. So the port is run once on generated weights, in float32 on
+    the CPU, beside the reference layer. Where the outputs differ, the repair that makes them agree names the mistake.
+
+    Large models are traced at a smaller size. With --full-size, as many experts are traced element by element as fit in
+    --memory-budget (default: the machine's free memory), and the report names them. The values of all experts are
+    compared once the checkpoint's layer is loaded.
 
     Exits with 1 where weights are wrong.
     """
@@ -80,7 +84,7 @@ def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
     Span(layer, layer + 1).within(spec.num_hidden_layers)
     if options["target"].startswith(TRACED):
         raise UsageError(
-            f"--target {options['target']} comes with its weights: there is no conversion to trace",
+            f"--target {options['target']} contains its weights: there is no conversion to trace",
             next_step="Name the port that it was compiled from.",
         )
     target = find_target(options["target"])
@@ -95,23 +99,19 @@ def weights_command(as_json: bool, ranks: Ranks, **options: Any) -> None:
     ):
         port = TracedPort(
             target=target,
+            spec=spec if options["full_size"] else smaller_spec(spec, num_ranks=ranks.degree),
             layer=layer,
             dtype=options["dtype"],
             reader=reader,
             ranks=runtime.ranks,
             pool=pool,
         )
-        traced = spec if options["full_size"] else smaller(spec, num_ranks=ranks.degree)
-        shared = SharedPort(port, runtime, traced)
+        shared = SharedPort(port, runtime)
         budget = MemoryBudget(options["memory_budget"])
         inspection = inspect_weights(shared, spec, loads=options["loads"], budget=budget)
         shared.dismiss()
-    _print(inspection, as_json=as_json)
-    end_command(inspection.verdict.exit_code)
-
-
-def _print(inspection: WeightInspection, *, as_json: bool) -> None:
     if as_json:
         print_json(inspection_record(inspection))
     else:
         click.echo(render_inspection(inspection))
+    end_command(inspection.verdict.exit_code)

@@ -1,7 +1,7 @@
-"""The process that runs a port: its end is no verdict unless mm2 itself says so.
+"""The process that runs a port, and its supervisor: only an exit code that mm2 itself chose is a verdict.
 
-- `record`: what a process is doing, in memory that another one reads after its death
-- `status`: the process's own side: says what it does, and its exit code as the last thing of all
-- `ending`: how a process ended, in words
-- `supervisor`: runs a command in a child, and judges how that one ends
+- `record`: the status of a process, in memory that another process reads even after its death
+- `status`: the running process's side: its activity, and its exit code as the last entry
+- `ending`: the end of a process, as text and as an error
+- `supervisor`: runs a command in a child process and takes its exit code from the record
 """

@@ -1,4 +1,4 @@
-"""Ending: how a process that runs a port ended without word from mm2, in words and as an error."""
+"""Ending: the end of a process that ran a port and left no exit code of mm2, as text and as an error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import signal
 from minimax_tools.errors import CannotRunError, TargetError
 from neuron.process.record import Status
 
-_MEANINGS = {
+_MEANINGS: dict[int, str] = {
     signal.SIGSEGV: "a segmentation fault",
-    signal.SIGBUS: "a bus error: memory or a mapped file that is not there",
+    signal.SIGBUS: "a bus error: memory or a mapped file is missing",
     signal.SIGABRT: "an abort: a library gave up",
     signal.SIGFPE: "an arithmetic error",
     signal.SIGILL: "an instruction that this processor lacks",
@@ -19,43 +19,42 @@ _MEANINGS = {
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _NUM_FRAMES_SHOWN = 3
 
-_RESUME = "What was finished is kept: the same command goes on behind it."
-_EXIT_STEP = f"Nothing but mm2 may end the process: look there for os._exit and exit(). {_RESUME}"
+_RESUME = "Finished layers are kept: the same command continues after them."
+_EXIT_STEP = f"Only mm2 may end the process: look there for os._exit and exit(). {_RESUME}"
 _SIGNAL_STEP = f"Look there for calls into native code. {_RESUME}"
-_MEMORY_STEP = (
-    f"If memory ran out, ask for less at a time: fewer or shorter prompts, --no-prefetch. {_RESUME}"
-)
+_MEMORY_STEP = f"If memory ran out, run fewer or shorter prompts, or use --no-prefetch. {_RESUME}"
 _TIMEOUT_STEP = f"Allow more with --layer-timeout SECONDS; 0 sets no limit. {_RESUME}"
 
 
 def describe_end(exit_code: int, status: Status) -> str:
-    """Return how a process ended, and what it did last: "it was ended by SIGSEGV (…) while running layer 3 of …".
+    """Return the end of a process and its last activity: "it was ended by SIGSEGV (…) while running layer 3 of …".
 
     Args:
-        exit_code: Its exit code; of one that a signal ended, the signal's number below zero.
-        status: What it told last.
+        exit_code: Its exit code; the negative signal number if a signal ended it.
+        status: Its last status.
     """
     if exit_code < 0:
         number = -exit_code
-        meaning = _MEANINGS.get(signal.Signals(number)) if number in set(signal.Signals) else None
-        end = f"it was ended by {_signal_name(number)}{f' ({meaning})' if meaning else ''}"
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        meaning = f" ({_MEANINGS[number]})" if number in _MEANINGS else ""
+        end = f"it was ended by {name}{meaning}"
     else:
         end = f"it ended with exit code {exit_code}, without a verdict,"
     return f"{end} {_occasion(status)}"
 
 
 def describe_timeout(status: Status) -> str:
-    """Return what took too long: "running layer 3 of … took more than 60 s"."""
+    """Return the activity that took too long: "running layer 3 of … took more than 60 s"."""
     return f"{status.activity} took more than {status.limit_s:g} s"
 
 
 def end_error(exit_code: int, status: Status, stack: str) -> CannotRunError:
-    """The error that a process ended before mm2 did.
+    """Return the error for a process that ended without an exit code of mm2.
 
     Args:
         exit_code: As for `describe_end`.
-        status: What it told last.
-        stack: Its Python stack, where faulthandler wrote one.
+        status: Its last status.
+        stack: Its Python stack; empty where faulthandler wrote none.
     """
     kind = TargetError if status.activity else CannotRunError
     step = _EXIT_STEP if exit_code >= 0 else _MEMORY_STEP if -exit_code == signal.SIGKILL else _SIGNAL_STEP
@@ -64,12 +63,8 @@ def end_error(exit_code: int, status: Status, stack: str) -> CannotRunError:
 
 
 def timeout_error(status: Status, stack: str) -> TargetError:
-    """The error that a layer took too long, and its process was ended."""
+    """Return the error for a process that was ended because a layer took too long."""
     return TargetError(f"{describe_timeout(status)}{_frames(stack)}", next_step=_TIMEOUT_STEP)
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _occasion(status: Status) -> str:
@@ -77,10 +72,10 @@ def _occasion(status: Status) -> str:
         return f"while {status.activity}"
     if status.last_activity:
         return f"after {status.last_activity}"
-    return "before it came to the port"
+    return "before it reached the port"
 
 
 def _frames(stack: str) -> str:
-    """The innermost frames of a stack: " in forward (port.py:9), called by …"; empty without one."""
+    """Return the innermost frames of a stack: ", in forward (port.py:9), called by …"; empty without a stack."""
     found = [f"{name} ({path}:{line})" for path, line, name in _FRAME.findall(stack)[:_NUM_FRAMES_SHOWN]]
     return f", in {', called by '.join(found)}" if found else ""

@@ -1,4 +1,4 @@
-"""Status of this process, told to whoever supervises it; told to nobody where nobody does."""
+"""Status of this process, written to a record for its supervisor; without one, nothing is written."""
 
 from __future__ import annotations
 
@@ -17,74 +17,74 @@ from typing import NoReturn
 
 from neuron.process.record import Status, StatusRecord
 
-# The variable that gives a rank the record of mm2, which started it and supervises it.
+# Environment variable with the descriptor of a rank's record, set by the process that starts the ranks.
 RECORD_VARIABLE = "MM2_STATUS_DESCRIPTOR"
-# The name of the memory file that holds back a command's standard output.
+# Name of the memory file that holds back a command's standard output.
 HELD_BACK = "mm2-output"
-# Asks for the Python stack. A real-time signal: ports and libraries use the others.
+# Signal that asks for the Python stack. A real-time signal, as ports and libraries use the others.
 STACK_SIGNAL = signal.SIGRTMAX - 3
 # PR_SET_PDEATHSIG of prctl(2).
 _PARENT_DEATH_SIGNAL = 1
 
 
-class _Teller:
-    """Tells the status of the process that made it; copies of it in forked children are silent."""
+class _StatusWriter:
+    """Writer of the status of the process that made it; its copies in forked children write nothing."""
 
     def __init__(self, record: StatusRecord) -> None:
         self._record = record
         self._process = os.getpid()
         self.status = Status()
 
-    def tell(self, status: Status) -> None:
+    def write(self, status: Status) -> None:
         self.status = status
         if os.getpid() == self._process:
             self._record.write(status)
 
 
-# Of the process, as signal handlers are: port code runs too deep to hand it down.
-_teller: _Teller | None = None
+# Global, as signal handlers are: code of a port is called too deep to pass it on.
+_writer: _StatusWriter | None = None
 
 
 @contextmanager
 def doing(activity: str, *, is_in_port: bool = True) -> Iterator[None]:
-    """Tell that the block is what the process does; the time limit counts from the outermost such block.
+    """Make the block the process's activity; the time limit counts from the outermost such block.
 
     Args:
         activity: As in "running layer 3 of target port.py:Layer".
-        is_in_port: Whether the block is code of the port's.
+        is_in_port: True if the block is code of the port.
     """
-    teller = _teller
-    if teller is None:
+    writer = _writer
+    if writer is None:
         yield
         return
-    before = teller.status
+    before = writer.status
     since_s = time.monotonic() if before.limited_since_s is None else before.limited_since_s
-    teller.tell(replace(before, activity=activity, is_in_port=is_in_port, limited_since_s=since_s))
+    writer.write(replace(before, activity=activity, is_in_port=is_in_port, limited_since_s=since_s))
     try:
         yield
     finally:
-        teller.tell(replace(before, last_activity=activity))
+        writer.write(replace(before, last_activity=activity))
 
 
 def limit_layers(timeout_s: float) -> None:
-    """Tell the longest time that one pass through a layer may take; 0 for any."""
-    if _teller is not None:
-        _teller.tell(replace(_teller.status, limit_s=timeout_s))
+    """Set the longest time for one pass through a layer, in seconds; 0 for no limit."""
+    if _writer is not None:
+        _writer.write(replace(_writer.status, limit_s=timeout_s))
 
 
-def run_told(command: Callable[[], object], record: StatusRecord, *, parent: int) -> NoReturn:
-    """Run a command as this process's only work, tell its exit code last of all, and exit with it.
+def run_supervised(command: Callable[[], object], record: StatusRecord, *, parent: int) -> NoReturn:
+    """Run a command as this process's only work, write its exit code as the last entry, and exit with it.
 
-    Whatever ends the process before leaves no exit code in the record.
+    A process that ends earlier leaves no exit code in the record.
 
     Args:
         command: Ends by returning, or by SystemExit.
-        record: Where the status is told.
-        parent: The process that supervises this one, which ends with it.
+        record: Takes the status.
+        parent: Number of the supervising process; this process ends when it does.
     """
-    global _teller
+    global _writer
     _die_with(parent)
-    _teller = _Teller(record)
+    _writer = _StatusWriter(record)
     if not faulthandler.is_enabled():
         faulthandler.enable(record.descriptor, all_threads=False)
     faulthandler.register(STACK_SIGNAL, record.descriptor, all_threads=False)
@@ -95,12 +95,12 @@ def run_told(command: Callable[[], object], record: StatusRecord, *, parent: int
         exit_code = _exit_code(end)
     sys.stdout.flush()
     sys.stderr.flush()
-    _teller.tell(replace(_teller.status, exit_code=exit_code, num_output_bytes=_output_size()))
+    _writer.write(replace(_writer.status, exit_code=exit_code, num_output_bytes=_output_size()))
     sys.exit(exit_code)
 
 
 def discard_output() -> None:
-    """Drop what this process and its own have written to standard output, where a supervisor holds that back."""
+    """Drop the standard output of this process and its children, where a supervisor holds it back."""
     if HELD_BACK in str(Path("/proc/self/fd/1").readlink()):
         os.ftruncate(1, 0)
         os.lseek(1, 0, os.SEEK_SET)
@@ -108,20 +108,20 @@ def discard_output() -> None:
 
 def _exit_code(end: SystemExit) -> int:
     if end.code is not None and not isinstance(end.code, int):
-        # No command of mm2's ends with a text.
+        # No command of mm2 exits with a text.
         raise end
     return end.code or 0
 
 
 def _output_size() -> int:
-    """Return how much was written to standard output, where that is a file."""
+    """Return the size of standard output, where that is a file; else 0."""
     about = os.fstat(1)
     return about.st_size if stat.S_ISREG(about.st_mode) else 0
 
 
 def _die_with(parent: int) -> None:
-    """End this process when `parent` ends, however it does."""
+    """End this process when `parent` ends, for whatever reason."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        # It ended before.
+        # It has ended already.
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.orders import Assignment
-from neuron.weight_trace.shared_port import TraceAssignment, follow_trace
+from neuron.weight_trace.traced_port import TraceAssignment, follow_trace
 
 # The lead has looked at the checkpoint, and names the layers that are there.
 _NO_LAYERS = range(0)

@@ -1,21 +1,22 @@
-"""Origins: where every element of a loaded port comes from, and whether that can be right; `mm2-test weights`.
+"""Weight trace: where every element of a port's weights comes from, and whether that is right; `mm2-test weights`.
 
-| file | holds |
-|---|---|
-| `sources` | the tensors of a layer, their elements numbered |
-| `made_tensors` | a layer's tensors that are made, not read: what a conversion is fed |
-| `places`, `place_part` | every tensor that a module holds; of a large one the part that is followed |
-| `sample` | which experts are followed, as memory has room |
-| `on_access` | tensors made whenever they are asked for |
-| `origin` | for each element of a place the number of the element that landed there |
-| `made_values`, `reading`, `origin_reader` | how that is found: a pass, a place, all of them |
-| `sequences`, `piece`, `matrix`, `layout` | that in words |
-| `finding` | one thing that is wrong with it, or looks so |
-| `coverage`, `findings` | what lands nowhere or several times; that, and what is wrong in a place |
-| `trial`, `exchanges` | the port run on made weights: what clears a suspect, or proves it |
-| `kept_weights` | made weights that quantising keeps, for ports that do so on purpose |
-| `loaded` | the port as it is loaded with the checkpoint's own layer |
-| `smaller` | a model of the same proportions that is traced in moments |
-| `port`, `shared_port` | the port itself, and its parts on all ranks that share it |
-| `inspection`, `report` | all of it together, and as text and JSON |
+In the order of an inspection:
+
+- `inspection`: the whole inspection of a port, and its verdict
+- `trace_size`: the smaller model, the traced experts and the trial's dtype, as memory allows
+- `source_tensors`: the tensors of a checkpoint's layer, with every element numbered
+- `generated_tensors`: a layer's tensors made on access
+- `traced_port`: the port, built, loaded and run, on all ranks that share it
+- `port_tensors`: every tensor that a port's module holds, and the traced part of a large one
+- `origin_tracer`: the passes that show where each element lands
+- `tensor_origin`: the source element of each element of a port tensor, collected pass by pass
+- `layout_segment`: neighbouring rows or columns that one source tensor fills
+- `tensor_layout`: the source tensors that a port tensor holds, as text too
+- `weight_finding`: one fault, or something that may be one
+- `layout_check`: findings from the layouts
+- `repairs`: inverses of known mistakes
+- `quantisation`: generated weights that FP8 or INT8 hold exactly
+- `trial`: the run on generated weights that clears or proves a suspect
+- `loaded_check`: the checkpoint's own layer in the port, compared by checksums
+- `report`: the inspection as text and as JSON
 """

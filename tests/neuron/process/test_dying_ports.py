@@ -143,7 +143,7 @@ def test_no_end_of_a_port_is_a_verdict_and_each_says_where(
 def test_layers_before_the_end_are_kept_and_gone_on_with(ended: dict[str, Ended], folder: Path) -> None:
     died, resumed = ended["once"], ended["once more"]
     assert (died.exit_code, resumed.exit_code) == (3, 0)
-    assert "What was finished is kept" in died.error
+    assert "Finished layers are kept" in died.error
     assert "after layer 1" in resumed.stderr
     manifest = json.loads((folder / "once" / "manifest.json").read_text())
     assert manifest["complete_layers"] == [0, 1, 2]

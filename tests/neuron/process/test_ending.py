@@ -21,7 +21,7 @@ RUNNING = Status(activity="running layer 3 of target p.py:P", is_in_port=True)
         (-signal.SIGUSR1, RUNNING, "it was ended by SIGUSR1 while running"),
         (-(signal.SIGRTMIN + 3), RUNNING, f"it was ended by signal {signal.SIGRTMIN + 3} while running"),
         (1, Status(last_activity="running layer 3 of target p.py:P"), "after running layer 3"),
-        (1, Status(), "before it came to the port"),
+        (1, Status(), "before it reached the port"),
     ],
 )
 def test_end_says_how_and_what_came_last(exit_code: int, status: Status, words: str) -> None:

@@ -156,7 +156,7 @@ class TestCheckCapture:
     def test_recording_that_changes_nothing_is_said_to(self, run_layer: Any, run: Any, small: Path) -> None:
         common = ("single-layer", "--layer", 0, "--model", small, "--seq-len", "12,7", "--check-capture")
         result = run(*common)
-        assert "recording the sites changes no bit of what 1 layer gave" in result.stdout
+        assert "recording the sites changes no bit of the output of 1 layer" in result.stdout
         (effect,) = json.loads(run(*common, "--json").stdout)["capture_effects"]
         assert (effect["num_changed"], effect["num_values"], effect["max_abs_diff"]) == (0, 2 * 12 * 64, 0.0)
 

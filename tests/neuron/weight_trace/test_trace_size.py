@@ -16,8 +16,13 @@ from minimax_tools.model.weight_names import layer_bytes
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
-from neuron.weight_trace.place_part import Baseline, PlacePart
-from neuron.weight_trace.sample import Sample, TrialRoom
+from neuron.weight_trace.trace_size import (
+    MAX_ELEMENTS,
+    ExpertSample,
+    TrialMemory,
+    num_elements,
+    smaller_spec,
+)
 
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "examples"
 
@@ -116,7 +121,7 @@ def test_text_says_which_experts_were_followed(command: Any, wide: Path) -> None
     arguments = ("--model", wide, "--target", f"{EXAMPLES}/port.py:DecoderLayer", "--quiet", "--no-load")
     limit = ("--full-size", "--memory-budget")
     result = command(mm2_test, "weights", *arguments, *limit, budget_of(7))
-    assert "of 24 experts were followed (0, 1, " in result.stdout
+    assert "of 24 experts were traced (0, 1, " in result.stdout
     refused = command(mm2_test, "weights", *arguments, *limit, "1MB")
     assert refused.exit_code == 3
     assert "tracing a layer of the model's own size would break the memory budget" in refused.stderr
@@ -125,22 +130,23 @@ def test_text_says_which_experts_were_followed(command: Any, wide: Path) -> None
 def test_a_layer_of_minimax_m2_is_followed_in_part_and_run_in_bf16() -> None:
     spec = SyntheticModel.m2().spec()
     now = MemoryUsage.current().anonymous_bytes
-    sample = Sample.that_fits(spec, torch.bfloat16, MemoryBudget(now + 24_000_000_000), num_layers_held=2)
+    sample = ExpertSample.fitting(spec, torch.bfloat16, MemoryBudget(now + 24_000_000_000), num_layers_held=2)
     assert 4 <= len(sample.experts) <= 16
     assert {0, 1, 10, 255} <= set(sample.experts)
-    room = TrialRoom.that_fits(spec, torch.bfloat16, MemoryBudget(now + 20_000_000_000), num_layers_held=2)
-    assert (room.dtype, room.keeps_tensors) == (torch.bfloat16, False)
+    memory = TrialMemory.fitting(spec, torch.bfloat16, MemoryBudget(now + 20_000_000_000), num_layers_held=2)
+    assert (memory.dtype, memory.keeps_tensors) == (torch.bfloat16, False)
     with pytest.raises(MemoryBudgetError):
-        Sample.that_fits(spec, torch.bfloat16, MemoryBudget(now + 12_000_000_000), num_layers_held=2)
+        ExpertSample.fitting(spec, torch.bfloat16, MemoryBudget(now + 12_000_000_000), num_layers_held=2)
 
 
-def test_the_part_that_answers_is_the_least_that_holds_it() -> None:
-    place = torch.ones(6, 3, 5)
-    before = Baseline.of(place)
-    assert before.values.dim() == 0
-    assert PlacePart.changed(before, place) is None
-    place[[1, 4], :, 2] = 2
-    part = PlacePart.changed(before, place)
-    assert part is not None
-    assert part.of(place).tolist() == torch.full((2, 3, 1), 2.0).tolist()
-    assert part.of_baseline(before).tolist() == torch.ones(2, 3, 1).tolist()
+def test_minimax_m2_is_traced_at_a_fraction_of_its_size() -> None:
+    spec = SyntheticModel.m2().spec()
+    found = smaller_spec(spec)
+    assert num_elements(found) <= MAX_ELEMENTS
+    assert found.num_attention_heads // found.num_key_value_heads == 6
+    assert (found.head_dim, found.rotary_dim, found.num_hidden_layers) == (128, 64, 62)
+    assert found.num_local_experts > 10
+    assert spec.hidden_size // found.hidden_size == spec.intermediate_size // found.intermediate_size
+    assert (
+        smaller_spec(SyntheticModel(num_local_experts=8).spec()) == SyntheticModel(num_local_experts=8).spec()
+    )

@@ -1,0 +1,87 @@
+"""Generated tensors: a layer's tensors made on access, so that a layer of true size never lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
+
+import torch
+
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes
+
+Tensors = Mapping[str, torch.Tensor]
+# Makes the tensor of a name.
+Make = Callable[[str], torch.Tensor]
+
+
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """Tensors by name, each made anew at every access.
+
+    Args:
+        names: Names of the tensors.
+        make: Makes the tensor of a name.
+    """
+
+    def __init__(self, names: Collection[str], make: Make) -> None:
+        self._names = names
+        self._make = make
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class GeneratedTensors(LayerTensors):
+    """A stand-in for the checkpoint's `LayerTensors` that generates values and reads nothing.
+
+    Args:
+        spec: The model; it may be smaller than the checkpoint's.
+        layer: The layer.
+        dtype: Dtype of all tensors except the router gate and the correction bias, which are float32.
+        make: Makes the values of a tensor, of its shape, in any dtype.
+        reader: The checkpoint.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, layer: int, dtype: torch.dtype, make: Make, reader: CheckpointReader
+    ) -> None:
+        self._shapes = expected_layer_shapes(spec)
+        self._make = make
+        super().__init__(
+            reader,
+            layer=layer,
+            dtype=dtype,
+            stored={name: torch.float32 if name in FLOAT32_NAMES else dtype for name in self._shapes},
+            present=dict.fromkeys(self._shapes),
+        )
+
+    def given_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which an access gives the tensor."""
+        return self._stored[name] if self.is_stored(name) else super().given_dtype(name)
+
+    def given_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape in which an access gives the tensor."""
+        return self._shapes[name] if self.is_stored(name) else super().given_shape(name)
+
+    def copy(self) -> GeneratedTensors:
+        """Return a second mapping; setting or removing a tensor in one leaves the other unchanged."""
+        twin = copy(self)
+        twin._present = dict(self._present)
+        return twin
+
+    def _value(self, name: str) -> torch.Tensor | None:
+        value = super()._value(name)
+        return self._make(name).to(self._stored[name]) if value is None else value

@@ -1,0 +1,281 @@
+"""Layout check: findings from the layouts of a port's tensors, before the port has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from neuron.weight_trace.layout_segment import Disorder, LayoutSegment
+from neuron.weight_trace.port_tensors import ELEMENTS_AT_ONCE, name_pattern
+from neuron.weight_trace.source_tensors import (
+    SourceTensor,
+    SourceTensors,
+    kinds_of,
+    word_kinds,
+    word_sources,
+)
+from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
+from neuron.weight_trace.tensor_origin import TensorOrigin
+from neuron.weight_trace.weight_finding import Severity, WeightFinding, WeightMistake
+
+# Relative rounding up to 8 float32 steps (2⁻²³) still counts as float32: a scale and its inverse cost a few.
+_FLOAT32_SLACK = 2.0**-20
+# A gain is read from BF16 values: within one BF16 step (2⁻⁸) of 1 it is 1.
+_GAIN_SLACK = 2.0**-8
+_MAX_EXPERTS_LISTED = 6
+# Parts of a port tensor's name that say which kind it holds.
+_NAMED_KINDS = {
+    **{name: name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "w1", "w2", "w3")},
+    **{name: name for name in ("input_layernorm", "post_attention_layernorm", "e_score_correction_bias")},
+    "correction_bias": "e_score_correction_bias",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
+
+
+def check_layouts(by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors) -> list[WeightFinding]:
+    """Return all findings of the layouts.
+
+    Args:
+        by_rank: Layouts of each rank's tensors. Several ranks may hold copies.
+        sources: The traced tensors of the layer.
+    """
+    found = list(_find_by_count(by_rank, sources))
+    ranks_with: dict[WeightFinding, set[int]] = {}
+    for rank, layouts in enumerate(by_rank):
+        for finding in (
+            *_find_expert_order(layouts),
+            *(each for of in layouts for each in _find_in_tensor(of)),
+        ):
+            ranks_with.setdefault(finding, set()).add(rank)
+    # A finding of all ranks stands once. A finding of some ranks names them.
+    for finding, ranks in ranks_with.items():
+        on_ranks = f" (on rank {', '.join(map(str, sorted(ranks)))})" if len(ranks) < len(by_rank) else ""
+        found.append(replace(finding, text=f"{finding.text}{on_ranks}"))
+    return found
+
+
+def _find_by_count(
+    by_rank: Sequence[Sequence[TensorLayout]], sources: SourceTensors
+) -> Iterator[WeightFinding]:
+    """Yield what lands nowhere; on one rank also what lands several times: ranks may hold copies."""
+    layouts = [layout for of_rank in by_rank for layout in of_rank]
+    counts = _count(layouts, sources)
+    missing = list(_find_missing(counts, layouts))
+    yield from missing
+    if len(by_rank) == 1:
+        yield from _find_duplicated(counts, {kind for finding in missing for kind in finding.kinds}, layouts)
+
+
+def _count(layouts: Sequence[TensorLayout], sources: SourceTensors) -> dict[SourceTensor, torch.Tensor]:
+    """Count how often each element of each source tensor lands, int16."""
+    counts = torch.zeros(sources.size, dtype=torch.int16)
+    for layout in layouts:
+        for chunk in layout.origin.numbers.reshape(-1).split(ELEMENTS_AT_ONCE):
+            landed = chunk[chunk >= 0]
+            counts.index_add_(0, landed, torch.ones(len(landed), dtype=torch.int16))
+    return {source: counts[source.start : source.start + source.size] for source in sources.all}
+
+
+def _find_missing(
+    counts: dict[SourceTensor, torch.Tensor], layouts: Sequence[TensorLayout]
+) -> Iterator[WeightFinding]:
+    computed = {kind for layout in layouts for kind in layout.origin.mixed_kinds}
+    num_lost = {
+        source: int((count == 0).sum()) for source, count in counts.items() if source.kind not in computed
+    }
+    whole = [source for source, lost in num_lost.items() if lost == source.size]
+    if whole:
+        constants = _constants_like(whole, layouts)
+        yield WeightFinding(
+            mistake=WeightMistake.MISSING,
+            severity=Severity.WRONG,
+            kinds=kinds_of(whole),
+            port_tensors=tuple(origin.name for origin in constants),
+            text=f"missing: {word_sources(whole)} {_lands(whole)} nowhere"
+            + "".join(f"; {_word_constant(origin)}" for origin in constants),
+        )
+    for source, lost in num_lost.items():
+        if 0 < lost < source.size:
+            yield WeightFinding(
+                mistake=WeightMistake.MISSING,
+                severity=Severity.WRONG,
+                kinds=(source.kind,),
+                text=f"missing: {lost} of {source.size} elements of {word_sources([source])} land nowhere",
+            )
+
+
+def _constants_like(missing: Sequence[SourceTensor], layouts: Sequence[TensorLayout]) -> list[TensorOrigin]:
+    """Return constant port tensors of the shape of a missing one: it may belong there."""
+    shapes = {source.shape for source in missing}
+    origins = [layout.origin for layout in layouts]
+    return [
+        origin
+        for origin in origins
+        if origin.num_constant == origin.numbers.numel() and origin.shape in shapes
+    ]
+
+
+def _word_constant(origin: TensorOrigin) -> str:
+    held = "what its constructor gave it" if origin.constant is None else f"{origin.constant:g} everywhere"
+    return f"{origin} was never bound: it holds {held}"
+
+
+def _find_duplicated(
+    counts: dict[SourceTensor, torch.Tensor], missing_kinds: set[str], layouts: Sequence[TensorLayout]
+) -> Iterator[WeightFinding]:
+    """Yield copies in place of missing tensors as wrong, and other copies as notes."""
+    several = {source: int(count.max()) for source, count in counts.items() if int(count.max()) > 1}
+    for is_wrong in (True, False):
+        group = [source for source in several if (source.kind in missing_kinds) == is_wrong]
+        if not group:
+            continue
+        most = max(several[source] for source in group)
+        times = "twice" if most == 2 else f"{most} times"
+        names = {source.name for source in group}
+        yield WeightFinding(
+            mistake=WeightMistake.DUPLICATED,
+            severity=Severity.WRONG if is_wrong else Severity.NOTE,
+            kinds=kinds_of(group),
+            port_tensors=tuple(
+                layout.origin.name
+                for layout in layouts
+                if any(segment.source and segment.source.name in names for segment in layout.segments)
+            ),
+            text=f"duplicated: {word_sources(group)} {_lands(group)} {times}"
+            + (", where others of the kind land nowhere" if is_wrong else ""),
+        )
+
+
+def _lands(sources: Sequence[SourceTensor]) -> str:
+    return "lands" if len(sources) == 1 else "land"
+
+
+def _find_expert_order(layouts: Sequence[TensorLayout]) -> Iterator[WeightFinding]:
+    """Yield orders of experts other than by number, within a tensor or over the modules that number them."""
+    orders: dict[tuple[int, ...], list[TensorLayout]] = {}
+    for group, experts in expert_orders(layouts):
+        if list(experts) != sorted(experts):
+            orders.setdefault(experts, []).extend(group)
+    for experts, group in orders.items():
+        is_text = list(experts) == sorted(experts, key=str)
+        order = (
+            "the order of their numbers as text" if is_text else "another order than that of their numbers"
+        )
+        names = dict.fromkeys(name_pattern(layout.origin.name) for layout in group)
+        yield WeightFinding(
+            mistake=WeightMistake.ORDER,
+            severity=Severity.SUSPECT,
+            kinds=tuple(dict.fromkeys(kind for layout in group for kind in _kinds_held(layout))),
+            port_tensors=tuple(layout.origin.name for layout in group),
+            text=f"{', '.join(names)}: experts lie in {order}: "
+            f"{', '.join(map(str, experts[:_MAX_EXPERTS_LISTED]))}, …",
+            contradicts_names=True,
+        )
+
+
+class _Fault(NamedTuple):
+    """A fault of one port tensor, without the tensor's name."""
+
+    mistake: WeightMistake
+    text: str
+    severity: Severity = Severity.SUSPECT
+    contradicts_names: bool = False
+
+
+def _find_in_tensor(layout: TensorLayout) -> Iterator[WeightFinding]:
+    origin = layout.origin
+    for fault in _faults_of(layout):
+        yield WeightFinding(
+            mistake=fault.mistake,
+            severity=fault.severity,
+            kinds=_kinds_held(layout) or origin.mixed_kinds,
+            port_tensors=(origin.name,),
+            text=f"{origin.name}: {fault.text}",
+            contradicts_names=fault.contradicts_names,
+        )
+
+
+def _faults_of(layout: TensorLayout) -> Iterator[_Fault]:
+    origin, kinds = layout.origin, _kinds_held(layout)
+    named = {_NAMED_KINDS[part] for part in origin.name.split(".") if part in _NAMED_KINDS}
+    if len(named) == 1 and kinds and not named & set(kinds):
+        text = f"is named {word_kinds(named)}, and holds {word_kinds(kinds)}"
+        yield _Fault(WeightMistake.SWAPPED, text, contradicts_names=True)
+    # One finding for each kind, not for each expert.
+    disordered: dict[str, LayoutSegment] = {}
+    for segment in layout.segments:
+        if not segment.is_in_order:
+            disordered.setdefault(segment.source.kind if segment.source else segment.content, segment)
+    yield from map(_disorder_fault, disordered.values())
+    if origin.has_landed:
+        yield from _scale_faults(origin)
+        yield from _rounding_faults(origin, kinds)
+    if origin.num_computed:
+        yield _Fault(WeightMistake.COMPUTED, _word_computed(origin))
+
+
+def _disorder_fault(segment: LayoutSegment) -> _Fault:
+    if segment.source is None or segment.rows is None or segment.columns is None:
+        is_reshaped = segment.disorder is Disorder.RESHAPED
+        mistake = WeightMistake.TRANSPOSED if is_reshaped else WeightMistake.ORDER
+        return _Fault(mistake, f"{segment.within}{segment.content}")
+    what, sequence = ("columns", segment.columns) if segment.rows.is_forward else ("rows", segment.rows)
+    verb = "repeated" if sequence.is_repeated else "in another order"
+    return _Fault(WeightMistake.ORDER, f"{what} of {word_kinds([segment.source.kind])} {verb}: {sequence}")
+
+
+def _scale_faults(origin: TensorOrigin) -> Iterator[_Fault]:
+    if origin.gain is None:
+        yield _Fault(WeightMistake.SCALED, "values are multiplied by different numbers")
+        return
+    if abs(origin.gain - 1) > _GAIN_SLACK:
+        yield _Fault(WeightMistake.SCALED, f"values are multiplied by {origin.gain:.4g}")
+    if origin.offset != 0:
+        added = "different numbers are" if origin.offset is None else f"{origin.offset:g} is"
+        yield _Fault(WeightMistake.SCALED, f"{added} added to values")
+
+
+def _rounding_faults(origin: TensorOrigin, kinds: tuple[str, ...]) -> Iterator[_Fault]:
+    if origin.rounding_float32 > _FLOAT32_SLACK:
+        router_kinds = [kind for kind in kinds if kind in ("gate", "e_score_correction_bias")]
+        found = (
+            f"is {str(origin.dtype).removeprefix('torch.')}"
+            if origin.dtype != torch.float32
+            else f"was rounded to {_word_bits(origin.rounding_float32)} on the way"
+        )
+        text = f"{word_kinds(router_kinds)} {found}: the router decides in float32"
+        if "e_score_correction_bias" in router_kinds:
+            text += ", and near 9 a bfloat16 is 0.06 from the next"
+        yield _Fault(WeightMistake.DTYPE, text, Severity.WRONG)
+    elif origin.rounding > _FLOAT32_SLACK and origin.gain == 1:
+        text = f"values are rounded to {_word_bits(origin.rounding)}"
+        yield _Fault(WeightMistake.DTYPE, text, Severity.NOTE)
+
+
+def _word_computed(origin: TensorOrigin) -> str:
+    kinds = word_kinds(origin.mixed_kinds) or "something"
+    share = "values" if origin.num_computed == origin.numbers.numel() else f"{origin.num_computed} values"
+    mixed = 0 if origin.num_mixed is None else round(origin.num_mixed)
+    if mixed > 1 and origin.weight_sum is not None:
+        if abs(origin.weight_sum - 1) < _GAIN_SLACK:
+            return f"{share} are means of {mixed} elements of {kinds}"
+        if abs(origin.weight_sum - mixed) < _GAIN_SLACK * mixed:
+            return f"{share} are sums of {mixed} elements of {kinds}"
+    return f"{share} are computed from {kinds}"
+
+
+def _word_bits(rounding: float) -> str:
+    bits = 1
+    while 2.0 ** -(bits + 1) > rounding:
+        bits += 1
+    return "bfloat16" if bits in (8, 9) else f"about {bits} bits"
+
+
+def _kinds_held(layout: TensorLayout) -> tuple[str, ...]:
+    disordered = (kind for segment in layout.segments for kind in segment.disordered_kinds)
+    return tuple(dict.fromkeys((*layout.source_kinds, *disordered)))

@@ -1,0 +1,166 @@
+"""Origin tracer: runs a port's conversion on generated tensors and reads where every source element landed.
+
+| pass | every source element is | shows |
+|---|---|---|
+| ones, twos | 1, then 2 | gain and offset of each element, and constants |
+| unsampled | 1; 3 for experts outside the sample | elements of those experts |
+| digits | a digit of its own number, plus 1 | the number of the element that landed, digit by digit |
+| probes | a hash of its own number | whether the number was read correctly |
+| signs | 1 or -1 at random | how many elements a computed value mixes |
+| kinds | 1; probes for one kind of tensors | the kinds that a computed value depends on |
+
+The last two run only where a port computes values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from neuron.weight_trace.generated_tensors import Make
+from neuron.weight_trace.port_tensors import Snapshot, TensorPart
+from neuron.weight_trace.source_tensors import SourceTensor, SourceTensors
+from neuron.weight_trace.tensor_origin import BASE, OriginRecorder, TensorOrigin, probe_values
+
+# Loads generated tensors into the port, and returns every tensor that it then holds, by name.
+LoadGenerated = Callable[[Make], Mapping[str, torch.Tensor]]
+# Values of a source tensor, from the numbers of its elements; a single value stands for all.
+PassValues = Callable[[SourceTensor, torch.Tensor], torch.Tensor]
+
+# Sign passes behind an estimate of how many elements are mixed: its error falls to about 1/√16 of one pass's.
+_NUM_SIGN_PASSES = 16
+_UNSAMPLED_VALUE = 3.0
+
+
+class OriginTracer:
+    """A trace of a port's conversion.
+
+    Args:
+        sources: The traced tensors: all tensors of a layer, or those of a sample.
+        shapes: Shapes of all tensors of the layer, by name.
+        load: Loads generated tensors into the port.
+    """
+
+    def __init__(
+        self, sources: SourceTensors, shapes: Mapping[str, tuple[int, ...]], load: LoadGenerated
+    ) -> None:
+        self._sources = sources
+        self._shapes = shapes
+        self._load = load
+        self._recorders: dict[str, OriginRecorder] = {}
+
+    def trace(self) -> list[TensorOrigin]:
+        """Return the origin of every port tensor, in the module's order.
+
+        Tensors that hold only experts outside the sample are left out.
+
+        Raises:
+            TargetError: The port's conversion raised, or its result does not fit the module.
+        """
+        self._start()
+        for power in reversed(range(self._num_digits())):
+            for recorder, tensor in self._pass(_digit(power)):
+                recorder.take_digit(tensor)
+        for recorder, tensor in self._pass(probe_values):
+            recorder.verify(tensor, self._sources)
+        if any(recorder.has_computed for recorder in self._recorders.values()):
+            self._trace_computed()
+        # Each recorder is freed before the next origin is made.
+        return [self._recorders.pop(name).result() for name in list(self._recorders)]
+
+    def _start(self) -> None:
+        """Run the passes of ones, of twos, and of experts outside the sample."""
+        ones = {name: Snapshot.of(tensor) for name, tensor in self._run(_constant(1)).items()}
+        unchanged: dict[str, Snapshot] = {}
+        for name, tensor in self._run(_constant(2)).items():
+            snapshot = ones.pop(name, None)
+            if snapshot is None or snapshot.shape != tensor.shape:
+                continue
+            part = self._choose_part(snapshot, tensor)
+            if part is None:
+                unchanged[name] = snapshot
+                part = TensorPart.first_element(tensor)
+            self._recorders[name] = OriginRecorder(name, part, snapshot, tensor)
+        if self._traces_all:
+            return
+        for name, tensor in self._run(_constant(1), unsampled=_UNSAMPLED_VALUE).items():
+            if name in unchanged and unchanged[name].has_changed(tensor):
+                # It holds only experts outside the sample.
+                del self._recorders[name]
+            elif name in self._recorders:
+                self._recorders[name].take_unsampled(tensor)
+
+    @property
+    def _traces_all(self) -> bool:
+        return len(self._sources.all) == len(self._shapes)
+
+    def _choose_part(self, ones: Snapshot, twos: torch.Tensor) -> TensorPart | None:
+        """Return the part to trace; None for a tensor of equal elements that did not change."""
+        if self._traces_all or twos.dim() == 0:
+            return TensorPart.whole(twos)
+        part = TensorPart.changed(ones, twos)
+        if part is None and ones.values.dim():
+            # Constants that differ from each other: the whole tensor is shown.
+            return TensorPart.whole(twos)
+        return part
+
+    def _num_digits(self) -> int:
+        count = 1
+        while BASE**count < self._sources.size:
+            count += 1
+        return count
+
+    def _trace_computed(self) -> None:
+        """Run the passes of signs and of kinds.
+
+        With random signs the mean square of a computed value is the sum of its squared weights.
+        """
+        for seed in range(_NUM_SIGN_PASSES):
+            for recorder, tensor in self._pass(_signs(seed)):
+                recorder.take_signs(tensor)
+        for kind in dict.fromkeys(source.kind for source in self._sources.all):
+            for recorder, tensor in self._pass(_ones_except(kind)):
+                recorder.take_kind(kind, tensor)
+
+    def _pass(self, values_of: PassValues) -> Iterator[tuple[OriginRecorder, torch.Tensor]]:
+        """Run one pass, and yield every traced port tensor with its recorder."""
+        tensors = self._run(values_of)
+        for name, recorder in self._recorders.items():
+            if name in tensors:
+                yield recorder, tensors[name]
+
+    def _run(self, values_of: PassValues, *, unsampled: float = 1.0) -> Mapping[str, torch.Tensor]:
+        """Return every port tensor after one pass; elements of experts outside the sample are `unsampled`."""
+
+        def make(name: str) -> torch.Tensor:
+            source = self._sources.get(name)
+            if source is None:
+                return torch.tensor(unsampled).expand(self._shapes[name])
+            numbers = torch.arange(source.start, source.start + source.size)
+            return values_of(source, numbers).expand(source.size).reshape(source.shape)
+
+        return self._load(make)
+
+
+def _constant(value: int) -> PassValues:
+    return lambda source, numbers: torch.tensor([float(value)])
+
+
+def _ones_except(kind: str) -> PassValues:
+    """Return ones everywhere, and probes for tensors of one kind."""
+    return lambda source, numbers: (
+        probe_values(source, numbers) if source.kind == kind else torch.tensor([1.0])
+    )
+
+
+def _digit(power: int) -> PassValues:
+    return lambda source, numbers: (numbers // BASE**power % BASE + 1).float()
+
+
+def _signs(seed: int) -> PassValues:
+    def values(source: SourceTensor, numbers: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(source.start * _NUM_SIGN_PASSES + seed)
+        return torch.randint(2, numbers.shape, generator=generator).mul(2).sub(1).float()
+
+    return values

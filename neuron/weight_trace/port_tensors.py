@@ -1,0 +1,154 @@
+"""Port tensors: every tensor that a port's module holds, and the part of a large one that is traced.
+
+A port tensor may be too large to copy, or to keep an origin for each element. So a trace of some experts keeps only the
+part of it that depends on them. A tensor whose elements are all equal is kept as one number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# Elements that are compared at once, in float64: 32 MiB for each operand.
+ELEMENTS_AT_ONCE = 1 << 22
+_NUMBER = re.compile(r"\d+")
+
+
+def find_port_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters, buffers and tensors in plain attributes by name, each tensor once.
+
+    Tensors outside the state dict count too. A port may keep weights there on purpose. A buffer left there by mistake
+    still holds the values of its constructor.
+    """
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in _all_tensors(module):
+        if id(tensor) not in seen and tensor.numel() and not tensor.is_meta:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+def name_pattern(name: str) -> str:
+    """Return a tensor's name with every number replaced by `#`: the same for all experts."""
+    return _NUMBER.sub("#", name)
+
+
+def name_numbers(name: str) -> list[int]:
+    """Return the numbers in a tensor's name, to sort tensors of experts by."""
+    return [int(number) for number in _NUMBER.findall(name)]
+
+
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for path, submodule in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, value in vars(submodule).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            entries = {"": value}
+            if isinstance(value, (list, tuple)):
+                entries = {f"[{index}]": entry for index, entry in enumerate(value)}
+            elif isinstance(value, dict):
+                entries = {f"[{key!r}]": entry for key, entry in value.items()}
+            for suffix, entry in entries.items():
+                if isinstance(entry, torch.Tensor):
+                    yield f"{prefix}{name}{suffix}", entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """Values of a port tensor after one pass.
+
+    Args:
+        shape: The tensor's shape.
+        values: A copy of the tensor; where all elements are equal, one of them, of no dims.
+    """
+
+    shape: torch.Size
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Snapshot:
+        """Copy a tensor's values."""
+        flat = tensor.reshape(-1)
+        first = flat[:1].double()
+        is_uniform = all(bool((chunk.double() == first).all()) for chunk in flat.split(ELEMENTS_AT_ONCE))
+        return cls(shape=tensor.shape, values=flat[0].clone() if is_uniform else tensor.clone())
+
+    def changes(self, tensor: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield slices of the tensor's first dim, and a bool mask of the elements that differ from the snapshot."""
+        rows = max(1, ELEMENTS_AT_ONCE * len(tensor) // max(1, tensor.numel()))
+        for start in range(0, len(tensor), rows):
+            slab = slice(start, start + rows)
+            before = self.values if self.values.dim() == 0 else self.values[slab]
+            yield slab, tensor[slab].double() != before.double()
+
+    def has_changed(self, tensor: torch.Tensor) -> bool:
+        """Decide whether any element differs from the snapshot."""
+        return any(bool(changed.any()) for _, changed in self.changes(tensor))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorPart:
+    """A part of a port tensor: some indices along each dim.
+
+    Args:
+        indices: For each dim its indices, int64; None for all of them.
+    """
+
+    indices: tuple[torch.Tensor | None, ...]
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> TensorPart:
+        """Select the whole tensor."""
+        return cls(indices=(None,) * tensor.dim())
+
+    @classmethod
+    def first_element(cls, tensor: torch.Tensor) -> TensorPart:
+        """Select one element, as a sample of a tensor whose elements are all equal."""
+        return cls(indices=(torch.zeros(1, dtype=torch.int64),) * tensor.dim())
+
+    @classmethod
+    def changed(cls, snapshot: Snapshot, tensor: torch.Tensor) -> TensorPart | None:
+        """Select the smallest part that holds every element that changed; None if nothing changed."""
+        first = torch.zeros(len(tensor), dtype=torch.bool)
+        others = torch.zeros(tensor.shape[1:], dtype=torch.bool)
+        for slab, changed in snapshot.changes(tensor):
+            first[slab] = changed.flatten(1).any(dim=1) if changed.dim() > 1 else changed
+            others |= changed.any(dim=0)
+        if not bool(first.any()):
+            return None
+        has_changed = [first]
+        for dim in range(others.dim()):
+            has_changed.append(others.movedim(dim, 0).flatten(1).any(dim=1) if others.dim() > 1 else others)
+        return cls(indices=tuple(None if bool(of.all()) else of.nonzero().flatten() for of in has_changed))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return that part of a tensor; the tensor itself where the part is the whole."""
+        for dim, index in enumerate(self.indices):
+            if index is not None:
+                tensor = _select(tensor, dim, index)
+        return tensor
+
+    def of_snapshot(self, snapshot: Snapshot) -> torch.Tensor:
+        """Return that part of a snapshot."""
+        if snapshot.values.dim() == len(snapshot.shape):
+            return self.of(snapshot.values)
+        sizes = [
+            size if index is None else len(index)
+            for size, index in zip(snapshot.shape, self.indices, strict=True)
+        ]
+        return snapshot.values.expand(sizes)
+
+
+def _select(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Select indices of a dim, in any dtype: torch has no index_select for FP8."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        return tensor.view(torch.uint8).index_select(dim, index).view(tensor.dtype)
+    return tensor.index_select(dim, index)

@@ -1,0 +1,223 @@
+"""Repairs: changes to the tensors that a port's conversion receives, each the inverse of a known mistake.
+
+A conversion that swaps two tensors gives the right result on swapped input. So a repair proves a mistake without
+knowledge of the layout that the port's forward expects: with the repair, the layer's output is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import expert_weight
+from neuron.weight_trace.generated_tensors import LazyTensors, Tensors
+from neuron.weight_trace.layout_segment import Disorder
+from neuron.weight_trace.source_tensors import SourceTensors, word_kinds
+from neuron.weight_trace.tensor_layout import TensorLayout, expert_orders
+from neuron.weight_trace.weight_finding import WeightMistake
+
+# Returns the changed tensors only.
+Change = Callable[[Tensors], Tensors]
+
+_SWAPPED_PAIRS = (
+    ("w1", "w3"),
+    ("k_proj", "v_proj"),
+    ("q_norm", "k_norm"),
+    ("q_proj", "k_proj"),
+    ("input_layernorm", "post_attention_layernorm"),
+)
+_ROTARY_KINDS = (("q_proj", "k_proj", "q_norm", "k_norm"), ("q_proj", "q_norm"), ("k_proj", "k_norm"))
+_MAX_EXPERTS_LISTED = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """A change to a conversion's input.
+
+    Args:
+        mistake: The mistake in the conversion that it undoes.
+        kinds: Kinds of the tensors that it changes.
+        text: That mistake as text.
+        change: Returns the changed tensors, each made on access.
+    """
+
+    mistake: WeightMistake
+    kinds: tuple[str, ...]
+    text: str
+    change: Change
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        """Return all tensors, with those that it changes replaced."""
+        changed = self.change(tensors)
+        return LazyTensors(tensors, lambda name: (changed if name in changed else tensors)[name])
+
+
+def candidate_repairs(
+    layouts: Sequence[TensorLayout], sources: SourceTensors, spec: ModelSpec
+) -> list[Repair]:
+    """Return the repairs worth a trial.
+
+    Args:
+        layouts: Layouts of the first rank's tensors.
+        sources: All tensors of the layer.
+        spec: The traced model.
+    """
+    return [
+        *_swaps(sources),
+        *_transposes(layouts, sources),
+        *_expert_orders(layouts, spec),
+        *_row_orders(layouts, sources),
+        *_rotary_orders(sources, spec),
+        *_scales(layouts, sources),
+    ]
+
+
+def _swaps(sources: SourceTensors) -> Iterator[Repair]:
+    shapes = {source.kind: source.shape for source in sources.all}
+    for pair in _SWAPPED_PAIRS:
+        if shapes[pair[0]] == shapes[pair[1]]:
+            first, second = (_names(sources, kind) for kind in pair)
+            yield Repair(
+                mistake=WeightMistake.SWAPPED,
+                kinds=pair,
+                text=f"{' and '.join(word_kinds([kind]) for kind in pair)} are swapped",
+                change=_rename(dict(zip(first + second, second + first, strict=True))),
+            )
+
+
+def _transposes(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
+    """Yield repairs for reshaped matrices, and for square ones, whose shape shows no transposition."""
+    reshaped = {
+        kind
+        for layout in layouts
+        for segment in layout.segments
+        if segment.disorder is Disorder.RESHAPED
+        for kind in segment.disordered_kinds
+    }
+    shapes = {source.kind: source.shape for source in sources.all if len(source.shape) == 2}
+    for kind, shape in shapes.items():
+        if kind in reshaped or shape[0] == shape[1]:
+            for change in (_transpose_and_reshape, _reshape_and_transpose):
+                yield Repair(
+                    mistake=WeightMistake.TRANSPOSED,
+                    kinds=(kind,),
+                    text=f"{word_kinds([kind])} is not transposed as the port's forward wants it",
+                    change=_change_each(sources, [kind], change),
+                )
+
+
+def _expert_orders(layouts: Sequence[TensorLayout], spec: ModelSpec) -> Iterator[Repair]:
+    orders: dict[tuple[int, ...], set[str]] = {}
+    in_order = tuple(range(spec.num_local_experts))
+    for group, experts in expert_orders(layouts):
+        if tuple(sorted(experts)) == in_order != experts:
+            orders.setdefault(experts, set()).update(*(layout.source_kinds for layout in group))
+    for experts, found_kinds in orders.items():
+        kinds = tuple(sorted(found_kinds))
+        partners = {
+            expert_weight(found, kind): expert_weight(wanted, kind)
+            for wanted, found in enumerate(experts)
+            for kind in kinds
+        }
+        yield Repair(
+            mistake=WeightMistake.ORDER,
+            kinds=kinds,
+            text=f"{word_kinds(kinds)} of the experts lie in the order "
+            f"{', '.join(map(str, experts[:_MAX_EXPERTS_LISTED]))}, …",
+            change=_rename(partners),
+        )
+
+
+def _row_orders(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
+    orders: dict[str, torch.Tensor] = {}
+    for layout in layouts:
+        for segment in layout.segments:
+            if segment.source is None or segment.rows is None or segment.rows.is_forward:
+                continue
+            rows = segment.rows.indices
+            if len(rows) == segment.source.shape[0] == len(rows.unique()):
+                orders.setdefault(segment.source.kind, rows)
+    for kind, rows in orders.items():
+        yield Repair(
+            mistake=WeightMistake.ORDER,
+            kinds=(kind,),
+            text=f"rows of {word_kinds([kind])} lie in another order",
+            change=_change_each(sources, [kind], partial(_put_back, rows=rows)),
+        )
+
+
+def _rotary_orders(sources: SourceTensors, spec: ModelSpec) -> Iterator[Repair]:
+    """Yield repairs for rotated rows in pairs where the forward rotates halves, and the reverse."""
+    half = spec.rotary_dim // 2
+    unrotated = torch.arange(spec.rotary_dim, spec.head_dim)
+    pairs = torch.cat((torch.arange(spec.rotary_dim).reshape(2, half).T.flatten(), unrotated))
+    for order, text in ((pairs, "halves"), (pairs.argsort(), "pairs")):
+        for kinds in _ROTARY_KINDS:
+            yield Repair(
+                mistake=WeightMistake.ORDER,
+                kinds=kinds,
+                text=f"rotated rows of {', '.join(kinds)} lie in {text}, and the forward takes them for the other",
+                change=_change_each(sources, kinds, partial(_reorder_heads, order=order)),
+            )
+
+
+def _scales(layouts: Sequence[TensorLayout], sources: SourceTensors) -> Iterator[Repair]:
+    seen = set()
+    for layout in layouts:
+        if layout.origin.gain in (None, 0, 1) and layout.origin.offset in (None, 0):
+            continue
+        gain, offset = layout.origin.gain or 1.0, layout.origin.offset or 0.0
+        for kind in layout.source_kinds:
+            added = f", and {offset:g} added" if offset else ""
+            text = f"{word_kinds([kind])} is multiplied by {gain:.4g}{added}"
+            if text not in seen:
+                seen.add(text)
+                yield Repair(
+                    mistake=WeightMistake.SCALED,
+                    kinds=(kind,),
+                    text=text,
+                    change=_change_each(sources, [kind], partial(_unscale, gain=gain, offset=offset)),
+                )
+
+
+def _transpose_and_reshape(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.T.reshape(tensor.shape)
+
+
+def _reshape_and_transpose(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(tensor.T.shape).T
+
+
+def _put_back(tensor: torch.Tensor, *, rows: torch.Tensor) -> torch.Tensor:
+    return tensor[rows.argsort()]
+
+
+def _reorder_heads(tensor: torch.Tensor, *, order: torch.Tensor) -> torch.Tensor:
+    """Reorder the rows of every head; `order` holds one head's."""
+    reordered: torch.Tensor = tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+    return reordered
+
+
+def _unscale(tensor: torch.Tensor, *, gain: float, offset: float) -> torch.Tensor:
+    return (tensor - offset) / gain
+
+
+def _rename(partners: Mapping[str, str]) -> Change:
+    """Return the change that replaces each tensor by its partner."""
+    return lambda tensors: LazyTensors(partners, lambda name: tensors[partners[name]])
+
+
+def _change_each(
+    sources: SourceTensors, kinds: Sequence[str], change: Callable[[torch.Tensor], torch.Tensor]
+) -> Change:
+    """Return the change that applies a function to every tensor of the kinds."""
+    names = [name for kind in kinds for name in _names(sources, kind)]
+    return lambda tensors: LazyTensors(names, lambda name: change(tensors[name]))
+
+
+def _names(sources: SourceTensors, kind: str) -> list[str]:
+    return [source.name for source in sources.all if source.kind == kind]

@@ -1,0 +1,137 @@
+"""Source tensors: the tensors of a checkpoint's layer, with every element numbered."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import FLOAT32_NAMES, expected_layer_shapes
+
+_EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.")
+_ROLES = {"w1": "w1 (gate)", "w2": "w2 (down)", "w3": "w3 (up)", "gate": "gate (router)"}
+_MAX_EXPERTS_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTensor:
+    """A tensor of a checkpoint's layer.
+
+    Args:
+        name: The hub's name, relative to the layer.
+        shape: The shape, of one or two dims.
+        start: Number of the first element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """Number of elements in a row; 1 for a vector."""
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    @property
+    def expert(self) -> int | None:
+        """Number of the expert that has this tensor; None for other tensors."""
+        match = _EXPERT.match(self.name)
+        return int(match[1]) if match else None
+
+    @property
+    def kind(self) -> str:
+        """Short name, the same for all experts: `q_proj`, `w1`, `e_score_correction_bias`."""
+        return kind_of(self.name)
+
+    @property
+    def is_float32(self) -> bool:
+        """True for a tensor that the router reads in float32: no rounding is allowed."""
+        return self.name in FLOAT32_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceTensors:
+    """Tensors of a layer, all or some, with their elements numbered from 0 without gaps."""
+
+    all: tuple[SourceTensor, ...]
+    starts: torch.Tensor = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, experts: Collection[int] | None = None) -> SourceTensors:
+        """Number the tensors of a layer of `spec`; with `experts`, leave out the tensors of all other experts."""
+        found: list[SourceTensor] = []
+        start = 0
+        for name, shape in expected_layer_shapes(spec).items():
+            source = SourceTensor(name=name, shape=shape, start=start)
+            if experts is None or source.expert is None or source.expert in experts:
+                found.append(source)
+                start += source.size
+        return cls(all=tuple(found), starts=torch.tensor([source.start for source in found]))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.all[-1].start + self.all[-1].size
+
+    def get(self, name: str) -> SourceTensor | None:
+        """Return the tensor of that name; None if there is none."""
+        return next((source for source in self.all if source.name == name), None)
+
+    def find(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the index in `all` of the tensor that holds each numbered element."""
+        return torch.bucketize(numbers.contiguous(), self.starts, right=True) - 1
+
+    def find_experts(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the expert of each numbered element; -1 for elements of other tensors."""
+        experts = torch.tensor([-1 if source.expert is None else source.expert for source in self.all])
+        return experts[self.find(numbers)]
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a tensor: the last part of its name without `.weight`."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def kinds_of(sources: Iterable[SourceTensor]) -> tuple[str, ...]:
+    """Return the kinds of the tensors, each once."""
+    return tuple(dict.fromkeys(source.kind for source in sources))
+
+
+def word_kinds(kinds: Iterable[str]) -> str:
+    """Return the kinds as text, with their role: `w1 (gate), q_proj`."""
+    return ", ".join(_ROLES.get(kind, kind) for kind in kinds)
+
+
+def word_sources(sources: Iterable[SourceTensor]) -> str:
+    """Return the tensors as text, one entry for several experts: `q_proj; w1 (gate) of experts 3, 4`."""
+    experts_of: dict[str, list[int]] = {}
+    for source in sources:
+        experts = experts_of.setdefault(source.kind, [])
+        if source.expert is not None:
+            experts.append(source.expert)
+    kinds_with: dict[tuple[int, ...], list[str]] = {}
+    for kind, experts in experts_of.items():
+        kinds_with.setdefault(tuple(experts), []).append(kind)
+    return "; ".join(
+        word_kinds(kinds) + (f" of {word_experts(numbers)}" if numbers else "")
+        for numbers, kinds in kinds_with.items()
+    )
+
+
+def word_experts(experts: Sequence[int]) -> str:
+    """Return the numbers of experts as text: `expert 3`, `experts 3, 5`, `experts 0–31`."""
+    if len(experts) == 1:
+        return f"expert {experts[0]}"
+    if list(experts) == list(range(experts[0], experts[0] + len(experts))):
+        return f"experts {experts[0]}–{experts[-1]}"
+    shown = ", ".join(str(expert) for expert in experts[:_MAX_EXPERTS_LISTED])
+    return f"experts {shown}{', …' if len(experts) > _MAX_EXPERTS_LISTED else ''}"

@@ -1,0 +1,61 @@
+"""Weight finding: a fault in a port's weights, or something that may be one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class WeightMistake(str, Enum):
+    """Kind of fault in a weight."""
+
+    MISSING = "missing"
+    DUPLICATED = "duplicated"
+    SWAPPED = "swapped"
+    TRANSPOSED = "transposed"
+    ORDER = "order"
+    SCALED = "scaled"
+    COMPUTED = "computed"
+    DTYPE = "dtype"
+    NEVER_BOUND = "never_bound"
+    ZERO = "zero"
+    VALUES = "values"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Severity(str, Enum):
+    """Severity of a finding."""
+
+    WRONG = "wrong"  # certain: the port fails
+    SUSPECT = "suspect"  # a port may do it on purpose: the trial decides
+    NOTE = "note"  # the port does it on purpose
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFinding:
+    """A finding.
+
+    Args:
+        mistake: The kind of fault.
+        severity: Whether it is one.
+        kinds: Kinds of the source tensors concerned: `q_proj`, `w1`.
+        text: The finding as text.
+        port_tensors: Names of the port's tensors concerned.
+        contradicts_names: True where the port's own names say otherwise: then it is wrong even without a trial.
+    """
+
+    mistake: WeightMistake
+    severity: Severity
+    kinds: tuple[str, ...]
+    text: str
+    port_tensors: tuple[str, ...] = ()
+    contradicts_names: bool = False
+
+    def cleared(self, reason: str) -> WeightFinding:
+        """Return the finding as a note, with the reason why it is no fault."""
+        return replace(self, severity=Severity.NOTE, text=f"{self.text}; {reason}")

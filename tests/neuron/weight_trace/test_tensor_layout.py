@@ -1,0 +1,53 @@
+"""Layouts of tensors side by side: disorder in one of them is found, and the text says where."""
+
+from __future__ import annotations
+
+import torch
+
+from minimax_tools.model.weight_names import K_PROJ, V_PROJ
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.weight_trace.layout_check import check_layouts
+from neuron.weight_trace.source_tensors import SourceTensors
+from neuron.weight_trace.tensor_layout import TensorLayout, read_layout
+from neuron.weight_trace.tensor_origin import TensorOrigin
+from neuron.weight_trace.weight_finding import WeightMistake
+
+SOURCES = SourceTensors.of(SyntheticModel().spec())
+
+
+def numbers_of(name: str) -> torch.Tensor:
+    source = SOURCES.get(name)
+    assert source is not None
+    return torch.arange(source.start, source.start + source.size).reshape(source.shape)
+
+
+def layout_of(numbers: torch.Tensor) -> TensorLayout:
+    origin = TensorOrigin(
+        name="kv",
+        shape=tuple(numbers.shape),
+        dtype=torch.bfloat16,
+        numbers=numbers,
+        gain=1.0,
+        offset=0.0,
+        rounding=0.0,
+        rounding_float32=0.0,
+        constant=None,
+    )
+    return read_layout(origin, SOURCES)
+
+
+def test_tensors_side_by_side_are_in_order() -> None:
+    keys, values = numbers_of(K_PROJ), numbers_of(V_PROJ)
+    width = keys.shape[1]
+    layout = layout_of(torch.cat((keys, values), 1))
+    assert all(segment.is_in_order for segment in layout.segments)
+    assert layout.text == f"columns 0–{width - 1} k_proj, columns {width}–{2 * width - 1} v_proj"
+
+
+def test_a_reshaped_tensor_beside_another_is_found() -> None:
+    keys, values = numbers_of(K_PROJ), numbers_of(V_PROJ)
+    layout = layout_of(torch.cat((keys.T.reshape(keys.shape), values), 1))
+    (finding,) = [
+        finding for finding in check_layouts([[layout]], SOURCES) if finding.mistake is WeightMistake.ORDER
+    ]
+    assert finding.text == f"kv: columns 0–{keys.shape[1] - 1} elements in no order of k_proj"
