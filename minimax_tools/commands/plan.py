@@ -12,7 +12,7 @@ from minimax_tools.command_line.options import dtype_option, model_option, outpu
 from minimax_tools.commands.plan_text import describe_plan, plan_values
 from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node, check_nodes, read_nodes
-from minimax_tools.partition.plan import assign_tensors
+from minimax_tools.partition.plan import make_plan
 from minimax_tools.partition.planners import PLANNERS
 from minimax_tools.slices.source import open_source
 
@@ -85,7 +85,7 @@ def plan_command(
     # Read once: a source with config.json alone builds them on every access.
     tensors = source.tensors
     cost = measure_costs(tensors, source.architecture, source.config, workload)
-    plan = assign_tensors(
+    plan = make_plan(
         model=source.model,
         architecture=source.architecture,
         tensors=tensors,

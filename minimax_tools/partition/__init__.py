@@ -1,12 +1,12 @@
-"""A model divided among nodes, on paper: what its parts cost, and who gets which.
+"""A model divided among nodes, on paper: the cost of its parts, and the plan of who gets which.
 
-| module | the question it answers |
-|---|---|
-| `node` | which machines there are |
-| `cost` | what the model's parts take: bytes, parameters, FLOPs |
-| `chain` | which runs of layers fit a node |
-| `planners` | who gets which layers |
-| `planned_slice`, `plan`, `plan_faults` | the plan as a value and a file, and whether it is whole |
+- `node`: machines that can hold a slice
+- `cost`: bytes, parameters and FLOPs of the model's parts
+- `chain`: runs of layers that fit a node, and orders of nodes that can share all layers
+- `planners`: the division of layers among nodes, by memory, by throughput or by hand
+- `planned_slice`: the part of a model that one node holds, with the places of its tensors
+- `plan`: all slices of a model, as a value and as a file
+- `plan_faults`: the check that a plan is whole and matches its checkpoint
 
-What is cut out, fetched and proved along a plan is in `minimax_tools.slices`.
+Slices are cut out, fetched and verified along a plan in `minimax_tools.slices`.
 """

@@ -1,6 +1,6 @@
-"""What the parts of a model cost: bytes stored and loaded, parameters, FLOPs, and what a context adds.
+"""Costs of the parts of a model: bytes stored and loaded, parameters, FLOPs, keys, values and activations.
 
-All of it comes from shapes: of a checkpoint's headers, or of config.json alone where nothing was downloaded yet.
+They follow from shapes: those of a checkpoint's headers, or of config.json alone before anything is downloaded.
 N heads, K kv heads, D head_dim, E experts, k experts per token.
 """
 
@@ -32,7 +32,7 @@ from minimax_tools.model.weight_names import (
     scale_name,
 )
 
-# As config.json names them.
+# By their names in config.json.
 _STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 )
@@ -40,7 +40,7 @@ _STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSize:
-    """A stored tensor as its costs see it."""
+    """Name, dtype and shape of a stored tensor."""
 
     name: str
     dtype: torch.dtype
@@ -48,18 +48,18 @@ class TensorSize:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes on the disk."""
+        """Bytes on the disk."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the model is to run.
+    """The inputs that a model is planned for.
 
     Args:
-        context_length: Tokens of a row.
-        batch_size: Rows.
-        dtype: Of weights and activations in memory.
+        context_length: Tokens in each row.
+        batch_size: Number of rows.
+        dtype: Dtype of weights and activations in memory.
     """
 
     context_length: int
@@ -68,21 +68,21 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows."""
+        """Tokens of all rows."""
         return self.context_length * self.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCost:
-    """What one part takes: the embedding, a layer, the final norm or the lm_head.
+    """Cost of one part of a model, such as a layer or the embedding, or of several parts together.
 
     Args:
-        stored_bytes: On the disk, block scales included.
-        loaded_bytes: Its weights in memory.
-        num_parameters: Its weights; block scales are none.
-        flops_per_token: Of a token that attends to a whole context: two for every weight it meets, and attention.
-        kv_bytes: Keys and values of all rows.
-        activation_bytes: What it takes beside weights, keys and values while it runs.
+        stored_bytes: Bytes on the disk, block scales included.
+        loaded_bytes: Bytes of its weights in memory.
+        num_parameters: Number of weights; block scales do not count.
+        flops_per_token: FLOPs of a token that attends to a whole context: two for each weight it meets, and attention.
+        kv_bytes: Bytes of keys and values of all rows.
+        activation_bytes: Bytes in use while it runs, beside weights, keys and values.
     """
 
     stored_bytes: int = 0
@@ -93,7 +93,7 @@ class PartCost:
     activation_bytes: int = 0
 
     def __add__(self, other: PartCost) -> PartCost:
-        """Both together; they run one after the other, so the larger activations count."""
+        """Return the cost of both parts: they run one after the other, so the larger activations count."""
         return PartCost(
             stored_bytes=self.stored_bytes + other.stored_bytes,
             loaded_bytes=self.loaded_bytes + other.loaded_bytes,
@@ -104,7 +104,7 @@ class PartCost:
         )
 
     def without(self, weights: PartCost) -> PartCost:
-        """This, less weights that were counted twice."""
+        """Return this cost without weights that were counted twice."""
         return replace(
             self,
             stored_bytes=self.stored_bytes - weights.stored_bytes,
@@ -114,28 +114,28 @@ class PartCost:
 
     @property
     def held_bytes(self) -> int:
-        """What stays in memory of it: weights, keys and values."""
+        """Bytes that stay in memory: weights, keys and values."""
         return self.loaded_bytes + self.kv_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """All that it takes in memory."""
+        """Bytes in memory while it runs: weights, keys, values and activations."""
         return self.held_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """What every part of a model takes.
+    """Cost of each part of a model.
 
     Args:
-        embedding: Of token ids, and of positions where there are some.
-        layers: One after the other.
-        final_norm: Behind the last layer.
-        lm_head: The projection to logits; where it is tied, the embedding once more.
-        rest: Whatever else is stored, such as modules that predict further tokens; it goes with the head.
-        shared: What embedding and lm_head have in common: counted once where one node holds both.
-        is_tied: Whether they have.
-        workload: What it is to run.
+        embedding: Embedding of token ids, and of positions where the model has one.
+        layers: Decoder layers in order.
+        final_norm: Norm behind the last layer.
+        lm_head: Projection to logits; if it is tied, the embedding once more.
+        rest: Other stored tensors, such as modules that predict further tokens; they go with the head.
+        shared: Weights that a tied lm_head shares with the embedding, counted once if one node holds both.
+        is_tied: True if the lm_head is the embedding.
+        workload: Inputs that the costs are for.
     """
 
     embedding: PartCost
@@ -149,16 +149,16 @@ class ModelCost:
 
     @property
     def head(self) -> PartCost:
-        """All that stands behind the last layer."""
+        """Cost of everything behind the last layer."""
         return self.final_norm + self.lm_head + self.rest
 
     @property
     def whole(self) -> PartCost:
-        """All parts on one node."""
+        """Cost of all parts on one node."""
         return self.of_slice(range(len(self.layers)), has_embedding=True, has_head=True)
 
     def of_slice(self, layers: range, *, has_embedding: bool, has_head: bool) -> PartCost:
-        """Some layers in a row, with what may stand before and behind them."""
+        """Return the cost of some layers in a row, with embedding and head if asked for."""
         cost = sum((self.layers[layer] for layer in layers), PartCost())
         if has_embedding:
             cost += self.embedding
@@ -173,13 +173,13 @@ def measure_costs(
     config: Mapping[str, Any],
     workload: Workload,
 ) -> ModelCost:
-    """What a model's parts cost.
+    """Compute the cost of each part of a model.
 
     Args:
-        tensors: All that the checkpoint holds.
-        architecture: How they are named.
-        config: The keys of its config.json.
-        workload: What it is to run.
+        tensors: All tensors of the checkpoint.
+        architecture: Naming of its tensors.
+        config: The content of its config.json.
+        workload: Inputs that the costs are for.
 
     Raises:
         CheckpointError: Layers are missing, or there is no embedding or final norm.
@@ -210,7 +210,7 @@ def measure_costs(
 
 
 def _count_layers(parts: Container[int | str], architecture: Architecture) -> int:
-    """How many layers there are, none of them missing, between an embedding and a final norm."""
+    """Return the number of layers, if none is missing and there are an embedding and a final norm."""
     num_layers = architecture.num_layers
     if num_layers is None:
         num_layers = next(layer for layer in count() if layer not in parts)
@@ -220,8 +220,8 @@ def _count_layers(parts: Container[int | str], architecture: Architecture) -> in
     if missing:
         raise CheckpointError(
             "the checkpoint is not whole",
-            found="nothing of " + list_faults(missing),
-            next_step="Fetch it again, or see what its config.json says of num_hidden_layers.",
+            found="no tensor of " + list_faults(missing),
+            next_step="Fetch it again, or check num_hidden_layers in its config.json.",
         )
     return num_layers
 
@@ -230,7 +230,7 @@ PART_EMBEDDING, PART_NORM, PART_HEAD, PART_REST = "embedding", "final norm", "lm
 
 
 def part_of(name: str, architecture: Architecture) -> int | str:
-    """The part that a tensor belongs to: a layer's number, `embedding`, `final norm`, `lm_head`, or `rest`.
+    """Return the part that a tensor belongs to: a layer's number, `embedding`, `final norm`, `lm_head`, or `rest`.
 
     The rest, such as modules that predict further tokens, goes with the head.
     """
@@ -245,7 +245,7 @@ def part_of(name: str, architecture: Architecture) -> int | str:
 
 
 def expected_tensors(spec: ModelSpec) -> Iterable[TensorSize]:
-    """The tensors of a MiniMax-M2 as its config.json alone tells them, FP8 with block scales where it says so."""
+    """Yield the tensors of a MiniMax-M2 by its config.json alone, with block scales if the weights are FP8."""
     is_fp8 = (spec.raw.get("quantization_config") or {}).get("quant_method") == "fp8"
     plain = _STORED_DTYPES.get(str(spec.raw.get("dtype") or spec.raw.get("torch_dtype")), torch.bfloat16)
     vocabulary = (spec.vocab_size, spec.hidden_size)
@@ -267,7 +267,7 @@ def expected_tensors(spec: ModelSpec) -> Iterable[TensorSize]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shapes:
-    """What config.json says of what lies between the weights; zero where another model says nothing of it."""
+    """Sizes from config.json that no weight shows; zero for those that another model's config lacks."""
 
     hidden_size: int
     query_width: int
@@ -293,9 +293,9 @@ class _Shapes:
         )
 
     def layer_running_cost(self, workload: Workload) -> PartCost:
-        """Of attention over the context, its keys and values, and what one layer takes while it runs.
+        """Return a layer's cost beside its weights: attention, keys and values, activations.
 
-        Attention's scores are never held whole.
+        Attention scores are taken as never held whole in memory.
         """
         widths = 6 * self.hidden_size + 3 * self.query_width + 4 * self.key_value_width
         routed = self.num_experts_per_tok * (2 * self.hidden_size + 3 * self.intermediate_size)
@@ -308,7 +308,7 @@ class _Shapes:
         )
 
     def lm_head_running_cost(self, num_parameters: int, workload: Workload) -> PartCost:
-        """Of the product, and the logits of all tokens; weights that another part lends do work here too."""
+        """Return the cost of the product and of the logits of all tokens, also with a tied embedding's weights."""
         return PartCost(
             flops_per_token=2 * num_parameters,
             activation_bytes=self.vocab_size * workload.num_tokens * workload.dtype.itemsize,
@@ -322,7 +322,7 @@ def _weight_cost(
     tensor: TensorSize | TensorEntry, part: int | str, shapes: _Shapes, workload: Workload
 ) -> PartCost:
     if tensor.name.endswith(SCALE_SUFFIX):
-        # Multiplied in when the weight is loaded.
+        # Block scales are multiplied in when the weight is loaded.
         return PartCost(stored_bytes=tensor.size_bytes)
     num_parameters = math.prod(tensor.shape)
     is_float32 = any(tensor.name.endswith("." + name) for name in FLOAT32_NAMES)

@@ -1,4 +1,4 @@
-"""Node: a machine, or a device of one, that can hold a slice of a model."""
+"""Node: a machine, or a device of one, that can hold a slice of a model; and the file that lists nodes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Node:
     """A machine that can hold a slice.
 
     Args:
-        name: Its name, of letters, digits, `.`, `_` and `-`: it names files too.
-        memory_bytes: What a slice may take of its memory, all included.
-        tflops: Its throughput, in 10¹² floating-point operations a second; None where nobody said.
-        layers: The layers it is to hold, where they were chosen by hand.
+        name: Letters, digits, `.`, `_` and `-`, because files are named after it.
+        memory_bytes: Memory for its slice: weights, keys, values and activations.
+        tflops: Throughput in 10¹² floating-point operations a second; None if unknown.
+        layers: Layers chosen by hand for the manual planner; None for the other planners.
 
     Raises:
-        UsageError: The name is no name, or a quantity is not positive.
+        UsageError: The name has other characters, or a quantity is not positive.
     """
 
     name: str
@@ -50,6 +50,12 @@ class Node:
         if faults:
             raise UsageError(f"{self.name!r} is no node", expected=_EXAMPLE, found="; ".join(faults))
 
+    @property
+    def flops_per_second(self) -> float:
+        """Throughput in floating-point operations a second, of a node whose `tflops` are known."""
+        assert self.tflops is not None, "the planner has checked that each node has a throughput"
+        return self.tflops * 1e12
+
     @classmethod
     def parse(cls, text: str) -> Node:
         """Read `a100:memory=40GB,tflops=312`.
@@ -61,15 +67,15 @@ class Node:
         pairs = [pair.partition("=") for pair in rest.split(",")] if rest else []
         values = {key.strip(): value.strip() for key, _, value in pairs}
         if len(values) != len(pairs) or "name" in values:
-            raise UsageError(f"node {text!r} says something twice", expected=_EXAMPLE)
+            raise UsageError(f"node {text!r} gives a value twice", expected=_EXAMPLE)
         return cls.from_values({"name": name.strip(), **values})
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Node:
-        """A node from its fields as text or numbers, as a node file holds them.
+        """Build a node from the object of a node file, whose values are text or numbers.
 
         Raises:
-            UsageError: A field is missing, unknown or not what it should be.
+            UsageError: A field is missing, unknown or has a wrong value.
         """
         unknown = sorted(values.keys() - {"name", "memory", "tflops", "layers"})
         if unknown or "name" not in values or "memory" not in values:
@@ -93,15 +99,15 @@ class Node:
 
 
 def is_node_name(name: str) -> bool:
-    """Whether a node may be called so: its name becomes that of files and folders."""
+    """Decide whether a name is allowed for a node, whose files and folders bear it."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The nodes, 1 to 64 of them with names of their own.
+    """Return the nodes as a tuple, if there are 1 to 64 and their names differ.
 
     Raises:
-        UsageError: There are none, too many, or two of one name.
+        UsageError: There are none or too many, or two have the same name.
     """
     if not 1 <= len(nodes) <= MAX_NODES:
         raise UsageError(
@@ -115,10 +121,10 @@ def check_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def read_nodes(path: Path) -> tuple[Node, ...]:
-    """The nodes of a JSON file: a list of objects with `name`, `memory`, and where needed `tflops` and `layers`.
+    """Read a JSON file of nodes: a list of objects with `name`, `memory`, and where needed `tflops` and `layers`.
 
     Raises:
-        UsageError: The file is no such list.
+        UsageError: The file is not such a list.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

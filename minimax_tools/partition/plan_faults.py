@@ -1,4 +1,4 @@
-"""What is wrong with the slices of a plan, each fault in words."""
+"""Faults of a plan's slices, in words."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.model.architecture import Architecture, ParamMapper
 from minimax_tools.model.weight_names import SCALE_SUFFIX
 from minimax_tools.partition.cost import part_of
-from minimax_tools.partition.planned_slice import PlannedTensor, Slice, belongs
+from minimax_tools.partition.planned_slice import PlannedTensor, Slice
 
 
 def find_stage_faults(slices: Sequence[Slice], num_hidden_layers: int) -> list[str]:
-    """Of layers that do not meet, ends in the wrong place, and nodes that have not the memory."""
+    """Return faults in the layers, the places of embedding and head, and the nodes' memory."""
     used = [slice_ for slice_ in slices if slice_.stage.is_used]
-    faults, due = [], 0
     names = [slice_.node.name for slice_ in slices]
-    faults += [f"node {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+    faults = [f"node {name} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
     for slice_ in slices:
         layers, cost = slice_.stage.layers, slice_.cost
         if not 0 <= layers.start <= layers.stop:
             faults.append(f"node {slice_.node.name} has layers {layers.start} to {layers.stop}")
         if cost.memory_bytes > slice_.node.memory_bytes:
             faults.append(
-                f"node {slice_.node.name} needs {cost.memory_bytes} bytes of memory, and has "
+                f"node {slice_.node.name} needs {cost.memory_bytes} bytes of memory, but has "
                 f"{slice_.node.memory_bytes}"
             )
+    due = 0
     for slice_ in used:
         layers = slice_.stage.layers
         if layers.start != due:
-            faults.append(f"node {slice_.node.name} begins with layer {layers.start}, layer {due} was due")
+            faults.append(f"node {slice_.node.name} begins with layer {layers.start}, expected layer {due}")
         due = max(layers.stop, layers.start)
     if due != num_hidden_layers:
         faults.append(f"the slices end with layer {due - 1}, the model with {num_hidden_layers - 1}")
@@ -47,7 +47,7 @@ def _end_faults(slices: Sequence[Slice], used: Sequence[Slice]) -> list[str]:
         if len(holders) != 1:
             faults.append(f"{len(holders)} nodes hold the {part}")
         faults += [
-            f"node {slice_.node.name} holds the {part}, and is not the {place}"
+            f"node {slice_.node.name} holds the {part}, but is not the {place}"
             for slice_ in holders
             if slice_ is not due
         ]
@@ -57,27 +57,27 @@ def _end_faults(slices: Sequence[Slice], used: Sequence[Slice]) -> list[str]:
 def find_holding_faults(
     slices: Sequence[Slice], shared: Collection[str], architecture: Architecture
 ) -> list[str]:
-    """Of tensors that lie with a node that has not their part, with several, or apart from their weights."""
+    """Return faults of tensors on the wrong node or on several, and of scales apart from their weights."""
     faults = []
     holders: dict[str, list[str]] = {}
     for slice_ in slices:
-        node, own = slice_.node.name, set(slice_.names)
+        node, held = slice_.node.name, set(slice_.names)
         for name in slice_.names:
             holders.setdefault(name, []).append(node)
-            if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) + ".weight" not in own:
+            if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) + ".weight" not in held:
                 faults.append(f"node {node} holds {name} without its weight")
-            is_lent = name in shared and slice_.stage.has_head
-            if not is_lent and not belongs(part_of(name, architecture), slice_.stage):
-                faults.append(f"node {node} holds {name}, which is no part of it")
+            is_tied = name in shared and slice_.stage.has_head
+            if not is_tied and not slice_.stage.holds(part_of(name, architecture)):
+                faults.append(f"node {node} holds {name}, which belongs to another node")
     for name, nodes in holders.items():
         if len(nodes) > 1 and (name not in shared or len(set(nodes)) < len(nodes)):
             faults.append(f"{name} is held by {' and '.join(nodes)}")
     for name in shared:
         nodes = holders.get(name, [])
         if len(set(nodes)) < 2:
-            faults.append(f"{name} is shared, and {f'{nodes[0]} alone' if nodes else 'no node'} holds it")
+            faults.append(f"{name} is shared, but {f'only {nodes[0]}' if nodes else 'no node'} holds it")
         if not ParamMapper.is_token_embedding(name, architecture):
-            faults.append(f"{name} is shared, and only an embedding that is the lm_head too may be")
+            faults.append(f"{name} is shared, but only an embedding tied to the lm_head may be")
     return faults
 
 
@@ -89,14 +89,14 @@ def find_entry_faults(
     *,
     names: Set[str],
 ) -> list[str]:
-    """Of tensors that nobody holds, that the checkpoint lacks, or that lie elsewhere.
+    """Return faults of tensors that no node holds, that the checkpoint lacks, or that lie elsewhere.
 
     Args:
-        slices: The plan's.
-        entries: Those tensors of the checkpoint whose headers are known.
-        architecture: How they are named.
-        folder: Of the checkpoint.
-        names: Of all its tensors.
+        slices: The plan's slices.
+        entries: Tensors of the checkpoint whose headers are known, by name.
+        architecture: Naming of the tensors.
+        folder: The checkpoint's folder.
+        names: Names of all its tensors.
     """
     faults = []
     held = {tensor.name for slice_ in slices for tensor in slice_.tensors}
@@ -115,7 +115,7 @@ def find_entry_faults(
         return faults
     tied = [name for name in sorted(names) if ParamMapper.is_token_embedding(name, architecture)]
     return faults + [
-        f"node {slice_.node.name} has the head, and lacks {name}, which is the lm_head too"
+        f"node {slice_.node.name} has the head, but lacks {name}, which the lm_head is tied to"
         for slice_ in slices
         for name in tied
         if slice_.stage.has_head and name not in slice_.names

@@ -1,16 +1,16 @@
 """Planners: who gets which layers.
 
-| planner | layers go |
+| planner | layers are divided |
 |---|---|
-| `memory` | by the nodes' memory, the most first: each is as full as the others |
-| `compute` | by the nodes' throughput, the fastest first: each works as long as the others |
-| `balanced` | so that the slowest node is as fast as it can be |
+| `memory` | by memory, the largest node first: all nodes are equally full |
+| `compute` | by throughput, the fastest node first: all nodes take equally long |
+| `balanced` | so that the slowest node is as fast as possible |
 | `manual` | as each node says |
 
-Every one keeps to the nodes' memory, embedding, head and activations included. All but `manual` find a division
+Every planner keeps to the nodes' memory, embedding, head and activations included. All but `manual` find a division
 wherever there is one (see `find_order` for the one exception). `memory` and `compute` give each node at least one
-layer where there are enough that fit, and leave the last nodes idle where there are more than layers. The same nodes
-and costs give the same division, in whatever order the nodes are given.
+layer where enough layers fit. If there are more nodes than layers, the last nodes stay idle. The same nodes and costs
+give the same division, in whatever order the nodes are given.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from types import MappingProxyType
 from minimax_tools.errors import CannotRunError, UsageError, list_faults
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.chain import NodeChain, count_room, divide, find_order
-from minimax_tools.partition.cost import ModelCost, PartCost
+from minimax_tools.partition.cost import PART_EMBEDDING, ModelCost, PartCost
 from minimax_tools.partition.node import Node, check_nodes
 
-# To one part in 10⁹ the slowest stage is the fastest possible: further than any throughput is known.
+# Relative precision of the slowest stage's time: far finer than any throughput is known.
 _PRECISION = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A node and what it holds.
+    """A node and the parts of the model that it holds.
 
     Args:
         node: The node.
-        layers: Its layers; may be none.
-        has_embedding: Whether it holds the embedding.
-        has_head: Whether it holds the final norm and the lm_head.
+        layers: Its layers; may be empty.
+        has_embedding: True if it holds the embedding.
+        has_head: True if it holds the final norm and the lm_head.
     """
 
     node: Node
@@ -49,20 +49,26 @@ class Stage:
 
     @property
     def is_used(self) -> bool:
-        """Whether it holds anything."""
+        """True if it holds anything."""
         return bool(self.layers) or self.has_embedding or self.has_head
+
+    def holds(self, part: int | str) -> bool:
+        """Decide whether a part of the model, as `part_of` names it, belongs to this stage."""
+        if isinstance(part, int):
+            return part in self.layers
+        return self.has_embedding if part == PART_EMBEDDING else self.has_head
 
 
 def plan_stages(planner: str, cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
-    """The stages in the order in which a token passes them; nodes that are not needed come last, and hold nothing.
+    """Return the stages in the order in which a token passes them; idle nodes come last.
 
     Args:
         planner: One of `PLANNERS`.
-        cost: Of the model's parts.
+        cost: Cost of the model's parts.
         nodes: The nodes.
 
     Raises:
-        UsageError: The planner is unknown, or a node does not say what it needs.
+        UsageError: The planner is unknown, or a node lacks a figure that the planner needs.
         CannotRunError: The nodes cannot hold the model.
     """
     if planner not in PLANNERS:
@@ -70,37 +76,42 @@ def plan_stages(planner: str, cost: ModelCost, nodes: Sequence[Node]) -> tuple[S
     return PLANNERS[planner](cost, check_nodes(nodes))
 
 
+def stage_cost(cost: ModelCost, stage: Stage) -> PartCost:
+    """Return the cost of all parts of a stage."""
+    return cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
+
+
 def _plan_memory(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     nodes = sorted(nodes, key=lambda node: (node.memory_bytes, node.name), reverse=True)
     chain = NodeChain(cost)
-    order = _need_order(chain, cost, nodes)
+    order = _require_order(chain, nodes)
     return _stages(nodes, order, divide(chain, order, _targets_by_memory(chain, order)))
 
 
 def _plan_compute(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     nodes = _by_speed(nodes, "compute")
     chain = NodeChain(cost)
-    order = _need_order(chain, cost, nodes)
+    order = _require_order(chain, nodes)
     return _stages(nodes, order, divide(chain, order, _targets_by_speed(chain, order)))
 
 
 def _plan_balanced(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     nodes = _by_speed(nodes, "balanced")
     chain = NodeChain(cost)
-    order = _need_order(chain, cost, nodes)
+    order = _require_order(chain, nodes)
     runs = divide(chain, order, _targets_by_speed(chain, order))
     slowest = _slowest(chain, order, runs)
-    ends = chain.ends(is_first=True, is_last=True)
-    impossible = (chain.flops[-1] + ends.flops) / (1e12 * sum(map(_tflops, nodes))) * (1 - _PRECISION)
+    total_speed = sum(node.flops_per_second for node in nodes)
+    impossible = cost.whole.flops_per_token / total_speed * (1 - _PRECISION)
     while slowest > impossible * (1 + _PRECISION):
-        seconds = (impossible + slowest) / 2
-        faster = find_order(chain, nodes, seconds)
+        limited = chain.within((impossible + slowest) / 2)
+        faster = find_order(limited, nodes)
         if faster is None:
-            impossible = seconds
+            impossible = (impossible + slowest) / 2
             continue
         order = faster
-        runs = divide(chain, order, _targets_by_speed(chain, order), seconds)
-        # What was found may be faster than what was asked for.
+        runs = divide(limited, order, _targets_by_speed(chain, order))
+        # The division may be faster than the limit.
         slowest = min(slowest, _slowest(chain, order, runs))
     return _stages(nodes, order, runs)
 
@@ -119,7 +130,7 @@ def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     bounds = [0, *(bound for _, span in runs for bound in (span.start, span.stop)), len(cost.layers)]
     if bounds[::2] != bounds[1::2]:
         raise UsageError(
-            "these layers are not the model's, each once",
+            "these runs do not cover each layer of the model once",
             expected=f"runs that meet, from layer 0 to {len(cost.layers) - 1}",
             found=", ".join(f"{node.name}: {span}" for node, span in runs),
         )
@@ -132,7 +143,7 @@ def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     ]
     if too_large:
         raise CannotRunError(
-            "these layers do not fit the nodes they were given to",
+            "the chosen layers do not fit their nodes",
             found=list_faults(too_large),
             next_step="Give them fewer layers, or let a planner divide: --planner memory.",
         )
@@ -142,11 +153,6 @@ def _plan_manual(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
 PLANNERS: Mapping[str, Callable[[ModelCost, Sequence[Node]], tuple[Stage, ...]]] = MappingProxyType(
     {"memory": _plan_memory, "compute": _plan_compute, "balanced": _plan_balanced, "manual": _plan_manual}
 )
-
-
-def stage_cost(cost: ModelCost, stage: Stage) -> PartCost:
-    """What a stage takes."""
-    return cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
 
 
 def _stages(nodes: Sequence[Node], order: Sequence[Node], runs: Sequence[range]) -> tuple[Stage, ...]:
@@ -161,34 +167,33 @@ def _stages(nodes: Sequence[Node], order: Sequence[Node], runs: Sequence[range])
 
 
 def _targets_by_memory(chain: NodeChain, order: Sequence[Node]) -> list[float]:
-    """Where each node's run would end if layers could be cut and each were to use the same share of its memory."""
-    ends = chain.ends(is_first=len(order) == 1, is_last=True)
-    embedding = chain.ends(is_first=True, is_last=False).held_bytes
+    """Return the end of each node's run if layers could be cut and all nodes were equally full."""
     activations = [chain.activation_bytes] * len(order)
-    total = chain.memory[-1] + ends.held_bytes + embedding * (len(order) > 1) + sum(activations)
+    total = chain.memory[-1] + sum(ends.held_bytes for ends in chain.ends(len(order))) + sum(activations)
     memory = [node.memory_bytes for node in order]
     targets = [
-        _position(chain.memory, total * (share / sum(memory)) - embedding - before)
+        _position(chain.memory, total * (share / sum(memory)) - chain.cost.embedding.held_bytes - before)
         for share, before in zip(accumulate(memory), accumulate(activations), strict=True)
     ]
     return _round_shares(targets) if chain.is_uniform else targets
 
 
 def _targets_by_speed(chain: NodeChain, order: Sequence[Node]) -> list[float]:
-    """Where each node's run would end if layers could be cut and each were to work as long as the others."""
-    total = chain.flops[-1] + chain.ends(is_first=True, is_last=True).flops
-    embedding = chain.ends(is_first=True, is_last=False).flops
-    speeds = [_tflops(node) for node in order]
+    """Return the end of each node's run if layers could be cut and all nodes took equally long."""
+    total = chain.cost.whole.flops_per_token
+    speeds = [node.flops_per_second for node in order]
     targets = [
-        _position(chain.flops, total * (share / sum(speeds)) - embedding) for share in accumulate(speeds)
+        _position(chain.flops, total * (share / sum(speeds)) - chain.cost.embedding.flops_per_token)
+        for share in accumulate(speeds)
     ]
     return _round_shares(targets) if chain.is_uniform else targets
 
 
 def _round_shares(targets: Sequence[float]) -> list[float]:
-    """The targets moved so that each share is whole: what is left after rounding down goes to the largest fractions.
+    """Return the targets moved so that each share is a whole number of layers.
 
-    Rounding the targets themselves could give a node more than a larger one.
+    Shares are rounded down, and the layers left over go to the largest fractions. Rounding the targets themselves
+    could give a node more layers than a larger node.
     """
     shares = [max(stop - start, 0.0) for start, stop in zip([0.0, *targets], targets, strict=False)]
     whole = [int(share) for share in shares]
@@ -200,16 +205,11 @@ def _round_shares(targets: Sequence[float]) -> list[float]:
 
 
 def _position(prefix: Sequence[int], value: float) -> float:
-    """How many layers, whole and in part, make up so much of what `prefix` sums up; at most all."""
+    """Return the number of layers, with a fraction, at which the running sum `prefix` reaches `value`."""
     layer = min(max(bisect_right(prefix, value) - 1, 0), len(prefix) - 2)
     size = prefix[layer + 1] - prefix[layer]
     part = (value - prefix[layer]) / size if size else 0.0
     return layer + min(max(part, 0.0), 1.0)
-
-
-def _tflops(node: Node) -> float:
-    assert node.tflops is not None, "checked by the planner"
-    return node.tflops
 
 
 def _by_speed(nodes: Sequence[Node], planner: str) -> list[Node]:
@@ -220,48 +220,48 @@ def _by_speed(nodes: Sequence[Node], planner: str) -> list[Node]:
             found=f"none for {list_faults(without)}",
             next_step="Write --node NAME:memory=40GB,tflops=312.",
         )
-    return sorted(nodes, key=lambda node: (_tflops(node), node.memory_bytes, node.name), reverse=True)
+    return sorted(nodes, key=lambda node: (node.flops_per_second, node.memory_bytes, node.name), reverse=True)
 
 
 def _slowest(chain: NodeChain, order: Sequence[Node], runs: Sequence[range]) -> float:
     return max(
-        chain.seconds(node, layers, is_first=position == 0, is_last=position == len(order) - 1)
-        for position, (node, layers) in enumerate(zip(order, runs, strict=True))
+        chain.seconds(node, layers, ends)
+        for node, layers, ends in zip(order, runs, chain.ends(len(order)), strict=True)
     )
 
 
-def _need_order(chain: NodeChain, cost: ModelCost, nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """An order of the nodes that can share the model: of as many as there are layers where that will do."""
+def _require_order(chain: NodeChain, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Return an order of nodes that can share the model: only as many as there are layers, where they suffice."""
     able = [node for node in nodes if chain.longest(node)]
     for chosen in (able[: chain.num_layers], able, nodes):
         order = find_order(chain, chosen) if chosen else None
         if order is not None:
             return order
+    layer = max(chain.cost.layers, key=lambda layer: layer.held_bytes)
+    rooms = [
+        f"{node.name}: {word_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"
+        for node in nodes
+        for longest in (chain.longest(node),)
+    ]
     raise CannotRunError(
         f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} cannot hold the model",
-        expected=_needs(cost, nodes),
-        found=f"{list_faults(_lacks(chain, cost, nodes))} ({_rooms(chain, nodes)})",
+        expected=f"room for {word_size(chain.cost.whole.held_bytes)} of weights, keys and values, in pieces of a "
+        f"layer ({word_size(layer.held_bytes)}), and on each node {word_size(layer.activation_bytes)} of activations",
+        found=f"{list_faults(_shortages(chain, nodes))} ({list_faults(rooms)})",
         next_step="Add nodes or memory, or plan for a shorter context or fewer rows.",
     )
 
 
-def _needs(cost: ModelCost, nodes: Sequence[Node]) -> str:
-    layer = max(cost.layers, key=lambda layer: layer.held_bytes)
-    return (
-        f"room for {word_size(cost.whole.held_bytes)} of weights, keys and values, in pieces of a layer "
-        f"({word_size(layer.held_bytes)}), and on each node {word_size(layer.activation_bytes)} of activations"
-    )
-
-
-def _lacks(chain: NodeChain, cost: ModelCost, nodes: Sequence[Node]) -> list[str]:
-    """What keeps the nodes from sharing the model."""
-    lacks = [
+def _shortages(chain: NodeChain, nodes: Sequence[Node]) -> list[str]:
+    """Return the reasons why the nodes cannot share the model."""
+    cost = chain.cost
+    faults = [
         f"no node has the {word_size(part.memory_bytes)} that the {name} takes"
         for name, part in (("embedding", cost.embedding), ("head", cost.head))
         if max(node.memory_bytes for node in nodes) < part.memory_bytes
     ]
-    if lacks:
-        return lacks
+    if faults:
+        return faults
     total = sum(node.memory_bytes for node in nodes)
     needed = cost.whole.held_bytes + cost.layers[0].activation_bytes
     if total < needed:
@@ -273,14 +273,4 @@ def _lacks(chain: NodeChain, cost: ModelCost, nodes: Sequence[Node]) -> list[str
             f"room for {room} of {chain.num_layers} layers beside embedding, head and activations: "
             f"{missing} layer{'s' if missing > 1 else ''} of {word_size(cost.layers[0].held_bytes)} too many"
         ]
-    return [f"{word_size(total)} in all, which no order of the nodes makes do"]
-
-
-def _rooms(chain: NodeChain, nodes: Sequence[Node]) -> str:
-    return list_faults(
-        [
-            f"{node.name}: {word_size(node.memory_bytes)}, {longest} layer{'' if longest == 1 else 's'}"
-            for node in nodes
-            for longest in (chain.longest(node),)
-        ]
-    )
+    return [f"{word_size(total)} in all, but the model does not fit in any order of the nodes"]

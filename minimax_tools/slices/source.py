@@ -20,7 +20,7 @@ from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.hub.snapshot import HubSnapshot, NotCachedError
 from minimax_tools.model.architecture import ARCHITECTURES, Architecture
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors
+from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors, measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
@@ -77,15 +77,15 @@ class SliceSource(StoredWeights):
 
     def divide(self, *, planner: str, nodes: Sequence[Node], workload: Workload) -> PartitionPlan:
         """The plan by which nodes share the model; arguments and errors as for `make_plan`."""
+        tensors = self.tensors
         return make_plan(
             model=self.model,
-            config=self.config,
             architecture=self.architecture,
-            tensors=self.tensors,
+            tensors=tensors,
             folder=self.folder,
             planner=planner,
+            cost=measure_costs(tensors, self.architecture, self.config, workload),
             nodes=nodes,
-            workload=workload,
         )
 
     @property

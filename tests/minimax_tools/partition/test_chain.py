@@ -29,58 +29,52 @@ def node(memory: int, *, tflops: float = 1.0) -> Node:
     return Node(name=f"m{memory}", memory_bytes=memory, tflops=tflops)
 
 
-MIDDLE = {"is_first": False, "is_last": False}
-
-
 def test_reach_is_the_longest_run_that_fits() -> None:
     chain = chain_of(10, 20, 30, 40)
-    assert [chain.reach(node(54), start, **MIDDLE) for start in range(5)] == [2, 3, 3, 4, 4]
-    assert chain.reach(node(64), 0, **MIDDLE) == 3
-    assert chain.reach(node(63), 0, **MIDDLE) == 2
+    assert [chain.reach(node(54), start) for start in range(5)] == [2, 3, 3, 4, 4]
+    assert chain.reach(node(64), 0) == 3
+    assert chain.reach(node(63), 0) == 2
 
 
 def test_reach_charges_for_embedding_head_and_activations() -> None:
     chain = chain_of(10, 20, 30, 40)
-    assert chain.reach(node(50 + 30 + 4), 0, is_first=True, is_last=False) == 2
-    assert chain.reach(node(30 + 40 + 9), 3, is_first=False, is_last=True) == 4
-    assert chain.reach(node(30 + 40 + 8), 3, is_first=False, is_last=True) == 3
-    assert chain.reach(node(50 + 30 + 100 + 9), 0, is_first=True, is_last=True) == 4
+    assert chain.reach(node(50 + 30 + 4), 0, chain.cost.embedding) == 2
+    assert chain.reach(node(30 + 40 + 9), 3, chain.cost.head) == 4
+    assert chain.reach(node(30 + 40 + 8), 3, chain.cost.head) == 3
+    assert chain.reach(node(50 + 30 + 100 + 9), 0, *chain.ends(1)) == 4
 
 
 def test_reach_is_minus_one_where_the_ends_do_not_fit() -> None:
     chain = chain_of(10, 20)
-    assert chain.reach(node(51), 0, is_first=True, is_last=False) == 0
-    assert chain.reach(node(50), 0, is_first=True, is_last=False) == -1
-    assert chain.reach(node(38), 2, is_first=False, is_last=True) == -1
-    assert chain.reach_back(node(50), 2, is_first=True, is_last=False) == 3
+    assert chain.reach(node(51), 0, chain.cost.embedding) == 0
+    assert chain.reach(node(50), 0, chain.cost.embedding) == -1
+    assert chain.reach(node(38), 2, chain.cost.head) == -1
+    assert chain.reach_back(node(50), 2, chain.cost.embedding) == 3
 
 
 def test_time_limits_reach_too() -> None:
     chain = chain_of(10, 20, 30, 40)
     fast = node(1000, tflops=2.0)
     # A layer of 20 GFLOPs takes 10 ms at 2 TFLOPs a second.
-    assert chain.reach(fast, 0, **MIDDLE, seconds=0.0299) == 2
-    assert chain.reach(fast, 0, **MIDDLE, seconds=0.0301) == 3
-    assert chain.reach(fast, 3, is_first=False, is_last=True, seconds=0.0324) == 3
-    assert chain.reach(fast, 3, is_first=False, is_last=True, seconds=0.0326) == 4
-    assert chain.reach(fast, 4, is_first=False, is_last=True, seconds=0.01) == -1
-    assert chain.seconds(fast, range(1, 3), is_first=False, is_last=True) == pytest.approx(0.0375)
+    assert chain.within(0.0299).reach(fast, 0) == 2
+    assert chain.within(0.0301).reach(fast, 0) == 3
+    assert chain.within(0.0324).reach(fast, 3, chain.cost.head) == 3
+    assert chain.within(0.0326).reach(fast, 3, chain.cost.head) == 4
+    assert chain.within(0.01).reach(fast, 4, chain.cost.head) == -1
+    assert chain.seconds(fast, range(1, 3), chain.cost.head) == pytest.approx(0.0375)
 
 
 def test_reaching_back_agrees_with_reaching_on() -> None:
     rng = random.Random(0)
     for _ in range(300):
         chain = chain_of(*(rng.randint(1, 30) for _ in range(rng.randint(1, 9))))
-        ends = {"is_first": rng.random() < 0.3, "is_last": rng.random() < 0.3}
+        ends = chain.cost.of_slice(range(0), has_embedding=rng.random() < 0.3, has_head=rng.random() < 0.3)
         seconds = rng.choice((None, rng.uniform(0, 0.2)))
+        chain = chain if seconds is None else chain.within(seconds)
         machine = node(rng.randint(1, 250), tflops=rng.uniform(0.1, 3))
         for stop in range(chain.num_layers + 1):
-            start = chain.reach_back(machine, stop, **ends, seconds=seconds)
-            reaching = [
-                first
-                for first in range(stop + 1)
-                if chain.reach(machine, first, **ends, seconds=seconds) >= stop
-            ]
+            start = chain.reach_back(machine, stop, ends)
+            reaching = [first for first in range(stop + 1) if chain.reach(machine, first, ends) >= stop]
             assert reaching == list(range(start, stop + 1))
 
 

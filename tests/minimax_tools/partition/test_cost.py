@@ -159,9 +159,9 @@ def test_checkpoint_that_lacks_parts_is_refused_and_all_are_named() -> None:
         if part_of(tensor.name, M2) not in {1, 3, "embedding"}
     ]
     architecture = replace(M2, num_layers=4)
-    with pytest.raises(CheckpointError, match="nothing of layer 1; layer 3; the embedding"):
+    with pytest.raises(CheckpointError, match="no tensor of layer 1; layer 3; the embedding"):
         measure_costs(tensors, architecture, config, Workload(context_length=1))
-    with pytest.raises(CheckpointError, match="nothing of any layer; the embedding; the final norm"):
+    with pytest.raises(CheckpointError, match="no tensor of any layer; the embedding; the final norm"):
         measure_costs([], M2, config, Workload(context_length=1))
 
 

@@ -16,7 +16,7 @@ from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.new_folder import held
-from minimax_tools.partition.cost import Workload
+from minimax_tools.partition.cost import Workload, measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
 from minimax_tools.slices.description import SliceDescription
@@ -38,13 +38,12 @@ def make(access: HubAccess, *, headers: bool = True) -> PartitionPlan:
     source = open_source(MODEL, headers=headers, access=access)
     return make_plan(
         model=source.model,
-        config=source.config,
         architecture=source.architecture,
         tensors=source.tensors,
         folder=source.folder if source.entries is not None else None,
         planner="memory",
         nodes=[Node(name="a", memory_bytes=800 * MIB), Node(name="b", memory_bytes=200 * MIB)],
-        workload=Workload(context_length=64),
+        cost=measure_costs(source.tensors, source.architecture, source.config, Workload(context_length=64)),
     )
 
 
