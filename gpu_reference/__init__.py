@@ -6,9 +6,8 @@
   `stream_choice`: which of the two
 - `golden`: the model run once, written layer by layer: `recording` hooks it, `weights` gives what it computes with to
   `noise_floor`, which measures beside it; `resumption` passes by what is written already
-- `pipeline`: the model run by several processes, each a slice of a plan: `steps` says what each has to do, `opening`
-  how they come to write one capture, `plan_check` whether the plan is the checkpoint's; `once_reader` reads it once
-- `ranks/`: these processes, and how they meet, talk, and notice that one of them died
+- `pipeline/`: the model run by several ranks, each with a slice of a plan: `steps`, `shared_capture`;
+  `once_reader` reads each tensor once
 - `generation`: what the model says next
 - `certifier`: a finished golden checked before it is trusted (`certify_command`): `checked_capture` reads it,
   `layer_certifier` holds its layers by `golden_checks` against mm2's float32 layer, `tallies` keep what they find;

@@ -20,9 +20,7 @@ from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement, parse_placement
 from gpu_reference.options import golden_options, planned_golden_options, sampling_options
 from gpu_reference.pipeline.pipeline import capture_by_ranks
-from gpu_reference.pipeline.plan_check import validate_plan
-from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
-from gpu_reference.ranks.ranks import ToldError, open_ranks
+from gpu_reference.pipeline.steps import validate_plan
 from gpu_reference.streaming.stream_choice import choose_part_streaming, choose_streaming, is_whole
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.capture.inspection import inspect_capture
@@ -56,6 +54,9 @@ from minimax_tools.model.run import Run, full_run, multi_layer_run, single_layer
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.ranks.failure import ReportedElsewhereError
+from minimax_tools.ranks.rank_group import open_ranks
+from minimax_tools.ranks.rank_place import RankPlace, warn_of_idle_cores
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
 from minimax_tools.slices.verification_text import render_run
 from minimax_tools.text.prompts import build_inputs
@@ -223,7 +224,7 @@ def _run_planned(options: Options, plan_file: Path, slices_folder: Path | None) 
             with open_golden(request) as golden, _progress_of(place, request.run) as progress:
                 capture_by_ranks(golden, ranks, plan, directory, progress=progress)
             _show_part(plan, node, read_records(directory, [node]))
-    except ToldError as error:
+    except ReportedElsewhereError as error:
         click.get_current_context().exit(error.exit_code)
     if place.rank == 0:
         _print_capture(Capture.open(directory), as_json=options["as_json"])

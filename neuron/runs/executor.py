@@ -160,7 +160,7 @@ class LayerExecutor:
         Raises:
             Mm2Error: As for `run`.
         """
-        while (order := self._runtime.crew.hear()) is not None:
+        while (order := self._runtime.messages.receive()) is not None:
             if isinstance(order, LayerOrder):
                 self._perform(order)
             else:
@@ -174,7 +174,7 @@ class LayerExecutor:
     def _tell(self, message: object) -> None:
         """Say something to the ranks that follow this one."""
         if self._runtime.ranks.is_lead:
-            self._runtime.crew.tell(message)
+            self._runtime.messages.send(message)
 
     def _perform(self, order: LayerOrder) -> LayerRun | None:
         """Carry out an order within the time limit of a layer."""
@@ -197,7 +197,7 @@ class LayerExecutor:
             if self._runtime.ranks.are_several:
                 exposure.require_heads(Site.K_ROPE, what=f"{what}, keys of the past")
         assembly = RankAssembly(
-            crew=self._runtime.crew, exposure=exposure, spec=self._spec, batch_shape=batch_shape, what=what
+            runtime=self._runtime, exposure=exposure, spec=self._spec, batch_shape=batch_shape, what=what
         )
         _refuse_unfeedable(order.feeds, exposure, what=what)
         feeds = {site: assembly.cut(site, tensor) for site, tensor in order.feeds.items()}

@@ -21,7 +21,7 @@ def follow(runtime: Runtime) -> None:
     Raises:
         Mm2Error: As for the lead, whose run it ends.
     """
-    while (assignment := runtime.crew.hear()) is not None:
+    while (assignment := runtime.messages.receive()) is not None:
         if isinstance(assignment, TraceAssignment):
             follow_trace(assignment, runtime)
             continue

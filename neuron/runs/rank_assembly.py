@@ -10,7 +10,7 @@ from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from neuron.builtin.layer import KeyValues
-from neuron.devices.rank_messages import Crew
+from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import Exposure
 from neuron.runs.layer_input import LayerInput
 
@@ -20,14 +20,14 @@ class RankAssembly:
     """One pass of a layer, as its ranks share it; all of them make the same calls in the same order.
 
     Args:
-        crew: The ranks.
+        runtime: The ranks.
         exposure: What the port shows, and how its pieces make it up.
         spec: The model.
         batch_shape: B and S.
         what: Target and layer, for errors.
     """
 
-    crew: Crew
+    runtime: Runtime
     exposure: Exposure
     spec: ModelSpec
     batch_shape: tuple[int, int]
@@ -50,7 +50,7 @@ class RankAssembly:
         Raises:
             TargetError: It cannot be told.
         """
-        return self.exposure.cut(site, tensor, ranks=self.crew.ranks, what=f"{self.what}, {site}")
+        return self.exposure.cut(site, tensor, ranks=self.runtime.ranks, what=f"{self.what}, {site}")
 
     def join(self, site: Site, piece: torch.Tensor | None, *, name: str = "") -> torch.Tensor | None:
         """A site's logical tensor; None where no rank shows it, where it cannot be told, and on others than the lead.
@@ -63,7 +63,7 @@ class RankAssembly:
         Raises:
             TargetError: The ranks' pieces do not make up a tensor.
         """
-        pieces = self.crew.gather(piece)
+        pieces = self.runtime.messages.gather(piece)
         missing = [rank for rank, found in enumerate(pieces) if found is None]
         if len(missing) == len(pieces):
             return None

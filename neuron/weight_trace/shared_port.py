@@ -76,7 +76,7 @@ class SharedPort:
     def __init__(self, port: TracedPort, runtime: Runtime, traced: ModelSpec) -> None:
         self.port = port
         self.traced = traced
-        self._crew = runtime.crew
+        self._messages = runtime.messages
         assignment = TraceAssignment(
             folder=port.reader.folder,
             target=port.target.name,
@@ -84,7 +84,7 @@ class SharedPort:
             dtype=port.dtype,
             config=dict(traced.raw),
         )
-        self._crew.tell(assignment)
+        self._messages.send(assignment)
 
     def trace(self, sample: Sample) -> list[list[Origin]]:
         """Where the elements of every place of every rank come from, as far as their experts are followed.
@@ -92,8 +92,8 @@ class SharedPort:
         Raises:
             TargetError: As for `TracedPort.trace`.
         """
-        self._crew.tell(TraceOrder(sample=sample))
-        return self._crew.gather(self.port.trace(self.traced, sample))
+        self._messages.send(TraceOrder(sample=sample))
+        return self._messages.gather(self.port.trace(self.traced, sample))
 
     def prepare_trial(self, dtype: torch.dtype) -> TrialPort:
         """The port on all ranks, built in that dtype to be run on made weights.
@@ -101,14 +101,14 @@ class SharedPort:
         Raises:
             TargetError: It cannot be built.
         """
-        self._crew.tell(BuildOrder(dtype=dtype))
+        self._messages.send(BuildOrder(dtype=dtype))
         own = self.port.prepare_trial(self.traced, dtype)
 
         def run(tensors: Tensors, given: TrialInput) -> torch.Tensor:
             if self.port.ranks.degree > 1:
                 # What is made at access cannot travel.
                 tensors = dict(tensors)
-            self._crew.tell(TrialOrder(tensors=tensors, given=given))
+            self._messages.send(TrialOrder(tensors=tensors, given=given))
             return own.run(tensors, given)
 
         return TrialPort(run=run, computes_in_bf16=own.computes_in_bf16)
@@ -124,7 +124,7 @@ class SharedPort:
 
     def dismiss(self) -> None:
         """Tell the others that nothing more comes."""
-        self._crew.tell(None)
+        self._messages.send(None)
 
 
 def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
@@ -147,9 +147,9 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
             pool=pool,
         )
         trial: TrialPort | None = None
-        while (order := runtime.crew.hear()) is not None:
+        while (order := runtime.messages.receive()) is not None:
             if isinstance(order, TraceOrder):
-                runtime.crew.gather(port.trace(traced, order.sample))
+                runtime.messages.gather(port.trace(traced, order.sample))
             elif isinstance(order, BuildOrder):
                 trial = port.prepare_trial(traced, order.dtype)
             else:

@@ -1,4 +1,4 @@
-"""Process: which one of which machine a rank is, as others see it."""
+"""Process: a rank's process, as the other ranks see it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Process:
 
     Args:
         pid: Its id.
-        place: What processes share that see each other's ids.
+        place: The machine, boot and pid namespace. Processes of one place see each other's ids.
     """
 
     pid: int
@@ -23,21 +23,21 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """This one."""
+        """Describe the calling process."""
         return cls(pid=os.getpid(), place=_place())
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Process:
-        """The process that `as_json` told of."""
+        """Read what `as_json` wrote."""
         return cls(pid=int(record["pid"]), place=str(record["place"]))
 
     def as_json(self) -> dict[str, Any]:
-        """The process as others are told of it."""
+        """Return the fields by name."""
         return asdict(self)
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known to have ended; of one in another place nothing is known."""
+        """True if the process has ended. False for one of another place, which cannot be seen from here."""
         return self.place == _place() and not _is_alive(self.pid)
 
 
@@ -56,6 +56,6 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        # Somebody else's, or no such file system here.
+        # Another user's process, or no /proc on this system.
         return True
     return state != "Z"
