@@ -34,7 +34,9 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
-from neuron.runs.chain_runner import ChainRequest, ChainRunner
+from neuron.runs.device_request import PortSetup
+from neuron.runs.executor import LayerExecutor
+from neuron.runs.prober import run_chain
 
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=24),
@@ -148,20 +150,22 @@ def measure(
             dtype=setting.dtype,
         )
         for port, backend in ports:
-            request = ChainRequest(spec=spec, golden=golden, target=find_target(port), dtype=setting.dtype)
+            setup = PortSetup(
+                spec=spec, target=find_target(port), dtype=setting.dtype, inputs=golden.read_inputs()
+            )
             with (
                 open_runtime(backend) as runtime,
                 CheckpointReader(folder) as reader,
-                ChainRunner(request, runtime=runtime, reader=reader) as runner,
+                LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
             ):
                 for start in range(0, spec.num_hidden_layers, every):
-                    yield from _measure_chain(golden, runner, start)
+                    yield from _measure_chain(golden, executor, start)
 
 
-def _measure_chain(golden: Capture, runner: ChainRunner, start: int) -> Iterator[Measured]:
+def _measure_chain(golden: Capture, executor: LayerExecutor, start: int) -> Iterator[Measured]:
     batch = Batch.of(golden, golden)
     stop = min(start + LONGEST_CHAIN, len(golden.layers))
-    for layer, output in runner.run_layers(Span(start, stop)):
+    for layer, output in run_chain(executor, golden, Span(start, stop)):
         unit = measure_unit(golden, Span(start, layer + 1), batch=batch, layer_error=5e-6)
         reference = batch.rows(golden.read(layer, Site.OUTPUT), Site.OUTPUT)
         error = measure_error(reference, batch.rows(output, Site.OUTPUT), unit)

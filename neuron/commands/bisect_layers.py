@@ -37,7 +37,6 @@ from neuron.ports.targets import find_target
 from neuron.rank_options import rank_options
 from neuron.report_text import find_warnings, render_report
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
-from neuron.runs.chain_runner import ChainRequest
 from neuron.runs.run_report import CompileReport, RunReport
 from reports.bisection import bisection_record, render_bisection
 
@@ -105,14 +104,13 @@ def bisect_command(
     )
     golden = Capture.open(options["golden"])
     request = BisectRequest(
-        chains=ChainRequest(
-            spec=spec,
-            golden=golden,
-            target=find_target(options["target"]),
-            dtype=options["dtype"],
-            prefetch=options["prefetch"],
-            budget=MemoryBudget(options["memory_budget"]),
-        ),
+        spec=spec,
+        golden=golden,
+        inputs=golden.read_inputs(),
+        target=find_target(options["target"]),
+        dtype=options["dtype"],
+        prefetch=options["prefetch"],
+        budget=MemoryBudget(options["memory_budget"]),
         span=span,
         extent=extent or Extent.FIRST,
         chain_length=options["chain_length"] or default_chain_length(options["dtype"]),

@@ -1,4 +1,4 @@
-"""Bisection on a device: the search of a port's layers for those that are wrong."""
+"""Bisection on a device: the search of a port's layers for the wrong ones."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.model.run import bisect_run
+from minimax_tools.model.run import bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.provenance import Provenance
 from minimax_tools.results.probes import Bisection, BisectionFinding
 from neuron.devices.runtime import Runtime
-from neuron.runs.chain_runner import ChainRequest, ChainRunner
+from neuron.runs.device_request import PortSetup
+from neuron.runs.executor import LayerExecutor
+from neuron.runs.golden_inputs import GoldenInputs
 from neuron.runs.journal import open_journal
 from neuron.runs.prober import Prober, Watch
 from neuron.runs.run_report import CompileReport
 
 
 class Extent(str, Enum):
-    """How far a bisection goes."""
+    """The end of a bisection."""
 
     FIRST = "first"  # to the first finding that proves the port wrong
-    ALL = "all"  # on behind every finding
+    ALL = "all"  # on after every finding, to the last layer
     EXHAUSTIVE = "exhaustive"  # every layer alone
 
     def __str__(self) -> str:
@@ -44,19 +46,19 @@ class Extent(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BisectRequest:
-    """A bisection before it starts.
+class BisectRequest(PortSetup):
+    """A bisection before it starts; its inputs are the golden's.
 
     Args:
-        chains: What runs.
+        golden: Source of the chains' inputs, and their judge.
         span: The layers to search.
-        extent: How far to go.
-        chain_length: How many layers run one after the other before they are judged, at most.
-        criteria: How a layer that ran alone is judged.
+        extent: Where to stop.
+        chain_length: Most layers to run one after the other before they are judged.
+        criteria: Limits for a layer that ran alone.
         model_source: The model as the user named it.
     """
 
-    chains: ChainRequest
+    golden: Capture
     span: Span
     extent: Extent
     chain_length: int
@@ -81,44 +83,44 @@ def bisect_layers(
     is_anew: bool = False,
     watch: Watch = lambda _: nullcontext(NoProgress()),
 ) -> tuple[Bisection, CompileReport]:
-    """Search the port's layers for those that are wrong, and note every probe in `directory`.
+    """Search the port's layers for the wrong ones, and note every probe in `directory`.
 
     Args:
-        request: What to search.
+        request: The bisection.
         runtime: The device.
         reader: The checkpoint.
-        directory: The journal's place.
+        directory: The journal's folder.
         is_anew: Whether the probes of earlier runs are forgotten.
-        watch: Makes what is told of the layers of a probe.
+        watch: Makes the progress of a probe's layers.
 
     Raises:
         IncomparableError: The golden is of another model or dtype, or lacks an input or output of the layers.
         CaptureError: The directory is in use or holds something else, or the golden cannot be read.
         TargetError: The port could not be built, loaded or run.
     """
-    chains, span = request.chains, request.span
-    model = ModelFingerprint.of(reader, chains.spec, span)
-    chains.verify(span, model=model)
-    _refuse_missing_outputs(chains.golden, span)
-    judge = ChainJudge(chains.golden, criteria=request.criteria)
+    golden, span = request.golden, request.span
+    model = ModelFingerprint.of(reader, request.spec, span)
+    needed = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
+    needed.verify(model=model, dtype=request.dtype)
+    _refuse_missing_outputs(golden, span)
+    judge = ChainJudge(golden, criteria=request.criteria)
     with (
         open_journal(directory, _describe(request, model, runtime), is_anew=is_anew) as journal,
-        ChainRunner(chains, runtime=runtime, reader=reader) as runner,
+        LayerExecutor(request, runtime=runtime, reader=reader) as executor,
     ):
         prober = Prober(
-            runner=runner,
+            executor,
+            golden,
             judge=judge,
             journal=journal,
             chain_length=request.chain_length,
-            runtime=runtime,
-            reader=reader,
             watch=watch,
         )
         findings = tuple(_search(request, prober))
     bisection = Bisection(
         span=span,
-        reference=str(chains.golden.directory),
-        target=chains.target.name,
+        reference=str(golden.directory),
+        target=request.target.name,
         arguments=_arguments(request, runtime),
         probes=prober.probes,
         findings=findings,
@@ -138,16 +140,15 @@ def _search(request: BisectRequest, prober: Prober) -> Iterator[BisectionFinding
 
 
 def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
-    chains = request.chains
     named = {
         "model": request.model_source,
-        "golden": chains.golden.directory,
-        "target": chains.target.name,
+        "golden": request.golden.directory,
+        "target": request.target.name,
         "backend": runtime.backend,
-        "dtype": dtype_name(chains.dtype),
-        **chains.target.sharing(runtime),
+        "dtype": dtype_name(request.dtype),
+        **request.target.sharing(runtime),
     }
-    # How devices of one process share a layer is no option.
+    # The devices of one process are no option.
     named.pop("devices", None)
     return tuple(
         part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))
@@ -164,9 +165,7 @@ def _refuse_missing_outputs(golden: Capture, span: Span) -> None:
 
 
 def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime) -> Description:
-    """All that a probe's result depends on: where it differs, no earlier probe is gone on with."""
-    chains = request.chains
-    inputs = chains.golden.read_inputs()
+    """Describe all that a probe's result depends on: a bisection resumes only where it is the same."""
     return Description(
         side=DEVICE_SIDE,
         run=bisect_run(request.span),
@@ -175,23 +174,23 @@ def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime)
             model_source=request.model_source,
             backend=str(runtime.backend),
             device=runtime.backend.description,
-            dtypes={"weights": dtype_name(chains.dtype)},
-            target=chains.target.name,
-            target_digest=chains.target.source_digest,
+            dtypes={"weights": dtype_name(request.dtype)},
+            target=request.target.name,
+            target_digest=request.target.source_digest,
             options={
-                "golden": _digest_golden(chains.golden, request.span),
+                "golden": _digest_golden(request.golden, request.span),
                 "chain_length": request.chain_length,
                 "criteria": request.criteria.name,
-                **chains.target.sharing(runtime),
+                **request.target.sharing(runtime),
             },
         ),
-        inputs_digest=inputs.digest(),
-        input_source=f"golden {chains.golden.description.run.name}",
+        inputs_digest=request.inputs.digest(),
+        input_source=f"golden {request.golden.description.run.name}",
     )
 
 
 def _digest_golden(golden: Capture, span: Span) -> str:
-    """sha256 over the digests of what the chains are fed and judged by."""
+    """Return the sha256 over the digests of the chains' inputs and outputs in the golden."""
     digest = hashlib.sha256(golden.description.noise_floor.encode())
     for layer in span:
         for site in (Site.INPUT, Site.OUTPUT):

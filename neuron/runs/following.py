@@ -1,4 +1,4 @@
-"""Following: what a rank other than the lead does, from its first assignment to the last."""
+"""The work of a rank other than the lead: it runs its part of every layer that the lead runs."""
 
 from __future__ import annotations
 
@@ -7,42 +7,36 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target
-from neuron.runs.executor import LayerExecutor
-from neuron.runs.orders import Assignment
+from neuron.runs.device_request import PortSetup
+from neuron.runs.executor import Assignment, LayerExecutor
 from neuron.weight_trace.shared_port import TraceAssignment, follow_trace
 
-# The lead has looked at the checkpoint, and names the layers that are there.
+# The lead has checked the shards, and names only layers that are there.
 _NO_LAYERS = range(0)
 
 
 def follow(runtime: Runtime) -> None:
-    """Build, load and run this rank's part of every layer that the lead names, until it names no more.
+    """Carry out the lead's assignments, one after the other, until it sends None.
 
     Raises:
-        Mm2Error: As for the lead, whose run it ends.
+        Mm2Error: As on the lead, whose run it ends.
     """
     while (assignment := runtime.messages.receive()) is not None:
         if isinstance(assignment, TraceAssignment):
             follow_trace(assignment, runtime)
             continue
-        assert isinstance(assignment, Assignment), "an assignment comes before its orders"
-        _carry_out(assignment, runtime)
-
-
-def _carry_out(assignment: Assignment, runtime: Runtime) -> None:
-    spec, target = ModelSpec.from_folder(assignment.folder), find_target(assignment.target)
-    with (
-        CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
-        LayerExecutor(
-            target=target,
-            runtime=runtime,
-            reader=reader,
-            spec=spec,
+        assert isinstance(assignment, Assignment), "an assignment comes before its requests"
+        setup = PortSetup(
+            target=find_target(assignment.target),
+            spec=ModelSpec.from_folder(assignment.folder),
             dtype=assignment.dtype,
             inputs=assignment.inputs,
-            budget=MemoryBudget(assignment.budget_bytes),
-            # What the lead fetches from the disk lies in the page cache of all.
+            # The lead reads from the disk into the page cache of all.
             prefetch=False,
-        ) as executor,
-    ):
-        executor.follow()
+            budget=MemoryBudget(assignment.budget_bytes),
+        )
+        with (
+            CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
+            LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
+        ):
+            executor.follow()
