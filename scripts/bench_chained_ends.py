@@ -34,9 +34,9 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
+from neuron.runs.bisection import run_chain
 from neuron.runs.device_request import PortSetup
 from neuron.runs.executor import LayerExecutor
-from neuron.runs.prober import run_chain
 
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=24),
@@ -151,7 +151,11 @@ def measure(
         )
         for port, backend in ports:
             setup = PortSetup(
-                spec=spec, target=find_target(port), dtype=setting.dtype, inputs=golden.read_inputs()
+                spec=spec,
+                model_source=str(folder),
+                target=find_target(port),
+                dtype=setting.dtype,
+                inputs=golden.read_inputs(),
             )
             with (
                 open_runtime(backend) as runtime,

@@ -98,7 +98,7 @@ def capture_by_ranks(
 
 
 class _RankRun:
-    """One run of one rank's slice."""
+    """A run of one rank's slice."""
 
     def __init__(
         self, golden: Golden, ranks: RankGroup, writer: CaptureWriter, step: Step, *, plan: str

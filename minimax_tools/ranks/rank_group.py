@@ -53,6 +53,8 @@ _FAREWELL_S = 5.0
 class RankGroup:
     """The ranks of a run, as one of them sees them; made by `open_ranks`.
 
+    Every call that waits for another rank raises RankLostError, or ReportedElsewhereError, where that rank has died.
+
     Attributes:
         place: This rank's.
         nonce: The name of this attempt.
@@ -82,7 +84,7 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """The number of this rank."""
         return self.place.rank
 
     @property
@@ -133,30 +135,18 @@ class RankGroup:
             self._wait(call, failure, limit_s=_CONNECT_S)
 
     def publish(self, key: str, value: Any) -> None:
-        """Publish a JSON value to all ranks.
-
-        Raises:
-            RankLostError: A rank died.
-        """
+        """Publish a JSON value to all ranks."""
         text = json.dumps(value)
         self._guard(lambda: self._store.set(f"said/{key}", text))
         if self._watch is None and self._on_look is not None:
             self._on_look()
 
     def is_published(self, key: str) -> bool:
-        """Return True if a rank has published a value under this key.
-
-        Raises:
-            RankLostError: A rank died.
-        """
+        """Return True if a rank has published a value under this key."""
         return bool(self._guard(lambda: self._store.check([f"said/{key}"])))
 
     def wait_for(self, key: str) -> Any:
-        """Wait for the value that a rank publishes under this key, and return it.
-
-        Raises:
-            RankLostError: A rank died.
-        """
+        """Wait for the value that a rank publishes under this key, and return it."""
         while not self.is_published(key):
             self.check()
             time.sleep(_POLL_S)
@@ -168,22 +158,14 @@ class RankGroup:
         self._sent.append(self._links.send(tensor, to=to))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, *, source: int) -> torch.Tensor:
-        """Wait for a tensor of this shape and dtype from a rank; return it on this rank's device.
-
-        Raises:
-            RankLostError: A rank died.
-        """
+        """Wait for a tensor of this shape and dtype from a rank; return it on this rank's device."""
         assert self._links is not None, "the ranks joined"
         call = self._links.receive(shape, dtype, source=source)
         tensor: torch.Tensor = self._wait(call, f"{self.name(source)} cannot be reached")
         return tensor
 
     def flush(self) -> None:
-        """Wait until every tensor sent has been received.
-
-        Raises:
-            RankLostError: A rank died.
-        """
+        """Wait until every tensor sent has been received."""
         for call in self._sent:
             self._wait(call, f"{self.name(self.rank + 1)} cannot be reached")
 
@@ -194,12 +176,7 @@ class RankGroup:
             self._interrupter.disarm()
 
     def check(self) -> None:
-        """Raise if a rank died that is still needed.
-
-        Raises:
-            RankLostError: A rank died.
-            ReportedElsewhereError: A rank died, and another rank, or that one itself, reported it.
-        """
+        """Raise if a rank died that is still needed: ReportedElsewhereError where it, or another rank, reported it."""
         if self._watch is not None and self._watch.has_loss and not self._is_settled:
             raise self._loss(self._watch)
 
@@ -207,10 +184,6 @@ class RankGroup:
         """Say that this rank is done, and wait until rank 0 is, which ends the run.
 
         No rank needs one that is done. Only rank 0, which may need them still, judges the deaths of the others.
-
-        Raises:
-            RankLostError: Rank 0 died.
-            ReportedElsewhereError: Rank 0 failed, and reported why.
         """
         self.settle()
         watch = self._watch

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """One rank among those of a run.
+    """A rank among those of a run.
 
     Args:
         rank: Its number, from 0.

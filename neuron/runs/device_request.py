@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.provenance import Provenance
+from neuron.devices.runtime import Runtime
 from neuron.ports.targets import Target
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
@@ -25,6 +31,7 @@ class PortSetup:
     Args:
         target: The port.
         spec: The model's config.
+        model_source: The model as the user named it.
         dtype: Dtype of weights and activations.
         inputs: The token rows; their number decides the memory that a layer takes.
         prefetch: Whether the next layer is read from the disk while one runs; None to decide by the free memory.
@@ -33,10 +40,32 @@ class PortSetup:
 
     target: Target
     spec: ModelSpec
+    model_source: str
     dtype: torch.dtype
     inputs: Inputs
     prefetch: bool | None = None
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+
+    def provenance(
+        self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]
+    ) -> Provenance:
+        """Describe the port on this device: what decides the numbers of a run.
+
+        Args:
+            runtime: The device.
+            model: Fingerprint of the layers that run.
+            options: The run's options that change numbers, by name.
+        """
+        return Provenance(
+            model=model,
+            model_source=self.model_source,
+            backend=str(runtime.backend),
+            device=runtime.backend.description,
+            dtypes={"weights": dtype_name(self.dtype)},
+            target=self.target.name,
+            target_digest=self.target.source_digest,
+            options={**options, **self.target.sharing(runtime)},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +74,6 @@ class DeviceRequest(PortSetup):
 
     Args:
         folder: The checkpoint.
-        model_source: The model as the user named it.
         run: Layers, mode and sites.
         golden: Source of the layers' inputs; None for tokens or random numbers.
         random_input: Whether the first layer's input is random.
@@ -56,7 +84,6 @@ class DeviceRequest(PortSetup):
     """
 
     folder: Path
-    model_source: str
     run: Run
     golden: Capture | None = None
     random_input: bool = False

@@ -29,6 +29,7 @@ def follow(runtime: Runtime) -> None:
         setup = PortSetup(
             target=find_target(assignment.target),
             spec=ModelSpec.from_folder(assignment.folder),
+            model_source=str(assignment.folder),
             dtype=assignment.dtype,
             inputs=assignment.inputs,
             # The lead reads from the disk into the page cache of all.

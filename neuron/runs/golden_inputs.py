@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -68,11 +69,7 @@ class GoldenInputs:
 
     def digest(self) -> str:
         """Return the sha256 over the digests of all values needed: a run resumes only with the same golden."""
-        digest = hashlib.sha256()
-        for layer, site in self.needed():
-            entry = self.golden.entry(layer, site)
-            digest.update(f"{layer} {site} {entry.sha256 if entry else None}\n".encode())
-        return digest.hexdigest()
+        return digest_sites(self.golden, self.needed())
 
     def layer_input(self, layer: int) -> torch.Tensor:
         """Read a layer's input [B,S,H] to the CPU.
@@ -118,6 +115,15 @@ class GoldenInputs:
 
     def _border_sites(self) -> tuple[Site, ...]:
         return tuple(site for site in self.run.fed_sites if site is not Site.INPUT)
+
+
+def digest_sites(golden: Capture, sites: Iterable[tuple[int, Site]], *, header: str = "") -> str:
+    """Return the sha256 over a header and the digests of a golden's sites, by layer and site."""
+    digest = hashlib.sha256(header.encode())
+    for layer, site in sites:
+        entry = golden.entry(layer, site)
+        digest.update(f"{layer} {site} {entry.sha256 if entry else None}\n".encode())
+    return digest.hexdigest()
 
 
 def _held(golden: Capture) -> str:

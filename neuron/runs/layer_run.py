@@ -1,4 +1,4 @@
-"""One run of one layer: its input, the request for it, and its result.
+"""A single run of a layer: its input, request and result.
 
 B batch, S rows of this pass, P rows of past, H hidden, K kv heads, D head_dim.
 """

@@ -17,7 +17,7 @@ from neuron.runs.layer_run import LayerInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssembly:
-    """One pass of a layer that ranks share. All ranks make the same calls in the same order.
+    """A pass of a layer that ranks share. All ranks make the same calls in the same order.
 
     Args:
         runtime: The ranks.

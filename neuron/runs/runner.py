@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
-from minimax_tools.capture.manifest import Description, dtype_name
+from minimax_tools.capture.manifest import Description
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.capture.writer import CaptureWriter, open_capture
@@ -24,7 +24,6 @@ from minimax_tools.model.inputs import decoded_rows
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.span import Span
-from minimax_tools.provenance import Provenance
 from neuron.devices.runtime import Runtime
 from neuron.runs.decoding import run_decoding
 from neuron.runs.device_request import DeviceRequest
@@ -38,7 +37,7 @@ from neuron.runs.run_report import CaptureEffect, CompileReport, RunReport
 
 
 class DeviceRun:
-    """One run on one device, to be carried out once.
+    """A run on a device, to be carried out once.
 
     Args:
         request: The run.
@@ -102,7 +101,7 @@ class DeviceRun:
         return RunReport(
             compiles=CompileReport.of(self._counts),
             effects=tuple(self._effects) if request.checks_capture else None,
-            profile=self._profiler.layers if self._profiler else None,
+            profile=tuple(self._profiler.layers) if self._profiler else None,
             num_layers=request.num_layers,
             generation_error=generation_error,
         )
@@ -260,20 +259,10 @@ class DeviceRun:
             # They compute the input, and belong to no span: a run resumes only with the same ones.
             before = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
             options["layers_before"] = before.as_json()["layers"]
-        options |= request.target.sharing(self._runtime)
         return Description(
             side=DEVICE_SIDE,
             run=request.run,
-            provenance=Provenance(
-                model=self._model,
-                model_source=request.model_source,
-                backend=str(self._runtime.backend),
-                device=self._runtime.backend.description,
-                dtypes={"weights": dtype_name(request.dtype)},
-                target=request.target.name,
-                target_digest=request.target.source_digest,
-                options=options,
-            ),
+            provenance=request.provenance(self._runtime, model=self._model, options=options),
             inputs_digest=request.inputs.digest(),
             input_source=self._source(),
         )
