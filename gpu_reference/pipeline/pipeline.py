@@ -123,7 +123,7 @@ class _RankRun:
         """Read, run, pass on, write."""
         step, streaming = self._step, self._streaming
         pending = tuple(layer for layer in step.layers if layer not in self._writer.complete_layers)
-        self._allow_tied_head()
+        self._keep_tied_head()
         if streaming.holds_part and isinstance(self._golden.weights, StreamedModel):
             self._golden.weights.hold(step.layers, with_head=step.runs_head)
         hidden_states = self._first_input()
@@ -149,8 +149,8 @@ class _RankRun:
         if step.runs_head:
             self._write_model(model_tensors, hidden_states)
 
-    def _allow_tied_head(self) -> None:
-        """Allow a second read of the tensor that is embedding and head, where this rank needs it as both."""
+    def _keep_tied_head(self) -> None:
+        """Keep the tensor that is embedding and head after its first read, where this rank needs it as both."""
         spec, reader = self._golden.request.model.spec, self._golden.reader
         if spec.tie_word_embeddings and self._step.runs_head and self._step.source == "tokens":
             assert isinstance(reader, OnceReader), "a slice is read once"

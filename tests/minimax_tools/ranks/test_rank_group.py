@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from dataclasses import replace
@@ -17,7 +16,7 @@ from minimax_tools.ranks.failure import RankLostError, ReportedElsewhereError
 from minimax_tools.ranks.interrupt import InterruptedRunError, Interrupter
 from minimax_tools.ranks.process import Process
 from minimax_tools.ranks.rank_group import RankGroup, open_ranks
-from minimax_tools.ranks.rank_place import RankPlace, warn_of_idle_cores
+from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.ranks.watch import ALIVE, DONE, FAILED, Watch, status_key
 
 ALONE = RankPlace(rank=0, num_ranks=1, local_rank=0, num_local=1)
@@ -181,20 +180,3 @@ def test_one_rank_leaves_signals_alone() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with open_ranks(ALONE):
         assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_idle_cores_are_told_of_by_rank_0_alone(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    one_of_two = RankPlace(rank=0, num_ranks=2, local_rank=0, num_local=1)
-    with caplog.at_level(logging.WARNING, logger="minimax_tools.ranks.rank_place"):
-        warn_of_idle_cores(replace(one_of_two, rank=1))
-        warn_of_idle_cores(ALONE)
-        assert not caplog.text
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        warn_of_idle_cores(one_of_two)
-        assert not caplog.text
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        warn_of_idle_cores(one_of_two)
-    assert "OMP_NUM_THREADS is 1" in caplog.text
