@@ -39,7 +39,7 @@ class _Rank:
 
     Args:
         process: Its process.
-        record: The status that the process tells.
+        record: The status that the process writes.
     """
 
     process: subprocess.Popen[bytes]
@@ -57,7 +57,7 @@ class _Rank:
 
     def failure(self) -> str | None:
         """Say why the rank failed; return None where it runs, or ended well."""
-        # In this order: an ended process has told its last status.
+        # In this order: an ended process has written its last status.
         ended = self.process.poll()
         status = self.record.read()
         if ended is None:

@@ -9,18 +9,27 @@ from typing import Any, TypeVar
 
 import click
 
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, given_arguments, show_warnings_only, speak_as
 from minimax_tools.command_line.options import DTYPES, stack_options
 from minimax_tools.errors import CannotRunError, UsageError
+from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import native_output_dropped
+from minimax_tools.model.spec import ModelSpec
 from minimax_tools.ranks.failure import RankFailedError
 from minimax_tools.ranks.rank_place import RankPlace
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.distributed import refuse_launched
 from neuron.devices.ranks import Ranks, read_ranks
-from neuron.devices.runtime import open_runtime
+from neuron.devices.runtime import Runtime, open_runtime
 from neuron.launch import launch_ranks
-from neuron.runs.following import follow
+from neuron.ports.targets import find_target
+from neuron.runs.device_request import PortSetup
+from neuron.runs.executor import Assignment, LayerExecutor
+from neuron.weight_trace.shared_port import TraceAssignment, follow_trace
+
+# The lead has checked the shards, and names only layers that are there.
+_NO_LAYERS = range(0)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -71,7 +80,7 @@ def rank_options(command: Command) -> Command:
             end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))
         if ranks.is_lead:
             return command(**options, ranks=ranks)
-        return _follow(options["backend"], ranks)
+        return _run_orders(options["backend"], ranks)
 
     decorated: Command = _OPTIONS(run_on_ranks)  # type: ignore[assignment]  # functools.wraps keeps its signature
     return decorated
@@ -92,13 +101,41 @@ def _read(options: dict[str, Any], place: RankPlace) -> Ranks:
         raise
 
 
-def _follow(backend: str, ranks: Ranks) -> None:
+def _run_orders(backend: str, ranks: Ranks) -> None:
     """Carry out the orders of rank 0 until it sends none. Drop the port's output, which would mix with the results."""
     show_warnings_only()
     speak_as(f"rank {ranks.rank}")
     try:
         with native_output_dropped(), open_runtime(backend, ranks=ranks) as runtime:
-            follow(runtime)
+            _follow(runtime)
     except RankFailedError:
         # The failed rank reports it.
         end_command(CannotRunError.exit_code)
+
+
+def _follow(runtime: Runtime) -> None:
+    """Carry out the lead's assignments, one after the other, until it sends None.
+
+    Raises:
+        Mm2Error: As on the lead, whose run it ends.
+    """
+    while (assignment := runtime.messages.receive()) is not None:
+        if isinstance(assignment, TraceAssignment):
+            follow_trace(assignment, runtime)
+            continue
+        assert isinstance(assignment, Assignment), "an assignment comes before its requests"
+        setup = PortSetup(
+            target=find_target(assignment.target),
+            spec=ModelSpec.from_folder(assignment.folder),
+            model_source=str(assignment.folder),
+            dtype=assignment.dtype,
+            inputs=assignment.inputs,
+            # The lead reads from the disk into the page cache of all.
+            prefetch=False,
+            budget=MemoryBudget(assignment.budget_bytes),
+        )
+        with (
+            CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
+            LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
+        ):
+            executor.follow()

@@ -5,7 +5,7 @@ The straight path, from the top down:
 - `device_request`: a run before it starts; `runner`: the run, from the first layer's input to the capture
 - `executor`: runs one layer on all ranks and records its sites; `layer_run`: its input, request and result
 - `resident_layer`: the one layer whose weights are in memory; `footprint`: the host memory that a run takes
-- `rank_assembly`: the pieces of ranks that share a layer; `following`: the work of ranks other than the lead
+- `rank_assembly`: the pieces of ranks that share a layer
 
 Beside it:
 

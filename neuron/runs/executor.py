@@ -220,7 +220,7 @@ def _require_exposed(border: Mapping[Site, torch.Tensor], exposure: Exposure, *,
     missing = [str(site) for site in border if site not in exposure.taps]
     if missing:
         raise TargetError(
-            f"{what} cannot be fed at {', '.join(missing)}: it does not expose them",
+            f"{what} cannot take the golden's values at {', '.join(missing)}: it does not expose them",
             next_step="Name them in the port's `sites`, or run the whole layer: mm2-test single-layer.",
         )
 
@@ -230,7 +230,7 @@ def _require_reached(border: Mapping[Site, torch.Tensor], recorder: Recorder, *,
     missed = [str(site) for site in border if site not in recorder.tensors]
     if missed:
         raise TargetError(
-            f"{what} was not fed at {', '.join(missed)}: no tensor passed there while it ran",
+            f"{what} took no golden value at {', '.join(missed)}: no tensor passed there while it ran",
             next_step="Point the port's `sites` at submodules that it calls, or run the whole layer: "
             "mm2-test single-layer.",
         )
