@@ -21,6 +21,7 @@ The folders:
 - `synthetic`: checkpoints that have learnt from text, and changes that keep what a model computes
 - `hub`: a hub's files, fetched and verified
 - `reference`: the decoder layer in plain PyTorch, and transformers' own
+- `ranks`: processes of one run: who they are, how they talk, which of them failed
 - `split`: any causal language model as bottom, trunk and top
 - `pickles`: files of torch.save, read without calling anything in them
 - `capture`: capture directories written and read, mm2's and others'

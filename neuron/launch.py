@@ -1,7 +1,7 @@
-"""Launch: mm2 starts the ranks of a run as processes of itself, and ends all where one of them ends.
+"""The launch of the ranks of a run as child processes, which all end when one of them ends.
 
-torchrun does as well, but for its exit code: here it is that of rank 0, or of the rank that failed. A rank's exit code
-counts only where mm2 told it in the rank: a port may end the process with any.
+Unlike torchrun, it ends with the exit code of rank 0, or of the rank that failed. A rank's exit code counts only where
+mm2 itself chose it: a port may end its process with any other.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 
-from minimax_tools.errors import CannotRunError
-from neuron.devices.rank_messages import attempt_store, leave_word, tell_end
+from minimax_tools.ranks.failure import RESUME, RankFailedError, RankFailure, record_end
+from minimax_tools.ranks.store import attempt_store
 from neuron.process.ending import describe_end, describe_timeout
 from neuron.process.record import StatusRecord
 from neuron.process.status import RECORD_VARIABLE, discard_output
 
 _HOST = "127.0.0.1"
-# What ends a process, and must end its ranks with it, which are in sessions of their own.
+# These end the ranks too, which are in sessions of their own.
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.05
-# How long rank 0 has to say why the run ended, and the others to end, before they are ended.
+# How long rank 0 may take to report why the run ended, and the other ranks to end.
 _GRACE_S = 5.0
 
 
@@ -39,7 +39,7 @@ class _Rank:
 
     Args:
         process: Its process.
-        record: What that one says it does.
+        record: The status that the process writes.
     """
 
     process: subprocess.Popen[bytes]
@@ -47,17 +47,17 @@ class _Rank:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code that mm2 told there, once the process has ended; None where it did not."""
+        """The exit code that mm2 chose in the rank; None before its end, and where something else ended it."""
         return None if self.process.poll() is None else self.record.read().exit_code
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether it runs, and not in code of the port's: it may wait for another rank."""
+        """True if the rank runs outside the port's code, where it may wait for another rank."""
         return self.process.poll() is None and not self.record.read().is_in_port
 
     def failure(self) -> str | None:
-        """The reason why the rank failed, in words; None where it runs, or ended well."""
-        # In this order: what it told last is there when it has ended.
+        """Say why the rank failed; return None where it runs, or ended well."""
+        # In this order: an ended process has written its last status.
         ended = self.process.poll()
         status = self.record.read()
         if ended is None:
@@ -70,20 +70,20 @@ class _Rank:
 def launch_ranks(
     num_ranks: int, arguments: Sequence[str], *, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Run `python -m neuron ARGUMENTS` as so many ranks, and wait for them.
+    """Run `python -m neuron ARGUMENTS` as several ranks, and wait for them.
 
     Args:
-        num_ranks: How many.
-        arguments: Of the command, without its name.
-        environment: What they get, beside their ranks' variables.
+        num_ranks: Number of ranks.
+        arguments: Arguments of the command, without its name.
+        environment: Environment of the ranks, to which their own variables are added.
 
     Returns:
         The exit code of rank 0.
 
     Raises:
-        CannotRunError: A rank died, or a layer took it too long, and rank 0 could not tell of it.
+        RankFailedError: A rank died, or a layer took it too long, and rank 0 could not report it.
     """
-    # The store is this process's: it outlives every rank, and no other process can take its port.
+    # This process serves the store: it outlives every rank, and no other process can take its port.
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         _HOST, 0, is_master=True, wait_for_workers=False
     )
@@ -121,7 +121,7 @@ def _start(
         "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": port,
-        # torch and torch_xla then take the ranks for torchrun's: the store is there already.
+        # torch and torch_xla then expect the store to be served already, as by torchrun.
         "TORCHELASTIC_RUN_ID": "mm2",
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
@@ -134,7 +134,7 @@ def _start(
             **{name: str(value) for name, value in own.items()},
         },
         stdin=subprocess.DEVNULL,
-        # Of a Ctrl-C this process alone hears, and tells rank 0: all at once would each complain of the others.
+        # Only this process gets a Ctrl-C, and passes it to rank 0: otherwise each rank would report the others.
         start_new_session=True,
         pass_fds=(record.descriptor,),
     )
@@ -147,29 +147,26 @@ def _wait(ranks: Sequence[_Rank], store: Any) -> int:
         for number, rank in enumerate(ranks):
             if number > 0 and number not in ended and rank.exit_code == 0:
                 ended.add(number)
-                tell_end(store, number)
+                record_end(store, number)
         failures = {number: text for number, rank in enumerate(ranks) if (text := rank.failure())}
         # All ranks of a layer wait for one that hangs, and are overdue with it.
         failed = min(failures, key=lambda number: (ranks[number].is_waiting, number), default=None)
         if failed:
-            leave_word(store, {"rank": failed, "text": failures[failed]})
+            RankFailure(rank=failed, text=failures[failed]).record(store)
             _has_ended(ranks[0].process, _GRACE_S)
         exit_code = ranks[0].exit_code
         if exit_code is not None:
-            # Dismissed or not, the others have nothing to add.
+            # Rank 0 has ended, so the exit codes of the other ranks no longer matter.
             for rank in ranks[1:]:
                 _has_ended(rank.process, _GRACE_S)
             return exit_code
         if failed is not None:
-            # Rank 0 may be about to say the same.
+            # Rank 0 may be about to report the same.
             ranks[0].process.kill()
             ranks[0].process.wait()
             discard_output()
-            cause = leave_word(store, {"rank": failed, "text": failures[failed]})
-            raise CannotRunError(
-                f"rank {cause['rank']} failed: {cause['text']}",
-                next_step="Run the same command again: it resumes after the layers that are stored.",
-            )
+            cause = RankFailure(rank=failed, text=failures[failed]).record(store)
+            raise RankFailedError(f"rank {cause.rank}", cause.text, next_step=RESUME)
         time.sleep(_POLL_S)
 
 
@@ -182,7 +179,7 @@ def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End all that still run."""
+    """End the processes that still run."""
     running = [process for process in ranks if process.poll() is None]
     for process in running:
         process.terminate()

@@ -1,4 +1,4 @@
-"""The options by which several ranks share a layer, and what a command does on each of them."""
+"""The options by which several ranks share a layer, and the part of a command that each rank runs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from typing import Any, TypeVar
 
 import click
 
+from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.console import end_command, given_arguments, show_warnings_only, speak_as
 from minimax_tools.command_line.options import DTYPES, stack_options
 from minimax_tools.errors import CannotRunError, UsageError
+from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.machine.native_output import native_output_dropped
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.ranks.failure import RankFailedError
+from minimax_tools.ranks.rank_place import RankPlace
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.distributed import refuse_launched
-from neuron.devices.rank_messages import RankFailedError
 from neuron.devices.ranks import Ranks, read_ranks
-from neuron.devices.runtime import open_runtime
+from neuron.devices.runtime import Runtime, open_runtime
 from neuron.launch import launch_ranks
-from neuron.runs.following import follow
+from neuron.ports.targets import find_target
+from neuron.runs.device_request import PortSetup
+from neuron.runs.executor import Assignment, LayerExecutor
+from neuron.weight_trace.traced_port import TraceAssignment, follow_trace
+
+# The lead has checked the shards, and names only layers that are there.
+_NO_LAYERS = range(0)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -28,7 +38,8 @@ _OPTIONS = stack_options(
         "--tp-degree",
         type=click.IntRange(min=1),
         metavar="T",
-        help="Ranks that share a layer; started here, or by torchrun --nproc-per-node T -m neuron.",
+        help="Number of ranks that share a layer. mm2-test starts them, or torchrun --nproc-per-node T -m neuron.  "
+        "[default: the ranks that torchrun started, else 1]",
     ),
     click.option(
         "--ep-degree",
@@ -36,47 +47,47 @@ _OPTIONS = stack_options(
         default=1,
         show_default=True,
         metavar="D",
-        help="Groups of ranks that the experts are divided among; D divides T.",
+        help="Number of groups of ranks that the experts are divided among; must divide T.",
     ),
     click.option(
         "--reduce-dtype",
         type=click.Choice(list(DTYPES)),
         default="float32",
         show_default=True,
-        help="Dtype in which mm2's own layer adds up what ranks have a part of.",
+        help="Dtype in which mm2's own layer adds up the partial sums of the ranks.",
     ),
 )
 
 
 def rank_options(command: Command) -> Command:
-    """The options; the command itself runs on rank 0, and is given `ranks` in their place.
+    """Add the options to a command, which then runs on rank 0 and takes `ranks` in their place.
 
-    Where ranks are asked for and none was launched, they are launched, and the command ends with the exit code of
-    rank 0. The other ranks carry out what rank 0 tells them, and print nothing but errors.
+    Where several ranks are asked for and none was launched, they are launched here. The command ends with the exit
+    code of rank 0. The other ranks carry out the orders of rank 0, and print errors only.
     """
 
     @functools.wraps(command)
     def run_on_ranks(**options: Any) -> Any:
-        # Before a look for the backend: importing torch_xla sets variables that would mislead the ranks.
+        # Before the backend is chosen: importing torch_xla sets variables that would mislead the ranks.
         environment = dict(os.environ)
-        ranks = _read(options)
+        place = RankPlace.from_environment()
+        ranks = _read(options, place)
         if not ranks.are_several or options.get("skip_compile"):
             return command(**options, ranks=ranks) if ranks.is_lead else None
         backend = choose_backend(options["backend"])
         refuse_launched(backend)
-        is_launched = environment.get("WORLD_SIZE", "1") != "1"
-        if backend is not Backend.XLA_CPU and not is_launched:
+        if backend is not Backend.XLA_CPU and place.num_ranks == 1:
             end_command(launch_ranks(ranks.degree, given_arguments(), environment=environment))
         if ranks.is_lead:
             return command(**options, ranks=ranks)
-        return _follow(options["backend"], ranks)
+        return _run_orders(options["backend"], ranks)
 
     decorated: Command = _OPTIONS(run_on_ranks)  # type: ignore[assignment]  # functools.wraps keeps its signature
     return decorated
 
 
-def _read(options: dict[str, Any]) -> Ranks:
-    """Take the options above out of a command's, and hold them against the ranks that were launched."""
+def _read(options: dict[str, Any], place: RankPlace) -> Ranks:
+    """Take the options above out of a command's, and check them against the ranks that were launched."""
     try:
         return read_ranks(
             options.pop("tp_degree"),
@@ -84,19 +95,47 @@ def _read(options: dict[str, Any]) -> Ranks:
             reduce_dtype=DTYPES[options.pop("reduce_dtype")],
         )
     except UsageError as error:
-        if os.environ.get("RANK", "0") != "0":
-            # Rank 0 says the same.
+        if place.rank > 0:
+            # Rank 0 reports the same.
             end_command(error.exit_code)
         raise
 
 
-def _follow(backend: str, ranks: Ranks) -> None:
-    """Do what rank 0 says until it says no more; what a port prints here would come between its results."""
+def _run_orders(backend: str, ranks: Ranks) -> None:
+    """Carry out the orders of rank 0 until it sends none. Drop the port's output, which would mix with the results."""
     show_warnings_only()
     speak_as(f"rank {ranks.rank}")
     try:
         with native_output_dropped(), open_runtime(backend, ranks=ranks) as runtime:
-            follow(runtime)
+            _follow(runtime)
     except RankFailedError:
-        # It says so itself.
+        # The failed rank reports it.
         end_command(CannotRunError.exit_code)
+
+
+def _follow(runtime: Runtime) -> None:
+    """Carry out the lead's assignments, one after the other, until it sends None.
+
+    Raises:
+        Mm2Error: As on the lead, whose run it ends.
+    """
+    while (assignment := runtime.messages.receive()) is not None:
+        if isinstance(assignment, TraceAssignment):
+            follow_trace(assignment, runtime)
+            continue
+        assert isinstance(assignment, Assignment), "an assignment comes before its requests"
+        setup = PortSetup(
+            target=find_target(assignment.target),
+            spec=ModelSpec.from_folder(assignment.folder),
+            model_source=str(assignment.folder),
+            dtype=assignment.dtype,
+            inputs=assignment.inputs,
+            # The lead reads from the disk into the page cache of all.
+            prefetch=False,
+            budget=MemoryBudget(assignment.budget_bytes),
+        )
+        with (
+            CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
+            LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
+        ):
+            executor.follow()

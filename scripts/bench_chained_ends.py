@@ -31,7 +31,9 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
-from neuron.runs.chain_runner import ChainRequest, ChainRunner
+from neuron.runs.bisection import run_chain
+from neuron.runs.device_request import PortSetup
+from neuron.runs.executor import LayerExecutor
 
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=24),
@@ -142,20 +144,26 @@ def measure(
             dtype=dtype,
         )
         for port, backend in ports:
-            request = ChainRequest(spec=spec, golden=golden, target=find_target(port), dtype=dtype)
+            setup = PortSetup(
+                spec=spec,
+                model_source=str(folder),
+                target=find_target(port),
+                dtype=dtype,
+                inputs=golden.read_inputs(),
+            )
             with (
                 open_runtime(backend) as runtime,
                 CheckpointReader(folder) as reader,
-                ChainRunner(request, runtime=runtime, reader=reader) as runner,
+                LayerExecutor(setup, runtime=runtime, reader=reader) as executor,
             ):
                 for start in range(0, spec.num_hidden_layers, every):
-                    yield from _measure_chain(golden, runner, start)
+                    yield from _measure_chain(golden, executor, start)
 
 
-def _measure_chain(golden: Capture, runner: ChainRunner, start: int) -> Iterator[ChainEnd]:
+def _measure_chain(golden: Capture, executor: LayerExecutor, start: int) -> Iterator[ChainEnd]:
     batch = Batch.of(golden, golden)
     stop = min(start + LONGEST_CHAIN, len(golden.layers))
-    for layer, output in runner.run_layers(Span(start, stop)):
+    for layer, output in run_chain(executor, golden, Span(start, stop)):
         unit = measure_unit(golden, Span(start, layer + 1), batch=batch, layer_error=5e-6)
         reference = batch.rows(golden.read(layer, Site.OUTPUT), Site.OUTPUT)
         error = measure_error(reference, batch.rows(output, Site.OUTPUT), unit)

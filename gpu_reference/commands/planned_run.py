@@ -15,9 +15,7 @@ from gpu_reference.commands.golden_run import make_request, print_golden, read_p
 from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.options import GoldenOptions
 from gpu_reference.pipeline.pipeline import capture_by_ranks
-from gpu_reference.pipeline.plan_check import validate_plan
-from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
-from gpu_reference.ranks.ranks import ToldError, open_ranks
+from gpu_reference.pipeline.steps import validate_plan
 from gpu_reference.streaming.stream_choice import choose_part_streaming
 from minimax_tools.capture.read_record import ReadRecord, read_records
 from minimax_tools.capture.reader import Capture
@@ -29,6 +27,9 @@ from minimax_tools.hub.checkpoint_folder import resolve_model
 from minimax_tools.model.run import Run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.ranks.failure import ReportedElsewhereError
+from minimax_tools.ranks.rank_group import open_ranks
+from minimax_tools.ranks.rank_place import RankPlace, warn_of_idle_cores
 from minimax_tools.slices.verification_text import render_run
 from reports.captures import capture_record, render_capture
 
@@ -70,7 +71,7 @@ def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | N
             with open_golden(request) as golden, _progress_of(place, request.run) as progress:
                 capture_by_ranks(golden, ranks, plan, directory, progress=progress)
             _show_part(plan, part.node.name, read_records(directory, [part.node.name]))
-    except ToldError as error:
+    except ReportedElsewhereError as error:
         click.get_current_context().exit(error.exit_code)
     if place.rank == 0:
         capture = Capture.open(directory)

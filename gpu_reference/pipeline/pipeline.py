@@ -1,22 +1,28 @@
-"""Pipeline: a golden capture by several ranks, each of which reads and runs one slice of a plan.
+"""A golden capture by several ranks: each reads and runs one slice of a plan.
 
-What overlaps. The batch goes from rank to rank whole: rows apart would be other matrix products, whose sums no library
-promises to be the same bits (cuBLAS and oneDNN choose their kernels by the number of rows), and a golden is one
-forward pass of transformers. So the layers' forward passes follow one another, and everything else goes on at once on
-all ranks: a rank reads its slice while those before it compute, passes its hidden states on as soon as its last layer
-has run, and only then measures noise floors, digests and writes. Of a single process's time let S be the share of the
-forward passes, R that of reading, W that of floors and writing, and x the share of the layers that the first of two
-ranks has. Then two ranks take max(x, 1 − x, S + W + x (R − W)): the second rank waits for the first one's reading and
-forward pass, and writes last. An equal split makes that S + (1 − S) / 2; where floors and writing cost more than
-reading, as they do unless they are switched off, the first rank should have more of the layers. A rank whose memory
-does not hold its slice streams it instead, floors and all, and those behind it wait.
+The layers' forward passes follow one another; everything else runs on all ranks at once:
 
-`torch.distributed.pipelining` has nothing for one whole batch: its schedules gain by interleaving micro-batches of it,
-with all of a stage's weights in memory, and have no part for what is written between the layers.
+- A rank reads its slice while the ranks before it compute.
+- It passes its hidden states on as soon as its last layer has run.
+- Only then it measures noise floors, digests and writes.
 
-All ranks write into one capture directory, which must be on a file system that all of them see. Each lists its layers
-in a manifest of its own, for a run that resumes theirs, and tells rank 0 of them when it is done: files and manifest
-are those of a single process.
+A rank whose memory does not hold its slice streams it instead, floors included, and the ranks behind it wait.
+
+The batch goes from rank to rank whole, because a golden is one forward pass of transformers. Parts of it would be other
+matrix products, of which no library promises the same bits: cuBLAS and oneDNN choose kernels by the number of rows.
+`torch.distributed.pipelining` therefore does not help: its schedules gain by interleaving parts of a batch.
+
+The time of two ranks, as a share of a single process's:
+
+    max(x, 1 - x, S + W + x (R - W))
+
+S is the share of the forward passes, R of reading, W of floors and writing, and x the first rank's share of the layers.
+The second rank waits for the first one's reading and forward pass, and writes last. An equal split gives
+S + (1 - S) / 2. Where floors and writing cost more than reading, the first rank should get more of the layers.
+
+All ranks write into one capture directory, on a file system that all of them see. Each lists its layers in a manifest
+of its own, so that a killed run resumes, and sends it to rank 0 at the end. The finished capture has the files and the
+manifest of a single process.
 """
 
 from __future__ import annotations
@@ -24,7 +30,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +40,8 @@ from gpu_reference.golden.recording import recording_layers, recording_model
 from gpu_reference.golden.resumption import running_only
 from gpu_reference.model.placement import watched_memory
 from gpu_reference.model.twin_weights import head_name
-from gpu_reference.pipeline.joint_start import Introduction, open_together
-from gpu_reference.ranks.ranks import RankGroup
+from gpu_reference.pipeline.shared_capture import CaptureProposal, open_shared_capture
+from gpu_reference.pipeline.steps import Step, plan_steps
 from gpu_reference.streaming.once_reader import OnceReader
 from gpu_reference.streaming.streaming import StreamedModel, Streaming
 from minimax_tools.capture.manifest import Entry, Manifest
@@ -50,90 +55,40 @@ from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.partition.planners import Stage
+from minimax_tools.ranks.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
 _FIRST_INPUT = "first_input"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What a rank has to do, of what is not stored yet.
-
-    Args:
-        layers: The layers to run; may be none.
-        runs_head: Whether the final norm and the lm_head run.
-        source: Where the first layer's input comes from: `tokens`, `stored`, or `rank` for the rank before.
-        passes_on: Whether the rank behind needs its output.
-    """
-
-    layers: range
-    runs_head: bool
-    source: str
-    passes_on: bool
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.layers or self.runs_head or self.passes_on)
-
-
-def plan_steps(
-    stages: Sequence[Stage], complete: Sequence[int], *, has_model_sites: bool
-) -> tuple[Step, ...]:
-    """What every rank has to do; all ranks find the same.
-
-    Args:
-        stages: One for each rank, in the order in which a token passes them.
-        complete: Layers that are stored whole.
-        has_model_sites: Whether the sites outside the layers are stored.
-    """
-    steps: list[Step] = []
-    needed_behind = False
-    for stage in reversed(stages):
-        pending = [layer for layer in stage.layers if layer not in complete]
-        first = pending[0] if pending else stage.layers.stop
-        is_begun = first == 0 and stage.has_embedding
-        source = "tokens" if is_begun else "stored" if first - 1 in complete else "rank"
-        step = Step(
-            layers=range(first, stage.layers.stop),
-            runs_head=stage.has_head and not has_model_sites,
-            source=source,
-            passes_on=needed_behind,
-        )
-        needed_behind = not step.is_idle and source == "rank"
-        steps.append(step)
-    return tuple(reversed(steps))
-
-
 def capture_by_ranks(
     golden: Golden, ranks: RankGroup, plan: PartitionPlan, directory: Path, *, progress: Progress
 ) -> None:
-    """Run the inputs once, this rank its slice of them, and write the capture; a killed capture resumes.
+    """Run this rank's slice on the inputs, and write the capture with the other ranks; a killed capture resumes.
 
     Args:
         golden: Opened with this rank's slice.
-        ranks: All of them, joined.
-        plan: Theirs.
+        ranks: All ranks, joined.
+        plan: The plan.
         directory: The capture directory, which all ranks see.
-        progress: Told of every layer, on rank 0.
+        progress: Shows every layer, on rank 0.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
-        CannotRunError: The ranks would make different captures; or one of them died.
+        CannotRunError: The ranks would write different captures, or one of them died.
     """
-    introduction = Introduction.of(golden, plan)
-    with open_together(ranks, introduction, golden, directory) as writer:
+    proposal = CaptureProposal.of(golden, plan)
+    with open_shared_capture(ranks, proposal, golden, directory) as writer:
         steps = plan_steps(
             [part.stage for part in plan.used], writer.complete_layers, has_model_sites=writer.has_model_sites
         )
         with _showing_progress(ranks, writer.complete_layers, golden.request.run, progress):
-            rank_run = _RankRun(golden, ranks, writer, steps[ranks.rank], plan=introduction.plan)
+            rank_run = _RankRun(golden, ranks, writer, steps[ranks.rank], plan=proposal.plan)
             if not steps[ranks.rank].is_idle:
                 rank_run.run()
             ranks.flush()
-            parts = _gather_parts(ranks, writer.manifest)
+            parts = _exchange_manifests(ranks, writer.manifest)
         if ranks.rank == 0:
             ranks.settle()
             for part in parts:
@@ -144,7 +99,7 @@ def capture_by_ranks(
 
 
 class _RankRun:
-    """One rank's slice, run once."""
+    """A run of one rank's slice."""
 
     def __init__(
         self, golden: Golden, ranks: RankGroup, writer: CaptureWriter, step: Step, *, plan: str
@@ -157,8 +112,8 @@ class _RankRun:
         assert streaming is not None, "a slice is streamed"
         assert streaming.part is not None, "a slice is part of a plan"
         self._streaming: Streaming = streaming
-        self._golden_writer = golden.writing_to(writer, _ToldProgress(ranks))
-        self._waiting: list[tuple[int, Mapping[Site, torch.Tensor], torch.device]] = []
+        self._golden_writer = golden.writing_to(writer, _PublishedProgress(ranks))
+        self._unwritten: list[tuple[int, Mapping[Site, torch.Tensor], torch.device]] = []
         self._last_output: torch.Tensor | None = None
         self._records_folder = writer.directory / RECORDS_FOLDER
         self._earlier = ReadRecord.begun(streaming.part.node.name, plan=plan)
@@ -169,10 +124,10 @@ class _RankRun:
         """Read, run, pass on, write."""
         step, streaming = self._step, self._streaming
         pending = tuple(layer for layer in step.layers if layer not in self._writer.complete_layers)
-        self._expect_tied_head()
+        self._keep_tied_head()
         if streaming.holds_part and isinstance(self._golden.weights, StreamedModel):
             self._golden.weights.hold(step.layers, with_head=step.runs_head)
-        hidden_states = self._take()
+        hidden_states = self._first_input()
         model_sites = [ModelSite.FINAL_NORM, ModelSite.LOGITS] if step.runs_head else []
         if hidden_states is None:
             model_sites.append(ModelSite.EMBEDDING)
@@ -189,27 +144,27 @@ class _RankRun:
             recording_model(self._golden.model, tuple(model_sites)) as model_tensors,
         ):
             self._forward(hidden_states)
-        while self._waiting:
-            self._write_layer(*self._waiting.pop(0))
+        while self._unwritten:
+            self._write_layer(*self._unwritten.pop(0))
         self._write_record()
         if step.runs_head:
             self._write_model(model_tensors, hidden_states)
 
-    def _expect_tied_head(self) -> None:
-        """Have one tensor that is embedding and head read once, where this rank needs it as both."""
+    def _keep_tied_head(self) -> None:
+        """Keep the tensor that is embedding and head after its first read, where this rank needs it as both."""
         spec, reader = self._golden.request.model.spec, self._golden.reader
         if spec.tie_word_embeddings and self._step.runs_head and self._step.source == "tokens":
             assert isinstance(reader, OnceReader), "a slice is read once"
             reader.expect_again([head_name(spec)])
 
     def _write_record(self) -> None:
-        """Write what was read of the checkpoint so far; before what was made of it is listed, so none is left out."""
+        """Record the bytes read so far, before the layer made of them is listed: no read may go uncounted."""
         reader = self._golden.reader
         assert isinstance(reader, OnceReader), "a slice is read once"
         self._earlier.followed_by(reader.sizes_read, reader.bytes_read_by_name).write(self._records_folder)
 
-    def _take(self) -> torch.Tensor | None:
-        """The input [B,S,H] of the first layer to run; None where it is made of the tokens."""
+    def _first_input(self) -> torch.Tensor | None:
+        """Return the input [B,S,H] of the first layer to run; None where the model computes it from the tokens."""
         step, request = self._step, self._golden.request
         if step.source == "tokens":
             return None
@@ -234,7 +189,7 @@ class _RankRun:
 
     @contextmanager
     def _passing_on(self) -> Iterator[None]:
-        """Send the last layer's output the moment it has run, before anything is written."""
+        """Send the last layer's output as soon as it has run, before anything is written."""
         if not self._step.layers:
             yield
             return
@@ -252,7 +207,7 @@ class _RankRun:
             handle.remove()
 
     def _keep(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-        self._waiting.append((layer, captured, device))
+        self._unwritten.append((layer, captured, device))
 
     def _write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
         refuse_other_owner(self._writer.directory, self._ranks.nonce)
@@ -260,7 +215,7 @@ class _RankRun:
         self._golden_writer.write_layer(layer, captured, device)
         if layer == 0:
             entry = self._stored_entry(0, Site.INPUT)
-            self._ranks.say(_FIRST_INPUT, encode(entry))
+            self._ranks.publish(_FIRST_INPUT, encode(entry))
 
     def _write_model(
         self, captured: Mapping[ModelSite, torch.Tensor], hidden_states: torch.Tensor | None
@@ -274,14 +229,14 @@ class _RankRun:
         )
 
     def _read_embedding(self) -> torch.Tensor:
-        """The first layer's input, once the rank that has the first layer wrote it."""
+        """Read the first layer's input, once the rank of that layer has written it."""
         if 0 in self._writer.complete_layers:
             return self._read_stored(0, Site.INPUT)
-        entry = decode(Entry, self._ranks.ask(_FIRST_INPUT))
+        entry = decode(Entry, self._ranks.wait_for(_FIRST_INPUT))
         return read_shared(self._writer.directory, self._writer.manifest, entry)
 
     def _read_stored(self, layer: int, site: Site) -> torch.Tensor:
-        """A site of a layer that was stored when the run began, on whichever machine."""
+        """Read a site of a layer that was stored when the run began, by any rank."""
         return read_shared(self._writer.directory, self._writer.manifest, self._stored_entry(layer, site))
 
     def _stored_entry(self, layer: int, site: Site) -> Entry:
@@ -290,25 +245,25 @@ class _RankRun:
         return entry
 
 
-class _ToldProgress:
-    """Tells all ranks which layers are done."""
+class _PublishedProgress:
+    """A progress that publishes the layers done."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
 
     def advance(self, layer: int, *, num_bytes: int) -> None:
-        """Tell of a layer that is written."""
-        self._ranks.say(_layer_key(layer), num_bytes)
+        """Publish the size of a layer that is written."""
+        self._ranks.publish(_layer_key(layer), num_bytes)
 
     def skip(self, layer: int) -> None:
-        """Say nothing: all ranks know what is stored."""
+        """Publish nothing: all ranks know which layers are stored."""
 
 
 @contextmanager
 def _showing_progress(
     ranks: RankGroup, complete: Sequence[int], run: Run, progress: Progress
 ) -> Iterator[None]:
-    """Show, on rank 0, what all ranks tell."""
+    """Show, on rank 0, the layers that all ranks publish."""
     if ranks.rank > 0:
         yield
         return
@@ -320,9 +275,9 @@ def _showing_progress(
             left.append(layer)
 
     def show() -> None:
-        for layer in [layer for layer in left if ranks.has_said(_layer_key(layer))]:
+        for layer in [layer for layer in left if ranks.is_published(_layer_key(layer))]:
             left.remove(layer)
-            progress.advance(layer, num_bytes=ranks.ask(_layer_key(layer)))
+            progress.advance(layer, num_bytes=ranks.wait_for(_layer_key(layer)))
 
     ranks.on_look(show)
     try:
@@ -337,7 +292,7 @@ def _layer_key(layer: int) -> str:
 
 
 def _read_earlier(folder: Path, own: ReadRecord) -> ReadRecord:
-    """What attempts before this one read of the slice; `own`, which holds nothing, where none went by this plan."""
+    """Read the record of earlier attempts by this plan; return `own`, which is empty, where there is none."""
     path = folder / f"{own.node}.json"
     if not path.exists():
         return own
@@ -349,16 +304,16 @@ def _read_earlier(folder: Path, own: ReadRecord) -> ReadRecord:
     return earlier if earlier.plan == own.plan and earlier.node == own.node else own
 
 
-def _gather_parts(ranks: RankGroup, own: Manifest) -> list[Manifest]:
-    """Tell what this rank wrote; on rank 0, what all others wrote, once they are done."""
+def _exchange_manifests(ranks: RankGroup, own: Manifest) -> list[Manifest]:
+    """Publish this rank's manifest. On rank 0, wait for those of the others and return them."""
     if ranks.rank > 0:
-        ranks.say(f"written/{ranks.rank}", encode(own))
+        ranks.publish(f"written/{ranks.rank}", encode(own))
         return []
-    return [decode(Manifest, ranks.ask(f"written/{rank}")) for rank in range(1, ranks.num_ranks)]
+    return [decode(Manifest, ranks.wait_for(f"written/{rank}")) for rank in range(1, ranks.num_ranks)]
 
 
 def _require_whole(manifest: Manifest, run: Run, directory: Path) -> None:
-    """Pass, or raise where a layer or a site outside the layers is listed by no rank."""
+    """Raise if no rank lists a layer, or a site outside the layers."""
     missing = [f"layer {layer}" for layer in run.span if layer not in manifest.complete_layers]
     listed = {entry.site for entry in manifest.entries if entry.layer is None}
     missing += [str(site) for site in run.model_sites if str(site) not in listed]

@@ -9,12 +9,12 @@ import torch
 
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.placement import Placement
-from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory import MemoryBudget, available_bytes
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import Slice
+from minimax_tools.ranks.rank_place import RankPlace
 
 logger = logging.getLogger(__name__)
 

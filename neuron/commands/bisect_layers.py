@@ -37,7 +37,6 @@ from neuron.options import backend_option, prefetch_option, target_option
 from neuron.ports.targets import find_target
 from neuron.rank_options import rank_options
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
-from neuron.runs.chain_runner import ChainRequest
 from neuron.runs.run_report import RunReport
 from reports.bisection import bisection_record, render_bisection
 
@@ -112,15 +111,15 @@ def bisect_command(
     """
     spec = ModelSpec.from_folder(resolve_config(model))
     span = (span or Span(0, spec.num_hidden_layers)).within(spec.num_hidden_layers)
+    capture = Capture.open(golden)
     request = BisectRequest(
-        chains=ChainRequest(
-            spec=spec,
-            golden=Capture.open(golden),
-            target=find_target(target),
-            dtype=dtype,
-            prefetch=prefetch,
-            budget=MemoryBudget(memory_budget),
-        ),
+        spec=spec,
+        golden=capture,
+        inputs=capture.read_inputs(),
+        target=find_target(target),
+        dtype=dtype,
+        prefetch=prefetch,
+        budget=MemoryBudget(memory_budget),
         span=span,
         extent=extent or Extent.FIRST,
         chain_length=chain_length or default_chain_length(dtype),

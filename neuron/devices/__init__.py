@@ -1,8 +1,8 @@
-"""What computes, and how weights get there.
+"""The device that computes, and the weights on it.
 
-- `machine`: which NeuronCores there are
-- `backend`: what computes; `runtime`: a backend opened with its device
-- `ranks`: which process this is, of how many that share a layer; `distributed`: their process group; `crew`: how they
-  talk, and learn that one failed; `spmd`: devices of one process instead
-- `weights`: a layer's weights, brought onto a device
+- `machine`: the NeuronCores of this machine
+- `backend`: the choice of what computes; `runtime`: a backend that is open, with its device and ranks
+- `ranks`: the ranks that share a layer; `distributed`: their store and process groups
+- `spmd`: devices of one process that share a layer
+- `weights`: a layer's weights, on their way to a device
 """

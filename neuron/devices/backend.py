@@ -1,7 +1,7 @@
-"""Backend: what computes, chosen by what works rather than by what is installed.
+"""Backend: the device and library that compute, chosen by what works rather than by what is installed.
 
-Order of `auto`: the native Neuron backend, XLA on Neuron, the CPU. XLA on the CPU runs only when asked for,
-and is never called Neuron.
+`auto` takes the first that works: the native Neuron backend, XLA on Neuron, the CPU. XLA on the CPU runs only when
+asked for, and is never called Neuron.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PJRT_DEVICE = "PJRT_DEVICE"
 
 
 class Backend(str, Enum):
-    """What computes."""
+    """A device with the library that drives it."""
 
     NEURON = "neuron"  # torch-neuronx >= 2.13, native
     NEURON_XLA = "neuron-xla"  # torch-neuronx <= 2.9 over torch_xla
@@ -30,12 +30,12 @@ class Backend(str, Enum):
 
     @property
     def is_lazy(self) -> bool:
-        """Whether operations are recorded into graphs and run at a sync."""
+        """True if operations are recorded into graphs, which run at a sync."""
         return self in (Backend.NEURON_XLA, Backend.XLA_CPU)
 
     @property
     def is_neuron(self) -> bool:
-        """Whether a NeuronCore computes."""
+        """True if a NeuronCore computes."""
         return self in (Backend.NEURON, Backend.NEURON_XLA)
 
     @property
@@ -53,7 +53,7 @@ _DESCRIPTIONS = {
 
 
 def choose_backend(name: str) -> Backend:
-    """The backend of that name, proved to be here; for `auto` the best one that is.
+    """Return the backend of a name, checked to be available; for `auto`, the best one that is.
 
     Raises:
         BackendError: The backend is not available here.
@@ -82,7 +82,7 @@ def choose_backend(name: str) -> Backend:
 
 
 def open_device(backend: Backend) -> torch.device:
-    """The torch device of a backend that `choose_backend` gave.
+    """Open the torch device of a backend that `choose_backend` returned.
 
     Raises:
         BackendError: The device does not open, or torch_xla drives another one already.
@@ -92,7 +92,7 @@ def open_device(backend: Backend) -> torch.device:
     if backend is Backend.NEURON:
         return torch.device("neuron")
     if backend is Backend.XLA_CPU:
-        # Before torch_xla is imported: its import would choose for itself.
+        # Before torch_xla is imported: its import would choose a device itself.
         os.environ[_PJRT_DEVICE] = "CPU"
     return _open_xla_device(backend, expected="NEURON" if backend.is_neuron else "CPU")
 
@@ -139,8 +139,11 @@ def _has_xla_on_neuron() -> bool:
 
 
 def _why_no_xla_on_neuron() -> str | None:
-    """By capability, not by name: what PyPI has under these names are empty placeholders that raise."""
-    # torch_xla's import sets this variable, so it is asked for first.
+    """Say why XLA does not run on Neuron here; return None where it does.
+
+    A test of capability, because the packages of these names on PyPI are empty placeholders that raise.
+    """
+    # Read first: torch_xla's import sets this variable.
     if os.environ.get(_PJRT_DEVICE, "NEURON") != "NEURON":
         return f"{_PJRT_DEVICE}={os.environ[_PJRT_DEVICE]}"
     for package in ("torch_xla", "libneuronxla"):

@@ -1,6 +1,6 @@
-"""Distributed state: the process group of a run, and Neuron's model-parallel groups, set up and torn down.
+"""The distributed state of a run: its store, process group and Neuron's model-parallel groups.
 
-Ports ask torch.distributed for their rank even when they run alone, so a group of one is always there.
+A single rank has a process group too: ports ask torch.distributed for their rank.
 """
 
 from __future__ import annotations
@@ -14,30 +14,61 @@ from typing import Any
 import torch
 import torch.distributed
 
-from minimax_tools.errors import BackendError
+from minimax_tools.errors import BackendError, UsageError
 from minimax_tools.machine.native_output import native_output_dropped
+from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.store import attempt_store, connect_store, current_attempt, store_lost
 from neuron.devices.backend import Backend
 from neuron.devices.ranks import Ranks
 
 _OWN_PROCESS = "Start mm2-test in a process of its own."
-# How long a rank waits for the others within a layer: they load as much, and compute as much.
+# Longest wait for the other ranks within a layer: they load and compute as much as this one.
 PATIENCE = timedelta(minutes=10)
+# Before the lead meets the others, it may have a model to fetch.
+_ARRIVAL_TIMEOUT = timedelta(hours=24)
+_LEAD_KEY = "lead"
+
+
+def open_store(ranks: Ranks) -> Any:
+    """Connect to the store of this attempt's ranks, and wait there for the lead.
+
+    Raises:
+        RankLostError: The store cannot be reached.
+        UsageError: The launcher's variables are missing.
+    """
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"WORLD_SIZE is {ranks.degree}, and the ranks cannot find each other",
+            expected="the variables that torchrun sets",
+            found=f"no {', '.join(missing)}",
+            next_step=f"Start torchrun --nproc-per-node {ranks.degree} -m neuron …, or unset WORLD_SIZE.",
+        )
+    store = attempt_store(connect_store(_ARRIVAL_TIMEOUT), attempt=current_attempt())
+    try:
+        if ranks.is_lead:
+            store.set(_LEAD_KEY, "here")
+        else:
+            store.wait([_LEAD_KEY], _ARRIVAL_TIMEOUT)
+    except RuntimeError as error:
+        raise store_lost(error) from error
+    return store
 
 
 @contextmanager
 def process_group(
     backend: Backend, *, ranks: Ranks, store: Any = None, patience: timedelta = PATIENCE
 ) -> Iterator[None]:
-    """Hold a process group of these ranks for the time of the block.
+    """Open the process group of these ranks for the block.
 
     Args:
-        backend: What computes.
-        ranks: All that were launched.
-        store: torch.distributed's, which all of them reach; none for one rank.
-        patience: How long a rank waits for the others in a collective call.
+        backend: The backend that computes.
+        ranks: All ranks.
+        store: The store that all of them reach; None for a single rank.
+        patience: Longest wait for the other ranks in a collective call.
 
     Raises:
-        BackendError: A group is up already, cannot be opened, or has another size than was asked for.
+        BackendError: A group is open already, cannot be opened, or has another size.
     """
     if torch.distributed.is_initialized():
         raise BackendError("torch.distributed is initialised already", next_step=_OWN_PROCESS)
@@ -54,26 +85,29 @@ def process_group(
 
 @contextmanager
 def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
-    """Hold Neuron's model-parallel groups, of that size, where neuronx-distributed is installed.
+    """Open Neuron's model-parallel groups for the block, where neuronx-distributed is installed.
 
-    The process group is up.
+    The process group must be open.
+
+    Args:
+        tp_degree: Size of the tensor-parallel group.
 
     Yields:
-        The tensor-parallel group, to be probed; None where the package is absent.
+        The tensor-parallel group, to be probed; None without the package.
 
     Raises:
-        BackendError: They are up already, have another size than was asked for, or cannot be set up.
+        BackendError: The groups are open already, have another size, or cannot be opened.
     """
     try:
         from neuronx_distributed.parallel_layers import parallel_state
     except ImportError:
         yield None
         return
-    # A second initialisation does not raise there, so it is asked for here.
+    # neuronx-distributed itself accepts a second initialisation.
     if parallel_state.model_parallel_is_initialized():
         raise BackendError("parallel_state is initialised already", next_step=_OWN_PROCESS)
     try:
-        # It tells of every group it makes, where results belong.
+        # It prints every group to standard output, where results belong.
         with native_output_dropped():
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp_degree)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
@@ -83,7 +117,7 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
             next_step="Launch as many ranks as --tp-degree says.",
         ) from error
     try:
-        # The size asked for is clamped to the world silently.
+        # neuronx-distributed clamps the size to the world silently.
         found = parallel_state.get_tensor_model_parallel_size()
         _refuse_other_size("parallel_state", found, tp_degree)
         yield parallel_state.get_tensor_model_parallel_group()
@@ -93,14 +127,14 @@ def model_parallel(tp_degree: int = 1) -> Iterator[Any]:
 
 
 def probe_group(device: torch.device, *, group: Any = None) -> None:
-    """Check a group with a sum whose answer is known: some backends return wrong sums without a word.
+    """Check a group by a known sum: some backends return wrong sums silently.
 
     Args:
-        device: Where the sum is computed.
-        group: The group; None for the whole one.
+        device: The device that computes the sum.
+        group: The group; None for the whole process group.
 
     Raises:
-        BackendError: The answer is wrong.
+        BackendError: The sum is wrong.
     """
     world_size = torch.distributed.get_world_size(group)
     value = torch.full((4,), float(torch.distributed.get_rank(group) + 1), device=device)
@@ -117,17 +151,17 @@ def probe_group(device: torch.device, *, group: Any = None) -> None:
 
 
 def refuse_launched(backend: Backend) -> None:
-    """Refuse a backend whose collectives cannot be trusted where torchrun launched several ranks.
+    """Refuse several launched ranks on a backend whose collectives are wrong.
 
     Raises:
-        BackendError: It did, and the backend is XLA on the CPU.
+        BackendError: Several ranks were launched, and the backend is XLA on the CPU.
     """
-    world_size = os.environ.get("WORLD_SIZE") or "1"
-    if world_size != "1" and backend is Backend.XLA_CPU:
+    num_ranks = RankPlace.from_environment().num_ranks
+    if num_ranks > 1 and backend is Backend.XLA_CPU:
         raise BackendError(
-            f"mm2-test was launched with {world_size} ranks on {backend}",
+            f"mm2-test was launched with {num_ranks} ranks on {backend}",
             expected="one process",
-            found=f"WORLD_SIZE={world_size}; collectives of XLA on the CPU are silently wrong",
+            found=f"WORLD_SIZE={num_ranks}; collectives of XLA on the CPU are silently wrong",
             next_step="Start it without torchrun: --tp-degree divides a layer among devices within one process.",
         )
 

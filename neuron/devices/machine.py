@@ -1,4 +1,4 @@
-"""Machine: which NeuronCores there are, and what memory each has."""
+"""Machine: the NeuronCores of this machine and their memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """Instances of one kind.
+    """A family of instances.
 
     Args:
-        cores_per_device: Logical cores, as torch sees them; None where that is not known.
-        hbm_bytes: Of each such core.
+        cores_per_device: Logical cores, as torch sees them; None where unknown.
+        hbm_bytes: Memory of each such core.
         has_native: Whether the native backend runs there.
     """
 
@@ -26,7 +26,7 @@ class _Family:
     has_native: bool
 
 
-# Trn2 and Trn3 with two physical cores to a logical one (LNC 2), as they come.
+# Trn2 and Trn3 with their default of two physical cores to a logical one (LNC 2).
 _FAMILIES: Mapping[str, _Family] = MappingProxyType(
     {
         "trn1": _Family(cores_per_device=2, hbm_bytes=16 * _GIB, has_native=False),
@@ -48,7 +48,7 @@ class Machine:
 
     Args:
         instance_type: Such as `trn1.2xlarge`; None where the firmware names none.
-        num_devices: Neuron devices that the driver shows.
+        num_devices: Number of Neuron devices that the driver shows.
     """
 
     instance_type: str | None
@@ -56,10 +56,10 @@ class Machine:
 
     @classmethod
     def current(cls, *, root: Path = Path("/")) -> Machine:
-        """This one.
+        """Read the machine from the system's files.
 
         Args:
-            root: Where `dev` and `sys` lie.
+            root: The folder of `dev` and `sys`.
         """
         # On Nitro instances the product is the instance type; elsewhere it is a mainboard's or a hypervisor's name.
         try:
@@ -72,17 +72,17 @@ class Machine:
 
     @property
     def family(self) -> str | None:
-        """Such as `trn1`."""
+        """The family's name, such as `trn1`; None where unknown."""
         return None if self.instance_type is None else self.instance_type.partition(".")[0]
 
     @property
     def has_native_backend(self) -> bool | None:
-        """Whether the native backend runs on such a machine; None where its kind is not known."""
+        """True if the native backend runs here; None where the family is unknown."""
         return None if self.family is None else _FAMILIES[self.family].has_native
 
     @property
     def num_cores(self) -> int | None:
-        """Logical cores, of all devices; None where that is not known."""
+        """The number of logical cores on all devices; None where unknown."""
         if self.family is None:
             return None
         cores = _FAMILIES[self.family].cores_per_device
@@ -90,7 +90,7 @@ class Machine:
 
     @property
     def hbm_bytes_per_core(self) -> int | None:
-        """Memory of a logical core; None where that is not known."""
+        """The memory of a logical core; None where unknown."""
         if self.family is None or self._has_other_lnc:
             return None
         return _FAMILIES[self.family].hbm_bytes

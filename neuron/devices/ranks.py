@@ -1,4 +1,4 @@
-"""Ranks: the processes that share a layer, as one of them sees them, and how much of it each holds."""
+"""Ranks: the processes that share a layer, and the part of it that each holds."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import torch
 import torch.distributed
 
 from minimax_tools.errors import UsageError
-
-_LAUNCH = "Start torchrun --nproc-per-node {degree} -m neuron …, or mm2-test … --tp-degree {degree} without torchrun."
+from minimax_tools.ranks.rank_place import RankPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Which rank this is, of how many, and how they share a layer.
+    """The ranks that share a layer, as one of them sees them.
 
-    The whole process group is one tensor-parallel group. Where experts are spread too, consecutive ranks share the
-    same experts, and divide these between them.
+    The whole process group is one tensor-parallel group. Where experts are divided too, consecutive ranks hold the
+    same experts, each a part of every one.
 
     Args:
         rank: This one, from 0.
-        degree: How many there are: heads and the experts' intermediate size are divided among them.
-        expert_degree: Into how many groups of ranks the experts are divided.
-        reduce_dtype: In which partial sums are sent and added up.
+        degree: The number of ranks. Heads and the experts' intermediate size are divided among them.
+        expert_degree: The number of groups of ranks that the experts are divided among.
+        reduce_dtype: Dtype in which partial sums are sent and added up.
     """
 
     rank: int = 0
@@ -47,43 +46,43 @@ class Ranks:
 
     @property
     def is_lead(self) -> bool:
-        """Whether this one reads the golden, writes the capture and prints."""
+        """True for rank 0, which reads the golden, writes the capture and prints."""
         return self.rank == 0
 
     @property
     def are_several(self) -> bool:
-        """Whether there are others."""
+        """True if there is more than one rank."""
         return self.degree > 1
 
     @property
     def ranks_per_expert(self) -> int:
-        """How many ranks hold a part of the same expert."""
+        """The number of ranks that hold a part of the same expert."""
         return self.degree // self.expert_degree
 
     @property
     def expert_group(self) -> int:
-        """Which group of experts this rank holds."""
+        """The index of the group of experts that this rank holds."""
         return self.rank // self.ranks_per_expert
 
     @property
     def expert_part(self) -> int:
-        """Which part of each of its experts this rank holds."""
+        """The index of the part that this rank holds of each of its experts."""
         return self.rank % self.ranks_per_expert
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in the tensor's own dtype; the tensor may be overwritten."""
+        """Sum a tensor over all ranks, in its own dtype; the tensor may be overwritten."""
         if self.are_several:
             torch.distributed.all_reduce(tensor)
         return tensor
 
     def reduce(self, partial_sum: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-        """The sum over all ranks of what each has a part of, sent in `reduce_dtype` and rounded to `dtype`."""
+        """Sum the ranks' partial sums in `reduce_dtype`, and round the result to `dtype`."""
         if not self.are_several:
             return partial_sum.to(dtype)
         return self.add_up(partial_sum.to(self.reduce_dtype)).to(dtype)
 
     def as_json(self) -> dict[str, int | str]:
-        """What of it changes numbers; nothing for one alone."""
+        """Return the options that change numbers, by name; {} for a single rank."""
         if not self.are_several:
             return {}
         return {
@@ -100,33 +99,34 @@ def read_ranks(
     reduce_dtype: torch.dtype,
     environment: Mapping[str, str] = os.environ,
 ) -> Ranks:
-    """What the options and torchrun's variables say together.
+    """Read the ranks from the options and torchrun's variables.
 
     Args:
-        tp_degree: How many ranks share a layer; None for as many as were launched.
-        ep_degree: Into how many groups the experts are divided.
-        reduce_dtype: In which partial sums are added up.
-        environment: Where torchrun's variables stand.
+        tp_degree: Number of ranks that share a layer; None for all that were launched.
+        ep_degree: Number of groups that the experts are divided among.
+        reduce_dtype: Dtype in which partial sums are added up.
+        environment: Holds torchrun's variables.
 
     Raises:
-        UsageError: The ranks that were launched are not those that were asked for, or do not divide.
+        UsageError: The number of ranks launched is not --tp-degree, or they do not divide into the groups.
     """
-    world_size = int(environment.get("WORLD_SIZE") or 1)
-    degree = world_size if tp_degree is None else tp_degree
-    if world_size not in (1, degree):
+    place = RankPlace.from_environment(environment)
+    degree = place.num_ranks if tp_degree is None else tp_degree
+    if place.num_ranks not in (1, degree):
         raise UsageError(
-            f"{world_size} ranks were launched, and --tp-degree asks for {degree}: {_consequence(world_size, degree)}",
+            f"{place.num_ranks} ranks were launched, and --tp-degree asks for {degree}: "
+            f"{_consequence(place.num_ranks, degree)}",
             expected=f"WORLD_SIZE={degree}",
-            found=f"WORLD_SIZE={world_size}",
-            next_step=_LAUNCH.format(degree=degree),
+            found=f"WORLD_SIZE={place.num_ranks}",
+            next_step=f"Start torchrun --nproc-per-node {degree} -m neuron …, or mm2-test … --tp-degree {degree} "
+            "without torchrun.",
         )
-    rank = int(environment.get("RANK") or 0) if world_size > 1 else 0
-    return Ranks(rank=rank, degree=degree, expert_degree=ep_degree, reduce_dtype=reduce_dtype)
+    return Ranks(rank=place.rank, degree=degree, expert_degree=ep_degree, reduce_dtype=reduce_dtype)
 
 
-def _consequence(world_size: int, degree: int) -> str:
-    if world_size < degree:
+def _consequence(num_launched: int, degree: int) -> str:
+    if num_launched < degree:
         return "neuronx_distributed would take fewer without a word"
-    if world_size % degree:
+    if num_launched % degree:
         return "they do not divide into such groups"
-    return f"{world_size // degree} copies of the run would write to one capture"
+    return f"{num_launched // degree} copies of the run would write to one capture"

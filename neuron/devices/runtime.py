@@ -1,4 +1,4 @@
-"""Runtime: an opened backend with its device, its ranks and their process group, and the graphs it has compiled."""
+"""Runtime: an open backend with its device and ranks, and the graphs it has compiled."""
 
 from __future__ import annotations
 
@@ -9,23 +9,37 @@ from datetime import timedelta
 
 import torch
 
+from minimax_tools.ranks.failure import failing_together
+from minimax_tools.ranks.messages import RankMessages
 from neuron.devices.backend import Backend, choose_backend, open_device
-from neuron.devices.distributed import PATIENCE, model_parallel, probe_group, process_group, refuse_launched
-from neuron.devices.rank_messages import Crew, open_store
+from neuron.devices.distributed import (
+    PATIENCE,
+    model_parallel,
+    open_store,
+    probe_group,
+    process_group,
+    refuse_launched,
+)
 from neuron.devices.ranks import Ranks
 from neuron.devices.spmd import Spmd, open_spmd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCounts:
-    """Graphs compiled and the time they took, and how often each operation fell back to the CPU; nothing off XLA."""
+    """Counts of graphs compiled and of fallbacks to the CPU; zero off XLA.
+
+    Args:
+        compiles: Graphs compiled.
+        fallbacks: Runs on the CPU, by operation.
+        seconds: Time that compiling took.
+    """
 
     compiles: int
     fallbacks: Mapping[str, int]
     seconds: float = 0.0
 
     def since(self, earlier: CompileCounts) -> CompileCounts:
-        """What came after `earlier`."""
+        """Subtract an earlier count."""
         grown = {name: count - earlier.fallbacks.get(name, 0) for name, count in self.fallbacks.items()}
         return CompileCounts(
             compiles=self.compiles - earlier.compiles,
@@ -36,32 +50,29 @@ class CompileCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """An opened backend; made by `open_runtime`.
+    """An open backend; made by `open_runtime`.
 
     Args:
-        backend: Which one.
+        backend: The backend.
         device: Its torch device.
-        crew: The ranks that share a layer.
-        spmd: The devices that share it within this process; None where there is one.
+        ranks: The processes that share a layer.
+        messages: Messages between these.
+        spmd: Devices of this process that share a layer; None for one device.
     """
 
     backend: Backend
     device: torch.device
-    crew: Crew = field(default_factory=lambda: Crew(Ranks()))
+    ranks: Ranks = field(default_factory=Ranks)
+    messages: RankMessages = field(default_factory=RankMessages)
     spmd: Spmd | None = None
 
     @property
-    def ranks(self) -> Ranks:
-        """Which rank this is, of how many processes."""
-        return self.crew.ranks
-
-    @property
     def sharing(self) -> Mapping[str, int | str]:
-        """How processes share a layer, or devices within this one, as options by name; nothing where none do."""
+        """Options by which processes, or devices of this one, share a layer, by name; {} where none do."""
         return self.ranks.as_json() if self.spmd is None else self.spmd.as_json()
 
     def synchronise(self) -> None:
-        """Wait until everything recorded so far has been computed."""
+        """Wait until the device has computed all that was recorded."""
         if self.backend.is_lazy:
             import torch_xla
 
@@ -70,7 +81,7 @@ class Runtime:
             torch.neuron.synchronize()  # type: ignore[attr-defined]  # the native backend adds this module
 
     def count_compiles(self) -> CompileCounts:
-        """Graphs compiled in this process so far, and operations that ran on the CPU instead."""
+        """Count the graphs compiled in this process so far, and the operations that ran on the CPU instead."""
         if not self.backend.is_lazy:
             return CompileCounts(compiles=0, fallbacks={})
         from torch_xla.debug import metrics
@@ -85,7 +96,7 @@ class Runtime:
         )
 
     def peak_memory_bytes(self) -> int | None:
-        """The most that the device held since the process began; None where it does not tell, or is the host."""
+        """Return the device's peak memory since the process began; None for the host, or where it is unknown."""
         if self.backend is not Backend.NEURON_XLA:
             return None
         from torch_xla.core import xla_model
@@ -93,7 +104,7 @@ class Runtime:
         try:
             info: Mapping[str, object] = xla_model.get_memory_info(self.device)
         except RuntimeError:
-            # What a PJRT plugin tells is left to it.
+            # A PJRT plugin need not tell it.
             return None
         peak = info.get("peak_bytes_used")
         return peak if isinstance(peak, int) else None
@@ -103,21 +114,20 @@ class Runtime:
 def open_runtime(
     name: str, *, ranks: Ranks | None = None, patience: timedelta = PATIENCE
 ) -> Iterator[Runtime]:
-    """Open the backend `name` (`auto` or a value of `Backend`) with its process group, and close both after.
+    """Open a backend with its process group for the block.
 
-    An error in the block is told to the other ranks; one of theirs that is its cause is raised instead.
+    An error in the block is recorded for the other ranks. Another rank's error that caused it is raised instead.
 
     Args:
-        name: The backend.
-        ranks: Those that share a layer, launched all; of XLA on the CPU as many devices within this process. None
-            for one.
-        patience: How long one waits for the others in a collective call, before that ends the run.
+        name: `auto`, or a value of `Backend`.
+        ranks: The ranks that share a layer, all launched. On xla-cpu, as many devices of this process. None for one.
+        patience: Longest wait for the other ranks in a collective call.
 
     Raises:
-        BackendError: The backend is not available here, or its process group cannot be trusted.
+        BackendError: The backend is not available here, or its process group computes wrong sums.
         MissingExtraError: torch_xla is not installed.
         RankFailedError: Another rank failed.
-        RankUnheardError: The others do not make the same calls.
+        RankTimeoutError: The other ranks do not make the same calls.
     """
     backend = choose_backend(name)
     refuse_launched(backend)
@@ -125,29 +135,30 @@ def open_runtime(
     if backend is Backend.XLA_CPU and ranks.are_several:
         spmd, ranks = open_spmd(ranks), Ranks()
     store = open_store(ranks) if ranks.are_several else None
-    crew = Crew(ranks, store)
+    messages = RankMessages(ranks.rank, ranks.degree)
     with ExitStack() as stack:
-        # Once for what happens while groups are opened, and once for what happens in them: word of an error must be
-        # out before they close.
-        stack.enter_context(crew.failing_together())
+        # Twice: for errors while groups open, and for errors within, which must be recorded before the groups close.
+        stack.enter_context(failing_together(store, ranks.rank))
         stack.enter_context(process_group(backend, ranks=ranks, store=store, patience=patience))
-        stack.enter_context(crew.failing_together())
-        device = open_device(backend)
+        stack.enter_context(failing_together(store, ranks.rank))
+        device, host = open_device(backend), torch.device("cpu")
         # XLA on the CPU has no collectives to trust: its group is gloo's, over plain tensors.
-        probe_group(device if backend.is_neuron else torch.device("cpu"))
+        probe_group(device if backend.is_neuron else host)
         if backend.is_neuron:
             tensor_parallel_group = stack.enter_context(model_parallel(ranks.degree))
             if tensor_parallel_group is not None:
                 probe_group(device, group=tensor_parallel_group)
-        crew.meet()
-        yield Runtime(backend=backend, device=device, crew=crew, spmd=spmd)
+        messages.open()
+        if ranks.are_several:
+            probe_group(host, group=messages.group)
+        yield Runtime(backend=backend, device=device, ranks=ranks, messages=messages, spmd=spmd)
         if ranks.is_lead:
-            # They may go.
-            crew.tell(None)
+            # No more work for the others.
+            messages.send(None)
 
 
 def cut_graph(device: torch.device) -> None:
-    """End a lazy device's graph here, so that what follows compiles on its own; nothing elsewhere."""
+    """End the graph of a lazy device here; do nothing on other devices."""
     if device.type == "xla":
         import torch_xla
 

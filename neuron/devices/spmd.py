@@ -1,7 +1,7 @@
-"""Spmd: one process that computes on several XLA devices; weights are marked, and XLA inserts what they exchange.
+"""Spmd: one process that computes on several XLA devices.
 
-This is how XLA on the CPU shares a layer: collectives between processes cannot be trusted there. The layer's code stays
-that of a whole layer.
+The weights are marked with their division, and XLA inserts the collectives. XLA on the CPU shares a layer this way,
+because its collectives between processes are wrong. The code of the layer stays that of a whole layer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from neuron.devices.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 _CPU_NUM_DEVICES = "CPU_NUM_DEVICES"
-# The axes of the mesh, by which a layer's `shardings` name them.
+# Names of the mesh's axes in a layer's `shardings`.
 EXPERT_AXIS, TENSOR_AXIS = "expert", "tensor"
-# For each dim of a weight the axis along which it is divided, or several; None for a dim that is not.
+# For each dim of a weight, the axis or axes that divide it; None for an undivided dim.
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
@@ -31,22 +31,22 @@ class Spmd:
     """The devices of this process, as a mesh of expert groups by devices in each.
 
     Args:
-        sharing: Into how many parts a layer is divided; of them this process is all.
+        sharing: The parts that a layer is divided into, one for each device.
     """
 
     sharing: Ranks
 
     def as_json(self) -> dict[str, int | str]:
-        """What of it changes numbers; in which dtype sums are made is XLA's choice."""
+        """Return the options that change numbers, by name. XLA chooses the dtype of sums."""
         return {"tp_degree": self.sharing.degree, "ep_degree": self.sharing.expert_degree}
 
     def shard(self, module: nn.Module, *, what: str) -> None:
-        """Mark a loaded module's weights as its `shardings` say: by name, for each dim an axis or several, or None.
+        """Mark the division of a loaded module's weights by its `shardings`: the axes of each weight, by name.
 
-        A module without stays whole on every device, unless it marks its weights itself; that is logged.
+        Without the attribute, the module stays whole on every device, and a warning is logged.
 
         Args:
-            module: On the device.
+            module: The module, on the device.
             what: The module in words.
         """
         shardings: Mapping[str, Axes] | None = getattr(module, "shardings", None)
@@ -70,18 +70,18 @@ class Spmd:
 
 
 def open_spmd(sharing: Ranks) -> Spmd:
-    """Have XLA on the CPU show so many devices; before torch_xla is used in this process.
+    """Make XLA on the CPU show as many devices as there are parts. To be called before torch_xla is used.
 
     Raises:
         BackendError: XLA shows another number of devices.
-        UsageError: Sums are to be reduced in another dtype than XLA's own choice.
+        UsageError: `reduce_dtype` is not float32: here XLA chooses the dtype of sums.
     """
     if sharing.reduce_dtype != torch.float32:
         raise UsageError(
-            "--reduce-dtype says nothing on xla-cpu: there XLA adds up, in the dtype of what it adds",
+            "--reduce-dtype has no effect on xla-cpu: XLA adds up in the dtype of the summands",
             next_step="Leave it out, or run with --backend cpu, where the ranks are processes.",
         )
-    # XLA tells on every compile that its partitioner will be replaced one day.
+    # XLA warns on every compile that its partitioner will be replaced one day.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ[_CPU_NUM_DEVICES] = str(sharing.degree)
     os.environ["PJRT_DEVICE"] = "CPU"

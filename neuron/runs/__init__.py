@@ -1,13 +1,18 @@
-"""A run of a port's layers, from their hidden states to the capture.
+"""A run of a port's layers, from the request to the capture.
 
-- `device_request`: a run before it starts; `runner`: the run; `golden_feed`: what a golden gives it
-- `executor`: its layers, one at a time, each fed a `layer_input` and giving a `layer_run`; `head`: what lies outside
-- `decoding`: rows one at a time, from a cache; `generation`: the tokens that follow
-- `orders`: what the lead of several ranks tells the others; `following`: what these do; `assembly`: what all recorded,
-  put together
-- `footprint`: what a run takes of the host's memory, and the limits it is held to
-- `run_report`: what a run tells of itself; `stopwatch`, `layer_times`, `profiler`: where its time goes, stored as a
-  `run_profile`
-- `bisection`: the search for wrong layers; `chain_runner`: layers one after the other; `prober`: the runs of a search,
-  noted in a `journal`
+The straight path, from the top down:
+
+- `device_request`: a run before it starts; `runner`: the run, from the first layer's input to the capture
+- `executor`: runs one layer on all ranks and records its sites; `layer_run`: its input, request and result
+- `resident_layer`: the one layer whose weights are in memory; `footprint`: the host memory that a run takes
+- `rank_assembly`: the pieces of ranks that share a layer
+
+Beside it:
+
+- `golden_inputs`: the values that a run takes from a golden
+- `decoding`: rows computed one at a time; `generation`: the tokens after the prompts
+- `head`: embedding, final norm and lm_head
+- `layer_times`: the time of a layer by phase; `run_profile`: times and memory in a file
+- `run_report`: facts about a finished run
+- `bisection`: the search for wrong layers; `journal`: its finished probes in a file
 """

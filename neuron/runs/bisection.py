@@ -1,13 +1,19 @@
-"""Bisection on a device: the search of a port's layers for those that are wrong."""
+"""Bisection on a device: the search of a port's layers for the wrong ones.
+
+A probe runs a span of layers in chains. A chain runs layers one after the other from the golden's input, and only its
+last output is judged.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+import torch
 
 from compare.chains.bisection import find_all, find_exhaustively, find_until_proof
 from compare.chains.chain_judge import ChainJudge
@@ -18,25 +24,31 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.store import DEVICE_SIDE
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.progress import NoProgress
+from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError, UsageError
-from minimax_tools.model.run import bisect_run
+from minimax_tools.model.run import bisect_run, sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from minimax_tools.provenance import Provenance
-from minimax_tools.results.probes import Bisection, BisectionFinding
-from neuron.devices.runtime import Runtime
-from neuron.runs.chain_runner import ChainRequest, ChainRunner
-from neuron.runs.journal import open_journal
-from neuron.runs.prober import Prober, Watch
+from minimax_tools.results.probes import Bisection, BisectionFinding, Chain, Probe
+from neuron.devices.runtime import CompileCounts, Runtime
+from neuron.runs.device_request import PortSetup
+from neuron.runs.executor import LayerExecutor
+from neuron.runs.golden_inputs import GoldenInputs, digest_sites
+from neuron.runs.journal import Journal, open_journal
+from neuron.runs.layer_run import LayerInput, LayerRequest
 from neuron.runs.run_report import CompileReport
+
+logger = logging.getLogger(__name__)
+
+# Makes the progress of a probe's layers.
+Watch = Callable[[Span], AbstractContextManager[Progress]]
 
 
 class Extent(str, Enum):
-    """How far a bisection goes."""
+    """The end of a bisection."""
 
     FIRST = "first"  # to the first finding that proves the port wrong
-    ALL = "all"  # on behind every finding
+    ALL = "all"  # on after every finding, to the last layer
     EXHAUSTIVE = "exhaustive"  # every layer alone
 
     def __str__(self) -> str:
@@ -44,24 +56,22 @@ class Extent(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BisectRequest:
-    """A bisection before it starts.
+class BisectRequest(PortSetup):
+    """A bisection before it starts; its inputs are the golden's.
 
     Args:
-        chains: What runs.
+        golden: Source of the chains' inputs, and their judge.
         span: The layers to search.
-        extent: How far to go.
-        chain_length: How many layers run one after the other before they are judged, at most.
-        criteria: How a layer that ran alone is judged.
-        model_source: The model as the user named it.
+        extent: Where to stop.
+        chain_length: Most layers to run one after the other before they are judged.
+        criteria: Limits for a layer that ran alone.
     """
 
-    chains: ChainRequest
+    golden: Capture
     span: Span
     extent: Extent
     chain_length: int
     criteria: Criteria
-    model_source: str
 
     def __post_init__(self) -> None:
         if not 1 <= self.chain_length <= LONGEST_CHAIN:
@@ -70,6 +80,35 @@ class BisectRequest:
                 expected=f"1 to {LONGEST_CHAIN}: behind more, right ports differ by as much as the output",
                 next_step="Leave out --chain-length, or choose a shorter one.",
             )
+
+
+def run_chain(
+    executor: LayerExecutor, golden: Capture, span: Span, *, next_layer: int | None = None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield each layer of a chain with its output [B,S,H] on the CPU. The first layer gets the golden's input.
+
+    Args:
+        executor: Runs the layers.
+        golden: The golden.
+        span: The layers.
+        next_layer: The layer that runs after them, to be read ahead.
+
+    Raises:
+        CaptureError: The golden's input cannot be read.
+        CheckpointError: A layer's tensors cannot be read.
+        TargetError: The port could not be built, loaded or run.
+        MemoryBudgetError: A layer would exceed the budget.
+    """
+    states = golden.read(span.start, Site.INPUT)
+    for layer in span:
+        # No sites: the ports' own do not matter here, and all chains share their graphs.
+        request = LayerRequest(
+            layer=layer,
+            layer_input=LayerInput.of(states, executor.setup.inputs),
+            next_layer=layer + 1 if layer < span.last else next_layer,
+        )
+        states = executor.run(request).output
+        yield layer, states
 
 
 def bisect_layers(
@@ -81,46 +120,39 @@ def bisect_layers(
     is_anew: bool = False,
     watch: Watch = lambda _: nullcontext(NoProgress()),
 ) -> tuple[Bisection, CompileReport]:
-    """Search the port's layers for those that are wrong, and note every probe in `directory`.
+    """Search the port's layers for the wrong ones, and note every probe in `directory`.
 
     Args:
-        request: What to search.
+        request: The bisection.
         runtime: The device.
         reader: The checkpoint.
-        directory: The journal's place.
+        directory: The journal's folder.
         is_anew: Whether the probes of earlier runs are forgotten.
-        watch: Makes what is told of the layers of a probe.
+        watch: Makes the progress of a probe's layers.
 
     Raises:
         IncomparableError: The golden is of another model or dtype, or lacks an input or output of the layers.
         CaptureError: The directory is in use or holds something else, or the golden cannot be read.
         TargetError: The port could not be built, loaded or run.
     """
-    chains, span = request.chains, request.span
-    model = ModelFingerprint.of(reader, chains.spec, span)
-    chains.verify(span, model=model)
-    _refuse_missing_outputs(chains.golden, span)
-    judge = ChainJudge(chains.golden, criteria=request.criteria)
+    golden, span = request.golden, request.span
+    model = ModelFingerprint.of(reader, request.spec, span)
+    needed = GoldenInputs(golden=golden, run=sweep_run(span, sites_level="layer"))
+    needed.verify(model=model, dtype=request.dtype)
+    _refuse_missing_outputs(golden, span)
+    judge = ChainJudge(golden, criteria=request.criteria)
     with (
         open_journal(directory, _describe(request, model, runtime), is_anew=is_anew) as journal,
-        ChainRunner(chains, runtime=runtime, reader=reader) as runner,
+        LayerExecutor(request, runtime=runtime, reader=reader) as executor,
     ):
-        prober = Prober(
-            runner=runner,
-            judge=judge,
-            journal=journal,
-            chain_length=request.chain_length,
-            runtime=runtime,
-            reader=reader,
-            watch=watch,
-        )
+        prober = _Prober(request, executor=executor, judge=judge, journal=journal, watch=watch)
         findings = tuple(_search(request, prober))
     bisection = Bisection(
         span=span,
-        reference=str(chains.golden.directory),
-        target=chains.target.name,
+        reference=str(golden.directory),
+        target=request.target.name,
         arguments=_arguments(request, runtime),
-        probes=prober.probes,
+        probes=tuple(prober.probes),
         findings=findings,
         num_resumed=prober.num_resumed,
         sweep_visible=judge.sweep_visible(span),
@@ -128,7 +160,71 @@ def bisect_layers(
     return bisection, prober.compile_report()
 
 
-def _search(request: BisectRequest, prober: Prober) -> Iterator[BisectionFinding]:
+class _Prober:
+    """Runs the probes of a bisection, each once: a probe that the journal holds does not run again."""
+
+    def __init__(
+        self,
+        request: BisectRequest,
+        *,
+        executor: LayerExecutor,
+        judge: ChainJudge,
+        journal: Journal,
+        watch: Watch,
+    ) -> None:
+        self._request = request
+        self._executor = executor
+        self._judge = judge
+        self._journal = journal
+        self._watch = watch
+        self.probes: list[Probe] = []
+        self.num_resumed = 0
+        # Before the first layer that ran, and after each.
+        self._counts: list[CompileCounts] = [executor.runtime.count_compiles()]
+
+    def run(self, span: Span) -> Probe:
+        """Return the probe of `span`: its chains, up to the first that is wrong."""
+        probe = self._journal.find(span)
+        if probe is not None:
+            self.num_resumed += 1
+            logger.info("Probe %d: %s: done before.", len(self.probes) + 1, span)
+        else:
+            logger.info("Probe %d: %s.", len(self.probes) + 1, span)
+            probe = self._run(span)
+            self._journal.add(probe)
+        self.probes.append(probe)
+        return probe
+
+    def compile_report(self) -> CompileReport:
+        """Count the graphs of the first layer that ran and of all others, and the fallbacks to the CPU."""
+        return CompileReport.of(self._counts)
+
+    def _run(self, span: Span) -> Probe:
+        chains: list[Chain] = []
+        with self._watch(span) as progress:
+            length = self._request.chain_length
+            for start in range(span.start, span.stop, length):
+                part = Span(start, min(start + length, span.stop))
+                chains.append(self._run_chain(part, whole=span, progress=progress))
+                if not chains[-1].is_right:
+                    break
+        return Probe(span=span, chains=tuple(chains))
+
+    def _run_chain(self, span: Span, *, whole: Span, progress: Progress) -> Chain:
+        executor = self._executor
+        next_layer = span.stop if span.stop < whole.stop else None
+        num_bytes = executor.reader.num_bytes_read
+        end: torch.Tensor | None = None
+        for layer, output in run_chain(executor, self._request.golden, span, next_layer=next_layer):
+            end = output
+            self._counts.append(executor.runtime.count_compiles())
+            progress.advance(layer, num_bytes=executor.reader.num_bytes_read - num_bytes)
+            num_bytes = executor.reader.num_bytes_read
+        assert end is not None, "a span is never empty"
+        return self._judge.judge(span, end)
+
+
+def _search(request: BisectRequest, prober: _Prober) -> Iterator[BisectionFinding]:
     if request.extent is Extent.EXHAUSTIVE:
         yield from find_exhaustively(request.span, prober.run)
     elif request.extent is Extent.ALL:
@@ -138,16 +234,15 @@ def _search(request: BisectRequest, prober: Prober) -> Iterator[BisectionFinding
 
 
 def _arguments(request: BisectRequest, runtime: Runtime) -> tuple[str, ...]:
-    chains = request.chains
     named = {
         "model": request.model_source,
-        "golden": chains.golden.directory,
-        "target": chains.target.name,
+        "golden": request.golden.directory,
+        "target": request.target.name,
         "backend": runtime.backend,
-        "dtype": dtype_name(chains.dtype),
-        **chains.target.sharing(runtime),
+        "dtype": dtype_name(request.dtype),
+        **request.target.sharing(runtime),
     }
-    # How devices of one process share a layer is no option.
+    # The devices of one process are no option.
     named.pop("devices", None)
     return tuple(
         part for name, value in named.items() for part in (f"--{name.replace('_', '-')}", str(value))
@@ -164,37 +259,21 @@ def _refuse_missing_outputs(golden: Capture, span: Span) -> None:
 
 
 def _describe(request: BisectRequest, model: ModelFingerprint, runtime: Runtime) -> Description:
-    """All that a probe's result depends on: where it differs, no earlier probe is gone on with."""
-    chains = request.chains
-    inputs = chains.golden.read_inputs()
+    """Describe all that a probe's result depends on: a bisection resumes only where it is the same."""
+    golden = request.golden
+    needed = [(layer, site) for layer in request.span for site in (Site.INPUT, Site.OUTPUT)]
     return Description(
         side=DEVICE_SIDE,
         run=bisect_run(request.span),
-        provenance=Provenance(
+        provenance=request.provenance(
+            runtime,
             model=model,
-            model_source=request.model_source,
-            backend=str(runtime.backend),
-            device=runtime.backend.description,
-            dtypes={"weights": dtype_name(chains.dtype)},
-            target=chains.target.name,
-            target_digest=chains.target.source_digest,
             options={
-                "golden": _digest_golden(chains.golden, request.span),
+                "golden": digest_sites(golden, needed, header=golden.description.noise_floor),
                 "chain_length": request.chain_length,
                 "criteria": request.criteria.name,
-                **chains.target.sharing(runtime),
             },
         ),
-        inputs_digest=inputs.digest(),
-        input_source=f"golden {chains.golden.description.run.name}",
+        inputs_digest=request.inputs.digest(),
+        input_source=f"golden {request.golden.description.run.name}",
     )
-
-
-def _digest_golden(golden: Capture, span: Span) -> str:
-    """sha256 over the digests of what the chains are fed and judged by."""
-    digest = hashlib.sha256(golden.description.noise_floor.encode())
-    for layer in span:
-        for site in (Site.INPUT, Site.OUTPUT):
-            entry = golden.entry(layer, site)
-            digest.update(f"{layer} {site} {entry.sha256 if entry else None}\n".encode())
-    return digest.hexdigest()

@@ -1,6 +1,6 @@
-"""Decoding: rows of a layer computed one at a time, from the keys and values of those before them.
+"""Decoding: rows of a layer computed one at a time, from the keys and values of the rows before them.
 
-A port is judged by it as by a whole pass: row t of the golden's one pass is what decode row t must give.
+Decoded row t must equal row t of the golden's single pass, so a port is judged as in a whole pass.
 B batch, S rows of the batch, L rows of a cache, K kv heads, D head_dim.
 """
 
@@ -13,30 +13,24 @@ import torch
 
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
-from neuron.runs.layer_input import LayerInput
-from neuron.runs.layer_run import LayerRun
+from neuron.runs.layer_run import LayerInput, LayerRun
 from neuron.runs.layer_times import LayerTimes
 
 
 class Cache:
-    """Keys and values of a batch's rows, in memory of one length for every step: no graph depends on the step.
+    """Keys and values of a batch's rows, of one length L for every step, so that no graph depends on the step.
 
     Args:
-        key_values: Of the first rows, [B,K,rows,D] on the CPU.
-        num_rows: How many rows it can hold, L.
+        key_values: Keys and values of the first rows, [B,K,rows,D] both, on the CPU.
+        num_rows: Capacity in rows, L.
     """
 
     def __init__(self, key_values: KeyValues, *, num_rows: int) -> None:
         self._num_held = key_values[0].shape[2]
         self._keys, self._values = (_widened(tensor, num_rows) for tensor in key_values)
 
-    @property
-    def num_held(self) -> int:
-        """How many rows it holds."""
-        return self._num_held
-
     def append(self, key_values: KeyValues) -> None:
-        """Take up the keys and values of one more row, [B,K,1,D]."""
+        """Append the keys and values of one row, [B,K,1,D] both."""
         for held, new in zip((self._keys, self._values), key_values, strict=True):
             held[:, :, self._num_held : self._num_held + 1] = new
         self._num_held += 1
@@ -44,7 +38,7 @@ class Cache:
     def input_of(
         self, hidden_states: torch.Tensor, *, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> LayerInput:
-        """The pass of the row that follows those held.
+        """Build the input of one pass over the row after those held.
 
         Args:
             hidden_states: [B,1,H].
@@ -68,23 +62,22 @@ def run_decoding(
     *,
     rows: range,
     sites: tuple[Site, ...],
-    given: KeyValues | None = None,
+    past: KeyValues | None = None,
 ) -> LayerRun:
-    """Run all rows before `rows` in one pass, and each of `rows` in one of its own.
+    """Run all rows before `rows` in one pass, and each of `rows` in a pass of its own.
 
-    What a port returns as its keys and values stands for `k_rope` and `v_proj`, whatever it shows there: they are what
-    decoding rests on, and so they are judged.
+    The keys and values that the port returns are recorded as `k_rope` and `v_proj`, whatever it exposes there: decoding
+    depends on them, so they are judged.
 
     Args:
-        run: Runs the layer, and gives the keys and values of the rows that it is fed.
+        run: Runs the layer, and returns the keys and values of its rows too.
         whole: All rows.
-        rows: Those to decode; rows behind them are padding, and left at zero.
-        sites: What is recorded.
-        given: Keys and values [B,K,S,D] to decode from, such as the golden's; None for the layer's own.
+        rows: The rows to decode; the rows after them are padding, and stay zero.
+        sites: The sites to record.
+        past: Keys and values [B,K,S,D] to decode from, such as the golden's; None for the layer's own.
     """
     first = run(whole.first(rows.start))
-    past = _cached(first) if given is None else _rows(given, range(rows.start))
-    cache = Cache(past, num_rows=rows.stop - 1)
+    cache = Cache(_key_values(first, past, range(rows.start)), num_rows=rows.stop - 1)
     runs = [first]
     for row in rows:
         step = run(
@@ -96,13 +89,13 @@ def run_decoding(
         )
         runs.append(step)
         if row < rows.stop - 1:
-            cache.append(_cached(step) if given is None else _rows(given, range(row, row + 1)))
+            cache.append(_key_values(step, past, range(row, row + 1)))
     return _joined([_with_cache(one, sites) for one in runs], num_padding=whole.num_rows - rows.stop)
 
 
 def _with_cache(run: LayerRun, sites: tuple[Site, ...]) -> LayerRun:
-    """The run with what it returned as keys and values at the sites where the golden has these."""
-    keys, values = _cached(run)
+    """Put the keys and values that a run returned at the sites where the golden has them."""
+    keys, values = _key_values(run)
     returned = {Site.K_ROPE: keys, Site.V_PROJ: values.transpose(1, 2).flatten(2)}
     tensors = {**run.tensors, **{site: tensor for site, tensor in returned.items() if site in sites}}
     return replace(
@@ -113,7 +106,7 @@ def _with_cache(run: LayerRun, sites: tuple[Site, ...]) -> LayerRun:
 
 
 def _joined(runs: list[LayerRun], *, num_padding: int) -> LayerRun:
-    """One run of all rows; a site that one pass did not show is shown by none."""
+    """Join the passes to one run of all rows; a site that one pass lacks is left out."""
     tensors = {
         site: _padded([run.tensors[site] for run in runs], 2 if site.has_heads_dim else 1, num_padding)
         for site in runs[0].tensors
@@ -131,19 +124,18 @@ def _joined(runs: list[LayerRun], *, num_padding: int) -> LayerRun:
 
 
 def _padded(pieces: list[torch.Tensor], dim: int, num_padding: int) -> torch.Tensor:
-    """The pieces one after the other along `dim`, and zeros behind them."""
+    """Concatenate the pieces along `dim`, and append zeros."""
     shape = list(pieces[0].shape)
     shape[dim] = num_padding
     return torch.cat((*pieces, pieces[0].new_zeros(shape)), dim=dim)
 
 
-def _cached(run: LayerRun) -> KeyValues:
-    assert run.key_values is not None, "a run that decodes gives keys and values"
-    return run.key_values
-
-
-def _rows(key_values: KeyValues, rows: range) -> KeyValues:
-    keys, values = (tensor[:, :, rows.start : rows.stop] for tensor in key_values)
+def _key_values(run: LayerRun, past: KeyValues | None = None, rows: range = range(0)) -> KeyValues:
+    """Return the given past of these rows, or, without one, what the run returned."""
+    if past is None:
+        assert run.key_values is not None, "a run that decodes returns keys and values"
+        return run.key_values
+    keys, values = (tensor[:, :, rows.start : rows.stop] for tensor in past)
     return keys, values
 
 

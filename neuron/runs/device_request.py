@@ -2,56 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.provenance import Provenance
+from neuron.devices.runtime import Runtime
 from neuron.ports.target import Target
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRequest:
+class PortSetup:
+    """A port on a model: all that its layers need to run.
+
+    Args:
+        target: The port.
+        spec: The model's config.
+        model_source: The model as the user named it.
+        dtype: Dtype of weights and activations.
+        inputs: The token rows; their number decides the memory that a layer takes.
+        prefetch: Whether the next layer is read from the disk while one runs; None to decide by the free memory.
+        budget: Limit of anonymous memory.
+    """
+
+    target: Target
+    spec: ModelSpec
+    model_source: str
+    dtype: torch.dtype
+    inputs: Inputs
+    prefetch: bool | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
+
+    def provenance(
+        self, runtime: Runtime, *, model: ModelFingerprint, options: Mapping[str, Any]
+    ) -> Provenance:
+        """Describe the port on this device: what decides the numbers of a run.
+
+        Args:
+            runtime: The device.
+            model: Fingerprint of the layers that run.
+            options: The run's options that change numbers, by name.
+        """
+        return Provenance(
+            model=model,
+            model_source=self.model_source,
+            backend=str(runtime.backend),
+            device=runtime.backend.description,
+            dtypes={"weights": dtype_name(self.dtype)},
+            target=self.target.name,
+            target_digest=self.target.source_digest,
+            options={**options, **self.target.sharing(runtime)},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRequest(PortSetup):
     """A device run before it starts.
 
     Args:
         folder: The checkpoint.
-        spec: Its quantities.
-        model_source: The model as the user named it.
         run: Layers, mode and sites.
-        inputs: The token rows.
-        dtype: Dtype of weights and activations.
-        target: The implementation that runs.
-        golden: Where the layers' inputs come from; None for tokens or random numbers.
-        random_input: Whether the first layer is fed random numbers.
-        seed: Their seed.
-        prefetch: Whether the next layer is fetched from the disk while one runs; None for where memory holds it.
-        budget: What anonymous memory may be taken.
+        golden: Source of the layers' inputs; None for tokens or random numbers.
+        random_input: Whether the first layer's input is random.
+        seed: Seed of the random input.
         checks_capture: Whether every layer runs once more with nothing recorded, to see if recording changes it.
         profiles: Whether time and memory of every layer are kept.
-        max_new_tokens: How many tokens are generated after each row, at most; of a run of the whole model.
+        max_new_tokens: Most tokens to generate after each row, in a run of the whole model.
     """
 
     folder: Path
-    spec: ModelSpec
-    model_source: str
     run: Run
-    inputs: Inputs
-    dtype: torch.dtype
-    target: Target
     golden: Capture | None = None
     random_input: bool = False
     seed: int = 0
-    prefetch: bool | None = None
-    budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
     checks_capture: bool = False
     profiles: bool = False
     max_new_tokens: int = 0
@@ -74,17 +110,17 @@ class DeviceRequest:
                 next_step="Use --seq-len for random tokens, or mm2-test multi-layer --random-input.",
             )
         if self.golden is None and self.run.mode is Mode.ISOLATED and len(self.run.span) > 1:
-            raise UsageError("a sweep feeds every layer the golden's own input", next_step=_GIVE_GOLDEN)
+            raise UsageError("a sweep gives every layer the golden's own input", next_step=_GIVE_GOLDEN)
         if self.golden is None and self.run.component is not None:
-            raise UsageError("a component is fed the golden's values at its border", next_step=_GIVE_GOLDEN)
+            raise UsageError("a component needs the golden's values at its border", next_step=_GIVE_GOLDEN)
 
     @property
     def lead_in(self) -> range:
-        """The layers before the span that make its input of the tokens, where nothing else gives it."""
+        """The layers before the span, which compute its input from the tokens, where nothing else gives it."""
         is_given = self.golden is not None or self.random_input
         return range(0 if is_given else self.run.span.start)
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are to run, the lead-in included."""
+        """The number of layers to run, the lead-in included."""
         return len(self.lead_in) + len(self.run.span)

@@ -1,4 +1,4 @@
-"""DeviceFootprint: what a device run takes of the host's memory, told from shapes; and the limits it is held to.
+"""The host memory of a device run: its footprint, computed from shapes, and the limits that it must keep.
 
 B batch, S sequence, T tokens (B·S), H hidden, N heads, E experts, C experts per chunk, I intermediate.
 """
@@ -23,7 +23,7 @@ from neuron.builtin.moe import CHUNK_SIZE_BYTES
 from neuron.devices.backend import Backend
 from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import site_shape
-from neuron.ports.target import Target
+from neuron.runs.device_request import PortSetup
 
 logger = logging.getLogger(__name__)
 
@@ -31,29 +31,28 @@ _FLOAT32_BYTES = 4
 _FLOAT64_BYTES = 8
 # A site's values: on the device, on the host, and as the bytes that are written.
 _COPIES_OF_A_SITE = 3
-# Scores, scores that are masked, and their softmax in two dtypes.
+# Scores, masked scores, and their softmax in two dtypes.
 _COPIES_OF_SCORES = 4
-# XLA on the CPU widens the weights of a running graph to float32 and transposes them: at most 3.5 times their bytes
-# were measured.
+# XLA on the CPU widens the weights of a running graph to float32 and transposes them: 3.5 times their bytes measured.
 _XLA_COPIES_OF_EXPERTS = 4
-# What threads and libraries take for themselves: stacks, scratch, code that is compiled.
+# Threads and libraries: stacks, scratch memory, compiled code.
 _SPARE_BYTES = 64 << 20
-# Of the free memory, what is planned with: the rest is for what no shape tells.
+# The share of the free memory to plan with. The rest is for memory that no shape tells.
 _SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFootprint:
-    """What a device run holds in the host's memory.
+    """The host memory that a device run takes.
 
     Args:
-        spec: The model.
-        dtype: Of weights and activations.
+        spec: The model's config.
+        dtype: Dtype of weights and activations.
         inputs: The token rows.
-        backend: What computes: the weights that a NeuronCore computes with are not in the host's memory.
-        num_experts_at_once: How many experts mm2's own layers run together. None for a port: no shape tells what
-            lies between its sites.
-        num_ranks: Among how many ranks the weights are divided, as far as that is known.
+        backend: The backend that computes. A NeuronCore holds its weights outside the host's memory.
+        num_experts_at_once: Number of experts that mm2's own layer runs together. None for a port, whose tensors
+            between the sites are unknown.
+        num_ranks: Number of ranks that the weights are divided among, as far as known.
     """
 
     spec: ModelSpec
@@ -65,7 +64,7 @@ class DeviceFootprint:
 
     @property
     def layer_bytes(self) -> int:
-        """The weights of one layer, or a rank's part of them, and what of them is on its way to a device."""
+        """The weights of one layer or of a rank's part, and the chunk of them on its way to a device."""
         whole = -(-layer_bytes(self.spec, self.dtype) // self.num_ranks)
         held = 0 if self.backend.is_neuron else whole
         on_its_way = 0 if self.backend is Backend.CPU else min(whole, CHUNK_SIZE_BYTES)
@@ -73,7 +72,7 @@ class DeviceFootprint:
 
     @property
     def converted_bytes(self) -> int:
-        """What a port's `convert_state_dict` returns."""
+        """The tensors that a port's `convert_state_dict` returns."""
         return layer_bytes(self.spec, self.dtype)
 
     @property
@@ -83,14 +82,14 @@ class DeviceFootprint:
 
     @property
     def activation_bytes(self) -> int:
-        """What one layer takes beside its weights: its sites, and, of mm2's own layer, what lies between them."""
+        """The activations of one layer: its sites and, for mm2's own layer, the tensors between them."""
         sizes = [math.prod(site_shape(site, self.spec, self.inputs.batch_shape)) for site in Site]
         sites = sum(sizes) * _COPIES_OF_A_SITE * self.dtype.itemsize + max(sizes) * 2 * _FLOAT64_BYTES
         return sites + self._scores_bytes + self._experts_bytes + _SPARE_BYTES
 
     @property
     def logits_bytes(self) -> int:
-        """What the logits take: on the device, on the host, as written bytes, and once in float64."""
+        """The logits: on the device, on the host, as written bytes, and once in float64."""
         num_values = self.inputs.input_ids.numel() * self.spec.vocab_size
         return num_values * (_COPIES_OF_A_SITE * self.dtype.itemsize + _FLOAT64_BYTES)
 
@@ -103,7 +102,7 @@ class DeviceFootprint:
 
     @property
     def _experts_bytes(self) -> int:
-        """What experts that run together take: the states between their matrices, and copies of these."""
+        """The experts that run together: the states between their matrices, and copies of the matrices."""
         if self.num_experts_at_once is None or self.backend.is_neuron:
             return 0
         hidden, intermediate = self.spec.hidden_size, self.spec.intermediate_size
@@ -113,82 +112,62 @@ class DeviceFootprint:
         return self.num_experts_at_once * (self.inputs.input_ids.numel() * states + copies * matrices)
 
 
-def device_footprint(
-    target: Target, spec: ModelSpec, *, dtype: torch.dtype, inputs: Inputs, runtime: Runtime
-) -> DeviceFootprint:
-    """What a run of that target takes of the host's memory, in each of its ranks."""
+def device_footprint(setup: PortSetup, runtime: Runtime) -> DeviceFootprint:
+    """Compute the footprint of a port's run, in each of its ranks."""
     return DeviceFootprint(
-        spec=spec,
-        dtype=dtype,
-        inputs=inputs,
+        spec=setup.spec,
+        dtype=setup.dtype,
+        inputs=setup.inputs,
         backend=runtime.backend,
-        num_experts_at_once=target.num_experts_at_once(
-            spec, dtype=dtype, is_lazy=runtime.backend.is_lazy, ranks=runtime.ranks
+        num_experts_at_once=setup.target.num_experts_at_once(
+            setup.spec, dtype=setup.dtype, is_lazy=runtime.backend.is_lazy, ranks=runtime.ranks
         ),
-        num_ranks=runtime.ranks.degree if target.divides_weights else 1,
+        num_ranks=runtime.ranks.degree if setup.target.divides_weights else 1,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLimits:
-    """Stops a device run before it takes more memory than it may.
+    """Limits that stop a device run before it exceeds its memory budget.
+
+    Each method raises MemoryBudgetError where the memory it names does not fit.
 
     Args:
-        footprint: What the run takes.
-        budget: What it may take.
+        footprint: The memory that the run takes.
+        budget: The memory that it may take.
     """
 
     footprint: DeviceFootprint
     budget: MemoryBudget
 
     def allow_layer(self, layer: int) -> None:
-        """Pass where another layer's weights fit.
-
-        Raises:
-            MemoryBudgetError: They do not.
-        """
+        """Require room for another layer's weights."""
         self.budget.require(self.footprint.layer_bytes, f"holding the weights of layer {layer}")
 
     def allow_conversion(self, layer: int, *, is_built_anew: bool) -> None:
-        """Pass where a layer fits once more, as the port converts it, beside a module that is still to be filled.
-
-        Raises:
-            MemoryBudgetError: It does not.
-        """
+        """Require room for a layer as the port converts it, beside a new module that is still to be filled."""
         module = self.footprint.layer_bytes if is_built_anew else 0
         needed = self.footprint.converted_bytes + module
         self.budget.require(needed, f"what convert_state_dict makes of layer {layer}")
 
     def allow_activations(self, layer: int) -> None:
-        """Pass where what a layer computes fits.
-
-        Raises:
-            MemoryBudgetError: It does not.
-        """
+        """Require room for a layer's activations."""
         self.budget.require(self.footprint.activation_bytes, f"what layer {layer} computes")
 
     def has_room_for_another_layer(self) -> bool:
-        """Whether the host can hold the weights of one more layer beside what the one that runs computes."""
+        """Decide whether the host can hold another layer's weights beside the activations of the one that runs."""
         left = self.budget.left_bytes
         free = int(available_bytes() * _SHARE) if left is None else left
         return self.footprint.converted_bytes + self.footprint.activation_bytes <= free
 
     def allow_embedding(self) -> None:
-        """Pass where the embedding's weights fit.
-
-        Raises:
-            MemoryBudgetError: They do not.
-        """
+        """Require room for the embedding's weights."""
         self.budget.require(self.footprint.vocabulary_bytes, "reading the embedding")
 
     def allow_head(self) -> None:
-        """Pass where the lm_head and its logits fit.
-
-        Raises:
-            MemoryBudgetError: They do not.
-        """
+        """Require room for the lm_head and its logits."""
         footprint = self.footprint
-        # Where a NeuronCore computes too: the weight is read whole before it is sent.
+        # For a NeuronCore too, the weight is read whole before it is sent.
         copies = 2 if footprint.backend is Backend.XLA_CPU else 1
         self.budget.require(
             copies * footprint.vocabulary_bytes + footprint.logits_bytes, "the lm_head and its logits"
@@ -196,16 +175,16 @@ class RunLimits:
 
 
 def choose_read_ahead(prefetch: bool | None, footprint: DeviceFootprint, index: TensorIndex) -> bool:
-    """Whether the next layer is fetched while one runs; the reason is logged where it is not.
+    """Decide whether the next layer is read from the disk while one runs; log why where memory forbids it.
 
     Args:
-        prefetch: What the user said; None for where memory holds it.
-        footprint: What the run takes.
-        index: Of the checkpoint.
+        prefetch: The user's choice; None to decide by the free memory.
+        footprint: The memory that the run takes.
+        index: The checkpoint's.
     """
     if prefetch is not None:
         return prefetch
-    # What is fetched lies in the system's page cache: of the layer that is being loaded, and of the next.
+    # The page cache then holds the bytes of the layer that is being loaded, and of the next one.
     cached = 2 * max((stored_layer_bytes(index, layer) for layer in index.layers), default=0)
     needed = footprint.layer_bytes + footprint.activation_bytes + cached
     free = int(available_bytes() * _SHARE)

@@ -1,95 +1,91 @@
-"""Generation on a device: every next token goes through all layers, one of them in memory at a time.
+"""Generation on a device: each next token goes through all layers, one of which is in memory at a time.
 
-What a capture of the whole model holds is where it begins: logits for the first token, and each layer's input, which
-gives its keys and values while its weights are there for the second.
+It begins with the capture of the whole model. The logits give the first token. For the second, each layer's input
+gives its keys and values again, while the layer's weights are in memory.
 B batch, S rows of the prompts, H hidden, K kv heads, D head_dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.errors import TargetError
-from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs, num_positions_left
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.tokenizer import read_end_tokens
+from neuron.builtin.layer import KeyValues
 from neuron.runs.decoding import Cache
-from neuron.runs.layer_input import LayerInput
-from neuron.runs.layer_run import LayerRun
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """The parts of a model on a device, called one after the other.
-
-    Args:
-        embed: Tokens [B,1] to hidden states [B,1,H].
-        run_layer: Runs a layer, and gives the keys and values of its rows; the last argument is the layer after it.
-        read_logits: The last layer's output [B,1,H] to logits [B,1,vocab].
-    """
-
-    embed: Callable[[torch.Tensor], torch.Tensor]
-    run_layer: Callable[[int, LayerInput, int | None], LayerRun]
-    read_logits: Callable[[torch.Tensor], torch.Tensor]
+from neuron.runs.device_request import DeviceRequest
+from neuron.runs.layer_run import LayerInput, LayerRequest, LayerRun
 
 
 def generate_greedily(
-    model: Model,
+    request: DeviceRequest,
     capture: Capture,
-    inputs: Inputs,
     *,
-    num_tokens: int,
-    end_tokens: frozenset[int],
-    spec: ModelSpec,
-    budget: MemoryBudget,
+    embed: Callable[[torch.Tensor], torch.Tensor],
+    run_layer: Callable[[LayerRequest], LayerRun],
+    read_logits: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[list[int]]:
-    """The most likely tokens after each row, until one of them ends its text or the model has no further position.
+    """Return the most likely tokens after each row, up to a token that ends the text or the model's last position.
 
     Args:
-        model: Computes.
-        capture: The whole model's run of `inputs`, stored.
-        inputs: The prompts.
-        num_tokens: How many tokens, at most.
-        end_tokens: What ends a text.
-        spec: The model's quantities.
-        budget: Keys and values of all layers are held against it.
+        request: The run of the whole model.
+        capture: The finished capture of that run.
+        embed: Computes hidden states [B,1,H] from tokens [B,1].
+        run_layer: Runs a layer.
+        read_logits: Computes logits [B,1,vocab] from the last layer's output [B,1,H].
 
     Raises:
-        MemoryBudgetError: They do not fit.
+        MemoryBudgetError: The keys and values of all layers do not fit.
         TargetError: The port takes or gives no past, or its logits are NaN.
     """
+    inputs, spec, num_tokens = request.inputs, request.spec, request.max_new_tokens
+    end_tokens = read_end_tokens(request.folder)
+    num_cached = inputs.sequence_length + num_tokens - 1
+
+    def run(
+        layer: int, layer_input: LayerInput, sites: tuple[Site, ...] = ()
+    ) -> tuple[torch.Tensor, KeyValues]:
+        next_layer = layer + 1 if layer + 1 < spec.num_hidden_layers else None
+        result = run_layer(
+            LayerRequest(
+                layer=layer, layer_input=layer_input, sites=sites, keeps_past=True, next_layer=next_layer
+            )
+        )
+        assert result.key_values is not None, "they were asked for"
+        return result.output, result.key_values
+
     tokens = [_first_tokens(capture, inputs)]
     caches: list[Cache] = []
-    budget.require(
-        _cache_bytes(spec, inputs, num_tokens) if num_tokens > 1 else 0, "keys and values of all layers"
-    )
+    if num_tokens > 1:
+        # Keys and values, of at most float32.
+        values = spec.num_hidden_layers * inputs.batch_size * num_cached * 2 * spec.key_value_width
+        request.budget.require(4 * values, "keys and values of all layers")
     attention_mask = inputs.attention_mask
     positions = inputs.next_positions.clamp(max=spec.max_position_embeddings - 1)
     while len(tokens) < num_tokens and not all(
         _has_ended(row, end_tokens) for row in torch.cat(tokens, dim=1)
     ):
         attention_mask = torch.cat((attention_mask, torch.ones_like(positions)), dim=1)
-        states = model.embed(tokens[-1])
+        states = embed(tokens[-1])
         for layer in range(spec.num_hidden_layers):
-            then = layer + 1 if layer + 1 < spec.num_hidden_layers else None
             if len(caches) == layer:
                 whole = LayerInput.of(capture.read(layer, Site.INPUT), inputs)
-                key_values = model.run_layer(layer, whole, then).key_values
-                assert key_values is not None, "they were asked for"
-                caches.append(Cache(key_values, num_rows=inputs.sequence_length + num_tokens - 1))
-            given = caches[layer].input_of(states, attention_mask=attention_mask, position_ids=positions)
-            result = model.run_layer(layer, given, then)
-            assert result.key_values is not None, "they were asked for"
-            caches[layer].append(result.key_values)
-            states = result.output
+                # With the sites of the captured run, it has the graphs of that run.
+                _, key_values = run(layer, whole, request.run.sites)
+                caches.append(Cache(key_values, num_rows=num_cached))
+            cache = caches[layer]
+            row = cache.input_of(states, attention_mask=attention_mask, position_ids=positions)
+            states, key_values = run(layer, row)
+            cache.append(key_values)
         # Rows that have ended run on beside the others, at a position that the model has.
         positions = (positions + 1).clamp(max=spec.max_position_embeddings - 1)
-        tokens.append(_likeliest(model.read_logits(states)[:, -1]))
+        tokens.append(_likeliest(read_logits(states)[:, -1]))
     return [
         _until_end(row[:left], end_tokens)
         for row, left in zip(torch.cat(tokens, dim=1), _positions_left(inputs, spec), strict=True)
@@ -105,7 +101,7 @@ def _positions_left(inputs: Inputs, spec: ModelSpec) -> list[int]:
 
 
 def _first_tokens(capture: Capture, inputs: Inputs) -> torch.Tensor:
-    """What the logits of each row's last real token say, [B,1]."""
+    """Choose the tokens [B,1] by the logits of each row's last real token."""
     logits = capture.read_model(ModelSite.LOGITS)
     places = torch.arange(inputs.sequence_length) * inputs.attention_mask
     last = places.argmax(dim=1)
@@ -113,7 +109,7 @@ def _first_tokens(capture: Capture, inputs: Inputs) -> torch.Tensor:
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The token with the largest logit, [B,1] of [B,vocab]."""
+    """Return the tokens [B,1] with the largest of logits [B,vocab]."""
     if logits.isnan().any():
         raise TargetError(
             "no token can be chosen: logits are NaN",
@@ -127,13 +123,7 @@ def _has_ended(row: torch.Tensor, ended: frozenset[int]) -> bool:
 
 
 def _until_end(row: torch.Tensor, ended: frozenset[int]) -> list[int]:
-    """The tokens up to the first that ends the text, that one included."""
+    """Cut a row after the first token that ends the text."""
     tokens: list[int] = row.tolist()
     ends = [index for index, token in enumerate(tokens) if token in ended]
     return tokens[: ends[0] + 1] if ends else tokens
-
-
-def _cache_bytes(spec: ModelSpec, inputs: Inputs, num_tokens: int) -> int:
-    num_rows = inputs.batch_size * (inputs.sequence_length + num_tokens - 1)
-    # Two of them, of at most float32.
-    return spec.num_hidden_layers * num_rows * 2 * spec.key_value_width * 4

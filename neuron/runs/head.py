@@ -1,4 +1,4 @@
-"""The model outside its layers: embedding before them, final norm and lm_head after them."""
+"""The model outside its layers: embedding, final norm and lm_head."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
 from neuron.builtin.layer import RMSNorm
-from neuron.devices.runtime import Runtime
-from neuron.devices.weights import Weight, WeightLoader
+from neuron.devices.weights import Weight
+from neuron.runs.executor import LayerExecutor
 
 
 class DeviceHead(nn.Module):
@@ -28,29 +28,23 @@ class DeviceHead(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B,S,H] to final_norm [B,S,H] and logits [B,S,vocab]."""
+        """Compute final_norm [B,S,H] and logits [B,S,vocab] from [B,S,H]."""
         normed = self.norm(hidden_states)
         return normed, self.lm_head(normed)
 
 
 def embed_tokens(reader: CheckpointReader, input_ids: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """The embedding [B,S,H] of tokens [B,S], on the CPU; its weights are freed."""
+    """Compute the embedding [B,S,H] of tokens [B,S] on the CPU; its weights are freed."""
     return nn.functional.embedding(input_ids, reader.read_weight(EMBEDDING, dtype))
 
 
-def run_head(
-    hidden_states: torch.Tensor,
-    *,
-    reader: CheckpointReader,
-    spec: ModelSpec,
-    runtime: Runtime,
-    loader: WeightLoader,
-    dtype: torch.dtype,
-) -> Mapping[ModelSite, torch.Tensor]:
-    """final_norm and logits of the last layer's output [B,S,H], computed on the device, given on the CPU.
+def run_head(hidden_states: torch.Tensor, *, executor: LayerExecutor) -> Mapping[ModelSite, torch.Tensor]:
+    """Compute final_norm and logits from the last layer's output [B,S,H], on the device; return them on the CPU.
 
-    The weights are read straight to where they belong, and freed.
+    The weights are read straight onto the device, and freed.
     """
+    spec, dtype = executor.setup.spec, executor.setup.dtype
+    reader, runtime, loader = executor.reader, executor.runtime, executor.loader
     module = DeviceHead(spec, dtype=dtype)
     names = {
         "norm.weight": FINAL_NORM,

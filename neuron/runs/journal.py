@@ -1,4 +1,4 @@
-"""Journal: the finished probes of a bisection in a file, so that an interrupted one goes on where it stopped."""
+"""Journal: the finished probes of a bisection in a file, from which an interrupted bisection resumes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Journal:
     """The probes of one port on one golden; made by `open_journal`.
 
     Args:
-        directory: Where it lies.
-        description: What was probed.
-        probes: What has been run.
+        directory: The bisection's folder.
+        description: Model, golden, port and options.
+        probes: The finished probes.
     """
 
     def __init__(self, directory: Path, description: Description, probes: tuple[Probe, ...]) -> None:
@@ -38,11 +38,11 @@ class Journal:
         self._probes = {probe.span: probe for probe in probes}
 
     def find(self, span: Span) -> Probe | None:
-        """The probe of these layers, if it was run."""
+        """Return the probe of these layers; None where it has not run."""
         return self._probes.get(span)
 
     def add(self, probe: Probe) -> None:
-        """Store one more finished probe.
+        """Add a finished probe, and write the file.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
@@ -51,7 +51,7 @@ class Journal:
         self.write()
 
     def write(self) -> None:
-        """Write it whole.
+        """Write the file.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
@@ -67,13 +67,13 @@ class Journal:
 
 @contextmanager
 def open_journal(directory: Path, description: Description, *, is_anew: bool) -> Iterator[Journal]:
-    """The journal in `directory`, with the probes of earlier runs where they were of the same kind.
+    """Open the journal in `directory`, with the probes of earlier runs that have the same description.
 
-    The directory is made where it is missing, and locked while the block lasts.
+    The folder is created where it is missing, and locked during the block.
 
     Args:
-        directory: The bisection's directory.
-        description: What will be probed: model, golden, target, inputs and options.
+        directory: The bisection's folder.
+        description: Model, golden, port, inputs and options.
         is_anew: Whether earlier probes are forgotten.
 
     Raises:
@@ -102,14 +102,14 @@ def _refuse_foreign(directory: Path) -> None:
 
 
 def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
-    """The probes that may be gone on with; none where there are none, and the log says why."""
+    """Read the probes to resume from. Where there are none, return () and log why."""
     if not path.exists():
         return ()
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         obstacle = _obstacle(record, description)
-        probes = decode(tuple[Probe, ...], record["probes"])
-    except Exception as error:  # a damaged file: whatever reading it raises, it is begun anew
+        probes = tuple(decode(Probe, probe) for probe in record["probes"])
+    except Exception as error:  # a damaged file can raise anything; the bisection starts anew
         logger.warning("Starting anew: %s cannot be read (%s: %s).", path, type(error).__name__, error)
         return ()
     if obstacle is not None:

@@ -1,4 +1,7 @@
-"""LayerRun: what one run of one layer gave."""
+"""A single run of a layer: its input, request and result.
+
+B batch, S rows of this pass, P rows of past, H hidden, K kv heads, D head_dim.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,94 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from neuron.builtin.layer import KeyValues
 from neuron.runs.layer_times import LayerTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerInput:
+    """The input of one forward pass of a layer, on the CPU.
+
+    Args:
+        hidden_states: [B,S,H].
+        attention_mask: [B,P+S] of 0/1, the past's rows first.
+        position_ids: [B,S].
+        past: Rotated keys and values of earlier rows, [B,K,P,D] both; None without earlier rows.
+    """
+
+    hidden_states: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    past: KeyValues | None = None
+
+    def __post_init__(self) -> None:
+        num_past = 0 if self.past is None else self.past[0].shape[2]
+        expected = (self.batch_size, num_past + self.num_rows)
+        if tuple(self.attention_mask.shape) != expected:
+            raise ValueError(f"the mask is {list(self.attention_mask.shape)}, expected {list(expected)}")
+
+    @classmethod
+    def of(cls, hidden_states: torch.Tensor, inputs: Inputs) -> LayerInput:
+        """Build the input of one pass over all rows of a batch."""
+        return cls(
+            hidden_states=hidden_states,
+            attention_mask=inputs.attention_mask,
+            position_ids=inputs.position_ids,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.hidden_states.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """S."""
+        return self.hidden_states.shape[1]
+
+    def first(self, num_rows: int) -> LayerInput:
+        """Cut off all but the first rows; only without a past."""
+        assert self.past is None, "rows with a past are not cut"
+        return LayerInput(
+            hidden_states=self.hidden_states[:, :num_rows],
+            attention_mask=self.attention_mask[:, :num_rows],
+            position_ids=self.position_ids[:, :num_rows],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerRequest:
+    """A request to run one layer once.
+
+    Args:
+        layer: Its number.
+        layer_input: Its input, which is not changed.
+        sites: Sites to record.
+        border: Golden values that replace what the port computes at these sites.
+        keeps_past: Whether the keys and values of these rows are wanted.
+        next_layer: The layer that runs next, to be read ahead.
+    """
+
+    layer: int
+    layer_input: LayerInput
+    sites: tuple[Site, ...] = ()
+    border: Mapping[Site, torch.Tensor] = field(default_factory=dict)
+    keeps_past: bool = False
+    next_layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRun:
-    """What a layer gave, on the CPU.
+    """The result of one run of a layer, on the CPU.
 
     Args:
         output: The layer's output [B,S,H].
         tensors: The sites asked for and exposed.
         not_exposed: The sites asked for that the port does not expose.
-        router_dtypes: Dtype of the router gate and of the correction bias as loaded, where they can be told.
-        key_values: Rotated keys and values [B,K,S,D] of the rows that were fed; None where nobody asked.
+        router_dtypes: Dtypes of the router gate and of the correction bias as loaded, where they are known.
+        key_values: Rotated keys and values [B,K,S,D] of these rows; None where they were not wanted.
         times: Where the time went.
     """
 

@@ -1,4 +1,4 @@
-"""LayerTimes: where the time of one layer goes, and what memory it takes at most."""
+"""LayerTimes: the time of one layer, by phase."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from minimax_tools.checkpoint.reader import CheckpointReader
 from neuron.devices.runtime import Runtime
@@ -14,15 +15,15 @@ from neuron.devices.weights import WeightLoader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Seconds by the clock, of one layer or of several together.
+    """Wall time of one layer, or the sum of several, in seconds.
 
     Args:
-        read_s: Bytes from the disk or its cache.
-        regroup_s: Making them the port's weights: dequantised, cut, put together, converted.
-        transfer_s: Weights on their way to the device.
-        compile_s: Graphs compiled.
-        run_s: The forward passes, compiling aside.
-        copy_back_s: What they gave, on its way to the host.
+        read_s: Reading bytes from the disk or its cache.
+        regroup_s: Making weights of them: dequantising, cutting, joining, converting.
+        transfer_s: Copying weights to the device.
+        compile_s: Compiling graphs.
+        run_s: The forward passes, without compiling.
+        copy_back_s: Copying the results to the host.
     """
 
     read_s: float = 0.0
@@ -34,11 +35,11 @@ class LayerTimes:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The sum of all phases."""
         return float(sum(dataclasses.astuple(self)))
 
     def by_phase(self) -> dict[str, float]:
-        """Seconds by the name of each phase in words, such as `copy back`."""
+        """Return the seconds of each phase, by its name in words, such as `copy back`."""
         return {
             name.removesuffix("_s").replace("_", " "): value
             for name, value in dataclasses.asdict(self).items()
@@ -46,7 +47,7 @@ class LayerTimes:
 
     @classmethod
     def combined(cls, times: Sequence[LayerTimes], how: Callable[[list[float]], float]) -> LayerTimes:
-        """Of each phase what `how` makes of all its times."""
+        """Combine each phase's times by a function, such as `sum`."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: how([getattr(one, name) for one in times]) for name in names})
 
@@ -55,12 +56,12 @@ class LayerTimes:
 
 
 class Stopwatch:
-    """Made before a run, told when the weights are there and when it ran, asked after it.
+    """A stopwatch of one run of a layer, which starts when it is made.
 
     Args:
-        runtime: Counts what was compiled.
-        reader: Knows what was read.
-        loader: Knows what was sent.
+        runtime: Counts compile times.
+        reader: Counts read times.
+        loader: Counts transfer times.
     """
 
     def __init__(self, runtime: Runtime, reader: CheckpointReader, loader: WeightLoader) -> None:
@@ -68,17 +69,17 @@ class Stopwatch:
         self._began = self._marks()
 
     def loaded(self) -> None:
-        """The weights are there."""
+        """Note that the weights are loaded."""
         self._loaded = self._marks()
 
     def ran(self) -> None:
-        """The forward pass has been computed."""
+        """Note that the forward pass has been computed."""
         self._ran = self._marks()
 
     def times(self) -> LayerTimes:
-        """Threads read side by side: what they did counts by its share of the time by the clock."""
-        loading = self._loaded - self._began
-        running = self._ran - self._loaded
+        """Divide the wall time among the phases. Threads that read in parallel count by their share of it."""
+        loading = self._loaded.since(self._began)
+        running = self._ran.since(self._loaded)
         on_host_s = max(0.0, loading.clock_s - loading.sending_s - loading.compile_s)
         read_s = on_host_s * loading.reading_s / max(loading.converting_s, on_host_s, 1e-9)
         return LayerTimes(
@@ -100,9 +101,8 @@ class Stopwatch:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Marks:
-    """What the clocks say at one moment."""
+class _Marks(NamedTuple):
+    """The clocks at one moment."""
 
     clock_s: float
     reading_s: float
@@ -110,11 +110,5 @@ class _Marks:
     sending_s: float
     compile_s: float
 
-    def __sub__(self, earlier: _Marks) -> _Marks:
-        return _Marks(
-            clock_s=self.clock_s - earlier.clock_s,
-            reading_s=self.reading_s - earlier.reading_s,
-            converting_s=self.converting_s - earlier.converting_s,
-            sending_s=self.sending_s - earlier.sending_s,
-            compile_s=self.compile_s - earlier.compile_s,
-        )
+    def since(self, earlier: _Marks) -> _Marks:
+        return _Marks(*(now_s - then_s for now_s, then_s in zip(self, earlier, strict=True)))

@@ -1,4 +1,4 @@
-"""RankAssembly: what the ranks recorded of a layer, put together on the lead; alone, what was recorded."""
+"""RankAssembly: cuts tensors for the ranks that share a layer, and joins their pieces on the lead."""
 
 from __future__ import annotations
 
@@ -10,60 +10,64 @@ from minimax_tools.errors import TargetError
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
 from neuron.builtin.layer import KeyValues
-from neuron.devices.rank_messages import Crew
+from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import Exposure
-from neuron.runs.layer_input import LayerInput
+from neuron.runs.layer_run import LayerInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssembly:
-    """One pass of a layer, as its ranks share it; all of them make the same calls in the same order.
+    """A pass of a layer that ranks share. All ranks make the same calls in the same order.
 
     Args:
-        crew: The ranks.
-        exposure: What the port shows, and how its pieces make it up.
-        spec: The model.
+        runtime: The ranks.
+        exposure: The sites that the port exposes, and how their pieces make up the whole.
+        spec: The model's config.
         batch_shape: B and S.
         what: Target and layer, for errors.
     """
 
-    crew: Crew
+    runtime: Runtime
     exposure: Exposure
     spec: ModelSpec
     batch_shape: tuple[int, int]
     what: str
 
-    def own(self, given: LayerInput) -> LayerInput:
-        """The pass as this rank is fed it: of the past, the heads that it holds.
+    def cut_past(self, layer_input: LayerInput) -> LayerInput:
+        """Cut the past down to the heads that this rank holds.
 
         Raises:
-            TargetError: Which these are cannot be told.
+            TargetError: The port does not say which heads a rank holds.
         """
-        if given.past is None:
-            return given
-        keys, values = (self.cut(Site.K_ROPE, tensor) for tensor in given.past)
-        return replace(given, past=(keys, values))
+        if layer_input.past is None:
+            return layer_input
+        keys, values = (self.cut(Site.K_ROPE, tensor) for tensor in layer_input.past)
+        return replace(layer_input, past=(keys, values))
 
     def cut(self, site: Site, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of a site's logical tensor.
+        """Cut this rank's piece out of a site's whole tensor.
 
         Raises:
-            TargetError: It cannot be told.
+            TargetError: The port does not say how the site is divided.
         """
-        return self.exposure.cut(site, tensor, ranks=self.crew.ranks, what=f"{self.what}, {site}")
+        return self.exposure.cut(site, tensor, ranks=self.runtime.ranks, what=f"{self.what}, {site}")
 
     def join(self, site: Site, piece: torch.Tensor | None, *, name: str = "") -> torch.Tensor | None:
-        """A site's logical tensor; None where no rank shows it, where it cannot be told, and on others than the lead.
+        """Join the ranks' pieces of a site.
 
         Args:
             site: The site.
-            piece: What this rank recorded; None where nothing passed there.
-            name: What it is, where that is not the site.
+            piece: This rank's piece; None where nothing was recorded.
+            name: Name of the tensor, where it is not the site.
+
+        Returns:
+            The whole tensor on the lead. None on other ranks, where no rank shows the site, and where its division
+            is unknown.
 
         Raises:
-            TargetError: The ranks' pieces do not make up a tensor.
+            TargetError: The pieces do not make up a tensor.
         """
-        pieces = self.crew.gather(piece)
+        pieces = self.runtime.messages.gather(piece)
         missing = [rank for rank, found in enumerate(pieces) if found is None]
         if len(missing) == len(pieces):
             return None
@@ -78,13 +82,17 @@ class RankAssembly:
         return self.exposure.assemble(site, pieces, self.spec, self.batch_shape, what=what)
 
     def join_past(self, key_values: KeyValues) -> KeyValues | None:
-        """Keys and values of all heads, on the CPU; None on others than the lead.
+        """Join keys and values of all heads, on the CPU; None on ranks other than the lead.
 
         Raises:
-            TargetError: The ranks' pieces do not make up a tensor.
+            TargetError: The pieces do not make up a tensor.
         """
         keys, values = (
             self.join(Site.K_ROPE, tensor.to("cpu"), name=name)
             for name, tensor in zip(("keys of the past", "values of the past"), key_values, strict=True)
         )
         return None if keys is None or values is None else (keys, values)
+
+    def accepts(self, site: Site, tensor: torch.Tensor) -> bool:
+        """Decide whether a joined tensor can be the site's value, by its shape."""
+        return self.exposure.accepts(site, tensor, self.spec, self.batch_shape)

@@ -1,4 +1,4 @@
-"""RunProfile: where the time of a run went, kept beside its capture as a trace that Perfetto opens."""
+"""RunProfile: time and memory of a run's layers, stored beside its capture as a trace that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from neuron.runs.layer_times import LayerTimes
 from neuron.runs.run_report import LayerProfile
 
 PROFILE_NAME = "profile.json"
-# Where the file says what a trace viewer does not want to know.
+# The key of mm2's own values, which a trace viewer ignores.
 _OWN_KEY = "mm2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProfile:
-    """What every layer of a run took.
+    """Time and memory of every layer of a run.
 
     Args:
-        backend: What computed.
-        spec_digest: Of the model's quantities.
-        dtype: Of weights and activations.
-        num_ranks: How many shared each layer.
-        decode_rows: How many rows of each prompt were decoded.
-        batch_size: Rows of the run.
-        sequence_length: Tokens of each, padding included.
-        layers: In the order in which they ran.
+        backend: The backend that computed.
+        spec_digest: Digest of the model's config.
+        dtype: Dtype of weights and activations.
+        num_ranks: Number of ranks that shared each layer.
+        decode_rows: Number of decoded rows of each prompt.
+        batch_size: Rows of the batch.
+        sequence_length: Tokens of each row, padding included.
+        layers: The layers, in the order in which they ran.
     """
 
     backend: str
@@ -51,17 +51,17 @@ class RunProfile:
 
     @property
     def usual(self) -> LayerTimes:
-        """The times of a layer that compiles nothing: of each phase the median, compiling aside."""
+        """The median time of each phase, without compiling."""
         times = LayerTimes.combined([profile.times for profile in self.layers], median_high)
         return dataclasses.replace(times, compile_s=0.0)
 
     def verify(self, *, spec_digest: str, dtype: str, backend: str | None) -> None:
-        """Check that other lengths can be told from it for one rank of this model, dtype and backend.
+        """Check that the profile can estimate other lengths for one rank of this model, dtype and backend.
 
         Args:
-            spec_digest: Of the model's quantities.
-            dtype: Of weights and activations.
-            backend: What would compute; None where nothing can.
+            spec_digest: Digest of the model's config.
+            dtype: Dtype of weights and activations.
+            backend: The backend that would compute; None where none can.
 
         Raises:
             CaptureError: The profile is of something else.
@@ -83,7 +83,7 @@ class RunProfile:
                 )
 
     def write(self, directory: Path) -> Path:
-        """Write the trace into `directory`, and say where."""
+        """Write the trace into `directory`, and return its path."""
         path = directory / PROFILE_NAME
         record = {
             "traceEvents": list(self._events()),
@@ -96,10 +96,10 @@ class RunProfile:
 
     @classmethod
     def read(cls, directory: Path) -> RunProfile:
-        """The profile of the run whose capture lies in `directory`.
+        """Read the profile beside the capture in `directory`.
 
         Raises:
-            CaptureError: There is none, or it is damaged.
+            CaptureError: There is no profile, or it is damaged.
         """
         path = directory / PROFILE_NAME
         try:
@@ -115,33 +115,27 @@ class RunProfile:
             ) from error
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """Complete events: one for a layer, and beneath it its phases, one after the other; in microseconds."""
+        """Yield complete events: one for each layer, and beneath it its phases, one after the other."""
         for profile in self.layers:
-            start = profile.started_s
+            start_s = profile.started_s
             memory = {
                 "peak_host_bytes": profile.peak_host_bytes,
                 "peak_device_bytes": profile.peak_device_bytes,
             }
-            yield _event(f"layer {profile.layer}", start, profile.times.total_s, memory)
+            yield _event(f"layer {profile.layer}", start_s, profile.times.total_s, memory)
             for phase, seconds in profile.times.by_phase().items():
-                yield _event(phase, start, seconds, {"layer": profile.layer})
-                start += seconds
+                yield _event(phase, start_s, seconds, {"layer": profile.layer})
+                start_s += seconds
 
 
 def _event(name: str, start_s: float, seconds: float, about: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "ph": "X",
-        "ts": start_s * 1e6,
-        "dur": seconds * 1e6,
-        "pid": 0,
-        "tid": 0,
-        "args": about,
-    }
+    """Build an event of the trace format, whose times are in microseconds."""
+    times = {"ts": start_s * 1e6, "dur": seconds * 1e6}
+    return {"name": name, "ph": "X", **times, "pid": 0, "tid": 0, "args": about}
 
 
 class Profiler:
-    """Keeps what each layer took; a context manager, since a thread samples the memory while its block runs.
+    """Measures time and memory of layers. A context manager: a thread samples the memory during its block.
 
     Args:
         runtime: The device.
@@ -151,7 +145,7 @@ class Profiler:
         self._runtime = runtime
         self._tracker = MemoryTracker()
         self._began_s = time.perf_counter()
-        self._layers: list[LayerProfile] = []
+        self.layers: list[LayerProfile] = []
 
     def __enter__(self) -> Profiler:
         self._tracker.start()
@@ -162,21 +156,16 @@ class Profiler:
     ) -> None:
         self._tracker.stop()
 
-    @property
-    def layers(self) -> tuple[LayerProfile, ...]:
-        """The layers that ran, in the order in which they did."""
-        return tuple(self._layers)
-
     def keep(self, layer: int, started_s: float, times: LayerTimes) -> None:
-        """Keep what a layer took that ended now.
+        """Add a layer that ended now.
 
         Args:
             layer: The layer.
-            started_s: When it began, as `time.perf_counter` tells it.
-            times: Where its time went.
+            started_s: Its start by `time.perf_counter`, in seconds.
+            times: Its time by phase.
         """
         snapshot = self._tracker.snapshot(f"layer {layer}")
-        self._layers.append(
+        self.layers.append(
             LayerProfile(
                 layer=layer,
                 started_s=started_s - self._began_s,

@@ -1,4 +1,4 @@
-"""RunReport: what a run tells of itself beside its capture."""
+"""RunReport: facts about a finished run that its capture does not hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neuron.runs.layer_times import LayerTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileReport:
-    """Graphs that the first layer to run compiled, those of the later ones, and what fell back to the CPU."""
+    """Numbers of graphs compiled for the first layer that ran and for the later ones; operations run on the CPU."""
 
     first_layer: int
     later_layers: int
@@ -21,7 +21,7 @@ class CompileReport:
 
     @classmethod
     def of(cls, counts: Sequence[CompileCounts]) -> CompileReport:
-        """What was compiled between counts: one from before the first layer that ran, and one after each."""
+        """Build the report from counts: one before the first layer that ran, and one after each."""
         start, first, last = counts[0], counts[min(1, len(counts) - 1)], counts[-1]
         return cls(
             first_layer=first.since(start).compiles,
@@ -32,13 +32,13 @@ class CompileReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureEffect:
-    """Whether recording its sites changes what a layer gives.
+    """Effect of recording its sites on a layer's output.
 
     Args:
         layer: The layer.
-        num_changed: Values of its output that have other bits when nothing is recorded.
-        num_values: Values of its output.
-        max_abs_diff: The largest difference; NaN where one side alone is.
+        num_changed: Number of output values with other bits when nothing is recorded.
+        num_values: Number of output values.
+        max_abs_diff: The largest difference; NaN where only one of two values is NaN.
     """
 
     layer: int
@@ -48,7 +48,7 @@ class CaptureEffect:
 
     @classmethod
     def between(cls, layer: int, recorded: torch.Tensor, bare: torch.Tensor) -> CaptureEffect:
-        """The difference of two outputs of one shape: with its sites recorded, and without."""
+        """Compare two outputs of one shape: with the sites recorded, and without."""
         differs = (recorded != bare) & ~(recorded.isnan() & bare.isnan())
         difference = (recorded[differs].double() - bare[differs].double()).abs()
         return cls(
@@ -61,14 +61,14 @@ class CaptureEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """What one layer of a run took.
+    """Time and memory of one layer of a run.
 
     Args:
         layer: The layer.
-        started_s: When it began, in seconds since the run did.
-        times: Where its time went.
-        peak_host_bytes: The most anonymous memory that this process held meanwhile.
-        peak_device_bytes: The most that the device held; None where it does not tell.
+        started_s: Its start, in seconds since that of the run.
+        times: Its time by phase.
+        peak_host_bytes: Peak of this process's anonymous memory meanwhile.
+        peak_device_bytes: Peak of the device's memory; None where it is unknown.
     """
 
     layer: int
@@ -80,14 +80,14 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What a run tells of itself.
+    """Facts about a finished run.
 
     Args:
         compiles: Its graphs.
-        effects: What recording changes, by layer; None where it was not asked for.
-        profile: What each layer took; None where it was not asked for.
-        num_layers: How many the run has; of those that an earlier attempt ran, effects and profile know nothing.
-        generation_error: Why no token was generated that was asked for; None where nothing failed.
+        effects: Effects of recording, by layer; None unless asked for.
+        profile: Time and memory, by layer; None unless asked for.
+        num_layers: Number of layers, those of an earlier attempt included, of which effects and profile know nothing.
+        generation_error: Why no token was generated; None where nothing failed.
     """
 
     compiles: CompileReport

@@ -177,8 +177,8 @@ class SharedPort:
 
     def __init__(self, port: TracedPort, runtime: Runtime) -> None:
         self.port = port
-        self._crew = runtime.crew
-        self._crew.tell(
+        self._messages = runtime.messages
+        self._messages.send(
             TraceAssignment(
                 folder=port.reader.folder,
                 target=port.target.name,
@@ -194,8 +194,8 @@ class SharedPort:
         Raises:
             TargetError: As for `TracedPort.trace`.
         """
-        self._crew.tell(sample)
-        return self._crew.gather(self.port.trace(sample))
+        self._messages.send(sample)
+        return self._messages.gather(self.port.trace(sample))
 
     def prepare_trial(self, dtype: torch.dtype) -> TrialPort:
         """Build the port on all ranks, in a dtype, to run on generated weights.
@@ -203,21 +203,21 @@ class SharedPort:
         Raises:
             TargetError: It cannot be built.
         """
-        self._crew.tell(dtype)
+        self._messages.send(dtype)
         lead = self.port.prepare_trial(dtype)
 
         def run(tensors: Tensors, trial_input: TrialInput) -> torch.Tensor:
             if self.port.ranks.are_several:
                 # Tensors made on access cannot be sent.
                 tensors = dict(tensors)
-            self._crew.tell(TrialOrder(tensors=tensors, trial_input=trial_input))
+            self._messages.send(TrialOrder(tensors=tensors, trial_input=trial_input))
             return lead.run(tensors, trial_input)
 
         return TrialPort(run=run, computes_in_bf16=lead.computes_in_bf16)
 
     def dismiss(self) -> None:
         """Tell the other ranks that no order follows."""
-        self._crew.tell(None)
+        self._messages.send(None)
 
 
 def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
@@ -241,9 +241,9 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
         )
         trial: TrialPort | None = None
         order: Order
-        while (order := runtime.crew.hear()) is not None:
+        while (order := runtime.messages.receive()) is not None:
             if isinstance(order, ExpertSample):
-                runtime.crew.gather(port.trace(order))
+                runtime.messages.gather(port.trace(order))
             elif isinstance(order, torch.dtype):
                 trial = port.prepare_trial(order)
             else:

@@ -31,7 +31,6 @@ from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import Weight
 from neuron.ports.port_target import PortTarget
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
-from neuron.runs.chain_runner import ChainRequest
 
 _MODEL = SyntheticModel(
     num_hidden_layers=62,
@@ -95,9 +94,11 @@ class _Bench:
     def bisect(self, layers: frozenset[int], extent: Extent) -> Bisection:
         """Bisect a port that is wrong in these layers."""
         request = BisectRequest(
-            chains=ChainRequest(
-                spec=self.spec, golden=self.golden, target=_unloaded(layers), dtype=torch.bfloat16
-            ),
+            spec=self.spec,
+            golden=self.golden,
+            inputs=self.golden.read_inputs(),
+            target=_unloaded(layers),
+            dtype=torch.bfloat16,
             span=Span(0, self.spec.num_hidden_layers),
             extent=extent,
             chain_length=default_chain_length(torch.bfloat16),

@@ -20,9 +20,8 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from neuron.ports.target import target_config
 from neuron.runs.decoding import run_decoding
-from neuron.runs.golden_feed import GoldenFeed
-from neuron.runs.layer_input import LayerInput
-from neuron.runs.layer_run import LayerRun
+from neuron.runs.golden_inputs import GoldenInputs
+from neuron.runs.layer_run import LayerInput, LayerRun
 
 Tensors = Mapping[Site, torch.Tensor]
 _SITES = tuple(site for site in Site if site is not Site.INPUT)
@@ -51,13 +50,13 @@ def run_float32(
     if not decode_rows:
         return dict(run(whole).tensors)
     decoding = sweep_run(Span.single(layer), sites_level="all").decoding(decode_rows)
-    past = GoldenFeed(golden=scene.golden, run=decoding).past(layer)
+    past = GoldenInputs(golden=scene.golden, run=decoding).past(layer)
     assert past is not None, "a run that decodes is fed a past"
     # Prompts are padded on the right: decoding starts at the last rows of the shortest one.
     lengths = scene.inputs.lengths
     rows = range(max(min(lengths) - decode_rows, 1), max(lengths))
     given = (past[0].float(), past[1].float())
-    return dict(run_decoding(run, whole, rows=rows, sites=_SITES, given=given).tensors)
+    return dict(run_decoding(run, whole, rows=rows, sites=_SITES, past=given).tensors)
 
 
 def measure_effects(scene: Scene, layer: int, plant: Plant, *, decode_rows: int = 0) -> dict[Site, float]:

@@ -19,12 +19,12 @@ from cpu_golden import request_golden
 
 from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.pipeline.pipeline import capture_by_ranks
-from gpu_reference.ranks.rank_place import RankPlace
-from gpu_reference.ranks.ranks import RankGroup, open_ranks
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.command_line.progress import NoProgress
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.ranks.rank_group import RankGroup, open_ranks
+from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.text.prompts import InputRequest, build_inputs
 
 _CPU = torch.device("cpu")
@@ -64,9 +64,9 @@ def _request(folder: Path, lengths: str, streaming: Streaming) -> GoldenRequest:
 
 
 def _meet(ranks: RankGroup) -> None:
-    ranks.say(f"here/{ranks.rank}", True)
+    ranks.publish(f"here/{ranks.rank}", True)
     for rank in range(ranks.num_ranks):
-        ranks.ask(f"here/{rank}")
+        ranks.wait_for(f"here/{rank}")
 
 
 def _tell(start: float) -> None:

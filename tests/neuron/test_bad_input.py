@@ -199,7 +199,14 @@ class Port(ReferenceLayer):
         target = write_port("class Port(ReferenceLayer):\n    sites = {}\n")
         arguments = ("component", "--layer", 0, "--component", component, "--model", toy, "--golden", golden)
         result = run(*arguments, "--target", target)
-        refused(result, "cannot be fed at", site, "`sites`", "mm2-test single-layer", exit_code=3)
+        refused(
+            result,
+            "cannot take the golden's values at",
+            site,
+            "`sites`",
+            "mm2-test single-layer",
+            exit_code=3,
+        )
 
     def test_submodule_that_the_port_does_not_call_cannot_be_fed(
         self, run: Any, write_port: Any, toy: Path, golden: Path
@@ -214,7 +221,7 @@ class Port(ReferenceLayer):
 """
         arguments = ("component", "--layer", 0, "--component", "moe", "--model", toy, "--golden", golden)
         result = run(*arguments, "--target", write_port(source))
-        refused(result, "was not fed at post_norm", "`sites`", exit_code=3)
+        refused(result, "took no golden value at post_norm", "`sites`", exit_code=3)
 
 
 class TestBackend:

@@ -59,7 +59,7 @@ try:
         if ranks.is_lead:
             torch.distributed.all_reduce(torch.ones(1))
         else:
-            runtime.crew.hear()
+            runtime.messages.receive()
 except Mm2Error as error:
     print(f"{ranks.rank}: {error}\\n", end="")
 """

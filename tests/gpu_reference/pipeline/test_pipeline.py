@@ -348,7 +348,7 @@ def copied(directory: Path, tmp_path: Path) -> Path:
 def test_killed_rank_is_named_within_a_minute(killed: Killed) -> None:
     assert killed.took_s < 60
     (line,) = errors(killed.ran)
-    assert "rank 1 (node node1) died: its process is gone" in line
+    assert "rank 1 (node node1) failed: its process is gone" in line
     assert "exitcode  : -9" in killed.ran.stderr or "exitcode  : 3" in killed.ran.stderr
 
 
@@ -420,7 +420,7 @@ def test_ranks_resume_what_a_single_process_began(plain: Path, toy: Path, tmp_pa
 def test_killed_rank_0_is_named_and_the_run_resumes(plain: Path, toy: Path, tmp_path: Path) -> None:
     killed = run_killed(toy, tmp_path, 0, "layer_0.safetensors")
     (line,) = errors(killed.ran)
-    assert "rank 0 (node node0) died" in line
+    assert "rank 0 (node node0) failed" in line
     ran = wait(start(2, *common_of(toy), "--plan", killed.plan_file, "--output-dir", killed.directory))
     assert ran.exit_code == 0, ran.stderr
     assert contents(killed.directory) == contents(plain)
@@ -437,7 +437,7 @@ def test_rank_that_dies_while_others_wait_for_it_is_named_by_one(toy: Path, tmp_
     ran = wait(process)
     assert time.monotonic() - killed_at < 60
     (line,) = errors(ran)
-    assert "rank 0 (node node0) died" in line
+    assert "rank 0 (node node0) failed" in line
 
 
 @pytest.mark.slow
@@ -451,7 +451,7 @@ def test_rank_that_gives_no_sign_of_life_is_named_within_a_minute(toy: Path, tmp
     begun_s = time.monotonic()
     line = next(line for line in cast("IO[str]", process.stderr) if line.startswith("Error:"))
     assert time.monotonic() - begun_s < 60
-    assert "rank 1 (node node1) died: it gave no sign of life for 40 s" in line
+    assert "rank 1 (node node1) failed: it gave no sign of life for 40 s" in line
     silent.kill()
     wait(process)
 
@@ -484,7 +484,7 @@ def test_torchrun_starts_the_ranks_anew_when_one_was_killed(plain: Path, toy: Pa
     ran = wait(process)
     assert ran.exit_code == 0, ran.stderr
     (line,) = errors(ran)
-    assert "rank 1 (node node1) died" in line
+    assert "rank 1 (node node1) failed" in line
     assert contents(directory) == contents(plain)
 
 
@@ -525,7 +525,7 @@ def test_machine_that_dies_with_the_store_is_told_of_by_the_other(toy: Path, tmp
     ran = wait(second if keeper is first else first)
     assert time.monotonic() - killed_at < 60
     (line,) = errors(ran)
-    assert "the store through which the ranks talk" in line or "died: its process is gone" in line
+    assert "the store through which the ranks talk" in line or "failed: its process is gone" in line
     wait(keeper)
 
 

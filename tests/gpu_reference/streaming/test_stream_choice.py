@@ -11,7 +11,6 @@ import torch
 from gpu_reference.cli import main
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.placement import Placement
-from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.streaming.stream_choice import (
     MemoryRoom,
     StreamingRequest,
@@ -26,6 +25,7 @@ from minimax_tools.partition.cost import PartCost
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import Slice
 from minimax_tools.partition.planners import Stage
+from minimax_tools.ranks.rank_place import RankPlace
 
 CPU = torch.device("cpu")
 ON_CPU = Placement(device_map={"": "cpu"})

@@ -131,8 +131,7 @@ import json, os
 import torch
 from minimax_tools.errors import BackendError
 from neuron.devices.backend import Backend
-from neuron.devices.rank_messages import open_store
-from neuron.devices.distributed import model_parallel, probe_group, process_group
+from neuron.devices.distributed import model_parallel, open_store, probe_group, process_group
 from neuron.devices.ranks import Ranks
 from neuronx_distributed.parallel_layers import parallel_state
 

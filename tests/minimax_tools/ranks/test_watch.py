@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from gpu_reference.ranks.process import Process
-from gpu_reference.ranks.watch import ALIVE, DONE, FAILED, Watch, status_key
+from minimax_tools.ranks.process import Process
+from minimax_tools.ranks.watch import ALIVE, DONE, FAILED, Watch, status_key
 
 ELSEWHERE = Process(pid=1, place="elsewhere")
 GONE = replace(Process.current(), pid=2**22 + 1)

@@ -4,8 +4,8 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from gpu_reference.ranks.process import Process
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.ranks.process import Process
 
 
 def test_process_that_ended_is_gone_and_a_living_one_is_not() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from dataclasses import replace
@@ -12,12 +11,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from gpu_reference.ranks.interrupt import InterruptedRunError, Stopper
-from gpu_reference.ranks.process import Process
-from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
-from gpu_reference.ranks.ranks import RankGroup, RankLostError, ToldError, open_ranks
-from gpu_reference.ranks.watch import ALIVE, DONE, FAILED, Watch, status_key
 from minimax_tools.errors import CannotRunError, CaptureError, UsageError
+from minimax_tools.ranks.failure import RankLostError, ReportedElsewhereError
+from minimax_tools.ranks.interrupt import InterruptedRunError, Interrupter
+from minimax_tools.ranks.process import Process
+from minimax_tools.ranks.rank_group import RankGroup, open_ranks
+from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.watch import ALIVE, DONE, FAILED, Watch, status_key
 
 ALONE = RankPlace(rank=0, num_ranks=1, local_rank=0, num_local=1)
 GONE = replace(Process.current(), pid=2**22 + 1)
@@ -52,7 +52,7 @@ def test_failing_rank_gives_its_name_and_all_others_are_silent() -> None:
     other, watch = ranks_of(store, 0), Watch(store, 0, [GONE, GONE], on_loss=lambda: None)
     other = ranks_of(store, 0, watch=watch)
     watch.look()
-    with pytest.raises(ToldError):
+    with pytest.raises(ReportedElsewhereError):
         other.check()
 
 
@@ -62,10 +62,10 @@ def test_dead_rank_is_named_by_one_survivor() -> None:
     ranks.check()
     watch.look()
     with pytest.raises(
-        RankLostError, match=r"rank 1 \(node b\) died: its process is gone: .* it resumes after the layers"
+        RankLostError, match=r"rank 1 \(node b\) failed: its process is gone: .* it resumes after the layers"
     ):
         ranks.check()
-    with pytest.raises(ToldError):
+    with pytest.raises(ReportedElsewhereError):
         ranks.check()
 
 
@@ -73,14 +73,14 @@ def test_wait_for_a_dead_rank_ends() -> None:
     ranks, watch = watched(HashStore(), Process.current(), GONE)
     watch.start()
     with pytest.raises(RankLostError, match="rank 1"):
-        ranks.ask("what nobody says")
+        ranks.wait_for("what nobody says")
     watch.stop()
 
 
 def test_rank_that_was_stopped_names_who_died() -> None:
     ranks, watch = watched(HashStore(), Process.current(), GONE)
     watch.look()
-    assert str(ranks.fail(InterruptedRunError())).startswith("rank 1 (node b) died")
+    assert str(ranks.fail(InterruptedRunError())).startswith("rank 1 (node b) failed")
 
 
 def test_rank_that_was_stopped_by_nobodys_death_says_so() -> None:
@@ -98,7 +98,7 @@ def test_store_that_is_gone_is_told_by_everybody() -> None:
     watch.look()
     for _ in range(2):
         with pytest.raises(RankLostError, match="the store .* cannot be reached: Connection reset by peer"):
-            ranks.say("anything", 1)
+            ranks.publish("anything", 1)
     told = ranks.fail(KeyError("x"))
     assert str(told) == "rank 0 (node a) failed: unexpected KeyError: 'x'"
 
@@ -108,7 +108,7 @@ def test_error_that_all_ranks_have_is_told_once() -> None:
     error = UsageError("no such plan")
     assert ranks_of(store, 0).fail(error) is error
     silent = ranks_of(store, 1).fail(error)
-    assert isinstance(silent, ToldError)
+    assert isinstance(silent, ReportedElsewhereError)
     assert silent.exit_code == 2
 
 
@@ -138,7 +138,7 @@ def test_others_leave_when_rank_0_is_done() -> None:
 def test_others_name_rank_0_where_it_dies_before_it_is_done() -> None:
     ranks, watch = watched(HashStore(), GONE, Process.current(), rank=1)
     watch.start()
-    with pytest.raises(RankLostError, match=r"rank 0 \(node a\) died"):
+    with pytest.raises(RankLostError, match=r"rank 0 \(node a\) failed"):
         ranks.leave()
     watch.stop()
 
@@ -147,8 +147,8 @@ def test_loss_interrupts_what_the_main_thread_does() -> None:
     store = HashStore()
     for rank in range(2):
         store.set(status_key(rank), ALIVE)
-    with Stopper() as stopper:
-        watch = Watch(store, 0, [Process.current(), GONE], on_loss=stopper.interrupt)
+    with Interrupter() as interrupter:
+        watch = Watch(store, 0, [Process.current(), GONE], on_loss=interrupter.interrupt)
         watch.start()
         with pytest.raises(InterruptedRunError):
             time.sleep(30)
@@ -168,9 +168,9 @@ def test_one_rank_talks_to_itself() -> None:
     with open_ranks(ALONE) as ranks:
         ranks.assign(["a"])
         ranks.join(torch.device("cpu"))
-        ranks.on_look(lambda: seen.append(ranks.has_said("value")))
-        ranks.say("value", [1, None])
-        assert ranks.ask("value") == [1, None]
+        ranks.on_look(lambda: seen.append(ranks.is_published("value")))
+        ranks.publish("value", [1, None])
+        assert ranks.wait_for("value") == [1, None]
         ranks.settle()
         ranks.leave()
     assert seen == [True]
@@ -180,20 +180,3 @@ def test_one_rank_leaves_signals_alone() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with open_ranks(ALONE):
         assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_idle_cores_are_told_of_by_rank_0_alone(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    one_of_two = RankPlace(rank=0, num_ranks=2, local_rank=0, num_local=1)
-    with caplog.at_level(logging.WARNING, logger="gpu_reference.ranks.rank_place"):
-        warn_of_idle_cores(replace(one_of_two, rank=1))
-        warn_of_idle_cores(ALONE)
-        assert not caplog.text
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        warn_of_idle_cores(one_of_two)
-        assert not caplog.text
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        warn_of_idle_cores(one_of_two)
-    assert "OMP_NUM_THREADS is 1" in caplog.text

@@ -1,8 +1,10 @@
-"""Opening: how the ranks of a run come to write one capture together, before any of them reads a weight.
+"""The one capture that all ranks of a run write together, opened before any of them reads a weight.
 
-Each rank introduces itself: the plan it goes by, and what it would write. Rank 0 compares, opens the directory, and
-tells all what lies there already. What is to be done follows from that one answer, never from a file that rank 0 may
-be writing meanwhile; and each rank makes sure that it sees the very directory that rank 0 opened.
+1. Each rank publishes a proposal: the digest of its plan, and the capture that it would write.
+2. Rank 0 compares the proposals, opens the directory, and publishes the manifest of what lies there already.
+3. The other ranks check that they see the directory that rank 0 opened.
+
+Every rank decides its work from that manifest alone, never from a file that rank 0 may be writing meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu_reference.golden.golden import Golden
-from gpu_reference.ranks.ranks import RankGroup
 from minimax_tools.capture.manifest import Description, Manifest
 from minimax_tools.capture.parts import SETTLING_S, part_name, require_shared
 from minimax_tools.capture.writer import CaptureWriter, open_capture
@@ -22,16 +23,17 @@ from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.ranks.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
-    """What a rank tells of itself.
+class CaptureProposal:
+    """The capture that one rank would write.
 
     Args:
         plan: Digest of its plan.
-        description: Of the capture that it would write, of its slice's layers.
-        shapes: Those of its tensors outside the layers, by name.
+        description: Of the capture, with the layers of its slice.
+        shapes: Shapes of its tensors outside the layers, by name.
     """
 
     plan: str
@@ -39,8 +41,8 @@ class Introduction:
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, golden: Golden, plan: PartitionPlan) -> Introduction:
-        """What a rank tells that opened this golden."""
+    def of(cls, golden: Golden, plan: PartitionPlan) -> CaptureProposal:
+        """Build the proposal of a rank that opened this golden."""
         entries = golden.reader.index.entries
         return cls(
             plan=plan.digest,
@@ -50,81 +52,80 @@ class Introduction:
 
 
 @contextmanager
-def open_together(
+def open_shared_capture(
     ranks: RankGroup,
-    introduction: Introduction,
+    proposal: CaptureProposal,
     golden: Golden,
     directory: Path,
     *,
     patience_s: float = SETTLING_S,
 ) -> Iterator[CaptureWriter]:
-    """The capture directory, opened by rank 0; all ranks write into it.
+    """Open the capture directory on rank 0, and a writer into it on every rank.
 
     Args:
-        ranks: All of them.
-        introduction: This one's.
-        golden: This one's.
+        ranks: All ranks.
+        proposal: This rank's.
+        golden: This rank's.
         directory: The capture directory, which all ranks see.
-        patience_s: How long it may take until another machine sees it.
+        patience_s: Longest wait until another machine sees it, in seconds.
 
     Raises:
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
-        CannotRunError: The ranks go by different plans, or would make different captures.
+        CannotRunError: The ranks have different plans, or would write different captures.
     """
-    ranks.say(f"introduction/{ranks.rank}", encode(introduction))
+    ranks.publish(f"proposal/{ranks.rank}", encode(proposal))
     if ranks.rank > 0:
-        manifest = decode(Manifest, ranks.ask("opening"))
+        manifest = decode(Manifest, ranks.wait_for("manifest"))
         _require_shared(ranks, directory, patience_s)
         yield CaptureWriter(directory, manifest, manifest_name=part_name(ranks.rank))
         return
-    told = [ranks.ask(f"introduction/{rank}") for rank in range(ranks.num_ranks)]
-    merged = merge_introductions(ranks, decode(list[Introduction], told))
+    records = [ranks.wait_for(f"proposal/{rank}") for rank in range(ranks.num_ranks)]
+    merged = merge_proposals(ranks, [decode(CaptureProposal, record) for record in records])
     with open_capture(directory, merged, inputs=golden.request.inputs, owner=ranks.nonce) as writer:
-        ranks.say("opening", encode(writer.manifest))
+        ranks.publish("manifest", encode(writer.manifest))
         yield writer
 
 
-def merge_introductions(ranks: RankGroup, introductions: list[Introduction]) -> Description:
-    """The description of what all ranks make together.
+def merge_proposals(ranks: RankGroup, proposals: list[CaptureProposal]) -> Description:
+    """Build the description of the capture that all ranks write together.
 
     Raises:
-        CannotRunError: One of them goes by another plan, or would make another capture.
+        CannotRunError: A rank has another plan than rank 0, or would write another capture.
     """
-    first = introductions[0]
-    own = first.description.provenance
+    first = proposals[0]
     layers: dict[int, str] = {}
     layer_tensors: dict[int, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, introduction in enumerate(introductions):
-        if introduction.plan != first.plan:
+    for rank, proposal in enumerate(proposals):
+        if proposal.plan != first.plan:
             raise CannotRunError(
                 f"{ranks.name(rank)} goes by another plan than rank 0",
                 expected=first.plan[:12],
-                found=introduction.plan[:12],
+                found=proposal.plan[:12],
                 next_step="Copy one plan file to all machines, and run the same command again.",
             )
-        theirs = introduction.description.provenance.model
-        differing = first.description.differences(_as_of(introduction.description, first.description))
+        differing = first.description.differences(_as_of_rank_0(proposal.description, first.description))
         if differing:
             raise CannotRunError(
                 f"{ranks.name(rank)} would make another capture than rank 0",
                 found=f"other {', '.join(differing)}",
                 next_step="Start all ranks with the same options, checkpoint, libraries, environment and devices.",
             )
-        layers |= theirs.layers
-        layer_tensors |= theirs.layer_tensors
-        shapes |= introduction.shapes
-    merged = replace(
-        own.model,
+        layers |= proposal.description.provenance.model.layers
+        layer_tensors |= proposal.description.provenance.model.layer_tensors
+        shapes |= proposal.shapes
+    provenance = first.description.provenance
+    model = replace(
+        provenance.model,
         layers=dict(sorted(layers.items())),
         layer_tensors=dict(sorted(layer_tensors.items())),
         tensors_digest=digest_shapes(shapes),
     )
-    return replace(first.description, provenance=replace(own, model=merged))
+    return replace(first.description, provenance=replace(provenance, model=model))
 
 
-def _as_of(other: Description, first: Description) -> Description:
-    """Another rank's description with rank 0's slice, and its name for the checkpoint: these may differ."""
+def _as_of_rank_0(other: Description, first: Description) -> Description:
+    """Replace what may differ between ranks by rank 0's: the slice, and the name of the checkpoint."""
     own = first.provenance
     model = replace(
         other.provenance.model,

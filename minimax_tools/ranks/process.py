@@ -1,4 +1,4 @@
-"""Process: which one of which machine a rank is, as others see it."""
+"""Process: a rank's process, as the other ranks see it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Process:
 
     Args:
         pid: Its id.
-        place: What processes share that see each other's ids.
+        place: The machine, boot and pid namespace. Processes of one place see each other's ids.
     """
 
     pid: int
@@ -22,12 +22,12 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """This one."""
+        """Describe the calling process."""
         return cls(pid=os.getpid(), place=_place())
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known to have ended; of one in another place nothing is known."""
+        """True if the process has ended. False for one of another place, which cannot be seen from here."""
         return self.place == _place() and not _is_alive(self.pid)
 
 
@@ -46,6 +46,6 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        # Somebody else's, or no such file system here.
+        # Another user's process, or no /proc on this system.
         return True
     return state != "Z"

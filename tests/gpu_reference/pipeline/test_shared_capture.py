@@ -12,10 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from gpu_reference.golden.golden import Golden, open_golden
-from gpu_reference.pipeline.joint_start import Introduction, merge_introductions, open_together
-from gpu_reference.ranks.background_call import Errand
-from gpu_reference.ranks.rank_place import RankPlace
-from gpu_reference.ranks.ranks import RankGroup
+from gpu_reference.pipeline.shared_capture import CaptureProposal, merge_proposals, open_shared_capture
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CannotRunError, CaptureError
@@ -24,6 +21,9 @@ from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
+from minimax_tools.ranks.background_call import BackgroundCall
+from minimax_tools.ranks.rank_group import RankGroup
+from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.slices.source import open_source
 
 
@@ -58,27 +58,27 @@ def goldens(toy: Path, ask: Any) -> Iterator[tuple[Golden, Golden]]:
 
 
 @pytest.fixture(scope="module")
-def introductions(goldens: tuple[Golden, Golden], toy: Path) -> list[Introduction]:
-    return [Introduction.of(golden, plan_of(toy, 2)) for golden in goldens]
+def proposals(goldens: tuple[Golden, Golden], toy: Path) -> list[CaptureProposal]:
+    return [CaptureProposal.of(golden, plan_of(toy, 2)) for golden in goldens]
 
 
-def changed(introduction: Introduction, change: Callable[[Description], Description]) -> Introduction:
-    return replace(introduction, description=change(introduction.description))
+def changed(proposal: CaptureProposal, change: Callable[[Description], Description]) -> CaptureProposal:
+    return replace(proposal, description=change(proposal.description))
 
 
 def test_what_ranks_make_together_is_what_one_process_makes(
-    introductions: list[Introduction], ask: Any
+    proposals: list[CaptureProposal], ask: Any
 ) -> None:
-    merged = merge_introductions(rank_of(HashStore(), 0), introductions)
+    merged = merge_proposals(rank_of(HashStore(), 0), proposals)
     with open_golden(ask(streaming=Streaming(device=torch.device("cpu"), prefetch=False))) as golden:
         assert merged.differences(golden.describe()) == []
 
 
-def test_introduction_survives_being_told(introductions: list[Introduction]) -> None:
-    for introduction in introductions:
-        told = decode(Introduction, encode(introduction))
-        assert told.description.differences(introduction.description) == []
-        assert (told.plan, dict(told.shapes)) == (introduction.plan, dict(introduction.shapes))
+def test_proposal_survives_being_told(proposals: list[CaptureProposal]) -> None:
+    for proposal in proposals:
+        told = decode(CaptureProposal, encode(proposal))
+        assert told.description.differences(proposal.description) == []
+        assert (told.plan, dict(told.shapes)) == (proposal.plan, dict(proposal.shapes))
 
 
 def test_plan_is_told_apart_by_what_it_gives_to_whom(toy: Path) -> None:
@@ -87,73 +87,73 @@ def test_plan_is_told_apart_by_what_it_gives_to_whom(toy: Path) -> None:
     assert plan.digest != plan_of(toy, 1).digest
 
 
-def test_rank_with_another_plan_is_named(introductions: list[Introduction]) -> None:
-    other = [introductions[0], replace(introductions[1], plan="f" * 64)]
+def test_rank_with_another_plan_is_named(proposals: list[CaptureProposal]) -> None:
+    other = [proposals[0], replace(proposals[1], plan="f" * 64)]
     with pytest.raises(
         CannotRunError, match=r"rank 1 \(node b\) goes by another plan than rank 0: .*f{12}\."
     ):
-        merge_introductions(rank_of(HashStore(), 0), other)
+        merge_proposals(rank_of(HashStore(), 0), other)
 
 
 @pytest.mark.parametrize(("field", "value"), [("device", "1 × NVIDIA A100"), ("backend", "cuda")])
-def test_mix_of_devices_is_refused(introductions: list[Introduction], field: str, value: str) -> None:
+def test_mix_of_devices_is_refused(proposals: list[CaptureProposal], field: str, value: str) -> None:
     def change(description: Description) -> Description:
         return replace(description, provenance=replace(description.provenance, **{field: value}))
 
-    other = [introductions[0], changed(introductions[1], change)]
+    other = [proposals[0], changed(proposals[1], change)]
     with pytest.raises(
         CannotRunError, match=rf"rank 1 \(node b\) would make another .*: found other {field}"
     ):
-        merge_introductions(rank_of(HashStore(), 0), other)
+        merge_proposals(rank_of(HashStore(), 0), other)
 
 
-def test_other_inputs_are_refused(introductions: list[Introduction]) -> None:
-    other = changed(introductions[1], lambda description: replace(description, inputs_digest="0"))
+def test_other_inputs_are_refused(proposals: list[CaptureProposal]) -> None:
+    other = changed(proposals[1], lambda description: replace(description, inputs_digest="0"))
     with pytest.raises(CannotRunError, match="found other inputs_digest"):
-        merge_introductions(rank_of(HashStore(), 0), [introductions[0], other])
+        merge_proposals(rank_of(HashStore(), 0), [proposals[0], other])
 
 
-def test_checkpoint_may_lie_elsewhere_on_each_machine(introductions: list[Introduction]) -> None:
+def test_checkpoint_may_lie_elsewhere_on_each_machine(proposals: list[CaptureProposal]) -> None:
     def change(description: Description) -> Description:
         return replace(description, provenance=replace(description.provenance, model_source="/elsewhere"))
 
-    other = [introductions[0], changed(introductions[1], change)]
-    merged = merge_introductions(rank_of(HashStore(), 0), other)
-    assert merged.provenance.model_source == introductions[0].description.provenance.model_source
+    other = [proposals[0], changed(proposals[1], change)]
+    merged = merge_proposals(rank_of(HashStore(), 0), other)
+    assert merged.provenance.model_source == proposals[0].description.provenance.model_source
 
 
 def open_both(
-    goldens: tuple[Golden, Golden], introductions: list[Introduction], *directories: Path
-) -> list[Errand]:
+    goldens: tuple[Golden, Golden], proposals: list[CaptureProposal], *directories: Path
+) -> list[BackgroundCall]:
     store = HashStore()
 
     def open_one(rank: int) -> tuple[int, ...]:
-        with open_together(
-            rank_of(store, rank), introductions[rank], goldens[rank], directories[rank], patience_s=0.5
+        with open_shared_capture(
+            rank_of(store, rank), proposals[rank], goldens[rank], directories[rank], patience_s=0.5
         ) as writer:
             other = rank_of(store, rank)
-            other.say(f"in/{rank}", True)
+            other.publish(f"in/{rank}", True)
             if rank == 0:
                 # It must not leave before the other one has looked.
-                Errand(lambda: other.ask("in/1")).is_over(1.5)
+                BackgroundCall(lambda: other.wait_for("in/1")).is_over(1.5)
             return writer.complete_layers
 
-    errands = [Errand(lambda rank=rank: open_one(rank)) for rank in range(2)]
-    assert all(errand.is_over(20) for errand in errands)
-    return errands
+    calls = [BackgroundCall(lambda rank=rank: open_one(rank)) for rank in range(2)]
+    assert all(call.is_over(20) for call in calls)
+    return calls
 
 
 def test_ranks_that_share_a_directory_open_it(
-    goldens: tuple[Golden, Golden], introductions: list[Introduction], tmp_path: Path
+    goldens: tuple[Golden, Golden], proposals: list[CaptureProposal], tmp_path: Path
 ) -> None:
-    errands = open_both(goldens, introductions, tmp_path / "one", tmp_path / "one")
-    assert [(errand.result, errand.error) for errand in errands] == [((), None)] * 2
+    calls = open_both(goldens, proposals, tmp_path / "one", tmp_path / "one")
+    assert [(call.result, call.error) for call in calls] == [((), None)] * 2
 
 
 @pytest.mark.parametrize(("left", "found"), [(None, "found none"), ("", "found that of another")])
 def test_directory_that_is_another_one_is_refused_whatever_lies_there(
     goldens: tuple[Golden, Golden],
-    introductions: list[Introduction],
+    proposals: list[CaptureProposal],
     tmp_path: Path,
     left: str | None,
     found: str,
@@ -161,7 +161,7 @@ def test_directory_that_is_another_one_is_refused_whatever_lies_there(
     (tmp_path / "other").mkdir()
     if left is not None:
         (tmp_path / "other/.lock").write_text(left)
-    _, second = open_both(goldens, introductions, tmp_path / "one", tmp_path / "other")
+    _, second = open_both(goldens, proposals, tmp_path / "one", tmp_path / "other")
     assert isinstance(second.error, CaptureError)
     assert "rank 1 (node b) does not see the capture that rank 0 opened" in str(second.error)
     assert found in str(second.error)

@@ -1,8 +1,13 @@
-"""Watch: notices that another rank of the run died, whatever this one is doing meanwhile.
+"""Watch: notices a dead rank while this one computes.
 
-Every rank keeps one value in the store, its status: a state and the number of its last sign of life. A rank that fails
-says so there before it ends. One that was killed cannot: on the same machine its process is gone, from another it
-gives no sign of life any more. A store that does not answer is a loss too: its machine died, or is cut off.
+Every rank keeps its status in the store: a state, and the number of its last sign of life.
+
+| event | evidence |
+|---|---|
+| a rank fails | it sets its state to FAILED before it ends |
+| a rank of this machine is killed | its process is gone |
+| a rank of another machine is killed | no sign of life for 40 s |
+| the machine of the store dies, or is cut off | the store does not answer |
 """
 
 from __future__ import annotations
@@ -12,35 +17,35 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gpu_reference.ranks.background_call import Errand
-from gpu_reference.ranks.process import Process
+from minimax_tools.ranks.background_call import BackgroundCall
+from minimax_tools.ranks.process import Process
 
 logger = logging.getLogger(__name__)
 
 ALIVE = "alive"
-FAILED = "failed"  # It said why.
-DONE = "done"  # Nobody needs it any more.
+FAILED = "failed"  # The rank reported why.
+DONE = "done"  # No other rank needs it any more.
 
 _INTERVAL_S = 0.5
 # A rank that reads or computes still gives signs of life; only one that holds Python's lock for so long would be taken
-# for dead. Told in rounds of this rank's own: where a whole machine was stopped for a while, nobody is late.
+# for dead. Counted in rounds of this rank: where a whole machine was suspended, no rank is late.
 _SILENT_ROUNDS = 80
 SILENT_S = _SILENT_ROUNDS * _INTERVAL_S
 
 
 def status_key(rank: int) -> str:
-    """Where a rank's status stands in the store; there from before its watch begins."""
+    """Return the key of a rank's status in the store; it has a value before the rank's watch begins."""
     return f"status/{rank}"
 
 
 class Watch:
-    """Gives signs of life for this rank and looks for those of the others, in threads of its own.
+    """A thread that gives signs of life for this rank and looks for those of the others.
 
     Args:
-        store: torch.distributed's, a connection of its own; it has a status of every rank.
+        store: A connection of its own to torch.distributed's store, with a status of every rank.
         rank: This one.
-        processes: Those of all ranks, in order.
-        on_loss: Called once, from the watch's thread, when the first loss shows.
+        processes: The ranks' processes, in rank order.
+        on_loss: Called once, from the watch's thread, at the first loss.
     """
 
     def __init__(
@@ -61,59 +66,59 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; nothing is called any more once this returns."""
+        """End the thread; nothing is called any more once this returns."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """The ranks that died, and what is known of it; nothing of one that said so itself."""
+        """The dead ranks, each with the reason; an empty reason for a rank that reported its own."""
         return dict(self._lost)
 
     @property
     def store_fault(self) -> str | None:
-        """What is wrong with the store; None while it answers."""
+        """The store's fault in words; None while it answers."""
         return self._store_fault
 
     @property
     def has_loss(self) -> bool:
-        """Whether a rank died, or the store."""
+        """True if a rank died, or the store is out of reach."""
         return bool(self._lost) or self._store_fault is not None
 
     def tell(self, state: str) -> None:
-        """Put this rank's state into the store; waits for it to answer."""
+        """Write this rank's state to the store, and wait for the store's answer."""
         self._state = state
         with self._lock:
             self._give_sign()
 
     def is_done(self, rank: int) -> bool:
-        """Whether a rank was done when the watch looked last."""
+        """Return True if a rank was done at the last look."""
         return self._statuses.get(rank, ("", 0))[0].startswith(DONE)
 
     def on_look(self, call: Callable[[], None] | None) -> None:
-        """Call something whenever the watch looks; what was called before is over then, unless the store hangs."""
+        """Call a function at every look. The function before it has ended then, unless the store hangs."""
         self._on_look = call
         if self._lock.acquire(timeout=4 * _INTERVAL_S):
             self._lock.release()
 
     def look(self) -> None:
-        """Look now; waits for the store as long as a rank may be silent."""
-        errand = Errand(self._look)
+        """Look once; wait for the store at most as long as a rank may be silent."""
+        call = BackgroundCall(self._look)
         for _ in range(_SILENT_ROUNDS):
-            if errand.is_over(_INTERVAL_S):
+            if call.is_over(_INTERVAL_S):
                 break
             if self._ended.is_set():
                 return
         else:
             self._store_fault = f"it did not answer for {SILENT_S:.0f} s"
-        if errand.error is not None:
-            # torch's DistError: whoever keeps the store is gone.
-            text = str(errand.error) or type(errand.error).__name__
+        if call.error is not None:
+            # torch's DistError: the process that serves the store has ended.
+            text = str(call.error) or type(call.error).__name__
             self._store_fault = text.splitlines()[0]
 
     def _run(self) -> None:
@@ -130,9 +135,8 @@ class Watch:
         with self._lock:
             self._give_sign()
             others = [rank for rank in range(len(self._processes)) if rank != self._rank]
-            for rank, status in zip(
-                others, self._store.multi_get([status_key(rank) for rank in others]), strict=True
-            ):
+            statuses = self._store.multi_get([status_key(rank) for rank in others])
+            for rank, status in zip(others, statuses, strict=True):
                 reason = self._judge(rank, status.decode())
                 if reason is not None:
                     self._lost.setdefault(rank, reason)
@@ -143,7 +147,7 @@ class Watch:
         self._store.set(status_key(self._rank), f"{self._state} {self._num_rounds}")
 
     def _judge(self, rank: int, status: str) -> str | None:
-        """What is known of a rank's death; None where it lives or is done."""
+        """Return the reason of a rank's death; None where it lives or is done."""
         last, since = self._statuses.setdefault(rank, (status, self._num_rounds))
         if status != last:
             since = self._num_rounds
@@ -162,6 +166,6 @@ class Watch:
         try:
             call()
         except Exception as error:
-            # Of a display alone; the signs of life go on.
+            # Only a display ends; the signs of life go on.
             logger.warning("Progress is not shown any more: %s.", error)
             self._on_look = None

@@ -1,8 +1,13 @@
-"""Handshake: how the ranks of one attempt meet in a store that may still hold what an attempt before it left.
+"""Handshake: the meeting of the ranks of one attempt.
 
-torchrun keeps its store when it starts the ranks anew (`--max-restarts`). So every rank says hello with an id that no
-other process has, rank 0 answers with the ids it saw and a name for the attempt, and a rank takes no answer that does
-not hold its own. Whatever the ranks say afterwards stands under the attempt's name.
+torchrun keeps its store when it starts the ranks anew (`--max-restarts`), so values of an earlier attempt may still be
+there. Therefore:
+
+1. Every rank writes a hello with an id that no other process has.
+2. Rank 0 answers with all hellos it sees, and a name for the attempt.
+3. A rank takes only an answer that holds its own id.
+
+All later keys of the ranks begin with the attempt's name.
 """
 
 from __future__ import annotations
@@ -13,25 +18,25 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_reference.ranks.process import Process
-from gpu_reference.ranks.rank_place import RankPlace
-from gpu_reference.ranks.watch import ALIVE, status_key
 from minimax_tools.errors import CannotRunError
 from minimax_tools.json_codec import decode, encode
+from minimax_tools.ranks.process import Process
+from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.watch import ALIVE, status_key
 
 _POLL_S = 0.02
-# torchrun starts the ranks of all machines together; what lies between is the import of torch.
+# torchrun starts the ranks of all machines together; in between lies the import of torch.
 ARRIVAL_S = 300.0
 _ANSWER_KEY, _MET_KEY = "answer", "met"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The ranks of an attempt that met.
+    """The ranks of an attempt, all present.
 
     Args:
         nonce: The attempt's name.
-        processes: Those of all ranks, in order.
+        processes: The ranks' processes, in rank order.
     """
 
     nonce: str
@@ -44,10 +49,10 @@ def meet(store: Any, place: RankPlace, *, patience_s: float = ARRIVAL_S) -> Meet
     Args:
         store: torch.distributed's.
         place: This rank's.
-        patience_s: How long to wait for the others.
+        patience_s: Longest wait for the others, in seconds.
 
     Raises:
-        CannotRunError: Somebody did not come.
+        CannotRunError: A rank did not come in time.
     """
     own = {"id": uuid.uuid4().hex, **encode(Process.current())}
     store.set(_hello_key(place.rank), json.dumps(own))
@@ -62,7 +67,7 @@ def _gather(store: Any, num_ranks: int, deadline: float, in_time: str) -> Meetin
     hellos: list[Any] = []
     missing = list(range(1, num_ranks))
     while missing:
-        # Looked at again until their owners answer: a rank's hello may be that of its last attempt.
+        # Read again until their ranks answer: a hello may be that of the rank's last attempt.
         found = [_read(store, _hello_key(rank)) for rank in range(num_ranks)]
         if found != hellos:
             hellos = found
@@ -106,5 +111,5 @@ def _hello_key(rank: int) -> str:
 
 
 def _read(store: Any, key: str) -> Any:
-    """A value, or None where there is none."""
+    """Read a key's value; None where it has none."""
     return json.loads(store.get(key)) if store.check([key]) else None

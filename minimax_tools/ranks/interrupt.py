@@ -1,4 +1,4 @@
-"""Stopper: ends what the main thread does, from another thread or another process, by an exception."""
+"""An exception in the main thread, caused by another thread or another process."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 
 class InterruptedRunError(BaseException):
-    """This rank was told to stop, by its watch or by torchrun, which ends the ranks that are left when one has died.
+    """The order to stop, from this rank's watch or from torchrun.
 
-    Nothing that runs then may take it for its own error.
+    torchrun ends the remaining ranks when one has died. A BaseException: no code may take it for an error of its own.
     """
 
 
-class Stopper:
-    """Turns the first SIGTERM in its block into a `InterruptedRunError` in the main thread, until it is disarmed."""
+class Interrupter:
+    """A block in which the first SIGTERM raises `InterruptedRunError` in the main thread, until it is disarmed."""
 
     def __init__(self) -> None:
         self._is_armed = True
         self._lock = threading.Lock()
         self._before: Any = None
 
-    def __enter__(self) -> Stopper:
-        self._before = signal.signal(signal.SIGTERM, self._stop)
+    def __enter__(self) -> Interrupter:
+        self._before = signal.signal(signal.SIGTERM, self._raise_once)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -31,17 +31,17 @@ class Stopper:
         signal.signal(signal.SIGTERM, self._before)
 
     def disarm(self) -> None:
-        """Let nothing be interrupted any more."""
+        """Ignore SIGTERM from here on."""
         with self._lock:
             self._is_armed = False
 
     def interrupt(self) -> None:
-        """Interrupt the main thread, from another one; system calls and waits for locks end for it."""
+        """Interrupt the main thread from another one, also in a system call or a wait for a lock."""
         with self._lock:
             if self._is_armed:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
-    def _stop(self, *_: object) -> None:
+    def _raise_once(self, *_: object) -> None:
         if self._is_armed:
             self._is_armed = False
             raise InterruptedRunError

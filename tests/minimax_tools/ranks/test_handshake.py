@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from gpu_reference.ranks.background_call import Errand
-from gpu_reference.ranks.handshake import Meeting, meet
-from gpu_reference.ranks.process import Process
-from gpu_reference.ranks.rank_place import RankPlace
-from gpu_reference.ranks.watch import status_key
 from minimax_tools.errors import CannotRunError
 from minimax_tools.json_codec import encode
+from minimax_tools.ranks.background_call import BackgroundCall
+from minimax_tools.ranks.handshake import Meeting, meet
+from minimax_tools.ranks.process import Process
+from minimax_tools.ranks.rank_place import RankPlace
+from minimax_tools.ranks.watch import status_key
 
 
 def place(rank: int, num_ranks: int) -> RankPlace:
@@ -22,13 +22,13 @@ def place(rank: int, num_ranks: int) -> RankPlace:
 
 
 def meet_all(store: Any, num_ranks: int) -> list[Meeting]:
-    errands = [
-        Errand(lambda rank=rank: meet(store, place(rank, num_ranks), patience_s=20))
+    calls = [
+        BackgroundCall(lambda rank=rank: meet(store, place(rank, num_ranks), patience_s=20))
         for rank in range(num_ranks)
     ]
-    assert all(errand.is_over(30) for errand in errands)
-    assert not any(errand.error for errand in errands)
-    return [errand.result for errand in errands]
+    assert all(call.is_over(30) for call in calls)
+    assert not any(call.error for call in calls)
+    return [call.result for call in calls]
 
 
 def test_ranks_that_meet_agree_on_the_attempt_and_on_who_they_are() -> None:
@@ -58,7 +58,7 @@ def test_answer_to_another_process_is_not_taken() -> None:
 
 def test_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
-    others = Errand(lambda: meet(store, place(1, 3), patience_s=1))
+    others = BackgroundCall(lambda: meet(store, place(1, 3), patience_s=1))
     with pytest.raises(CannotRunError, match="^rank 2 did not come within 0 s"):
         meet(store, place(0, 3), patience_s=0.4)
     assert others.is_over(10)

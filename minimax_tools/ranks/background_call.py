@@ -1,4 +1,4 @@
-"""Errand: a call that goes on in a thread of its own, so that whoever waits for it may stop waiting."""
+"""BackgroundCall: a call in a thread of its own, so that the caller may stop waiting for it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Errand:
-    """A call that was begun; its thread ends with the process where the call does not end.
+class BackgroundCall:
+    """A call that has begun. Where it never returns, its thread ends with the process.
 
     Attributes:
-        result: What it gave; None while it goes on.
-        error: What it ended by; None while it goes on, and where it ended well.
+        result: The call's return value; None while it runs.
+        error: The exception that ended it; None while it runs, and after success.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
         self.result: Any = None
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="errand", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="background call", daemon=True)
         self._thread.start()
 
     def is_over(self, patience_s: float) -> bool:
-        """Whether it ended, in well or in `error`; waits so long for it."""
+        """Wait for the call, at most `patience_s` seconds, and return True if it has ended."""
         self._thread.join(patience_s)
         return not self._thread.is_alive()
 

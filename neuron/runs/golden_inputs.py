@@ -1,8 +1,9 @@
-"""GoldenFeed: what a run's layers are fed from a golden, checked before the first of them runs."""
+"""GoldenInputs: the values that a run takes from a golden, checked before its first layer runs."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ _NUM_NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GoldenFeed:
+class GoldenInputs:
     """The values that a run takes from a golden.
 
     Args:
@@ -36,10 +37,10 @@ class GoldenFeed:
         return f"golden {self.golden.description.run.name}"
 
     def verify(self, *, model: ModelFingerprint, dtype: torch.dtype) -> None:
-        """Check that the golden is of this model and dtype, and holds all that the run is fed and judged by.
+        """Check that the golden is of this model and dtype, and holds all values that the run needs.
 
         Raises:
-            IncomparableError: It is not, or does not.
+            IncomparableError: The golden is of another model or dtype, or lacks a layer or a site.
         """
         self.golden.refuse_void_certificate()
         self._refuse_other_model(model)
@@ -58,40 +59,39 @@ class GoldenFeed:
             )
 
     def needed(self) -> tuple[tuple[int, Site], ...]:
-        """Every layer and site whose value the run takes from the golden."""
+        """List every layer and site whose value the run takes from the golden."""
         if self.run.mode is Mode.ISOLATED:
             past = (Site.V_PROJ, Site.K_ROPE) if self.run.decode_rows else ()
             sites = (Site.INPUT, *self._border_sites(), *past)
             return tuple((layer, site) for layer in self.run.span for site in sites)
-        # From the tokens on, a chained run makes its own.
+        # A chained run of the whole model begins with the tokens.
         return () if self.run.model_sites else ((self.run.span.start, Site.INPUT),)
 
     def digest(self) -> str:
-        """sha256 over the digests of all that the run is fed: a golden made anew is not resumed upon."""
-        digest = hashlib.sha256()
-        for layer, site in self.needed():
-            entry = self.golden.entry(layer, site)
-            digest.update(f"{layer} {site} {entry.sha256 if entry else None}\n".encode())
-        return digest.hexdigest()
+        """Return the sha256 over the digests of all values needed: a run resumes only with the same golden."""
+        return digest_sites(self.golden, self.needed())
 
-    def read(self, layer: int, site: Site) -> torch.Tensor:
-        """The golden's value of a site on the CPU.
+    def layer_input(self, layer: int) -> torch.Tensor:
+        """Read a layer's input [B,S,H] to the CPU.
 
         Raises:
             CaptureError: The golden does not hold it, or its file is damaged.
         """
-        return self.golden.read(layer, site)
+        return self.golden.read(layer, Site.INPUT)
 
     def border(self, layer: int) -> dict[Site, torch.Tensor]:
-        """The golden's values at the border of the run's component, on the CPU; none for a whole layer."""
-        return {site: self.read(layer, site) for site in self._border_sites()}
+        """Read the values at the border of the run's component to the CPU; {} for a whole layer."""
+        return {site: self.golden.read(layer, site) for site in self._border_sites()}
 
     def past(self, layer: int) -> KeyValues | None:
-        """The golden's rotated keys and its values of all rows, [B,K,S,D] on the CPU; None where none are decoded."""
-        if not self.run.decode_rows:
+        """Read rotated keys and values of all rows, [B,K,S,D] both, to the CPU.
+
+        None where no rows are decoded, and in a chained run, which decodes from its own keys and values.
+        """
+        if not self.run.decode_rows or self.run.mode is not Mode.ISOLATED:
             return None
-        keys = self.read(layer, Site.K_ROPE)
-        values = self.read(layer, Site.V_PROJ).unflatten(-1, (keys.shape[1], keys.shape[3]))
+        keys = self.golden.read(layer, Site.K_ROPE)
+        values = self.golden.read(layer, Site.V_PROJ).unflatten(-1, (keys.shape[1], keys.shape[3]))
         return keys, values.transpose(1, 2)
 
     def _refuse_other_model(self, model: ModelFingerprint) -> None:
@@ -115,6 +115,15 @@ class GoldenFeed:
 
     def _border_sites(self) -> tuple[Site, ...]:
         return tuple(site for site in self.run.fed_sites if site is not Site.INPUT)
+
+
+def digest_sites(golden: Capture, sites: Iterable[tuple[int, Site]], *, header: str = "") -> str:
+    """Return the sha256 over a header and the digests of a golden's sites, by layer and site."""
+    digest = hashlib.sha256(header.encode())
+    for layer, site in sites:
+        entry = golden.entry(layer, site)
+        digest.update(f"{layer} {site} {entry.sha256 if entry else None}\n".encode())
+    return digest.hexdigest()
 
 
 def _held(golden: Capture) -> str:

@@ -1,0 +1,13 @@
+"""The ranks of a run: processes that a launcher started together, and what they need of each other.
+
+Whoever starts the ranks is the launcher: torchrun, or mm2-test itself.
+
+- `rank_place`: rank and number of ranks, from the launcher's environment
+- `store`: the key-value store that the launcher serves; a stand-in for a single rank
+- `failure`: errors that name a failed rank, and the record of the first failure in the store
+- `messages`: values from rank 0 to all others, and gathered from them
+- `rank_group`: ranks that publish values, pass tensors on and end together; built on the files below
+- `handshake`: the meeting of the ranks of one attempt; `process`: a rank's process, as other ranks see it
+- `watch`: signs of life, and the ranks that give none; `interrupt`: an exception in the main thread
+- `links`: the process group through which tensors go; `background_call`: a call in a thread of its own
+"""

@@ -1,0 +1,147 @@
+"""Failure of a rank: the errors that name it, and its record in the store, where the other ranks find the cause."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from minimax_tools.errors import CannotRunError, Mm2Error
+
+RESUME = "Run the same command again: it resumes after the layers that are stored."
+STORE_LOST = "the store through which the ranks talk cannot be reached"
+# The launcher records a killed rank a moment after its connections close.
+_CAUSE_S = 3.0
+_POLL_S = 0.05
+_FAILURE_KEY, _END_KEY = "failure", "end"
+# torch raises a plain RuntimeError for all of these: only its text tells them apart.
+_TIMED_OUT = re.compile(r"timed out", re.IGNORECASE)
+_CONNECTION = re.compile(r"gloo|connection|socket|recv|timed out|broken pipe|NCCL", re.IGNORECASE)
+
+
+class RankLostError(CannotRunError):
+    """A rank, or the store through which ranks talk, is lost."""
+
+
+class RankFailedError(RankLostError):
+    """A rank failed, and that ended the run.
+
+    Args:
+        name: The rank in words, such as `rank 1`.
+        reason: Why it failed.
+        next_step: What the reader should do now.
+    """
+
+    def __init__(self, name: str, reason: str, *, next_step: str | None = None) -> None:
+        super().__init__(f"{name} failed: {reason}", next_step=next_step)
+
+
+class RankTimeoutError(RankLostError):
+    """A rank waited for the others longer than anything takes.
+
+    Args:
+        rank: The rank that waited.
+        error: The error that ended the wait.
+    """
+
+    def __init__(self, rank: int, error: Exception) -> None:
+        where = error.what if isinstance(error, Mm2Error) else str(error)
+        super().__init__(
+            f"{where}: rank {rank} waited in vain for the other ranks",
+            next_step="All must make the same collective calls, in the same order; see --debug for the traceback.",
+        )
+
+
+class ReportedElsewhereError(Mm2Error):
+    """The run ended, and another rank reported why."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another rank reported why the run ended")
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """A rank's failure, as the store keeps it.
+
+    Args:
+        rank: The rank that failed.
+        text: Why.
+    """
+
+    rank: int
+    text: str
+
+    def record(self, store: Any) -> RankFailure:
+        """Record it in a store, and return the first failure recorded there: this one, or an earlier one."""
+        first = store.compare_set(_FAILURE_KEY, "", json.dumps(asdict(self)))
+        return RankFailure(**json.loads(first))
+
+
+def record_end(store: Any, rank: int) -> None:
+    """Record that a rank ended without an error, for a rank that loses the connection to it."""
+    end = RankFailure(rank=rank, text="it ended before the run did")
+    store.set(_END_KEY, json.dumps(asdict(end)))
+
+
+@contextmanager
+def failing_together(store: Any, rank: int) -> Iterator[None]:
+    """Record an error of the block for the other ranks. Raise another rank's failure where that is its cause.
+
+    Args:
+        store: The store that all ranks reach; None for a single rank, whose errors pass unchanged.
+        rank: This rank.
+
+    Raises:
+        RankFailedError: Another rank failed first.
+        RankTimeoutError: The other ranks did not answer in time.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if store is not None:
+            RankFailure(rank=rank, text="interrupted").record(store)
+        raise
+    except Exception as error:
+        if store is None:
+            raise
+        told = error
+        if _matches(error, _TIMED_OUT) and not isinstance(error, RankTimeoutError):
+            told = RankTimeoutError(rank, error)
+        own = RankFailure(rank=rank, text=str(told) or type(told).__name__)
+        cause = _find_cause(store, own, patience_s=_CAUSE_S if _matches(error, _CONNECTION) else 0.0)
+        if cause.rank != rank:
+            raise RankFailedError(f"rank {cause.rank}", cause.text) from error
+        if told is not error:
+            raise told from error
+        raise
+
+
+def _find_cause(store: Any, own: RankFailure, *, patience_s: float) -> RankFailure:
+    """Return the first failure recorded: this rank's own, unless another one is there or comes in time."""
+    deadline = time.monotonic() + patience_s
+    try:
+        while time.monotonic() < deadline and not store.check([_FAILURE_KEY]):
+            if store.check([_END_KEY]):
+                # Not a failure by itself: in a run that ends well the others end first.
+                own = RankFailure(**json.loads(store.get(_END_KEY)))
+                break
+            time.sleep(_POLL_S)
+        return own.record(store)
+    except RuntimeError:
+        # The store ended with the launcher.
+        return own
+
+
+def _matches(error: BaseException, pattern: re.Pattern[str]) -> bool:
+    """Decide whether a foreign error has such a text: the error itself, or one of its causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if not isinstance(cause, Mm2Error) and pattern.search(str(cause)):
+            return True
+        cause = cause.__cause__
+    return False

@@ -1,0 +1,80 @@
+"""The store of a run: texts by key, which the ranks' launcher serves to all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from minimax_tools.ranks.failure import STORE_LOST, RankLostError
+
+_FIRST_ATTEMPT = "0"
+
+
+def connect_store(timeout: timedelta) -> Any:
+    """Connect to the store that MASTER_ADDR and MASTER_PORT name.
+
+    Args:
+        timeout: Longest wait for the connection, and for a key.
+
+    Raises:
+        RankLostError: The store cannot be reached.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise store_lost(error) from error
+    return store
+
+
+def store_lost(error: Exception) -> RankLostError:
+    """Build the error to raise where torch's own says that the store is out of reach."""
+    return RankLostError(
+        STORE_LOST,
+        expected=f"a store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+        found=(str(error) or type(error).__name__).splitlines()[0],
+        next_step="Look for the error of rank 0, which comes first.",
+    )
+
+
+def attempt_store(store: Any, *, attempt: str = _FIRST_ATTEMPT) -> Any:
+    """Return the part of a store that the ranks of one attempt use.
+
+    torchrun keeps its store when it starts the ranks anew: no attempt may read what another one wrote.
+    """
+    return torch.distributed.PrefixStore(f"mm2/{attempt}", store)  # type: ignore[attr-defined]  # not in its __all__
+
+
+def current_attempt() -> str:
+    """Return the number of torchrun's attempt, from 0."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", _FIRST_ATTEMPT)
+
+
+class LocalStore:
+    """The store of a single rank, with the calls of torch's stores. It needs no torch.distributed."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a value."""
+        self._values[key] = value
+
+    def get(self, key: str) -> str:
+        """Return a value that was kept."""
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return True if every key has a value."""
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return its new value."""
+        self._values[key] = str(int(self._values.get(key, "0")) + amount)
+        return int(self._values[key])
