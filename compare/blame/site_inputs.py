@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.judging.routing import expert_shares
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.reference.float32_stages import expert_shares
 
 # Rows [T,F] of sites, float32; experts int64.
 Values = Mapping[Site, torch.Tensor]

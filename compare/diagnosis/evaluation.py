@@ -6,19 +6,20 @@ B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import reduce
 from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.expert_pass import ExpertJob, Recipe
+from compare.diagnosis.expert_pass import ExpertJob, Recipe, run_experts
 from compare.diagnosis.layer_weights import LayerWeights
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference import float32_stages
+from minimax_tools.reference.float32_stages import choose_rows, has_all_rows
 
 
 class ExpertValue(str, Enum):
@@ -44,8 +45,6 @@ NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
         Site.MOE_DELTA: (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
     }
 )
-# Attention mixes rows up to here: these have all rows of the batch, what comes later has the chosen tokens' alone.
-_OF_ALL_ROWS = frozenset(site for site in Site if site.order < Site.ATTN_CONTEXT.order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,7 +147,26 @@ class Evaluation:
         """The layer's weights."""
         return self.scene.weights
 
-    def __getitem__(self, node: GraphNode) -> torch.Tensor:
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """1 on real tokens: int64 [B,S]."""
+        return self.scene.attention_mask
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Positions: int64 [B,S]."""
+        return self.scene.position_ids
+
+    @property
+    def decode_start(self) -> int:
+        """First row that is decoded from the golden's keys and values; S for none."""
+        return self.scene.decode_start
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a weight of the layer, but for experts, float32; made once."""
+        return self.scene.weights.kept_value(name)
+
+    def __getitem__(self, node: GraphNode, /) -> torch.Tensor:
         if self.base is not self and node not in self._affected and node not in self._values:
             return self.base[node]
         if node not in self._values:
@@ -175,7 +193,7 @@ class Evaluation:
     def at(self, places: torch.Tensor) -> Evaluation:
         """This base with some of its tokens alone, by their places; no value that is known is computed again."""
         values = {
-            node: value if node in _OF_ALL_ROWS else value[places] for node, value in self._values.items()
+            node: value if has_all_rows(node) else value[places] for node, value in self._values.items()
         }
         return Evaluation(self.scene, self._stages, tokens=self.tokens[places], values=values)
 
@@ -183,18 +201,18 @@ class Evaluation:
         """The same layer with all B·S tokens, padding too."""
         if self._everywhere is None:
             everything = torch.arange(self.scene.attention_mask.numel())
-            values = {node: value for node, value in self._values.items() if node in _OF_ALL_ROWS}
+            values = {node: value for node, value in self._values.items() if has_all_rows(node)}
             self._everywhere = Evaluation(self.scene, self._stages, tokens=everything, values=values)
         return self._everywhere
 
     def chosen(self, rows: torch.Tensor) -> torch.Tensor:
         """The chosen tokens of [B,S,F]: [T,F]."""
-        return rows.flatten(0, 1)[self.tokens]
+        return choose_rows(self, rows)
 
     def rows(self, site: Site) -> torch.Tensor:
         """The chosen tokens of any site: [T,F]."""
         value = self[site]
-        return self.chosen(token_rows(value, site)) if site in _OF_ALL_ROWS else value
+        return self.chosen(token_rows(value, site)) if has_all_rows(site) else value
 
     def expert_job(self) -> ExpertJob:
         """What this evaluation asks of the experts."""
@@ -206,9 +224,19 @@ class Evaluation:
         )
 
 
-def join_changes(changes: Iterable[Change]) -> Change:
-    """Several changes as one."""
-    return reduce(Change.and_also, changes, Change())
+def _moe_delta(at: Evaluation) -> torch.Tensor:
+    return (at[ExpertValue.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]).sum(1)
+
+
+STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
+    {
+        **{site: stage for site, stage in float32_stages.STAGES.items()},  # noqa: C416 - wider keys
+        ExpertValue.EXPERT_INPUT: lambda at: at[Site.POST_NORM],
+        ExpertValue.EXPERT_NUMBERS: lambda at: at[Site.ROUTER_EXPERTS],
+        ExpertValue.EXPERT_OUTPUTS: lambda at: run_experts(at.weights, [at.expert_job()])[0],
+        Site.MOE_DELTA: _moe_delta,
+    }
+)
 
 
 def with_given(
@@ -216,7 +244,7 @@ def with_given(
 ) -> dict[GraphNode, Stage]:
     """The stages, those of `given` sites [B,S,…] replaced by what the layer was fed there."""
     fed: dict[GraphNode, Stage] = {
-        site: _constant(value) if site in _OF_ALL_ROWS else _chosen(value) for site, value in given.items()
+        site: _constant(value) if has_all_rows(site) else _chosen(value) for site, value in given.items()
     }
     return {**stages, **fed}
 

@@ -13,6 +13,7 @@ import torch
 from compare.diagnosis.layer_weights import LayerWeights
 from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.reference.float32_stages import swiglu
 
 # From gate [n,I], up [n,I] and the shares [n] of these experts to what the down projection is fed, [n,I].
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -20,9 +21,8 @@ Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ReadMatrix = Callable[[LayerWeights, int, str], torch.Tensor]
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """What MiniMax-M2 computes."""
-    return torch.nn.functional.silu(gate) * up
+def _mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return swiglu(gate, up)
 
 
 def read_matrix(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Recipe:
         changed: The matrices that `read` gives other values for: w1, w2, w3.
     """
 
-    mix: Mix = swiglu
+    mix: Mix = _mix
     read: ReadMatrix = read_matrix
     changed: tuple[str, ...] = ()
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from compare.diagnosis.catalogue.fp8 import is_fp8
-from compare.diagnosis.evaluation import Evaluation, GraphNode, LayerInputs, with_given
+from compare.diagnosis.evaluation import STAGES, Evaluation, GraphNode, LayerInputs, with_given
 from compare.diagnosis.layer_weights import LayerWeights
-from compare.diagnosis.stages import STAGES
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
 from compare.sides.batch import Batch

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, GraphNode
+from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
-from compare.diagnosis.stages import STAGES
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
 

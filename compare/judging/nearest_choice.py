@@ -14,12 +14,13 @@ from collections.abc import Iterator
 import torch
 
 from compare.judging.derived_choice import DerivedChoice
-from compare.judging.routing import RouterNoise, expert_shares
+from compare.judging.routing import RouterNoise
 from compare.noise.rho import Rows, token_ratios
 from compare.noise.squared_errors import square_difference
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
+from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.upcast import upcast_experts
 
 # A token so near to the golden, in units of what rounding may cost there, has its experts.

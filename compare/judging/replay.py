@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compare.judging.routing import expert_shares, flipped_tokens
+from compare.judging.routing import flipped_tokens
 from compare.noise.rho import Rows
 from compare.noise.squared_errors import square_difference
 from compare.sides.golden_weights import GoldenWeights, WeightSource
@@ -19,6 +19,7 @@ from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
+from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.rounding import Rounding, RoundingKind
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 

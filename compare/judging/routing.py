@@ -108,12 +108,6 @@ def compare_routing(
     )
 
 
-def expert_shares(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """What each of the experts [T,k] counts by the router's scores [T,E]: [T,k] that sum to one."""
-    chosen = scores.gather(-1, experts)
-    return chosen / chosen.sum(dim=-1, keepdim=True)
-
-
 def align_by_expert(weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """Weights [T,k] in ascending order of the experts [T,k] they belong to."""
     return weights.gather(-1, experts.long().argsort(dim=-1))

@@ -13,9 +13,9 @@ import torch
 from compare.diagnosis.catalogue.splits import rank_of, share
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
 from compare.diagnosis.mistake import Mistake, each, once, values_of
-from compare.diagnosis.stages import attend, product_stage
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import attend, product_stage
 
 
 def _attending(**options: Any) -> Change:
@@ -70,7 +70,7 @@ def _cut_per_group() -> Change:
 def _one_rank(tp_degree: int, rank: int) -> Change:
     def stage(at: Evaluation) -> torch.Tensor:
         part = share(at.spec.query_width, tp_degree, rank)
-        return at[Site.ATTN_CONTEXT][:, part] @ at.weights.kept_value(weight_names.O_PROJ)[:, part].T
+        return at[Site.ATTN_CONTEXT][:, part] @ at.weight(weight_names.O_PROJ)[:, part].T
 
     return Change(stages={Site.ATTN_DELTA: stage})
 

@@ -12,14 +12,14 @@ import torch
 from compare.diagnosis.catalogue.splits import degrees
 from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
-from compare.diagnosis.stages import (
+from minimax_tools.model import weight_names
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import (
     normalise,
     rotate_halves,
     rotation_angles,
     split_heads,
 )
-from minimax_tools.model import weight_names
-from minimax_tools.model.sites import Site
 
 # From states and weight to the normed states.
 _Norm = Callable[[Evaluation, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,7 +40,7 @@ def _norms(norm: _Norm, *sites: Site) -> Change:
 
 def _stage(site: Site, norm: _Norm) -> Stage:
     source, weight = _WEIGHTS[site]
-    return lambda at: norm(at, at[source], at.weights.kept_value(weight))
+    return lambda at: norm(at, at[source], at.weight(weight))
 
 
 def _own(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _normed_after_rope(source: Site, name: str) -> Stage:
         head_dim = at.spec.head_dim
         rotated = rotate_halves(split_heads(at[source], head_dim), rotation_angles(at))
         flat = rotated.transpose(1, 2).flatten(2)
-        return split_heads(_own(at, flat, at.weights.kept_value(name)), head_dim)
+        return split_heads(_own(at, flat, at.weight(name)), head_dim)
 
     return stage
 

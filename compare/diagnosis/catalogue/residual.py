@@ -6,9 +6,9 @@ import torch
 
 from compare.diagnosis.evaluation import Change, Evaluation
 from compare.diagnosis.mistake import Mistake, values_of
-from compare.diagnosis.stages import normalise, product_stage
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import normalise, product_stage
 
 _RIGHT_DELTA = product_stage(Site.ATTN_CONTEXT, weight_names.O_PROJ)
 
@@ -18,7 +18,7 @@ def _scaled(factor: float) -> Change:
 
 
 def _post_norm_of_input(at: Evaluation) -> torch.Tensor:
-    weight = at.weights.kept_value(weight_names.POST_NORM)
+    weight = at.weight(weight_names.POST_NORM)
     return normalise(at.chosen(at[Site.INPUT]), weight, at.spec.rms_norm_eps)
 
 

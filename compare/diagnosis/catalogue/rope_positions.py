@@ -12,8 +12,8 @@ import torch
 
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, Value
-from compare.diagnosis.stages import frequencies, rotate_halves, split_heads
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import frequencies, rotate_halves, split_heads
 
 # From positions int64 [B,S] to those that a mistaken port turns by, float32 [B,S].
 _Wrong = Callable[[torch.Tensor], torch.Tensor]
@@ -25,7 +25,7 @@ _DTYPES = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16
 def _positions(wrong: _Wrong) -> Change:
     def turn(at: Evaluation, source: Site) -> torch.Tensor:
         spec = at.spec
-        positions = wrong(at.scene.position_ids).float()[:, :, None]
+        positions = wrong(at.position_ids).float()[:, :, None]
         angles = positions * frequencies(spec.rotary_dim, spec.rope_theta)
         return rotate_halves(split_heads(at[source], spec.head_dim), angles)
 

@@ -10,10 +10,14 @@ from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, int4_grou
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
-from compare.diagnosis.stages import choose_experts, correction_bias, router_scores
-from compare.judging.routing import expert_shares
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import (
+    choose_experts,
+    correction_bias,
+    expert_shares,
+    router_scores,
+)
 
 # [T,E] of an evaluation.
 _Scores = Callable[[Evaluation], torch.Tensor]
@@ -46,11 +50,7 @@ def _top_k(k: int) -> Change:
 
 def _logits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
     return Change(
-        stages={
-            Site.ROUTER_LOGITS: lambda at: product(
-                at[Site.POST_NORM], at.weights.kept_value(weight_names.GATE)
-            )
-        }
+        stages={Site.ROUTER_LOGITS: lambda at: product(at[Site.POST_NORM], at.weight(weight_names.GATE))}
     )
 
 

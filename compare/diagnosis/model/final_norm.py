@@ -11,8 +11,8 @@ from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model import shards
 from compare.diagnosis.model.mistake import ModelCandidates, ModelMistake, once
 from compare.diagnosis.model.scene import ModelScene, fit_factor
-from compare.diagnosis.stages import normalise
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.reference.float32_stages import normalise
 
 _EPSILONS = (1e-5, 1e-8, 1e-12, 1e-3, 1e-2)
 

@@ -15,8 +15,8 @@ from compare.diagnosis.model import shards
 from compare.diagnosis.model.low_precision import ROUNDINGS, roundings
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.scene import ModelScene, fit_factor
-from compare.diagnosis.stages import normalise
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.reference.float32_stages import normalise
 
 
 def score(scene: ModelScene) -> torch.Tensor | None:
