@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from compare.blame.recomputed_judge import Recomputed
-from compare.blame.regions import Bounds, describe_whereabouts
+from compare.blame.regions import Bounds, describe_regions
 from compare.judging.layer_judge import LayerJudge
 from compare.noise.rho import Rows
 from compare.sides.sides import Sides
@@ -35,7 +35,7 @@ def locate_blamed(
     blame: tuple[Blame, ...],
     *,
     judge: LayerJudge,
-    refed: Mapping[Site, Recomputed],
+    recomputed: Mapping[Site, Recomputed],
     sides: Sides,
 ) -> Mapping[Site, SiteResult]:
     """Results of one layer, those to blame with what their wrong tokens and channels have in common.
@@ -44,7 +44,7 @@ def locate_blamed(
         results: Of a layer that was fed the golden's own input.
         blame: Whom they blame.
         judge: Its judge.
-        refed: Sites that were judged by what the port itself computed them from.
+        recomputed: Sites that were judged by what the port itself computed them from.
         sides: The captures.
     """
     if sides.criteria.name == "classic":
@@ -53,7 +53,7 @@ def locate_blamed(
     blamed = {Site(one.sites[-1]) for one in blame}
     located = dict(results)
     for site in blamed:
-        rows = refed[site].rows if site in refed else judge.judged_rows(site)
+        rows = recomputed[site].rows if site in recomputed else judge.judged_rows(site)
         located[site] = replace(
             results[site], where=_locate(site, rows, layer=results[site].layer, sides=sides)
         )
@@ -66,7 +66,7 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
     bounds = _bounds(site, rows, sides)
     if bounds is None:
         return ()
-    return describe_whereabouts(
+    return describe_regions(
         rows,
         bounds=bounds,
         decoded=_find_decoded(rows, sides),
@@ -78,7 +78,7 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
 
 def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
     """The limits on one token and one channel; None where the criteria limit no token."""
-    terms = sides.terms()
+    context = sides.limit_context()
     limits = sides.criteria.noise.of_ratios(
         is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widest is not None
     )
@@ -87,10 +87,10 @@ def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
         return None
     num_tokens, num_channels = rows.reference.shape
     return Bounds(
-        token=token.at(num_tokens=num_tokens, share=terms.share / num_tokens),
+        token=token.at(num_tokens=num_tokens, share=context.share / num_tokens),
         channel=None
         if channel is None
-        else channel.at(num_tokens=num_tokens, share=terms.share / num_channels),
+        else channel.at(num_tokens=num_tokens, share=context.share / num_channels),
     )
 
 

@@ -25,14 +25,14 @@ class SiteInputs:
 
     Args:
         site: The site.
-        mine: The golden's values.
-        theirs: The port's.
+        golden: The golden's values.
+        port: The port's.
         usable: Tokens that can be computed from the port's, bool [T]: numbers, and experts that there are.
     """
 
     site: Site
-    mine: Values
-    theirs: Values
+    golden: Values
+    port: Values
     usable: torch.Tensor
 
     @classmethod
@@ -45,19 +45,19 @@ class SiteInputs:
             layer: The layer.
             prompt_of: The prompt that each token belongs to, [T].
         """
-        mine: dict[Site, torch.Tensor] = {}
-        theirs: dict[Site, torch.Tensor] = {}
+        golden: dict[Site, torch.Tensor] = {}
+        port: dict[Site, torch.Tensor] = {}
         usable = torch.ones_like(prompt_of, dtype=torch.bool)
-        for upstream in SITE_INPUTS[site]:
-            rows = sides.read_rows(layer, upstream)
+        for source in SITE_INPUTS[site]:
+            rows = sides.read_rows(layer, source)
             if rows is None:
                 return None
-            mine[upstream], theirs[upstream] = (_as_computed(upstream, side, site) for side in rows)
-            usable &= _are_usable(theirs[upstream], sides, layer)
+            golden[source], port[source] = (_as_computed(source, side, site) for side in rows)
+            usable &= _are_usable(port[source], sides, layer)
         if site is Site.ATTN_CONTEXT:
             # Tokens attend to others of their prompt.
             usable = ~torch.isin(prompt_of, prompt_of[~usable])
-        return cls(site=site, mine=mine, theirs=theirs, usable=usable)
+        return cls(site=site, golden=golden, port=port, usable=usable)
 
     def variants(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
         """What the site may have been computed from: first all that the port shows.
@@ -76,21 +76,21 @@ class SiteInputs:
         choices = [list(self._alternatives(group, doubted, router)) for group in groups]
         for chosen in itertools.product(*choices):
             values = {name: rows for part in chosen for name, rows in part.items()}
-            if any(values[name] is not self.mine[name] for name in values):
+            if any(values[name] is not self.golden[name] for name in values):
                 yield values
 
     def _alternatives(
         self, group: list[Site], doubted: frozenset[Site], router: SiteInputs | None
     ) -> Iterator[Values]:
-        yield {site: self.theirs[site] for site in group}
+        yield {site: self.port[site] for site in group}
         if not doubted & set(group):
             return
         if Site.ROUTER_WEIGHTS in group and router is not None and bool(router.usable.all()):
             # Whatever order the port shows their weights in.
-            experts = self.theirs[Site.ROUTER_EXPERTS]
-            shares = expert_shares(router.theirs[Site.ROUTER_LOGITS].sigmoid(), experts)
+            experts = self.port[Site.ROUTER_EXPERTS]
+            shares = expert_shares(router.port[Site.ROUTER_LOGITS].sigmoid(), experts)
             yield {Site.ROUTER_EXPERTS: experts, Site.ROUTER_WEIGHTS: shares}
-        yield {site: self.mine[site] for site in group}
+        yield {site: self.golden[site] for site in group}
 
 
 def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor:

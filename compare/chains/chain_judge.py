@@ -87,7 +87,7 @@ class ChainJudge:
     def _judge_site(self, layer: int, site: Site, tensor: torch.Tensor) -> SiteResult:
         target = _OneSite(layer=layer, site=site, tensor=tensor)
         sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
-        return LayerJudge(sides, layer=layer, feed=CapturedInput(known=(Site.INPUT,))).judge(site)
+        return LayerJudge(sides, layer=layer, layer_input=CapturedInput(known=(Site.INPUT,))).judge(site)
 
     def _judge_chain(self, span: Span, output: torch.Tensor) -> Chain:
         reference = self._batch.rows(self._golden.read(span.last, Site.OUTPUT), Site.OUTPUT)

@@ -15,15 +15,13 @@ from types import MappingProxyType
 
 import torch
 
-from compare.noise.squared_errors import Squares, square_difference, square_rows
+from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
 from compare.sides.batch import Batch
 from compare.sides.layer_floor import LayerFloor
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import massive_channels
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-
-_TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +77,7 @@ class ChainUnit:
     @property
     def relative(self) -> float:
         """The median token's, relative to its output, over the ordinary channels."""
-        return float((self.squares.ordinary / self.norms.ordinary.clamp(min=_TINY)).sqrt().median())
+        return float((self.squares.ordinary / self.norms.ordinary.clamp(min=TINY)).sqrt().median())
 
 
 def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error: float) -> ChainUnit:
@@ -109,7 +107,7 @@ def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit
     error = square_difference(reference, target, massive=massive)
     ordinary = unit.squares.ordinary
     # A token whose own unit is unusually small is held against the median token's.
-    tokens = (error.ordinary / torch.maximum(ordinary, ordinary.median()).clamp(min=_TINY)).sqrt()
+    tokens = (error.ordinary / torch.maximum(ordinary, ordinary.median()).clamp(min=TINY)).sqrt()
     shares = torch.tensor((0.25, 0.5, 0.75, 0.9), dtype=tokens.dtype)
     lower, median, upper, ninth = torch.quantile(tokens, shares).tolist()
     total = float(unit.squares.massive.sum())
@@ -118,7 +116,7 @@ def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit
         median=median,
         upper_quartile=upper,
         ninth_decile=ninth,
-        massive=float((error.massive.sum() / total).sqrt()) if total > _TINY else 0.0,
+        massive=float((error.massive.sum() / total).sqrt()) if total > TINY else 0.0,
     )
 
 

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from compare.noise.input_error import InputError
-from compare.noise.squared_errors import square_difference, square_rows
+from compare.noise.squared_errors import TINY, square_difference, square_rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import massive_channels
@@ -18,11 +18,9 @@ from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Curve, CurvePoint, SiteResult, SiteStatus
 
-_TINY = 1e-300
-
 
 def measure_point(
-    sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, incoming: InputError | None
+    sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, input_error: InputError | None
 ) -> CurvePoint | None:
     """Return how far a layer's output is from the golden's; None where it was not judged.
 
@@ -30,7 +28,7 @@ def measure_point(
         sides: The captures; the golden's own values, not those on the port's input.
         layer: The layer.
         results: Of its sites.
-        incoming: The error of what it was handed.
+        input_error: The error of what it was handed.
     """
     result, rows = results.get(Site.OUTPUT), sides.read_rows(layer, Site.OUTPUT)
     if result is None or rows is None or result.nearest is None:
@@ -40,8 +38,8 @@ def measure_point(
     noise = result.noise
     return CurvePoint(
         layer=layer,
-        error=float((error.sum() / size.sum().clamp(min=_TINY)).sqrt()),
-        handed_on=0.0 if incoming is None else incoming.overall,
+        error=float((error.sum() / size.sum().clamp(min=TINY)).sqrt()),
+        handed_on=0.0 if input_error is None else input_error.overall,
         floor=None if noise is None else noise.floor,
         ratio=result.nearest.excess if noise is None else noise.whole,
     )

@@ -243,10 +243,10 @@ def with_given(
     stages: Mapping[GraphNode, Stage], given: Mapping[Site, torch.Tensor]
 ) -> dict[GraphNode, Stage]:
     """The stages, those of `given` sites [B,S,…] replaced by what the layer was fed there."""
-    fed: dict[GraphNode, Stage] = {
+    replaced: dict[GraphNode, Stage] = {
         site: _constant(value) if has_all_rows(site) else _chosen(value) for site, value in given.items()
     }
-    return {**stages, **fed}
+    return {**stages, **replaced}
 
 
 def _chosen(value: torch.Tensor) -> Stage:

@@ -70,9 +70,9 @@ def run_experts(weights: LayerWeights, jobs: Sequence[ExpertJob]) -> list[torch.
 
     def run(number: int) -> None:
         with torch.no_grad():
-            mine = [index for index in range(len(jobs)) if number in places[index]]
+            asking = [index for index in range(len(jobs)) if number in places[index]]
             matrices = _Matrices(weights, number)
-            for same in _by_weights(jobs, mine):
+            for same in _by_weights(jobs, asking):
                 rows = [places[index][number] for index in same]
                 _run_one(matrices, [jobs[index] for index in same], rows, [outputs[index] for index in same])
 

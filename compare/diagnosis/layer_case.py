@@ -14,13 +14,12 @@ from compare.diagnosis.evaluation import STAGES, Evaluation, GraphNode, LayerInp
 from compare.diagnosis.layer_weights import LayerWeights
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
-from compare.sides.batch import Batch
+from compare.sides.batch import Batch, spread_evenly
 from compare.sides.captured_input import fed_sites
+from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.options import DTYPES
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import decoded_rows
 from minimax_tools.model.sites import Site
@@ -38,14 +37,13 @@ class LayerCase:
     Args:
         reference: The golden; it holds what the layer was fed.
         target: The device run, fed the golden's own values.
-        is_handed_on: Whether the layer was fed another layer's output instead, which the run holds as its input.
-        reader: The checkpoint.
-        spec: The model.
+        is_inherited: Whether the layer was fed another layer's output instead, which the run holds as its input.
+        weights: The layer's weights.
         layer: The layer.
         suspects: The sites that are to blame; empty where none is known.
 
     Raises:
-        CheckpointError: The checkpoint lacks the layer, or holds another than `spec` describes.
+        IncomparableError: The sides have no site in common that could judge.
     """
 
     def __init__(
@@ -53,21 +51,17 @@ class LayerCase:
         reference: Capture,
         target: CaptureSource,
         *,
-        reader: CheckpointReader,
-        spec: ModelSpec,
+        weights: GoldenWeights,
         layer: int,
         suspects: frozenset[Site],
-        is_handed_on: bool = False,
+        is_inherited: bool = False,
     ) -> None:
-        self._is_handed_on = is_handed_on
+        self._is_inherited = is_inherited
         self._reference = reference
         self._target = target
         self._layer = layer
-        self._dtype = DTYPES[reference.description.provenance.dtypes["weights"]]
         self.sites = judging_sites(reference, target, layer, suspects)
-        self.scene = _make_scene(
-            reference, target, LayerWeights(reader, spec, layer=layer, dtype=self._dtype), spec
-        )
+        self.scene = _make_scene(reference, target, LayerWeights(weights.tensors), weights.spec)
         self._port = {site: self._batch.rows(target.read(layer, site), site).float() for site in self.sites}
         self._is_usable = torch.stack([rows.isfinite().all(-1) for rows in self._port.values()]).all(0)
 
@@ -75,7 +69,7 @@ class LayerCase:
     def notes(self) -> tuple[str, ...]:
         """What could not be tried or judged."""
         notes = []
-        if self._is_handed_on:
+        if self._is_inherited:
             notes.append(
                 "it was fed the outputs of other layers: every hypothesis was run on the port's own input, and "
                 "mistakes fainter than the noise were not tried"
@@ -100,12 +94,12 @@ class LayerCase:
         right = Evaluation(self.scene, stages, tokens=tokens)
         noise = _logit_noise(reference, right, self._batch, layer)
         settled = settled_tokens(right, noise)
-        base = right if not self._is_handed_on else self._open_own(fed)
+        base = right if not self._is_inherited else self._open_own(fed)
         length = self.scene.attention_mask.shape[1]
         return Trial(
             base=base,
             fed=None
-            if self._is_handed_on
+            if self._is_inherited
             else Evaluation(self.scene, stages, tokens=tokens, values=self._read_all()),
             yardsticks={
                 site: Yardstick.of(
@@ -113,7 +107,7 @@ class LayerCase:
                     golden=self._read_golden(site, right=right, base=base),
                     exact=base.rows(site),
                     settled=settled,
-                    dtype=self._dtype,
+                    dtype=self.scene.weights.dtype,
                 )
                 for site, rows in self._port.items()
             },
@@ -219,6 +213,6 @@ def spread_places(num_tokens: int, lengths: Iterable[int], most: int) -> torch.T
     if num_tokens <= 1.5 * most:
         return torch.arange(num_tokens)
     last = torch.tensor(list(lengths)).cumsum(0) - 1
-    even = torch.linspace(0, num_tokens - 1, most - min(len(last), most // 2)).round().long()
+    even = spread_evenly(num_tokens, most - min(len(last), most // 2))
     places: torch.Tensor = torch.cat((even, last[: most // 2])).unique()
     return places

@@ -13,8 +13,6 @@ import torch
 
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise, scale_shape
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_prefix, scale_name
 
 # From the codes [R,C] and their scales, one per block of 128 x 128, to the values [R,C] of any float dtype.
@@ -25,26 +23,20 @@ class LayerWeights:
     """The weights of a layer by the hub's relative names; safe to use from several threads.
 
     Args:
-        reader: The checkpoint.
-        spec: The model.
-        layer: The layer.
-        dtype: What the run computes in: values are rounded to it before they become float32.
-
-    Raises:
-        CheckpointError: The checkpoint's layer is not the one that `spec` describes.
+        tensors: The layer's tensors; their dtype is the run's, to which values are rounded before they become float32.
     """
 
-    def __init__(self, reader: CheckpointReader, spec: ModelSpec, *, layer: int, dtype: torch.dtype) -> None:
-        self._tensors = LayerTensors.open(reader, spec, layer, dtype)
-        self._prefix = layer_prefix(layer)
+    def __init__(self, tensors: LayerTensors) -> None:
+        self._tensors = tensors
+        self._prefix = layer_prefix(tensors.layer)
         self._kept: dict[str, torch.Tensor] = {}
         self._exact: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     @property
-    def num_bytes_read(self) -> int:
-        """Bytes that the checkpoint's reader has read so far."""
-        return self._tensors.reader.num_bytes_read
+    def dtype(self) -> torch.dtype:
+        """Dtype that the run computes in."""
+        return self._tensors.dtype
 
     def is_fp8(self, name: str) -> bool:
         """Whether the checkpoint stores the tensor as FP8 codes."""

@@ -106,8 +106,8 @@ class Trial:
                 site: _Prediction(rows=evaluation.rows(site), growth=self._growth(evaluation, site))
                 for site in self.yardsticks
             }
-            mine = settled & self._settled(evaluation)
-            scores += self._score_scopes(hypothesis, predicted, mine, elsewhere=settled)
+            judged = settled & self._settled(evaluation)
+            scores += self._score_scopes(hypothesis, predicted, judged, elsewhere=settled)
         return scores
 
     def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
@@ -130,8 +130,8 @@ class Trial:
                 site: _Prediction(rows=yardstick.exact + evaluation.rows(site) - origin[site])
                 for site, yardstick in self.yardsticks.items()
             }
-            mine = self.is_usable if hypothesis.sites & _ROUTER else self.settled
-            scores += self._score_scopes(hypothesis, predicted, mine, elsewhere=mine)
+            judged = self.is_usable if hypothesis.sites & _ROUTER else self.settled
+            scores += self._score_scopes(hypothesis, predicted, judged, elsewhere=judged)
         return scores
 
     def evaluate(
@@ -178,8 +178,8 @@ class Trial:
         """The score for all rows, and for the decoded ones; `elsewhere` are the tokens that are settled without it."""
         scores = [self._score(hypothesis, predicted, settled, is_decode_only=False)]
         if bool(self.is_decoded.any()):
-            mine = torch.where(self.is_decoded, settled, elsewhere)
-            scores.append(self._score(hypothesis, predicted, mine, is_decode_only=True))
+            judged = torch.where(self.is_decoded, settled, elsewhere)
+            scores.append(self._score(hypothesis, predicted, judged, is_decode_only=True))
         return scores
 
     def _score(

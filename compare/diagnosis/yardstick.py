@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from compare.noise.squared_errors import TINY_FLOAT32
+
 # Errors of BF16 relative to what is added to a stream, of several roundings: they grow with it.
 _GROWTH = {torch.bfloat16: 6e-3, torch.float32: 1e-6}
 _LEAST_SHARE = 1e-3
-_TINY = 1e-30
 # Of the judged tokens, those that are worst by any prediction: a near tie of experts that flipped unforeseen.
 _TRIMMED_SHARE = 0.02
 
@@ -102,9 +103,9 @@ def trimmed_mean(values: torch.Tensor) -> float:
 def _fit_variance(squares: torch.Tensor, settled: torch.Tensor) -> torch.Tensor:
     """Squared errors as a product of a channel's share and a token's size: each is seen too seldom by itself."""
     of_channel = squares[settled].mean(0)
-    of_channel = of_channel.clamp(min=_LEAST_SHARE * float(of_channel.median()) + _TINY)
+    of_channel = of_channel.clamp(min=_LEAST_SHARE * float(of_channel.median()) + TINY_FLOAT32)
     of_token = (squares / of_channel).mean(-1)
     typical = float(of_token[settled].median())
     # Where the golden's own experts flipped, its error is no noise.
-    of_token = torch.where(settled, of_token, typical).clamp(min=_LEAST_SHARE * typical + _TINY)
+    of_token = torch.where(settled, of_token, typical).clamp(min=_LEAST_SHARE * typical + TINY_FLOAT32)
     return of_token[:, None] * of_channel

@@ -32,8 +32,8 @@ class _Block:
 
     divergence: torch.Tensor
     overlaps: torch.Tensor
-    mine: torch.Tensor
-    theirs: torch.Tensor
+    golden: torch.Tensor
+    port: torch.Tensor
     margin: torch.Tensor
 
 
@@ -48,8 +48,8 @@ def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
     if rows.has_floor:
         return foreseen_error(rows).whole.sqrt() / size
     relative = torch.full((rows.num_tokens,), usual_error, dtype=torch.float64)
-    if rows.incoming is not None:
-        relative = torch.hypot(relative, rows.incoming.widest)
+    if rows.input_error is not None:
+        relative = torch.hypot(relative, rows.input_error.widest)
     return relative * square_rows(rows.reference, massive=rows.massive).whole.sqrt() / size
 
 
@@ -62,11 +62,11 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
     """
     blocks = list(_blocks(rows.reference, rows.target))
     divergence = torch.cat([block.divergence for block in blocks])
-    mine, theirs, margin = (
-        torch.cat([getattr(block, name) for block in blocks]) for name in ("mine", "theirs", "margin")
+    golden, port, margin = (
+        torch.cat([getattr(block, name) for block in blocks]) for name in ("golden", "port", "margin")
     )
     noise = logit_noise(rows, usual_error=usual_error)
-    disagrees = mine != theirs
+    disagrees = golden != port
     explained = disagrees & (margin <= REACH * noise)
     unexplained = (disagrees & ~explained).nonzero()[:, 0]
     unexplained = unexplained[margin[unexplained].argsort(descending=True, stable=True)]
@@ -88,8 +88,8 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
             TokenChoice(
                 row=int(rows.places[token, 0]),
                 position=int(rows.places[token, 1]),
-                reference=int(mine[token]),
-                target=int(theirs[token]),
+                reference=int(golden[token]),
+                target=int(port[token]),
                 margin=float(margin[token]),
                 reach=REACH * float(noise[token]),
             )
@@ -100,24 +100,24 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
 
 def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[_Block]:
     for start in range(0, reference.shape[0], _BLOCK_ROWS):
-        mine, theirs = (side[start : start + _BLOCK_ROWS].double() for side in (reference, target))
-        log_mine, log_theirs = mine.log_softmax(dim=-1), theirs.log_softmax(dim=-1)
-        divergence = (log_mine.exp() * (log_mine - log_theirs)).sum(dim=-1).clamp(min=0.0)
-        size = min(max(TOP), mine.shape[-1])
-        top_mine, top_theirs = (side.topk(size, dim=-1).indices for side in (mine, theirs))
-        best = mine.gather(-1, top_mine[:, :1]) - mine.gather(-1, top_theirs[:, :1])
+        golden, port = (side[start : start + _BLOCK_ROWS].double() for side in (reference, target))
+        log_golden, log_port = golden.log_softmax(dim=-1), port.log_softmax(dim=-1)
+        divergence = (log_golden.exp() * (log_golden - log_port)).sum(dim=-1).clamp(min=0.0)
+        size = min(max(TOP), golden.shape[-1])
+        top_golden, top_port = (side.topk(size, dim=-1).indices for side in (golden, port))
+        best = golden.gather(-1, top_golden[:, :1]) - golden.gather(-1, top_port[:, :1])
         # The first of equals is what a greedy choice takes, which topk does not promise.
-        first_mine, first_theirs = mine.argmax(dim=-1), theirs.argmax(dim=-1)
+        golden_choice, port_choice = golden.argmax(dim=-1), port.argmax(dim=-1)
         yield _Block(
             divergence=divergence,
-            overlaps=torch.stack([_overlap(top_mine[:, :k], top_theirs[:, :k]) for k in TOP], dim=-1),
-            mine=first_mine,
-            theirs=first_theirs,
+            overlaps=torch.stack([_overlap(top_golden[:, :k], top_port[:, :k]) for k in TOP], dim=-1),
+            golden=golden_choice,
+            port=port_choice,
             margin=best[:, 0],
         )
 
 
-def _overlap(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+def _overlap(golden: torch.Tensor, port: torch.Tensor) -> torch.Tensor:
     """Share of the tokens [t,k] that both sides have, [t]."""
-    shared = (mine[:, :, None] == theirs[:, None, :]).any(dim=-1)
+    shared = (golden[:, :, None] == port[:, None, :]).any(dim=-1)
     return shared.double().mean(dim=-1)

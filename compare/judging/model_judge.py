@@ -58,7 +58,7 @@ class TokenLimits:
 
 
 def judge_logits(
-    logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, terms: LimitContext
+    logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, context: LimitContext
 ) -> Judgement:
     """Judge next-token distributions.
 
@@ -66,7 +66,7 @@ def judge_logits(
         logits: What they say.
         limits: What those of right ports stay below.
         noise: Where limits were measured, and how much further one must be broken elsewhere.
-        terms: Where the port ran.
+        context: Where the port ran.
     """
     faults = []
     if logits.num_unexplained > limits.unexplained:
@@ -90,7 +90,7 @@ def judge_logits(
             is_anywhere |= not found <= noise.slack**2 * limit * foreseen
     if not faults:
         return SiteStatus.PASS, ""
-    return judge_broken("; ".join(faults), noise, terms=terms, is_anywhere=is_anywhere)
+    return judge_broken("; ".join(faults), noise, context=context, is_anywhere=is_anywhere)
 
 
 class ModelJudge:
@@ -114,11 +114,11 @@ class ModelJudge:
         if site not in reference.model_sites():
             reason = "the golden was captured without it"
             return replace(result, status=SiteStatus.NOT_CAPTURED, reason=reason)
-        mine, theirs = reference.read_model(site), target.read_model(site)
-        mismatch = find_mismatch(mine, theirs)
+        golden, port = reference.read_model(site), target.read_model(site)
+        mismatch = find_mismatch(golden, port)
         if mismatch is not None:
             return replace(result, reason=mismatch)
-        rows = self._rows(site, mine, theirs)
+        rows = self._rows(site, golden, port)
         if rows.num_tokens == 0:
             reason = "the sides hold it of no token in common"
             return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
@@ -126,7 +126,7 @@ class ModelJudge:
             result,
             rows,
             criteria=self._sides.criteria,
-            terms=self._sides.terms(),
+            context=self._sides.limit_context(),
         )
         return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
 
@@ -136,19 +136,19 @@ class ModelJudge:
         Raises:
             CaptureError: A file is damaged.
         """
-        mine, theirs = (
+        golden, port = (
             side.read_generation() if isinstance(side, Capture) else None
             for side in (self._sides.reference, self._sides.target)
         )
-        if mine is None or theirs is None:
+        if golden is None or port is None:
             return ()
         rows = self._read_logits()
         return compare_generated(
-            mine,
-            theirs,
+            golden,
+            port,
             noise=None if rows is None else logit_noise(rows, usual_error=self._usual_error),
             places=None if rows is None else rows.places,
-            first=None if rows is None else _first_logits(rows, len(mine.rows)),
+            first=None if rows is None else _first_logits(rows, len(golden.rows)),
         )
 
     def _read_logits(self) -> Rows | None:
@@ -156,16 +156,16 @@ class ModelJudge:
         reference, target = self._sides.reference, self._sides.target
         if any(ModelSite.LOGITS not in side.model_sites() for side in (reference, target)):
             return None
-        mine, theirs = reference.read_model(ModelSite.LOGITS), target.read_model(ModelSite.LOGITS)
-        if find_mismatch(mine, theirs) is not None or not bool(theirs.isfinite().all()):
+        golden, port = reference.read_model(ModelSite.LOGITS), target.read_model(ModelSite.LOGITS)
+        if find_mismatch(golden, port) is not None or not bool(port.isfinite().all()):
             return None
-        return self._rows(ModelSite.LOGITS, mine, theirs)
+        return self._rows(ModelSite.LOGITS, golden, port)
 
     @property
     def _usual_error(self) -> float:
         """What ports that are right are usually off by, relative to the logits, where the golden kept no floor."""
         limits = self._sides.criteria.noise
-        if self._sides.terms().is_float32:
+        if self._sides.limit_context().is_float32:
             return limits.float32
         return limits.floorless(ModelSite.LOGITS, "relative_l2").usual
 
@@ -176,7 +176,9 @@ class ModelJudge:
         logits = compare_logits(rows, usual_error=self._usual_error)
         result = replace(result, logits=logits)
         criteria = self._sides.criteria
-        status, reason = judge_logits(logits, TokenLimits(), noise=criteria.noise, terms=self._sides.terms())
+        status, reason = judge_logits(
+            logits, TokenLimits(), noise=criteria.noise, context=self._sides.limit_context()
+        )
         if criteria.name == "classic" or status is SiteStatus.PASS:
             return result
         worst = SiteStatus.FAIL if SiteStatus.FAIL in (status, result.status) else SiteStatus.WARN
@@ -184,20 +186,20 @@ class ModelJudge:
 
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         batch = self._sides.batch
-        mine = batch.rows(reference, site)
-        twin, massive = self._twin(site, mine, target), massive_channels(mine)
-        if twin is None or twin is mine:
+        golden = batch.rows(reference, site)
+        twin, massive = self._twin(site, golden, target), massive_channels(golden)
+        if twin is None or twin is golden:
             floor = self._stored_floor(site) if twin is None else None
         else:
-            floor = self._measured_floor(site, mine, twin, massive)
+            floor = self._measured_floor(site, golden, twin, massive)
         rows = Rows(
-            reference=mine,
+            reference=golden,
             target=batch.rows(target, site),
             massive=massive,
             places=batch.places(reference, site),
             twin=twin,
             floor=floor,
-            incoming=self._incoming() if site is not ModelSite.EMBEDDING else None,
+            input_error=self._input_error() if site is not ModelSite.EMBEDDING else None,
         )
         held = [
             batch.tokens(places)
@@ -238,11 +240,11 @@ class ModelJudge:
         statistic = source.read_model_floor(name) if isinstance(source, Capture) else None
         return None if statistic is None else self._sides.batch.tokens(statistic)
 
-    def _incoming(self) -> InputError | None:
+    def _input_error(self) -> InputError | None:
         """The error of what the head was fed; None where it is the golden's, or a side does not keep it."""
         rows = self._sides.read_rows(self._last_layer, Site.OUTPUT)
-        incoming = None if rows is None else measure_input_error(*rows)
-        return None if incoming is None or incoming.overall == 0.0 else incoming
+        input_error = None if rows is None else measure_input_error(*rows)
+        return None if input_error is None or input_error.overall == 0.0 else input_error
 
 
 def _held_rows(side: CaptureSource, site: ModelSite) -> torch.Tensor | None:

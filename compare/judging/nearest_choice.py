@@ -17,6 +17,7 @@ from compare.judging.derived_choice import DerivedChoice
 from compare.judging.routing import RouterNoise
 from compare.noise.rho import Rows, token_ratios
 from compare.noise.squared_errors import square_difference
+from compare.sides.batch import spread_evenly
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
@@ -49,24 +50,25 @@ def find_nearest_choice(
         IncomparableError: The weights are another model's.
         CheckpointError: They cannot be read.
     """
-    mine = sides.read_golden(layer, Site.ROUTER_EXPERTS)
-    fed = {one: sides.read_exact(layer, one) for one in (Site.POST_NORM, Site.ROUTER_LOGITS)}
+    golden = sides.read_golden(layer, Site.ROUTER_EXPERTS)
+    router_values = {one: sides.read_exact(layer, one) for one in (Site.POST_NORM, Site.ROUTER_LOGITS)}
     stream = None if site is Site.MOE_DELTA else sides.read_stream(layer, is_exact=True)
-    states, logits = fed[Site.POST_NORM], fed[Site.ROUTER_LOGITS]
-    if sides.weights is None or mine is None or states is None or logits is None:
+    states, logits = router_values[Site.POST_NORM], router_values[Site.ROUTER_LOGITS]
+    if sides.weights is None or golden is None or states is None or logits is None:
         return None
     if stream is None and site is Site.OUTPUT:
         return None
-    experts = mine.long()
+    experts = golden.long()
     reach = noise.reach
     is_open = noise.is_fragile() & (token_ratios(rows) > _PLAINLY_ALIKE)
     if not bool(is_open.any()):
         return DerivedChoice(experts=experts, is_sure=torch.ones_like(is_open))
+    open_tokens = is_open.nonzero()[:, 0]
     with sides.weights.open_layer(layer, sides.reference) as weights:
         scores = logits.sigmoid() + weights.tensors[CORRECTION_BIAS].float()
         choices = {
             token: _choices_within(scores[token], experts[token], float(reach[token]))
-            for token in _evenly_spread(is_open.nonzero()[:, 0], _MOST_TOKENS).tolist()
+            for token in open_tokens[spread_evenly(len(open_tokens), _MOST_TOKENS)].tolist()
         }
         known = {token: found for token, found in choices.items() if found is not None}
         is_sure = ~is_open
@@ -86,13 +88,6 @@ def find_nearest_choice(
         of_token = (tokens == token).nonzero()[:, 0]
         nearest[token] = candidates[of_token[distance[of_token].argmin()]]
     return DerivedChoice(experts=nearest, is_sure=is_sure)
-
-
-def _evenly_spread(tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """Return at most so many of the tokens."""
-    if len(tokens) <= most:
-        return tokens
-    return tokens[torch.linspace(0, len(tokens) - 1, most).round().long()]
 
 
 def _choices_within(scores: torch.Tensor, chosen: torch.Tensor, reach: float) -> torch.Tensor | None:

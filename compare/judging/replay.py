@@ -13,7 +13,7 @@ import torch
 
 from compare.judging.routing import flipped_tokens
 from compare.noise.rho import Rows
-from compare.noise.squared_errors import square_difference
+from compare.noise.squared_errors import TINY, square_difference
 from compare.sides.golden_weights import GoldenWeights, WeightSource
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Sides
@@ -25,7 +25,6 @@ from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 
 # Of these the other experts' products must be computed; of the router's weights its logits tell all.
 _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
-_TINY = 1e-300
 
 
 class Replay:
@@ -40,7 +39,7 @@ class Replay:
     def __init__(self, sides: Sides, *, layer: int, experts: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._sides = sides
         self._layer = layer
-        self._theirs = experts[1].long()
+        self._port_experts = experts[1].long()
         self.flipped = flipped_tokens(*experts)
         self._logits = self._read(Site.ROUTER_LOGITS)
         self._tokens = self.flipped & self._are_experts()
@@ -96,12 +95,12 @@ class Replay:
 
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
         """The router's weights, which its logits tell for any choice."""
-        mine = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
-        reference = _put(rows.reference, tokens, mine)
+        golden = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
+        reference = _put(rows.reference, tokens, golden)
         if self._logits is None:
             return replace(rows, reference=reference)
         exact = self._shares(self._logits, tokens)
-        error = square_difference(exact, mine, massive=rows.massive)
+        error = square_difference(exact, golden, massive=rows.massive)
         return replace(
             rows,
             reference=reference,
@@ -118,7 +117,7 @@ class Replay:
         own, widest = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
         if own is None or widest is None:
             return torch.ones(len(self.flipped), dtype=torch.float64)
-        return (widest.whole / own.whole.clamp(min=_TINY)).clamp(min=1.0)
+        return (widest.whole / own.whole.clamp(min=TINY)).clamp(min=1.0)
 
     def _behind(
         self, site: Site, experts: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: Rows
@@ -126,17 +125,19 @@ class Replay:
         """Return a site behind the experts for each of their outputs [t,H]: exact, and rounded in several ways."""
         if site is Site.MOE_DELTA:
             return experts
-        exact, mine = (self._sides.read_stream(self._layer, is_exact=is_exact) for is_exact in (True, False))
+        exact, golden = (
+            self._sides.read_stream(self._layer, is_exact=is_exact) for is_exact in (True, False)
+        )
         assert exact is not None, "the golden holds what its experts added"
-        assert mine is not None, "the golden holds what its experts added"
-        rounded = ((mine[tokens] + one).to(rows.dtype).float() for one in experts[1:])
+        assert golden is not None, "the golden holds what its experts added"
+        rounded = ((golden[tokens] + one).to(rows.dtype).float() for one in experts[1:])
         return (exact[tokens] + experts[0], *rounded)
 
     def _are_experts(self) -> torch.Tensor:
         """Tokens whose experts the port names by numbers that there are: bool [T]."""
         if self._logits is None:
             return torch.zeros_like(self.flipped)
-        return ((self._theirs >= 0) & (self._theirs < self._logits.shape[-1])).all(dim=-1)
+        return ((self._port_experts >= 0) & (self._port_experts < self._logits.shape[-1])).all(dim=-1)
 
     def _read(self, site: Site) -> torch.Tensor | None:
         return self._sides.read_exact(self._layer, site)
@@ -147,7 +148,7 @@ class Replay:
     def _shares(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         """What the port's experts count by the golden's logits, [t,k], in ascending order of the experts."""
         assert logits is not None, "tokens are replayed where the logits are known"
-        return expert_shares(logits[tokens].sigmoid(), self._theirs[tokens].sort(dim=-1).values)
+        return expert_shares(logits[tokens].sigmoid(), self._port_experts[tokens].sort(dim=-1).values)
 
     def _open(self, source: WeightSource) -> _Opened:
         """What the layer's weights tell; they are read once."""
@@ -162,18 +163,18 @@ class Replay:
     def _compute_experts(self, weights: GoldenWeights) -> tuple[torch.Tensor, ...] | None:
         """Return what the port's experts give, [t,H] each: exactly, rounded to nearest, and with a random variant."""
         tokens, states, logits = self._tokens, self._read(Site.POST_NORM), self._logits
-        mine, mine_logits = (self._read_reference(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
-        if states is None or logits is None or mine is None or mine_logits is None:
+        golden, golden_logits = (self._read_reference(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
+        if states is None or logits is None or golden is None or golden_logits is None:
             return None
-        experts = self._theirs[tokens]
+        experts = self._port_experts[tokens]
         shares = [
-            expert_shares(side[tokens].sigmoid(), experts) for side in (logits, mine_logits, mine_logits)
+            expert_shares(side[tokens].sigmoid(), experts) for side in (logits, golden_logits, golden_logits)
         ]
         kinds = torch.tensor([RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM])
         # One pass: each expert is read and upcast once.
         outputs = upcast_experts(
             weights.tensors,
-            torch.cat((states[tokens], mine[tokens], mine[tokens])),
+            torch.cat((states[tokens], golden[tokens], golden[tokens])),
             experts.repeat(len(kinds), 1),
             torch.cat(shares),
             rounding=ExpertRounding(

@@ -135,12 +135,12 @@ def _describe_flip(
     reference: torch.Tensor, target: torch.Tensor, *, place: torch.Tensor, margin: float | None
 ) -> Flip:
     row, position = place.tolist()
-    mine, theirs = sorted(reference.tolist()), sorted(target.tolist())
+    golden, port = sorted(reference.tolist()), sorted(target.tolist())
     return Flip(
         row=row,
         position=position,
-        dropped=tuple(expert for expert in mine if expert not in theirs),
-        chosen=tuple(expert for expert in theirs if expert not in mine),
+        dropped=tuple(expert for expert in golden if expert not in port),
+        chosen=tuple(expert for expert in port if expert not in golden),
         margin=margin,
     )
 

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.noise.squared_errors import Squares, square_difference, square_rows
+from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
 from minimax_tools.metrics.noise_floor import massive_channels
-
-_TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,8 +53,8 @@ def measure_input_error(reference: torch.Tensor, target: torch.Tensor) -> InputE
 
 
 def _relative(error: Squares, norm: Squares) -> torch.Tensor:
-    whole = error.whole / norm.whole.clamp(min=_TINY)
-    ordinary = error.ordinary / norm.ordinary.clamp(min=_TINY)
+    whole = error.whole / norm.whole.clamp(min=TINY)
+    ordinary = error.ordinary / norm.ordinary.clamp(min=TINY)
     return torch.maximum(whole, ordinary).sqrt()
 
 

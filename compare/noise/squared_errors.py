@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+# Below the square of any float32, so that a division by a sum of squares is never one by 0.
+TINY = 1e-300
+# Likewise for float32 sums, which cannot hold the number above.
+TINY_FLOAT32 = 1e-30
 _BLOCK_ROWS = 64
 
 

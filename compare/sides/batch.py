@@ -35,14 +35,14 @@ class Batch:
         Raises:
             IncomparableError: Their masks differ, or no token is real.
         """
-        mine, theirs = reference.read_attention_mask(), target.read_attention_mask()
-        if mine is not None and theirs is not None and not torch.equal(mine.bool(), theirs.bool()):
+        golden, port = reference.read_attention_mask(), target.read_attention_mask()
+        if golden is not None and port is not None and not torch.equal(golden.bool(), port.bool()):
             raise IncomparableError(
                 "the captures have different inputs: attention_mask differs",
-                expected=f"rows of {_lengths(mine)} tokens (golden)",
-                found=_lengths(theirs),
+                expected=f"rows of {_lengths(golden)} tokens (golden)",
+                found=_lengths(port),
             )
-        return cls(theirs if mine is None else mine)
+        return cls(port if golden is None else golden)
 
     def rows(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
         """The real rows [T,F] of a site's tensor, which may be [B·S,F] too.
@@ -82,6 +82,11 @@ class Batch:
             batch = self._mask.shape if self._mask is not None and is_ours else (1, -1)
             return tensor.reshape(*batch, tensor.shape[-1])
         return token_rows(tensor, site) if isinstance(site, Site) else tensor
+
+
+def spread_evenly(num_tokens: int, most: int) -> torch.Tensor:
+    """Choose at most so many of the tokens, evenly spread: their places, int64, ascending."""
+    return torch.linspace(0, num_tokens - 1, min(num_tokens, most)).round().long()
 
 
 def _lengths(mask: torch.Tensor) -> str:

@@ -24,18 +24,18 @@ class CapturedInput:
 
     Args:
         known: Sites whose values were given to the layer and are the golden's own, or another layer's.
-        incoming: Error of an input that another layer handed on; None where it is the golden's own.
+        error: Error of an input that another layer handed on; None where it is the golden's own.
         is_recorded: Whether both sides hold what it was fed; else nothing was checked.
     """
 
     known: tuple[Site, ...]
-    incoming: InputError | None = None
+    error: InputError | None = None
     is_recorded: bool = True
 
     @property
-    def is_handed_on(self) -> bool:
+    def is_inherited(self) -> bool:
         """Whether the input comes with an error of other layers."""
-        return self.incoming is not None
+        return self.error is not None
 
 
 def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
@@ -46,18 +46,18 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
             capture does not hold what it was fed.
     """
     known: list[Site] = []
-    incoming: InputError | None = None
+    input_error: InputError | None = None
     for site in fed_sites(sides.target):
         rows = sides.read_rows(layer, site)
         if rows is None and site is Site.INPUT:
             _refuse_unrecorded(sides, layer)
             return CapturedInput(known=(), is_recorded=False)
         if rows is not None and not _is_same(*rows):
-            incoming = measure_input_error(*rows)
-            if site is not Site.INPUT or not _is_handed_on(sides.target, layer, incoming):
+            input_error = measure_input_error(*rows)
+            if site is not Site.INPUT or not _is_inherited(sides.target, layer, input_error):
                 raise _fed_otherwise(sides, layer, site)
         known.append(site)
-    return CapturedInput(known=tuple(known), incoming=incoming)
+    return CapturedInput(known=tuple(known), error=input_error)
 
 
 def fed_sites(target: CaptureSource) -> tuple[Site, ...]:
@@ -72,21 +72,23 @@ def _is_same(reference: torch.Tensor, target: torch.Tensor) -> bool:
     return bool(((cast == target) | (cast.isnan() & target.isnan())).all())
 
 
-def _is_handed_on(target: CaptureSource, layer: int, incoming: InputError) -> bool:
+def _is_inherited(target: CaptureSource, layer: int, input_error: InputError) -> bool:
     """Whether the target's layer was fed what the layer before it, or the embedding, put out."""
     description = target.known_description
     if description is None:
-        return _repeats_the_layer_before(target, layer) or _comes_from_unseen_layers(target, layer, incoming)
+        return _repeats_the_layer_before(target, layer) or _comes_from_unseen_layers(
+            target, layer, input_error
+        )
     run = description.run
     return run.mode is Mode.CHAINED and (layer > run.span.start or ModelSite.EMBEDDING in run.model_sites)
 
 
-def _comes_from_unseen_layers(target: CaptureSource, layer: int, incoming: InputError) -> bool:
+def _comes_from_unseen_layers(target: CaptureSource, layer: int, input_error: InputError) -> bool:
     """Whether another tool's dump of the whole model left out the layer before, and the input is near the golden's."""
     is_unseen = (
         isinstance(target, ForeignCapture) and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)
     )
-    return is_unseen and incoming.overall < _FARTHEST_INPUT
+    return is_unseen and input_error.overall < _FARTHEST_INPUT
 
 
 def _repeats_the_layer_before(target: CaptureSource, layer: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from minimax_tools.command_line.options import DTYPES
 from minimax_tools.errors import CheckpointError, IncomparableError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
+from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,7 +33,7 @@ class GoldenWeights:
     """
 
     spec: ModelSpec
-    tensors: Mapping[str, torch.Tensor]
+    tensors: LayerTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,12 +101,11 @@ class CheckpointWeights:
         last = spec.num_hidden_layers - 1
         folder = resolve_model(self.model, layers=range(last, last + 1))
         with self._open(folder, range(last, last + 1)) as reader:
-            lm_head = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
             dtype = _computed_dtype(reference)
             yield HeadWeights(
                 spec=spec,
                 norm=reader.read_weight(FINAL_NORM, dtype),
-                lm_head=reader.read_weight(lm_head, dtype),
+                lm_head=reader.read_weight(head_name(spec), dtype),
             )
 
     def _open(self, folder: Path, layers: range) -> CheckpointReader:

@@ -124,8 +124,8 @@ class LayerFloor:
             golden, self._layer, errors=errors, stored=stored, num_competing=places.stop - places.start
         )
         own = golden.read(self._layer, Site.ROUTER_EXPERTS)
-        mine, exactly = (self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (own, chosen))
-        refuse_other_choice(golden, self._layer, mine, exactly, errors=errors, margin=margin)
+        golden_experts, twin_experts = (self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (own, chosen))
+        refuse_other_choice(golden, self._layer, golden_experts, twin_experts, errors=errors, margin=margin)
 
     def widened_squares(self, site: Site) -> Squares | None:
         """(golden or variant − twin)², the largest per token; None of a golden without variants.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from compare.limits.limit_context import computes_in_float32
-from compare.noise.squared_errors import Squares
+from compare.noise.squared_errors import TINY_FLOAT32, Squares
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
@@ -19,7 +19,6 @@ from minimax_tools.model.sites import ModelSite, Site
 
 # The stored distances are float32 sums in another order: 6e-7 were measured at 6144 channels, 2e-5 at 200 064.
 _TOLERANCE = 1e-3
-_TINY = 1e-30
 # Biased scores are float32 of about 1 to 10.
 _SCORE_SLACK = 2e-6
 _AGAIN = "Copy the golden again from where it was made, or make it again: mm2-gpu extract-all."
@@ -195,7 +194,7 @@ def refuse_other_choice(
 
 
 def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TINY)
+    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=TINY_FLOAT32)
 
 
 def _damaged(

@@ -30,7 +30,7 @@ class Sides:
         """Return whether the five classic limits judge."""
         return self.criteria.name == "classic"
 
-    def terms(self, *, hides_flips: bool = False) -> LimitContext:
+    def limit_context(self, *, hides_flips: bool = False) -> LimitContext:
         """What the limits of a site hang on beside its figures; whether its flips are hidden, the caller knows."""
         return LimitContext(
             backend=backend_of(self.target),

@@ -34,7 +34,6 @@ from gpu_reference.golden.golden import Golden
 from gpu_reference.golden.recording import recording_layers, recording_model
 from gpu_reference.golden.resumption import running_only
 from gpu_reference.model.placement import watched_memory
-from gpu_reference.model.twin_weights import head_name
 from gpu_reference.pipeline.joint_start import Introduction, open_together
 from gpu_reference.ranks.ranks import RankGroup
 from gpu_reference.streaming.once_reader import OnceReader
@@ -48,6 +47,7 @@ from minimax_tools.command_line.progress import Progress
 from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.weight_names import head_name
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.planners import Stage
 

@@ -245,21 +245,32 @@ def _choose(at: LayerValues) -> torch.Tensor:
     return choose_experts(router_scores(at) + correction_bias(at), at.spec.num_experts_per_tok)
 
 
+# Input and weight of each norm and of each projection.
+NORMS: Mapping[Site, tuple[Site, str]] = MappingProxyType(
+    {
+        Site.INPUT_NORM: (Site.INPUT, weight_names.INPUT_NORM),
+        Site.Q_NORM: (Site.Q_PROJ, weight_names.Q_NORM),
+        Site.K_NORM: (Site.K_PROJ, weight_names.K_NORM),
+        Site.POST_NORM: (Site.ATTN_RESIDUAL, weight_names.POST_NORM),
+    }
+)
+PROJECTIONS: Mapping[Site, tuple[Site, str]] = MappingProxyType(
+    {
+        Site.Q_PROJ: (Site.INPUT_NORM, weight_names.Q_PROJ),
+        Site.K_PROJ: (Site.INPUT_NORM, weight_names.K_PROJ),
+        Site.V_PROJ: (Site.INPUT_NORM, weight_names.V_PROJ),
+        Site.ATTN_DELTA: (Site.ATTN_CONTEXT, weight_names.O_PROJ),
+        Site.ROUTER_LOGITS: (Site.POST_NORM, weight_names.GATE),
+    }
+)
 STAGES: Mapping[Site, Stage] = MappingProxyType(
     {
-        Site.INPUT_NORM: norm_stage(Site.INPUT, weight_names.INPUT_NORM),
-        Site.Q_PROJ: product_stage(Site.INPUT_NORM, weight_names.Q_PROJ),
-        Site.K_PROJ: product_stage(Site.INPUT_NORM, weight_names.K_PROJ),
-        Site.V_PROJ: product_stage(Site.INPUT_NORM, weight_names.V_PROJ),
-        Site.Q_NORM: norm_stage(Site.Q_PROJ, weight_names.Q_NORM),
-        Site.K_NORM: norm_stage(Site.K_PROJ, weight_names.K_NORM),
+        **{site: norm_stage(*its) for site, its in NORMS.items()},
+        **{site: product_stage(*its) for site, its in PROJECTIONS.items()},
         Site.Q_ROPE: rope_stage(Site.Q_NORM),
         Site.K_ROPE: rope_stage(Site.K_NORM),
         Site.ATTN_CONTEXT: attend,
-        Site.ATTN_DELTA: product_stage(Site.ATTN_CONTEXT, weight_names.O_PROJ),
         Site.ATTN_RESIDUAL: lambda at: choose_rows(at, at[Site.INPUT]) + at[Site.ATTN_DELTA],
-        Site.POST_NORM: norm_stage(Site.ATTN_RESIDUAL, weight_names.POST_NORM),
-        Site.ROUTER_LOGITS: product_stage(Site.POST_NORM, weight_names.GATE),
         Site.ROUTER_EXPERTS: _choose,
         Site.ROUTER_WEIGHTS: lambda at: expert_shares(router_scores(at), at[Site.ROUTER_EXPERTS]),
         Site.OUTPUT: lambda at: at[Site.ATTN_RESIDUAL] + at[Site.MOE_DELTA],

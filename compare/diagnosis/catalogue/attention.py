@@ -15,7 +15,7 @@ from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
 from compare.diagnosis.mistake import Mistake, each, once, values_of
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
-from minimax_tools.reference.float32_stages import attend, product_stage
+from minimax_tools.reference.float32_stages import STAGES, attend, product_stage
 
 
 def _attending(**options: Any) -> Change:
@@ -102,13 +102,8 @@ def _scales(scene: LayerInputs) -> tuple[float, ...]:
 
 
 def _projection_scaled(tensor: str, factor: float) -> Change:
-    site, name = {
-        "q_proj": (Site.Q_PROJ, weight_names.Q_PROJ),
-        "k_proj": (Site.K_PROJ, weight_names.K_PROJ),
-        "v_proj": (Site.V_PROJ, weight_names.V_PROJ),
-    }[tensor]
-    right = product_stage(Site.INPUT_NORM, name)
-    return Change(stages={site: lambda at: factor * right(at)})
+    right = STAGES[Site(tensor)]
+    return Change(stages={Site(tensor): lambda at: factor * right(at)})
 
 
 ATTENTION_MISTAKES = (

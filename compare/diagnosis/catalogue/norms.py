@@ -12,9 +12,9 @@ import torch
 from compare.diagnosis.catalogue.splits import degrees
 from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
-from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.reference.float32_stages import (
+    NORMS,
     normalise,
     rotate_halves,
     rotation_angles,
@@ -24,12 +24,6 @@ from minimax_tools.reference.float32_stages import (
 # From states and weight to the normed states.
 _Norm = Callable[[Evaluation, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_WEIGHTS = {
-    Site.INPUT_NORM: (Site.INPUT, weight_names.INPUT_NORM),
-    Site.POST_NORM: (Site.ATTN_RESIDUAL, weight_names.POST_NORM),
-    Site.Q_NORM: (Site.Q_PROJ, weight_names.Q_NORM),
-    Site.K_NORM: (Site.K_PROJ, weight_names.K_NORM),
-}
 _BLOCK = (Site.INPUT_NORM, Site.POST_NORM)
 _HEADS = (Site.Q_NORM, Site.K_NORM)
 
@@ -39,7 +33,7 @@ def _norms(norm: _Norm, *sites: Site) -> Change:
 
 
 def _stage(site: Site, norm: _Norm) -> Stage:
-    source, weight = _WEIGHTS[site]
+    source, weight = NORMS[site]
     return lambda at: norm(at, at[source], at.weight(weight))
 
 
@@ -116,7 +110,7 @@ def _after_rope() -> Change:
         (Site.Q_ROPE, Site.Q_NORM, Site.Q_PROJ),
         (Site.K_ROPE, Site.K_NORM, Site.K_PROJ),
     ):
-        stages[rope] = _normed_after_rope(source, _WEIGHTS[norm][1])
+        stages[rope] = _normed_after_rope(source, NORMS[norm][1])
     return Change(stages=stages)
 
 

@@ -9,7 +9,7 @@ from compare.diagnosis.mistake import Candidates, Parameters
 
 _DEGREES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 # Of larger groups only the first rank is tried: nobody looks at the others' output.
-_MOST_RANKS = 8
+MOST_RANKS = 8
 
 
 def degrees(size: int) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def rank_of(degree_name: str, quantity: str) -> Candidates:
         return tuple(
             MappingProxyType({degree_name: degree, "rank": rank})
             for degree in degrees(getattr(scene.spec, quantity))
-            for rank in (range(degree) if degree <= _MOST_RANKS else range(1))
+            for rank in (range(degree) if degree <= MOST_RANKS else range(1))
         )
 
     return candidates

@@ -18,14 +18,12 @@ from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.scene import ModelScene, Unit
 from compare.diagnosis.model.weights import ModelWeights
 from compare.sides.batch import Batch
+from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.options import DTYPES
 from minimax_tools.dumps.capture import ForeignCapture
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.spec import ModelSpec
 
 # Of one rounding, relative to the values; float32 sums in another order.
 _ROUNDING = {torch.bfloat16: 1.7e-3, torch.float32: 2e-6}
@@ -76,8 +74,7 @@ class ModelCases:
         target: The device run.
         batch: The tokens that they have in common.
         last_layer: The layer whose output the head was fed.
-        reader: The checkpoint.
-        spec: The model.
+        weights: Any layer's; what lies outside the layers is read from the same checkpoint.
     """
 
     def __init__(
@@ -87,16 +84,15 @@ class ModelCases:
         *,
         batch: Batch,
         last_layer: int,
-        reader: CheckpointReader,
-        spec: ModelSpec,
+        weights: GoldenWeights,
     ) -> None:
         self._golden, self._target, self._batch = golden, target, batch
         self._last_layer = last_layer
-        self._spec = spec
-        self._dtype = DTYPES[golden.description.provenance.dtypes["weights"]]
-        self._weights = ModelWeights(reader, spec, dtype=self._dtype)
+        self._spec = weights.spec
+        self._dtype = weights.tensors.dtype
+        self._weights = ModelWeights(weights.tensors.reader, weights.spec, dtype=self._dtype)
         generator = torch.Generator().manual_seed(0)
-        columns = torch.randperm(spec.vocab_size, generator=generator)[:_MOST_COLUMNS]
+        columns = torch.randperm(weights.spec.vocab_size, generator=generator)[:_MOST_COLUMNS]
         self._columns = columns.sort().values
 
     def open(self, site: ModelSite) -> SiteCase | str:
@@ -117,8 +113,8 @@ class ModelCases:
             return "no token of it is held and finite"
         places = usable.nonzero()[:, 0]
         places = places[spread_places(len(places), [len(places)], _MOST_TOKENS[site])]
-        mine, theirs = (_at(scene, places) for scene in scenes)
-        exact, right = (_RIGHT[site](scene) for scene in (mine, theirs))
+        golden_scene, port_scene = (_at(scene, places) for scene in scenes)
+        exact, right = (_RIGHT[site](scene) for scene in (golden_scene, port_scene))
         assert exact is not None, "a site that is not fed is not opened"
         assert right is not None, "a site that is not fed is not opened"
         unit = Unit.of(values[0][places], exact, rounding=_ROUNDING[self._dtype])
@@ -126,7 +122,7 @@ class ModelCases:
         lost = f"{num_lost} tokens hold NaN or Inf and were left out: no mistake of the catalogue makes any"
         return SiteCase(
             site=site,
-            scene=theirs,
+            scene=port_scene,
             port=values[1][places],
             right=right,
             unit=unit,

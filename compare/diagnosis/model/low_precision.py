@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.mistake import Parameters
-from compare.diagnosis.model.scene import ModelScene
+from compare.diagnosis.model.mistake import each
 
 _LARGEST_FP8, _LARGEST_INT8 = 448.0, 127.0
 
@@ -38,6 +37,5 @@ ROUNDINGS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyTy
 )
 
 
-def roundings(_: ModelScene, __: torch.Tensor) -> tuple[Parameters, ...]:
-    """List the dtypes that a table may be held in."""
-    return tuple(MappingProxyType({"dtype": name}) for name in ROUNDINGS)
+# Dtypes that a table may be held in.
+roundings = each("dtype", lambda _: ROUNDINGS)

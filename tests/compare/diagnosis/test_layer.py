@@ -12,6 +12,7 @@ import torch
 from compare.diagnosis.catalogue.catalogue import CATALOGUE
 from compare.diagnosis.layer_case import LayerCase
 from compare.diagnosis.trial import Trial
+from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -37,15 +38,9 @@ FAINT = {
 @pytest.fixture(scope="module")
 def trial(toy: Path, golden: Path) -> Iterator[Trial]:
     source = Capture.open(golden)
-    with CheckpointReader(toy) as reader, torch.no_grad():
-        case = LayerCase(
-            source,
-            source,
-            reader=reader,
-            spec=ModelSpec.from_folder(toy),
-            layer=LAYER,
-            suspects=frozenset({Site.OUTPUT}),
-        )
+    opened = CheckpointWeights(model=str(toy)).open_layer(LAYER, source)
+    with opened as weights, torch.no_grad():
+        case = LayerCase(source, source, weights=weights, layer=LAYER, suspects=frozenset({Site.OUTPUT}))
         yield case.open_trial()
 
 

@@ -48,8 +48,8 @@ def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None, floor: b
 
 
 def judged(result: LogitsResult, *, backend: str | None = "cpu") -> Judgement:
-    terms = LimitContext(backend=backend, is_float32=False, share=1e-3)
-    return judge_logits(result, TokenLimits(), noise=calibrated_limits(), terms=terms)
+    context = LimitContext(backend=backend, is_float32=False, share=1e-3)
+    return judge_logits(result, TokenLimits(), noise=calibrated_limits(), context=context)
 
 
 def test_golden_itself_diverges_by_nothing() -> None:

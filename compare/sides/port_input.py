@@ -1,4 +1,4 @@
-"""OwnInputGolden: what a golden of one layer would be on the input that the port's own layer was fed.
+"""PortInputGolden: what a golden of one layer would be on the input that the port's own layer was fed.
 
 A layer of a chained run is handed the errors of those before it, and may choose other experts for it. So the layer is
 computed anew from the checkpoint, on the port's own input: exactly, as a golden rounds, and with a random variant of
@@ -30,7 +30,7 @@ _FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
 _VARIANT = "random_1"
 
 
-class OwnInputGolden(Capture):
+class PortInputGolden(Capture):
     """One layer, computed from what the port was fed there.
 
     Args:
@@ -45,9 +45,9 @@ class OwnInputGolden(Capture):
         inputs = golden.read_inputs()
         is_padding = inputs.attention_mask == 0
         # Padding may hold NaN, and zero times NaN is NaN.
-        fed = target.read(layer, Site.INPUT).reshape(*inputs.batch_shape, -1)
+        layer_input = target.read(layer, Site.INPUT).reshape(*inputs.batch_shape, -1)
         self._layer = layer
-        self._input = fed.masked_fill(is_padding[..., None], 0.0)
+        self._input = layer_input.masked_fill(is_padding[..., None], 0.0)
         self._is_float32 = computes_in_float32(golden)
         kinds = (
             (RoundingKind.EXACT,)
@@ -107,7 +107,7 @@ class OwnInputGolden(Capture):
         return own | variant_statistics({_VARIANT: variant}, self._twin, golden=self._rounded, **layer)
 
 
-def on_own_input(sides: Sides, layer: int) -> Sides | None:
+def on_port_input(sides: Sides, layer: int) -> Sides | None:
     """The sides of one layer, whose golden is computed on the port's own input.
 
     Args:
@@ -125,8 +125,8 @@ def on_own_input(sides: Sides, layer: int) -> Sides | None:
     golden, source = sides.reference, sides.weights
     if source is None or sides.is_classic or not isinstance(golden, Capture):
         return None
-    fed = sides.read_rows(layer, Site.INPUT)
-    if fed is None or not bool(fed[1].isfinite().all()):
+    layer_input = sides.read_rows(layer, Site.INPUT)
+    if layer_input is None or not bool(layer_input[1].isfinite().all()):
         return None
     with source.open_layer(layer, golden) as weights:
-        return replace(sides, reference=OwnInputGolden(golden, sides.target, layer=layer, weights=weights))
+        return replace(sides, reference=PortInputGolden(golden, sides.target, layer=layer, weights=weights))

@@ -1,4 +1,4 @@
-"""OwnHeadGolden: what a golden's final norm and logits would be on the last layer's output of the port itself.
+"""PortHeadGolden: what a golden's final norm and logits would be on the last layer's output of the port itself.
 
 B batch, S sequence, H hidden.
 """
@@ -22,7 +22,7 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.head import Float32Head
 
 
-class OwnHeadGolden(Capture):
+class PortHeadGolden(Capture):
     """The sites behind the last layer, computed from what the port's head was fed.
 
     Args:
@@ -36,9 +36,9 @@ class OwnHeadGolden(Capture):
         super().__init__(golden.directory, golden.manifest)
         inputs = golden.read_inputs()
         real = inputs.attention_mask.bool()
-        fed = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
+        output = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
         self._layer = layer
-        self._output = fed.masked_fill(~real[..., None], 0.0)
+        self._output = output.masked_fill(~real[..., None], 0.0)
         head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
         self._twin = head.run(self._output)
         self._is_float32 = computes_in_float32(golden)
@@ -87,7 +87,7 @@ class OwnHeadGolden(Capture):
         return self._floor.get(name)
 
 
-def on_own_output(sides: Sides, last_layer: int) -> Sides | None:
+def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
     """The sides of what lies behind the last layer, whose golden is computed on the port's own output.
 
     Args:
@@ -109,5 +109,5 @@ def on_own_output(sides: Sides, last_layer: int) -> Sides | None:
         return None
     with source.open_head(golden) as weights:
         return replace(
-            sides, reference=OwnHeadGolden(golden, sides.target, layer=last_layer, weights=weights)
+            sides, reference=PortHeadGolden(golden, sides.target, layer=last_layer, weights=weights)
         )
