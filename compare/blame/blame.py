@@ -36,7 +36,7 @@ _JUDGED_GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ancestry:
-    """What a site is computed from.
+    """Inputs of a site, direct or further upstream.
 
     Args:
         known: Nearest sites upstream that were compared, fed, or are shown right by others.
@@ -55,7 +55,7 @@ def blame_layer(
     is_chained: bool,
     recomputed: Mapping[Site, SiteResult] = _NONE_RECOMPUTED,
 ) -> tuple[Blame, ...]:
-    """The sites of one layer to blame, in execution order.
+    """Return the sites of one layer to blame, in execution order.
 
     Args:
         results: Results of the declared sites.
@@ -88,7 +88,7 @@ def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]
 def _sort_failures(
     results: Mapping[Site, SiteResult], given: tuple[Site, ...]
 ) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
-    """The first failures, with what they are computed from, and those that a failure before them excuses."""
+    """Sort failing sites into first ones, with their inputs, and those that a failure before them excuses."""
     first: dict[Site, _Ancestry] = {}
     excused: list[Site] = []
     # Failing sites that show no more than what they were handed.
@@ -107,14 +107,14 @@ def _sort_failures(
 
 
 def _is_trace(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
-    """Whether what a failing site is computed from carries enough of an error that failed before."""
+    """Decide whether a site's error is merely inherited from a failure further upstream."""
     if not any(_fails(results, source) for source in _all_sources(site, results)):
         return False
     return is_inherited(results[site], [results[known] for known in ancestry.known if known in results])
 
 
 def _all_sources(site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:
-    """All that a site is computed from, however far."""
+    """Return every site that a site is computed from, however far upstream."""
     found: set[Site] = set()
     waiting = list(_inputs(site, results))
     while waiting:
@@ -141,7 +141,7 @@ def _ancestry(site: Site, results: Mapping[Site, SiteResult], given: tuple[Site,
 
 
 def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
-    """What a site is computed from, without a choice that failed and that it was judged by all the same."""
+    """Return a site's inputs, without a failed choice that the site was judged by all the same."""
     given = results.get(_JUDGED_GIVEN[site]) if site in _JUDGED_GIVEN else None
     if given is None or given.routing is None or given.status is not SiteStatus.FAIL:
         return SITE_INPUTS[site]
@@ -153,7 +153,7 @@ def _fails(results: Mapping[Site, SiteResult], site: Site) -> bool:
 
 
 def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
-    """Whether a site that was not compared must be right, because what shows its faults passes."""
+    """Decide whether a site that was not compared must be right, because a site that shows its faults passes."""
     witnesses = _SHOWN_BY.get(site, ())
     return any(one in results and results[one].status is SiteStatus.PASS for one in witnesses)
 
@@ -190,7 +190,7 @@ def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:
 
 
 def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
-    """Blame by the sites that it names, in the order of the first layer of each.
+    """Group blame by the sites that it names, in the order of the first layer of each.
 
     Args:
         blame: Earliest layer first.
@@ -220,7 +220,7 @@ def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[
 
 
 def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
-    """Whether a failing site breaks its limit by no more than its inputs' errors account for.
+    """Decide whether a failing site breaks its limit by no more than its inputs' errors account for.
 
     Args:
         result: The failing site's; what fails without a figure, such as NaN or a wrong shape, nobody handed on.
@@ -234,7 +234,7 @@ def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
 
 
 def _carried(source: SiteResult, broken: NearestLimit) -> float:
-    """The square of what a site hands on, in the unit of the figure that is broken behind it."""
+    """Return the square of the error that a site passes on, in the unit of the figure broken behind it."""
     if source.noise is not None:
         value: float | None = getattr(source.noise, broken.figure, None)
         return 0.0 if value is None else max(value**2 - 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""Refeed: what a right port computes from the port's own values, so that a site behind a wrong one is judged alone.
+"""Recomputation: a site computed in float32 from the port's own values, so that it is judged alone.
 
 A site that fails behind a failing one may be right, and repeat the error that it was handed. mm2's own layer, in
 float32, computes it from what the port itself computed it from; what the port still differs by is the site's own.
@@ -35,7 +35,7 @@ _KEYS_AND_VALUES = (Site.K_ROPE, Site.V_PROJ)
 
 
 class Recomputation:
-    """One layer of the golden, fed the port's values.
+    """The golden's layer, computed from the port's values.
 
     Args:
         sides: The captures; the golden is mm2's own.
@@ -71,7 +71,7 @@ class Recomputation:
         return Float32Layer(self._weights.spec, self._weights.tensors)
 
     def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
-        """Rows of a site whose golden is computed from the port's own values.
+        """Yield rows of a site whose golden is computed from the port's own values.
 
         First from all that the port shows. Then, since that may be a copy of what it computes with (scaled, in another
         order), with the golden's in place of some that are doubted: a stage that is right with any of these is right.
@@ -118,12 +118,12 @@ class Recomputation:
                 return
 
     def can_feed(self, site: Site) -> bool:
-        """Whether both sides hold what the site is computed from, in one shape and finite."""
+        """Decide whether both sides hold the site's inputs, in one shape and finite."""
         site_inputs = self._read(site)
         return site_inputs is not None and bool(site_inputs.usable.all())
 
     def choice(self, noise: RouterNoise) -> tuple[torch.Tensor, RouterNoise] | None:
-        """The experts [T,k] that the port's own logits choose, and how close that choice is.
+        """Return the experts [T,k] that the port's own logits choose, and how close that choice is.
 
         Args:
             noise: Of the golden's choice.
@@ -148,7 +148,7 @@ class Recomputation:
     def _compute_variants(
         self, site: Site, site_inputs: SiteInputs, tokens: torch.Tensor, doubted: frozenset[Site]
     ) -> Iterator[tuple[Values, torch.Tensor]]:
-        """What the site may have been computed from, [T,F] each, and what comes of it at the `tokens`, [t,F]."""
+        """Yield possible inputs of the site, [T,F] each, and the site computed from them at the `tokens`, [t,F]."""
         router = self._read(Site.ROUTER_WEIGHTS) if site is Site.MOE_DELTA else None
         variants = site_inputs.variants(doubted, router)
         first = next(variants)
@@ -167,14 +167,14 @@ class Recomputation:
             yield from zip(others, computed.chunk(len(others)), strict=True)
 
     def _compute(self, site: Site, values: Values, tokens: torch.Tensor, *, golden: Values) -> torch.Tensor:
-        """The site's rows, [t,F] float32 (experts int64), of the `tokens`, bool [T]."""
+        """Compute the site's rows at the `tokens`, bool [T]: [t,F] float32 (experts int64)."""
         if site is not Site.ATTN_CONTEXT:
             return self._run(site, _select(values, tokens), self._position_ids[tokens])
         prompts = [self._prompt_of == prompt for prompt in self._prompt_of[tokens].unique().tolist()]
         return torch.cat([self._attend(_select(values, one), _select(golden, one), one) for one in prompts])
 
     def _attend(self, values: Values, golden: Values, prompt: torch.Tensor) -> torch.Tensor:
-        """Attention over one prompt, [t,F], from its values [t,…]; decoded rows from the golden's past and their own.
+        """Compute attention over one prompt, [t,F], from its values [t,…]; decoded rows see the golden's past.
 
         Args:
             values: What the port computed it from.
@@ -193,7 +193,7 @@ class Recomputation:
         return context
 
     def _run(self, site: Site, values: Values, position_ids: torch.Tensor) -> torch.Tensor:
-        """The site's rows [t,F] as if all were one prompt without padding; most stages heed no other token."""
+        """Compute the site's rows [t,F] as if all were one prompt without padding; most stages mix no tokens."""
         if site is Site.MOE_DELTA:
             inputs = (values[source] for source in SITE_INPUTS[site])
             return upcast_experts(self._weights.tensors, *inputs)
@@ -207,7 +207,7 @@ class Recomputation:
         return token_rows(self._float32_layer.compute(site, shaped, _as_one_prompt(position_ids)), site)[0]
 
     def _score_growth(self, values: Values, golden: Values) -> torch.Tensor:
-        """How many times as large attention's scores may be as the golden's, never below 1: float64 [T].
+        """Return attention's largest score over the golden's, never below 1: float64 [T].
 
         They are rounded relative to their size, which then counts in full.
         """
@@ -237,7 +237,7 @@ def _select(values: Values, tokens: torch.Tensor) -> Values:
 
 
 def _sample(stored: Rows) -> torch.Tensor:
-    """Which tokens the experts are run for, bool [T]: those furthest from the golden, and others evenly spread."""
+    """Choose the tokens that experts are run for, bool [T]: those furthest from the golden, others evenly spread."""
     num_tokens = stored.num_tokens
     chosen = torch.zeros(num_tokens, dtype=torch.bool)
     chosen[spread_evenly(num_tokens, _MOST_SPREAD)] = True
@@ -247,13 +247,13 @@ def _sample(stored: Rows) -> torch.Tensor:
 
 
 def _lengths(rows: torch.Tensor) -> torch.Tensor:
-    """Norms of rows [T,F], float64 [T], above 0."""
+    """Return the norms of rows [T,F], float64 [T], above 0."""
     lengths: torch.Tensor = rows.double().norm(dim=-1)
     return lengths.clamp(min=TINY)
 
 
 def _as_one_prompt(position_ids: torch.Tensor) -> Inputs:
-    """Inputs [1,t] of tokens at these positions [t], none of them padding."""
+    """Build inputs [1,t] of tokens at these positions [t], none of them padding."""
     positions = position_ids[None]
     return Inputs(
         input_ids=torch.zeros_like(positions),

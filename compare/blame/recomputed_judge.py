@@ -1,4 +1,4 @@
-"""Judging what stands behind a failing site by what the port itself computed it from: is it wrong too?"""
+"""Judgement of sites behind a failing one, each recomputed from the port's own values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minimax_tools.results.results import SiteResult, SiteStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recomputed:
-    """A site judged by what the port itself computed it from.
+    """A site judged on the port's own values of its inputs.
 
     Args:
         result: What became of it.
@@ -38,7 +38,7 @@ def judge_recomputed(
     judge: LayerJudge,
     sides: Sides,
 ) -> Mapping[Site, Recomputed]:
-    """Judge failing sites of one layer by what the port itself computed them from.
+    """Judge failing sites of one layer on the port's own values of their inputs.
 
     Left out are those that cannot be judged so: the golden is not mm2's own, a side lacks what the site is computed
     from, it is no number there, or nobody knows the weights; and, of a golden without a floor, the choice of experts
@@ -114,7 +114,7 @@ def _judge(
 
 
 def _told(result: SiteResult) -> SiteResult:
-    """A result that says what it rests on."""
+    """Add the inputs that a result rests on to its reason."""
     inputs = sorted(SITE_INPUTS[Site(result.site)], key=lambda site: site.order)
     names = ", ".join(str(site) for site in inputs)
     return (

@@ -1,4 +1,4 @@
-"""Whereabouts: what the wrong part of a site has in common, in a sentence or two.
+"""Regions: where the wrong tokens and channels of a site lie, in a sentence or two.
 
 A mistake that nobody has catalogued still has a place: some rows of the batch, positions from one on, the tokens of
 an expert, a head, a run of channels (see `region`).
@@ -30,7 +30,7 @@ _MOST_EXPERTS_SHARE = 4  # of all experts, at most a quarter are a place
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
-    """Some of the tokens or channels.
+    """A named subset of the tokens or channels.
 
     Args:
         words: Which, in words.
@@ -43,7 +43,7 @@ class Region:
     num_choices: float
 
     def __and__(self, other: Region) -> Region:
-        """What lies in both."""
+        """Return the intersection of two regions."""
         return Region(
             words=f"{self.words}, {other.words}",
             items=self.items & other.items,
@@ -51,13 +51,13 @@ class Region:
         )
 
     def adds_to(self, other: Region, wrong: torch.Tensor) -> bool:
-        """Whether it says something of what is wrong, bool [T] or [F], within another place."""
+        """Decide whether it narrows down the wrong items, bool [T] or [F], within another region."""
         items = other.items
         return _log_chance(wrong[items], self.items[items], self.num_choices) < math.log(_CHANCE_WITHIN)
 
 
 def tightest(wrong: torch.Tensor, candidates: Iterable[Region]) -> Region | None:
-    """The smallest place that holds all that is wrong, if that is hardly chance."""
+    """Return the smallest region that holds all wrong items, unless that may be chance."""
     best: Region | None = None
     for region in candidates:
         size = int(region.items.sum())
@@ -68,7 +68,7 @@ def tightest(wrong: torch.Tensor, candidates: Iterable[Region]) -> Region | None
 
 
 def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
-    """The rows of the batch that hold wrong tokens; `rows` [T] tells each token's."""
+    """Yield the rows of the batch that hold wrong tokens; `rows` [T] tells each token's."""
     held = sorted(set(rows[wrong].tolist()))
     yield Region(
         words="in " + _count_words("row", held),
@@ -80,7 +80,7 @@ def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
 def range_regions(
     wrong: torch.Tensor, numbers: torch.Tensor, within: torch.Tensor, *, word: str
 ) -> Iterator[Region]:
-    """From the first wrong number to the last; open where the range ends as the numbers do."""
+    """Yield the range from the first wrong number to the last; open where it ends as the numbers do."""
     low, high = int(numbers[wrong].min()), int(numbers[wrong].max())
     least, most = int(numbers[within].min()), int(numbers[within].max())
     if low > least:
@@ -97,7 +97,7 @@ def range_regions(
 
 
 def expert_regions(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tensor) -> Iterator[Region]:
-    """The fewest experts without which no token is wrong: of those that most wrong tokens need, one after the other."""
+    """Yield the fewest experts that all wrong tokens use, chosen greedily."""
     num_experts = int(experts.max()) + 1
     takes = torch.zeros(experts.shape[0], num_experts, dtype=torch.bool)
     takes.scatter_(1, experts, True)
@@ -118,7 +118,7 @@ def expert_regions(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Ten
 
 
 def channel_regions(wrong: torch.Tensor, head_dim: int | None, word: str) -> Iterator[Region]:
-    """Heads and runs of channels that hold the wrong ones; `word` is what one channel is."""
+    """Yield heads and runs of channels that hold the wrong ones; `word` is what one channel is."""
     numbers = torch.arange(wrong.numel())
     if head_dim is not None and wrong.numel() % head_dim == 0:
         yield from _head_regions(wrong, numbers, head_dim)
@@ -126,7 +126,7 @@ def channel_regions(wrong: torch.Tensor, head_dim: int | None, word: str) -> Ite
 
 
 def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) -> float:
-    """How likely one of so many places of that size holds by chance all that is wrong; 0 where this one does not."""
+    """Return the log of the chance that a region of that size holds all wrong items; 0 where this one does not."""
     if bool((wrong & ~items).any()) or not bool(wrong.any()):
         return 0.0
     num_wrong = int(wrong.sum())
@@ -135,7 +135,7 @@ def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) ->
 
 
 def _log_ways(total: int, num_chosen: int) -> float:
-    """Logarithm of the number of ways to choose so many of the total."""
+    """Return the logarithm of the number of ways to choose so many of the total."""
     return math.lgamma(total + 1) - math.lgamma(num_chosen + 1) - math.lgamma(total - num_chosen + 1)
 
 
@@ -165,7 +165,7 @@ def _count_words(noun: str, numbers: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What right ports stay below: ρ of the worst token, and of the worst channel, where it is limited."""
+    """Limits on right ports: ρ of the worst token, and of the worst channel where it is limited."""
 
     token: float
     channel: float | None
@@ -180,7 +180,7 @@ def describe_regions(
     head_dim: int | None,
     channel_word: str = "channel",
 ) -> tuple[str, ...]:
-    """Sentences on where the error of a site lies; none where it has no place of its own.
+    """Describe where the error of a site lies; nothing where it is everywhere.
 
     Args:
         rows: The judged tokens, with their floor.
@@ -244,7 +244,7 @@ def _word(subject: str, wrong: torch.Tensor, words: str, items: torch.Tensor) ->
 
 
 def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:
-    """Which channels are off by more than BF16 costs right ones, bool [F]; None where nothing tells."""
+    """Find channels that are off by more than BF16 costs right ports, bool [F]; None where nothing tells."""
     if rows.twin is None or bounds.channel is None or rows.input_error is not None:
         return None
     twin = rows.twin.float()
@@ -255,7 +255,7 @@ def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:
 
 
 def _describe_content(rows: Rows, channels: torch.Tensor, head_dim: int | None) -> Iterator[str]:
-    """What stands where something is wrong: nothing, a multiple of the golden's, or other heads of it."""
+    """Describe the wrong values: zeros, a multiple of the golden's, or other heads of it."""
     golden, port = rows.reference[:, channels].double(), rows.target[:, channels].double()
     error, size = float((port - golden).norm()), float(golden.norm())
     if size <= TINY_FLOAT32 or error <= TINY_FLOAT32:
@@ -275,7 +275,7 @@ def _describe_content(rows: Rows, channels: torch.Tensor, head_dim: int | None) 
 
 
 def _moved_heads(rows: Rows, head_dim: int) -> list[tuple[int, int]]:
-    """Heads of the port that are another of the golden's heads: where each is, and which it is."""
+    """Find heads of the port that hold another head of the golden: its place, and the golden's."""
     golden, port = (
         torch.nn.functional.normalize(
             side.double().unflatten(-1, (-1, head_dim)).transpose(0, 1).flatten(1), dim=-1

@@ -1,4 +1,4 @@
-"""SiteInputs: what a site is computed from, as both sides show it, and as the port may have it besides.
+"""SiteInputs: the inputs of a site, as both sides show them, and as the port may have computed with.
 
 T real tokens, E experts, k experts per token, F channels of a site.
 """
@@ -21,7 +21,7 @@ Values = Mapping[Site, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteInputs:
-    """What a site is computed from.
+    """Inputs of one site, on both sides.
 
     Args:
         site: The site.
@@ -37,7 +37,7 @@ class SiteInputs:
 
     @classmethod
     def read(cls, site: Site, *, sides: Sides, layer: int, prompt_of: torch.Tensor) -> SiteInputs | None:
-        """What both sides hold of it; None where one lacks a part, or holds it in another shape.
+        """Read both sides' inputs of a site; None where one lacks a part, or holds it in another shape.
 
         Args:
             site: The site.
@@ -60,7 +60,7 @@ class SiteInputs:
         return cls(site=site, golden=golden, port=port, usable=usable)
 
     def variants(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
-        """What the site may have been computed from: first all that the port shows.
+        """Yield possible inputs of the port's site: first all values that the port shows.
 
         What it shows may be a copy of what it computes with, scaled or in another order: so then with the golden's
         values, or experts weighed again, in place of what is doubted.
@@ -94,7 +94,7 @@ class SiteInputs:
 
 
 def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor:
-    """Rows [T,F] of a site as another is computed from them."""
+    """Return rows [T,F] of a site in the form in which another is computed from them."""
     if site is not Site.ROUTER_EXPERTS:
         return rows.float()
     # The router's weights are judged in the order of their experts.
@@ -102,7 +102,7 @@ def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor
 
 
 def _are_usable(rows: torch.Tensor, sides: Sides, layer: int) -> torch.Tensor:
-    """Which tokens can be computed with, bool [T]."""
+    """Find tokens that can be computed with, bool [T]."""
     if rows.is_floating_point():
         return rows.isfinite().all(dim=-1)
     if Site.ROUTER_LOGITS not in sides.reference.sites(layer):

@@ -39,15 +39,15 @@ class ChainError:
     massive: float
 
     def excess(self, limits: ChainError) -> float:
-        """The largest of its parts in units of its limit."""
+        """Return the largest of its parts in units of its limit."""
         return max(float(getattr(self, name) / getattr(limits, name)) for name in PARTS)
 
     def worst_part(self, limits: ChainError) -> str:
-        """The name of that part."""
+        """Return the name of that part."""
         return max(PARTS, key=lambda name: getattr(self, name) / getattr(limits, name))
 
     def times(self, factor: float) -> ChainError:
-        """Each part `factor` times as large."""
+        """Return this error times a factor."""
         return ChainError(**{name: factor * getattr(self, name) for name in PARTS})
 
 
@@ -81,7 +81,7 @@ class ChainUnit:
 
 
 def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error: float) -> ChainUnit:
-    """The unit at the end of the chain `span`.
+    """Measure the unit at the end of the chain `span`.
 
     Args:
         golden: The golden, with the outputs of the chain's layers.
@@ -102,7 +102,7 @@ def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error
 
 
 def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit) -> ChainError:
-    """The error of a chain's output, both [T,F] and finite."""
+    """Measure the error of a chain's output, both [T,F] and finite."""
     massive = massive_channels(reference)
     error = square_difference(reference, target, massive=massive)
     ordinary = unit.squares.ordinary

@@ -52,7 +52,7 @@ def trace_curve(
     target: CaptureSource,
     golden: CaptureSource,
 ) -> Curve | None:
-    """The curve of a comparison; None where the run is isolated, or no layer's output was judged.
+    """Trace the curve of a comparison; None where the run is isolated, or no layer's output was judged.
 
     Args:
         points: Of every layer, ascending.
@@ -73,7 +73,7 @@ def trace_curve(
 
 
 def _command(layer: int, target: CaptureSource, golden: CaptureSource) -> str:
-    """What runs the layer alone, on the golden's own input."""
+    """Return the command that runs the layer alone, on the golden's own input."""
     description = target.known_description
     assert description is not None, "only a run that says what it is has a curve"
     provenance = description.provenance

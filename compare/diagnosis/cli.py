@@ -94,7 +94,7 @@ def main(
 def _chosen_layers(
     reference: CaptureSource, target: CaptureSource, layer: str | None, pattern: str | None
 ) -> tuple[int, ...] | None:
-    """The layers that were asked for; None where none was."""
+    """Return the layers that were asked for; None where none was."""
     if layer is not None:
         pattern = f"layer_{layer}" if layer.isdigit() else layer
     return None if pattern is None else select_layers(reference, target, pattern)

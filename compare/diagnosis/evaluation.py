@@ -49,7 +49,7 @@ NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerInputs:
-    """What a layer is run on.
+    """Inputs and weights of one layer.
 
     Args:
         spec: The model.
@@ -73,7 +73,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Change:
-    """What replaces parts of the layer.
+    """A replacement of parts of the layer.
 
     Args:
         stages: New stages by node.
@@ -85,7 +85,7 @@ class Change:
 
     @property
     def nodes(self) -> frozenset[GraphNode]:
-        """What it replaces."""
+        """Nodes that it replaces."""
         experts = () if self.recipe is None else (ExpertValue.EXPERT_OUTPUTS,)
         return frozenset((*self.stages, *experts))
 
@@ -95,7 +95,7 @@ class Change:
         return frozenset(node if isinstance(node, Site) else Site.MOE_DELTA for node in self.nodes)
 
     def and_also(self, other: Change) -> Change:
-        """Both changes; where both replace the same, the other one."""
+        """Return both changes as one; where both replace a node, the other's stage counts."""
         return Change(stages={**self.stages, **other.stages}, recipe=other.recipe or self.recipe)
 
 
@@ -134,7 +134,7 @@ class Evaluation:
 
     @property
     def base_recipe(self) -> Recipe:
-        """How experts compute without this change."""
+        """Recipe of the experts without this change."""
         return Recipe() if self.base is self else self.base.recipe
 
     @property
@@ -174,31 +174,31 @@ class Evaluation:
         return self._values[node]
 
     def changed(self, change: Change) -> Evaluation:
-        """This layer with a change."""
+        """Return this layer with a change."""
         return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=change)
 
     def is_affected(self, node: GraphNode) -> bool:
-        """Whether the change may touch a node."""
+        """Decide whether the change may touch a node."""
         return node in self._affected
 
     def give(self, node: GraphNode, value: torch.Tensor) -> None:
-        """Tell a value that was computed elsewhere."""
+        """Set a value that was computed elsewhere."""
         self._values[node] = value
 
     def with_value(self, node: GraphNode, value: torch.Tensor) -> Evaluation:
-        """This layer, its change included, with another value at a node."""
+        """Return this layer, its change included, with another value at a node."""
         given = Change(stages={node: _constant(value)})
         return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=given)
 
     def at(self, places: torch.Tensor) -> Evaluation:
-        """This base with some of its tokens alone, by their places; no value that is known is computed again."""
+        """Return this base with some of its tokens, by their places; known values are not computed again."""
         values = {
             node: value if has_all_rows(node) else value[places] for node, value in self._values.items()
         }
         return Evaluation(self.scene, self._stages, tokens=self.tokens[places], values=values)
 
     def everywhere(self) -> Evaluation:
-        """The same layer with all B·S tokens, padding too."""
+        """Return this layer with all B·S tokens, padding too."""
         if self._everywhere is None:
             everything = torch.arange(self.scene.attention_mask.numel())
             values = {node: value for node, value in self._values.items() if has_all_rows(node)}
@@ -206,16 +206,16 @@ class Evaluation:
         return self._everywhere
 
     def chosen(self, rows: torch.Tensor) -> torch.Tensor:
-        """The chosen tokens of [B,S,F]: [T,F]."""
+        """Pick the chosen tokens of [B,S,F]: [T,F]."""
         return choose_rows(self, rows)
 
     def rows(self, site: Site) -> torch.Tensor:
-        """The chosen tokens of any site: [T,F]."""
+        """Return the chosen tokens of any site: [T,F]."""
         value = self[site]
         return self.chosen(token_rows(value, site)) if has_all_rows(site) else value
 
     def expert_job(self) -> ExpertJob:
-        """What this evaluation asks of the experts."""
+        """Return this evaluation's request to the experts."""
         return ExpertJob(
             states=self[ExpertValue.EXPERT_INPUT],
             experts=self[ExpertValue.EXPERT_NUMBERS],
@@ -242,7 +242,7 @@ STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
 def with_given(
     stages: Mapping[GraphNode, Stage], given: Mapping[Site, torch.Tensor]
 ) -> dict[GraphNode, Stage]:
-    """The stages, those of `given` sites [B,S,…] replaced by what the layer was fed there."""
+    """Replace the stages of `given` sites by their values [B,S,…]."""
     replaced: dict[GraphNode, Stage] = {
         site: _constant(value) if has_all_rows(site) else _chosen(value) for site, value in given.items()
     }

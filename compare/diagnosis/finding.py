@@ -1,4 +1,4 @@
-"""What a diagnosis found: mistakes that explain layers, what else was close, and what was left unexplained."""
+"""Findings of a diagnosis: mistakes that explain layers, other close ones, and unexplained blame."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MistakeFinding:
 
     @classmethod
     def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:
-        """What a score says, and which others say as much."""
+        """Build the finding of a score, beside others that explain as much."""
         mistakes, name = score.hypothesis.mistakes, score.hypothesis.name
         others = (other.hypothesis.name for other in alike)
         return cls(
@@ -71,7 +71,7 @@ class MistakeFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDiagnosis:
-    """What was found of one layer.
+    """Findings in one layer.
 
     Args:
         layer: The layer.
@@ -108,7 +108,7 @@ class LayerDiagnosis:
         is_blamed: bool,
         notes: tuple[str, ...],
     ) -> LayerDiagnosis:
-        """What a search came to."""
+        """Build the diagnosis of a layer from the outcome of its search."""
         return cls(
             layer=layer,
             sites=sites,

@@ -30,7 +30,7 @@ class _Bracket:
     high: float
 
     def points(self, *, is_whole: bool) -> tuple[float, ...]:
-        """Values within it, evenly spread on a logarithmic scale."""
+        """Return values within it, evenly spread on a logarithmic scale."""
         step = (self.high / self.low) ** (1.0 / (_POINTS + 1))
         points = [self.low * step**index for index in range(1, _POINTS + 1)]
         if is_whole:
@@ -38,7 +38,7 @@ class _Bracket:
         return tuple(dict.fromkeys(points))
 
     def around(self, value: float, points: Sequence[float]) -> _Bracket:
-        """The narrower bracket between the neighbours of a value."""
+        """Return the narrower bracket between the neighbours of a value."""
         # The middle of a bracket is the value itself again, but for its last bits.
         others = [point for point in points if not math.isclose(point, value, rel_tol=_SAME_VALUE)]
         return _Bracket(
@@ -48,7 +48,7 @@ class _Bracket:
 
 
 def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
-    """Each score, or a better one of the same mistakes with a value that is no candidate of the catalogue.
+    """Return each score, or a better one with a parameter between the catalogue's candidates.
 
     Args:
         trial: What judges.
@@ -61,7 +61,7 @@ def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
 
 
 def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
-    """All of them at once: the experts' weights are read once for each round."""
+    """Fit one mistake of each hypothesis; the experts' weights are read once a round for all of them."""
     best = list(scores)
     brackets = {
         index: _first_bracket(trial, score.hypothesis, part)
@@ -101,7 +101,7 @@ def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
 
 
 def _with_value(hypothesis: Hypothesis, part: int, value: float) -> Hypothesis:
-    """The hypothesis with another value of one mistake's fitted parameter."""
+    """Replace the value of one mistake's fitted parameter."""
     changed: Parameters = MappingProxyType(
         {**hypothesis.parameters[part], str(hypothesis.mistakes[part].fitted): value}
     )

@@ -1,4 +1,4 @@
-"""LayerCase: all that a layer's hypotheses are judged by, read from two captures and the checkpoint.
+"""LayerCase: one layer of two captures and its weights, from which its hypotheses are judged.
 
 B batch, S sequence, T real tokens, F channels.
 """
@@ -32,7 +32,7 @@ _RELATIVE_LOGIT_NOISE = 5e-3
 
 
 class LayerCase:
-    """One layer of two captures, and its weights.
+    """A layer of two captures, and its weights.
 
     Args:
         reference: The golden; it holds what the layer was fed.
@@ -67,7 +67,7 @@ class LayerCase:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be tried or judged."""
+        """Notes on mistakes that were not tried, and tokens that were not judged."""
         notes = []
         if self._is_inherited:
             notes.append(
@@ -87,7 +87,7 @@ class LayerCase:
         return tuple(notes)
 
     def open_trial(self) -> Trial:
-        """What judges the layer's hypotheses, on all real tokens."""
+        """Build the trial of the layer's hypotheses, on all real tokens."""
         tokens, reference, layer = self.scene.real_tokens, self._reference, self._layer
         fed = _read_fed(reference, self._target, layer)
         stages = with_given(STAGES, fed)
@@ -117,7 +117,7 @@ class LayerCase:
         )
 
     def _open_own(self, fed: Mapping[Site, torch.Tensor]) -> Evaluation:
-        """The layer without a mistake, on what the port's layer was fed."""
+        """Evaluate the right layer on the port's input."""
         # Padding may hold NaN, and zero times NaN is NaN.
         is_padding = self.scene.attention_mask == 0
         own = _widened(self._target.read(self._layer, Site.INPUT)).masked_fill(is_padding[..., None], 0.0)
@@ -125,7 +125,7 @@ class LayerCase:
         return Evaluation(self.scene, stages, tokens=self.scene.real_tokens)
 
     def _read_golden(self, site: Site, *, right: Evaluation, base: Evaluation) -> torch.Tensor:
-        """The golden's rows, float32 [T,F]; with its own noise on the port's input where the layer was handed on."""
+        """Return the golden's rows, float32 [T,F]; moved to the port's input where the layer inherits errors."""
         golden = self._batch.rows(self._reference.read(self._layer, site), site).float()
         return golden if base is right else golden - right.rows(site) + base.rows(site)
 
@@ -134,7 +134,7 @@ class LayerCase:
         return Batch(self.scene.attention_mask)
 
     def _read_all(self) -> dict[GraphNode, torch.Tensor]:
-        """All values of the layer that the golden holds, but for what it gives out."""
+        """Read the values that the golden holds of the layer, but for its output."""
         values: dict[GraphNode, torch.Tensor] = {}
         for site in self._reference.sites(self._layer):
             value = _widened(self._reference.read(self._layer, site))
@@ -148,7 +148,7 @@ class LayerCase:
 def judging_sites(
     reference: CaptureSource, target: CaptureSource, layer: int, suspects: frozenset[Site]
 ) -> tuple[Site, ...]:
-    """The sites that judge a layer: the suspects that both sides hold, and the last one that the run computes.
+    """Return the sites that judge a layer: the suspects that both sides hold, and the last one of the run.
 
     A router is judged by what the experts give; a layer without suspects by its deltas too.
 
@@ -191,7 +191,7 @@ def _make_scene(
 
 
 def _read_fed(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
-    """The golden's values of the layer's input and of all that the run was fed."""
+    """Read the golden's values of the layer's input and of all that the run was given."""
     return {site: _widened(reference.read(layer, site)) for site in {Site.INPUT, *fed_sites(target)}}
 
 
@@ -200,7 +200,7 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer: int) -> float:
-    """Standard deviation of the golden's error on the router's logits."""
+    """Return the standard deviation of the golden's error on the router's logits."""
     exact = base[Site.ROUTER_LOGITS]
     if Site.ROUTER_LOGITS in reference.sites(layer):
         golden = batch.rows(reference.read(layer, Site.ROUTER_LOGITS), Site.ROUTER_LOGITS).float()
@@ -209,7 +209,7 @@ def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer
 
 
 def spread_places(num_tokens: int, lengths: Iterable[int], most: int) -> torch.Tensor:
-    """Some of the tokens, ascending: evenly spread, and the last of each prompt."""
+    """Choose tokens, evenly spread, and the last of each prompt: places, ascending."""
     if num_tokens <= 1.5 * most:
         return torch.arange(num_tokens)
     last = torch.tensor(list(lengths)).cumsum(0) - 1

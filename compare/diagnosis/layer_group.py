@@ -39,7 +39,7 @@ class LayerGroup:
 
 
 def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
-    """Layers by what explains them, in the order of the first of each.
+    """Group layers by what explains them, in the order of the first of each.
 
     A mistake that resembles the best one of a layer explains it as well, so a layer belongs to the first group whose
     mistake is among its own; those that nothing explains belong together where the same mistake comes nearest.
@@ -62,7 +62,7 @@ def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
 
 
 def gather(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
-    """Findings by mistake and parameters, the commonest first."""
+    """Gather findings by mistake and parameters, the commonest first."""
     gathered: list[list[MistakeFinding]] = []
     for finding in findings:
         for members in gathered:
@@ -95,7 +95,7 @@ def _find_alike(shared: MistakeFinding | None, findings: Iterable[MistakeFinding
 
 
 def _are_alike(first: MistakeFinding, second: MistakeFinding) -> bool:
-    """Whether two findings are one mistake with about the same parameters."""
+    """Decide whether two findings are one mistake with about the same parameters."""
     if first.mistake != second.mistake or first.parameters.keys() != second.parameters.keys():
         return False
     return all(

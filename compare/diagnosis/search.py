@@ -28,7 +28,7 @@ _PARTNERS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """What the search of one layer came to.
+    """Outcome of the search in one layer.
 
     Args:
         null: The layer without a mistake.
@@ -91,7 +91,7 @@ def search_layer(
 
 
 def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-    """The scores of mistakes whose effect the noise may cover; none where the error is far above it."""
+    """Score mistakes that the noise may cover; none where the error is far above it."""
     null = trial.null()
     if null.leaves > LIMITS.faint_below:
         return []
@@ -104,14 +104,14 @@ def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis])
 
 
 def _most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
-    """The few whose predicted error points where the port's does, however large it is."""
+    """Return the few whose predicted error points where the port's does, however large it is."""
     return sorted(scores, key=lambda score: -score.likeness)[:most]
 
 
 def _turns(
     trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
 ) -> Iterator[tuple[bool, list[Hypothesis]]]:
-    """The hypotheses in turns, and whether a turn is of what other layers were explained by."""
+    """Yield the hypotheses in turns, and whether a turn is of mistakes that explained other layers."""
     names = {one.name for one in expected}
     # The catalogue's candidates first: a value that was fitted elsewhere must explain more than they do.
     left = [one for mistake in mistakes for one in mistake.hypotheses(trial.base.scene)] + list(expected)
@@ -128,7 +128,7 @@ def _turns(
 
 
 def _sift(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
-    """The scores on more tokens of those hypotheses that the first few tokens do not refute."""
+    """Score on more tokens the hypotheses that the first few tokens do not refute."""
     if first is screen:
         return list(scores)
     ranked = best_first(scores)
@@ -152,7 +152,7 @@ def _screen(trial: Trial, most: int) -> Trial:
 
 
 def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
-    """The best of the screened, their parameters fitted, judged on all tokens."""
+    """Fit the parameters of the best scores, and judge them on all tokens."""
     best = best_first(scores)
     faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
     finalists = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
@@ -171,12 +171,12 @@ def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]
 
 
 def _fitted(scores: Sequence[Score]) -> list[Score]:
-    """Those of mistakes with a parameter that is searched."""
+    """Keep scores of mistakes with a fitted parameter."""
     return [score for score in scores if any(one.fitted for one in score.hypothesis.mistakes)]
 
 
 def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
-    """One mistake of attention and one of the experts: of the best few of each, and the best with all of the others."""
+    """Pair a mistake of attention with one of the experts: the best few of each, and the best with all others."""
     attention, experts = (
         [
             score
@@ -200,6 +200,6 @@ def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
 
 
 def _partners(scores: Sequence[Score]) -> list[Score]:
-    """The best few by what they leave, and by how much they resemble the error."""
+    """Return the best few by what they leave, and by how much they resemble the error."""
     best = best_first(scores)
     return [*best[:_PARTNERS], *_most_alike(best, _PARTNERS)]

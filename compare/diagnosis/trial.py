@@ -29,7 +29,7 @@ _NEEDS_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
-    """How well a hypothesis explains the port's values.
+    """Fit of a hypothesis to the port's values.
 
     Args:
         hypothesis: What was supposed.
@@ -59,7 +59,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prediction:
-    """A site's values [T,F] under a hypothesis, and by how much the squares of what is added there grow, [T]."""
+    """Values [T,F] of a site under a hypothesis, and the growth in squares of what is added there, [T]."""
 
     rows: torch.Tensor
     growth: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
@@ -67,7 +67,7 @@ class _Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trial:
-    """What hypotheses are judged by.
+    """A layer's noise and both sides' values, by which hypotheses are judged.
 
     Args:
         base: The layer without a mistake, of these tokens.
@@ -87,7 +87,7 @@ class Trial:
     is_usable: torch.Tensor
 
     def at(self, places: torch.Tensor) -> Trial:
-        """The trial of some of the tokens."""
+        """Return the trial of some of the tokens."""
         return Trial(
             base=self.base.at(places),
             fed=None if self.fed is None else self.fed.at(places),
@@ -98,7 +98,7 @@ class Trial:
         )
 
     def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """The scores of hypotheses; where rows were decoded, each is also supposed of these alone."""
+        """Score hypotheses; where rows were decoded, each is also supposed of these alone."""
         scores = []
         settled = self.settled
         for hypothesis, evaluation in self.evaluate(hypotheses):
@@ -111,7 +111,7 @@ class Trial:
         return scores
 
     def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """The scores of mistakes that may be fainter than the noise; none where the golden was fed something else.
+        """Score mistakes that may be fainter than the noise; none where the layer inherits errors.
 
         What a mistake makes of the golden's own BF16 values, less what the right layer makes of them, is added to the
         float32 layer: a rounding depends on the very bits that it rounds. A router's mistake is judged by all tokens:
@@ -137,7 +137,7 @@ class Trial:
     def evaluate(
         self, hypotheses: Sequence[Hypothesis], *, base: Evaluation | None = None
     ) -> Iterator[tuple[Hypothesis, Evaluation]]:
-        """The layer, or another base, under each hypothesis; the experts of many run together."""
+        """Evaluate the layer, or another base, under each hypothesis; the experts of many run together."""
         k, hidden = self.base.spec.num_experts_per_tok, self.base.spec.hidden_size
         at_once = max(_MOST_BYTES // (4 * len(self.base.tokens) * k * hidden), 1)
         for start in range(0, len(hypotheses), at_once):
@@ -148,11 +148,11 @@ class Trial:
 
     @property
     def settled(self) -> torch.Tensor:
-        """Tokens of the layer without a mistake whose experts no noise changes, bool [T]."""
+        """Tokens of the right layer whose experts no noise changes, bool [T]."""
         return self._settled(self.base)
 
     def null(self) -> Score:
-        """The score of no mistake at all."""
+        """Score the layer without a mistake."""
         nothing = Hypothesis(mistakes=(), parameters=(), change=Change())
         right = {site: _Prediction(rows=yardstick.exact) for site, yardstick in self.yardsticks.items()}
         return self._score(nothing, right, self.settled, is_decode_only=False)
@@ -175,7 +175,7 @@ class Trial:
         *,
         elsewhere: torch.Tensor,
     ) -> list[Score]:
-        """The score for all rows, and for the decoded ones; `elsewhere` are the tokens that are settled without it."""
+        """Score all rows, and decoded ones alone; `elsewhere` are the tokens that are settled without the mistake."""
         scores = [self._score(hypothesis, predicted, settled, is_decode_only=False)]
         if bool(self.is_decoded.any()):
             judged = torch.where(self.is_decoded, settled, elsewhere)
@@ -224,7 +224,7 @@ class Trial:
         )
 
     def _growth(self, evaluation: Evaluation, site: Site) -> torch.Tensor:
-        """By how much squares of what is added to the stream, or of the site itself, exceed the base's: [T]."""
+        """Return the growth in squares of what is added to the stream, or of the site itself, over the base's: [T]."""
         grown = (site, *(_STREAMS if site is Site.OUTPUT else ()))
         return sum(
             (
@@ -236,14 +236,14 @@ class Trial:
 
 
 def _right(nodes: frozenset[GraphNode]) -> Hypothesis:
-    """The layer as it is, computed anew from these nodes on."""
+    """Return the right layer, computed anew from these nodes on."""
     return Hypothesis(
         mistakes=(), parameters=(), change=Change(stages={node: STAGES[node] for node in nodes})
     )
 
 
 def settled_tokens(evaluation: Evaluation, logit_noise: float) -> torch.Tensor:
-    """Tokens whose experts are the same whatever noise is on the router's logits: bool [T]."""
+    """Find tokens whose experts are the same whatever noise is on the router's logits: bool [T]."""
     logits = evaluation[Site.ROUTER_LOGITS]
     own = evaluation[Site.ROUTER_EXPERTS].sort(-1).values
     settled = torch.ones(len(logits), dtype=torch.bool)
@@ -256,7 +256,7 @@ def settled_tokens(evaluation: Evaluation, logit_noise: float) -> torch.Tensor:
 
 
 def _fit_amplitude(along: torch.Tensor, across: torch.Tensor) -> tuple[float, float]:
-    """The factor that fits best over tokens, and its ratio to its uncertainty."""
+    """Return the factor that fits best over tokens, and its ratio to its uncertainty."""
     total = float(across.sum())
     if total <= 0.0 or not math.isfinite(total) or not bool(along.isfinite().all()):
         return 0.0, 0.0

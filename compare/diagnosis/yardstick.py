@@ -1,4 +1,4 @@
-"""Yardstick: what BF16 costs at a site, for each token and channel, and how far a prediction is from the port in it.
+"""Yardstick: the noise of BF16 at a site, for each token and channel, and a prediction's distance in units of it.
 
 T tokens, F channels.
 """
@@ -20,7 +20,7 @@ _TRIMMED_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Yardstick:
-    """One site on both sides, and its noise.
+    """A site on both sides, and its noise.
 
     Args:
         port: float32 [T,F], what the port gave.
@@ -46,7 +46,7 @@ class Yardstick:
         settled: torch.Tensor,
         dtype: torch.dtype,
     ) -> Yardstick:
-        """The yardstick of a site; `settled`, bool [T], are the tokens whose experts no noise changes."""
+        """Build the yardstick of a site; `settled`, bool [T], are the tokens whose experts no noise changes."""
         squares = (golden - exact).square()
         return cls(
             port=port,
@@ -57,7 +57,7 @@ class Yardstick:
         )
 
     def at(self, places: torch.Tensor) -> Yardstick:
-        """That of some tokens."""
+        """Select some tokens."""
         return Yardstick(
             port=self.port[places],
             golden=self.golden[places],
@@ -67,18 +67,18 @@ class Yardstick:
         )
 
     def widened(self, growth: torch.Tensor) -> torch.Tensor:
-        """The variance [T,F] where what is added has grown by `growth`, squared norms [T]."""
+        """Return the variance [T,F] where what is added has grown by `growth`, squared norms [T]."""
         added = _GROWTH[self.dtype] ** 2 * growth.clamp(min=0.0) / self.port.shape[1]
         return self.variance + added[:, None]
 
     def misfit(self, prediction: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """Mean over the channels of (port - prediction)², in units of the variance: float64 [T]."""
+        """Return the mean over the channels of (port - prediction)², in units of the variance: float64 [T]."""
         return ((self.port - prediction).square() / variance).double().mean(-1)
 
     def project(
         self, prediction: torch.Tensor, variance: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The port's error times the predicted one, the predicted one squared, the port's squared: float64 [T].
+        """Return port's error times the predicted one, the predicted one squared, the port's squared: float64 [T].
 
         The port's error is taken from the golden, whose roundings it shares.
         """
@@ -92,7 +92,7 @@ class Yardstick:
 
 
 def trimmed_mean(values: torch.Tensor) -> float:
-    """The mean without the largest few; infinity where there is none, or one is not finite."""
+    """Return the mean without the largest few; infinity where there is none, or one is not finite."""
     if not values.numel():
         return float("inf")
     num_kept = max(len(values) - int(_TRIMMED_SHARE * len(values) + 0.999), 1)
@@ -101,7 +101,7 @@ def trimmed_mean(values: torch.Tensor) -> float:
 
 
 def _fit_variance(squares: torch.Tensor, settled: torch.Tensor) -> torch.Tensor:
-    """Squared errors as a product of a channel's share and a token's size: each is seen too seldom by itself."""
+    """Fit squared errors by a channel's share times a token's size: each is seen too seldom by itself."""
     of_channel = squares[settled].mean(0)
     of_channel = of_channel.clamp(min=_LEAST_SHARE * float(of_channel.median()) + TINY_FLOAT32)
     of_token = (squares / of_channel).mean(-1)

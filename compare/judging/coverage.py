@@ -38,7 +38,7 @@ def is_proved(results: Sequence[SiteResult]) -> bool:
 
 
 def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
-    """The tokens that both sides computed, such as `81 at positions 0-47`; empty where neither side is mm2's own."""
+    """Word the tokens that both sides computed, such as `81 at positions 0-47`; empty where no side is mm2's own."""
     for source in (reference, target):
         if isinstance(source, Capture):
             inputs = source.read_inputs()
@@ -47,7 +47,7 @@ def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
 
 
 def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
-    """Return which layers no verdict stands on, and what would settle them."""
+    """Note the layers that no verdict stands on, and what would settle them."""
     if not layers:
         return ()
     names = ", ".join(str(layer) for layer in layers)
@@ -68,7 +68,9 @@ SiteKind = TypeVar("SiteKind", Site, ModelSite)
 def leave_undecided(
     results: Mapping[SiteKind, SiteResult], target: CaptureSource
 ) -> dict[SiteKind, SiteResult]:
-    """The results of a part that was fed nobody knows what: failures are not judged, but for NaN and other shapes.
+    """Leave failures undecided in a part whose input was not captured, but for NaN and other shapes.
+
+    A result that stays as it was is the same object.
 
     What stays as it was is the same object.
     """
@@ -80,7 +82,7 @@ def leave_undecided(
 
 
 def undecided_notes(num_undecided: int) -> tuple[str, ...]:
-    """That something differs of which it cannot be told who is to blame, and what would tell."""
+    """Note sites that differ, perhaps through an input that was not captured."""
     if not num_undecided:
         return ()
     return (

@@ -64,7 +64,7 @@ def compare_generated(
 
 
 def _with_first(row: Continuation, logits: torch.Tensor) -> Continuation:
-    """A row with the first token's alternatives, by the logits [V] behind the prompt, where it kept none."""
+    """Add the first token's alternatives to a row that kept none, by the logits [V] behind the prompt."""
     if (row.likeliest and row.likeliest[0]) or not row.generated_ids:
         return row
     values, tokens = logits.float().sort(descending=True)
@@ -99,7 +99,7 @@ def _judge_by_port_logits(
 
 
 def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) -> float | None:
-    """The margin that noise may turn round behind a prompt, by what nearly all of the prompt's tokens suffer."""
+    """Return the margin that noise may turn round behind a prompt, from what nearly all its tokens suffer."""
     if noise is None or places is None:
         return None
     return REACH * float(torch.quantile(noise[places[:, 0] == row], _NOISE_QUANTILE))
@@ -153,7 +153,7 @@ def _compare_row(
 
 
 def _margin(golden: Continuation, index: int, token: int) -> tuple[float | None, bool]:
-    """How far a token's logit was below the golden's choice, and whether it was kept: else it was further than that."""
+    """Return how far a token's logit was below the golden's choice, and whether the golden kept that token."""
     if index >= len(golden.likeliest) or not golden.likeliest[index]:
         return None, False
     for one in golden.likeliest[index]:

@@ -91,7 +91,7 @@ def _measure(rows: Rows, criteria: Criteria) -> PairMetrics:
 
 
 def _nearest_tokens(rows: Rows, limits: NoiseLimits, context: LimitContext) -> Rows:
-    """The tokens nearest to the golden's, as many as are sure to have its experts; the others may have flipped."""
+    """Keep the tokens nearest to the golden's, as many as are sure to have its experts."""
     input_error = rows.input_error.overall if rows.input_error else 0.0
     num_kept = count_unflipped(rows.num_tokens, limits, input_error=input_error, context=context)
     if num_kept == rows.num_tokens:
@@ -119,7 +119,7 @@ def _describe_nonfinite(rows: Rows, metrics: PairMetrics) -> str:
 
 
 def _note_dtype(judgement: Judgement, rows: Rows) -> Judgement:
-    """A pass in another dtype than the golden's deserves a look."""
+    """Warn of a pass in another dtype than the golden's."""
     if judgement[0] is SiteStatus.PASS and rows.dtype != rows.target.dtype:
         return SiteStatus.WARN, f"dtype: expected {rows.dtype}, found {rows.target.dtype}"
     return judgement

@@ -91,11 +91,11 @@ class LayerJudge:
         )
 
     def judge_all(self, sites: tuple[Site, ...]) -> Mapping[Site, SiteResult]:
-        """Every declared site, in the order given."""
+        """Judge every declared site, in the order given."""
         return {site: self.judge(site) for site in sites}
 
     def judge(self, site: Site) -> SiteResult:
-        """The result of one declared site; nothing is skipped without a status that says so."""
+        """Judge one declared site; a site that cannot be judged has a status that says so."""
         result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
         if site not in self._target.sites(self._layer):
             if site in self._target.not_exposed(self._layer):
@@ -126,7 +126,7 @@ class LayerJudge:
         )
 
     def judged_rows(self, site: Site) -> Rows | None:
-        """The tokens of a site that ρ is taken of, the golden's with the port's own experts where they are replayed.
+        """Return the tokens of a site that ρ is taken of, the golden's replayed with the port's experts.
 
         None where the values of both sides cannot be held against each other.
         """
@@ -164,7 +164,7 @@ class LayerJudge:
         )
 
     def _choice_places(self) -> torch.Tensor:
-        """Row and position of each token whose experts both sides hold, [T,2]."""
+        """Return row and position of each token whose experts both sides hold, [T,2]."""
         experts = self._reference.read(self._layer, Site.ROUTER_EXPERTS)
         return self._batch.places(experts, Site.ROUTER_EXPERTS)
 
@@ -195,11 +195,11 @@ class LayerJudge:
         return replace(result, status=status, reason=reason, routing=routing)
 
     def limit_context(self, site: Site) -> LimitContext:
-        """What the limits of a site hang on beside its figures."""
+        """Return the context of a site's limits."""
         return self._sides.limit_context(hides_flips=site in _PAST_A_FLIP and self._replay is None)
 
     def stored_rows(self, site: Site) -> Rows:
-        """The real rows of a site that both sides hold in one shape, with the floor that the golden kept."""
+        """Read the real rows of a site that both sides hold in one shape, with the golden's floor."""
         reference, target = self._reference.read(self._layer, site), self._target.read(self._layer, site)
         twin = self._reference.read_twin(self._layer, site)
         golden, port = self._batch.rows(reference, site), self._batch.rows(target, site)
@@ -228,7 +228,7 @@ class LayerJudge:
     def _align(
         self, reference: torch.Tensor, target: torch.Tensor, twin: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Router weights [T,k] in one order on all sides, whatever order the experts were chosen in."""
+        """Put router weights [T,k] in one order on all sides, whatever order the experts were chosen in."""
         if self._experts is None:
             exact = None if twin is None else align_by_size(twin)
             return align_by_size(reference), align_by_size(target), exact
@@ -237,11 +237,11 @@ class LayerJudge:
         return align_by_expert(reference, golden), align_by_expert(target, port), exact
 
     def _replay_of(self, site: Site) -> Replay | None:
-        """Return what replays a site behind the choice; weights of experts that nobody shows have no order."""
+        """Return the replay of a site behind the choice; weights of experts that nobody shows have no order."""
         return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
 
     def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
-        """Tokens past a flip that are not replayed; tokens that may flip where the port does not show its experts."""
+        """Find tokens to leave out: past a flip and not replayed, or fragile where the port hides its experts."""
         if self._replay is not None:
             left_out = self._replay.flipped if replayed is None else self._replay.flipped & ~replayed
             return left_out if self._derived is None else left_out | ~self._derived.is_sure
@@ -255,7 +255,7 @@ class LayerJudge:
         return RouterNoise(margin=margin, noise=noise, widening=self._widening())
 
     def _widening(self) -> torch.Tensor | None:
-        """How much an incoming error adds to the noise on the router's logits, per token."""
+        """Return the factor by which an input error widens the noise on the router's logits, per token."""
         site = Site.ROUTER_LOGITS
         floor = self._floor.largest(error_name(site))
         if self._input_error is None or floor is None or site not in self._reference.sites(self._layer):

@@ -28,7 +28,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Block:
-    """What some tokens came to, [t] each."""
+    """Figures of some tokens, [t] each."""
 
     divergence: torch.Tensor
     overlaps: torch.Tensor
@@ -38,7 +38,7 @@ class _Block:
 
 
 def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
-    """σ, by which a right port's logits may be off from exact ones: of each token [T], in logits.
+    """Return σ, by which a right port's logits may be off from exact ones: of each token [T], in logits.
 
     Args:
         rows: Both sides' logits.
@@ -118,6 +118,6 @@ def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[_Block]:
 
 
 def _overlap(golden: torch.Tensor, port: torch.Tensor) -> torch.Tensor:
-    """Share of the tokens [t,k] that both sides have, [t]."""
+    """Return the share of the tokens [t,k] that both sides have, [t]."""
     shared = (golden[:, :, None] == port[:, None, :]).any(dim=-1)
     return shared.double().mean(dim=-1)

@@ -106,7 +106,7 @@ class ModelJudge:
         self._last_layer = last_layer
 
     def judge(self, site: ModelSite) -> SiteResult:
-        """The result of one declared site."""
+        """Judge one declared site."""
         reference, target = self._sides.reference, self._sides.target
         result = SiteResult(layer=None, site=str(site), status=SiteStatus.FAIL)
         if site not in target.model_sites():
@@ -131,7 +131,7 @@ class ModelJudge:
         return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
 
     def judge_generated(self) -> tuple[GeneratedRow, ...]:
-        """What both sides generated, prompt by prompt; nothing where a side generated nothing.
+        """Compare what both sides generated, prompt by prompt; nothing where a side generated nothing.
 
         Raises:
             CaptureError: A file is damaged.
@@ -152,7 +152,7 @@ class ModelJudge:
         )
 
     def _read_logits(self) -> Rows | None:
-        """The logits of both sides; None where a side lacks them, or they cannot be compared."""
+        """Read the logits of both sides; None where a side lacks them, or they cannot be compared."""
         reference, target = self._sides.reference, self._sides.target
         if any(ModelSite.LOGITS not in side.model_sites() for side in (reference, target)):
             return None
@@ -163,14 +163,14 @@ class ModelJudge:
 
     @property
     def _usual_error(self) -> float:
-        """What ports that are right are usually off by, relative to the logits, where the golden kept no floor."""
+        """Usual error of right ports, relative to the logits, where the golden kept no floor."""
         limits = self._sides.criteria.noise
         if self._sides.limit_context().is_float32:
             return limits.float32
         return limits.floorless(ModelSite.LOGITS, "relative_l2").usual
 
     def _judge_tokens(self, result: SiteResult, rows: Rows) -> SiteResult:
-        """The logits' result, with what they say of the next tokens."""
+        """Add to the logits' result what they say of the next tokens."""
         if result.metrics is None or result.metrics.num_nonfinite_target:
             return result
         logits = compare_logits(rows, usual_error=self._usual_error)
@@ -218,7 +218,7 @@ class ModelJudge:
     def _measured_floor(
         self, site: ModelSite, reference: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor
     ) -> Squares:
-        """(golden − twin)² summed per token, which must be what the golden stored of it."""
+        """Sum (golden − twin)² per token, which must be what the golden stored of it."""
         measured = square_difference(twin, reference, massive=massive)
         stored = self._statistic(error_name(site))
         refuse_other_floor(self._sides.reference, None, site, measured=measured, stored=stored)
@@ -235,13 +235,13 @@ class ModelJudge:
         return squares
 
     def _statistic(self, name: str) -> torch.Tensor | None:
-        """One of the golden's floor statistics of the model's sites, [T]."""
+        """Read one of the golden's floor statistics of the model's sites, [T]."""
         source = self._sides.reference
         statistic = source.read_model_floor(name) if isinstance(source, Capture) else None
         return None if statistic is None else self._sides.batch.tokens(statistic)
 
     def _input_error(self) -> InputError | None:
-        """The error of what the head was fed; None where it is the golden's, or a side does not keep it."""
+        """Measure the error of the head's input; None where it is the golden's, or a side does not keep it."""
         rows = self._sides.read_rows(self._last_layer, Site.OUTPUT)
         input_error = None if rows is None else measure_input_error(*rows)
         return None if input_error is None or input_error.overall == 0.0 else input_error

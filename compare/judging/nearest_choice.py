@@ -34,7 +34,7 @@ _MOST_TOKENS = 256
 def find_nearest_choice(
     sides: Sides, layer: int, *, site: Site, rows: Rows, noise: RouterNoise
 ) -> DerivedChoice | None:
-    """The choice that each token of a port came nearest to, among those that noise may have made.
+    """Find the choice that each token of a port came nearest to, among those that noise may have made.
 
     Args:
         sides: The captures; the port was fed the golden's own input.
@@ -91,7 +91,7 @@ def find_nearest_choice(
 
 
 def _choices_within(scores: torch.Tensor, chosen: torch.Tensor, reach: float) -> torch.Tensor | None:
-    """Every choice that noise may have made of scores [E] in place of `chosen` [k]: int64 [c,k]; None of too many.
+    """List the choices that noise may have made of scores [E] in place of `chosen` [k]: int64 [c,k].
 
     Experts may trade places where no one that was dropped is further than `reach` above one that came for it.
     """

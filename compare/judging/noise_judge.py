@@ -110,7 +110,7 @@ def judge_without_floor(
 def floorless_limit(
     input_error: float, limits: NoiseLimits, *, site: str, num_tokens: int, context: LimitContext
 ) -> float:
-    """The largest relative L2 error that is still noise, of a layer that was handed `input_error` of it."""
+    """Return the largest relative L2 error that is still noise, of a layer with that relative input error."""
 
     def limit(figure: str) -> float:
         return limits.floorless(site, figure).at(num_tokens=num_tokens, share=context.share)
@@ -122,7 +122,7 @@ def floorless_limit(
 def count_unflipped(
     num_tokens: int, limits: NoiseLimits, *, input_error: float, context: LimitContext
 ) -> int:
-    """How many of the tokens are sure to have the golden's experts, where nobody shows the port's choice.
+    """Count the tokens that are sure to have the golden's experts, where nobody shows the port's choice.
 
     In a deep chain nearly all may have others; the best quarter of many tokens is then judged all the same.
     """
@@ -132,7 +132,7 @@ def count_unflipped(
 
 
 def flip_chance(input_error: float, limits: NoiseLimits, *, context: LimitContext) -> float:
-    """How likely a token's experts are to flip without a fault, where no floor tells its margin.
+    """Return the chance that a token's experts flip without a fault, where no floor tells its margin.
 
     They flip the more, the more the router's logits are off: by their own noise, and by what they were handed.
     """
@@ -182,7 +182,7 @@ def _held_limits(
     num_channels: int,
     context: LimitContext,
 ) -> Iterator[NearestLimit]:
-    """Every figure that has a limit, in their order."""
+    """Yield every figure that has a limit, in their order."""
     table = limits.of_ratios(
         is_chained=noise.incoming > 0.0, is_estimated=noise.is_estimated, is_widened=noise.is_widened
     )
@@ -201,7 +201,7 @@ def _held_limits(
 
 
 def _is_broken_anywhere(found: NearestLimit, limits: NoiseLimits) -> bool:
-    """Whether a limit is broken so far that it hangs on no backend.
+    """Decide whether a limit is broken so far that the backend does not matter.
 
     Hardware that was not measured may well round in other places; a function that it approximates may be off in
     one direction, which averages show however little it is.

@@ -1,4 +1,4 @@
-"""Replay: what the golden would have computed with the port's own experts, so that tokens past a flip are judged.
+"""Replay: the golden computed with the port's own experts, so that tokens past a flip are judged.
 
 Other experts are another computation, with a noise floor of its own. So past a flip all of it is computed anew from
 what the golden fed its experts: exactly, as a golden rounds, and with a random variant of its roundings.
@@ -47,7 +47,7 @@ class Replay:
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """The golden's biased scores, float32 [T,E]; None where no token flipped, or the weights are not known.
+        """Biased scores of the golden, float32 [T,E]; None where no token flipped, or the weights are not known.
 
         Raises:
             IncomparableError: The weights are another model's.
@@ -58,14 +58,14 @@ class Replay:
         return self._logits.sigmoid() + self._open(self._sides.weights).bias
 
     def tokens(self, site: Site) -> torch.Tensor:
-        """Tokens past a flip that can be replayed at a site behind the router: bool [T]."""
+        """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
         needs_weights = site in _BEHIND_EXPERTS
         if needs_weights and (self._sides.weights is None or self._read(Site.POST_NORM) is None):
             return torch.zeros_like(self._tokens)
         return self._tokens
 
     def rows(self, site: Site, rows: Rows) -> Rows:
-        """Rows of a site whose golden holds, past a flip, what the port's own experts give.
+        """Replace the golden's rows past a flip by what the port's own experts give.
 
         Args:
             site: The router's weights, ordered by the experts that they belong to, or a site behind the experts.
@@ -94,7 +94,7 @@ class Replay:
         )
 
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
-        """The router's weights, which its logits tell for any choice."""
+        """Replay the router's weights, which its logits tell for any choice."""
         golden = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
         reference = _put(rows.reference, tokens, golden)
         if self._logits is None:
@@ -134,7 +134,7 @@ class Replay:
         return (exact[tokens] + experts[0], *rounded)
 
     def _are_experts(self) -> torch.Tensor:
-        """Tokens whose experts the port names by numbers that there are: bool [T]."""
+        """Find tokens whose experts the port names by numbers that exist: bool [T]."""
         if self._logits is None:
             return torch.zeros_like(self.flipped)
         return ((self._port_experts >= 0) & (self._port_experts < self._logits.shape[-1])).all(dim=-1)
@@ -146,12 +146,12 @@ class Replay:
         return self._sides.read_golden(self._layer, site)
 
     def _shares(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-        """What the port's experts count by the golden's logits, [t,k], in ascending order of the experts."""
+        """Return the shares of the port's experts by the golden's logits, [t,k], experts in ascending order."""
         assert logits is not None, "tokens are replayed where the logits are known"
         return expert_shares(logits[tokens].sigmoid(), self._port_experts[tokens].sort(dim=-1).values)
 
     def _open(self, source: WeightSource) -> _Opened:
-        """What the layer's weights tell; they are read once."""
+        """Read the layer's weights once, and compute from them."""
         if self._opened is None:
             with source.open_layer(self._layer, self._sides.reference) as weights:
                 self._opened = _Opened(
@@ -186,7 +186,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Opened:
-    """What the layer's weights tell.
+    """Values that need the layer's weights.
 
     Args:
         bias: The correction bias, float32 [E].

@@ -19,7 +19,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouterNoise:
-    """How close the golden's choice was, token by token.
+    """Closeness of the golden's choice, token by token.
 
     Args:
         margin: [T], distance of the k-th from the (k+1)-th biased score, in float32.
@@ -34,11 +34,11 @@ class RouterNoise:
     scores: torch.Tensor | None = None
 
     def is_fragile(self) -> torch.Tensor:
-        """Tokens whose experts may flip without a fault: bool [T]."""
+        """Find tokens whose experts may flip without a fault: bool [T]."""
         return self.is_within_reach(self.margin)
 
     def is_within_reach(self, margin: torch.Tensor) -> torch.Tensor:
-        """Tokens on which noise may turn a margin [T] round: bool [T]."""
+        """Find tokens on which noise may turn a margin [T] round: bool [T]."""
         return margin.double() <= self.reach
 
     @property
@@ -48,7 +48,7 @@ class RouterNoise:
         return reach.expand(len(self.noise)) if self.widening is None else reach * self.widening
 
     def flip_margin(self, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """What noise must overcome to turn one choice [T,k] into the other, [T].
+        """Return the margin that noise must overcome to turn one choice [T,k] into the other, [T].
 
         The k-th and the (k+1)-th score do not tell how far behind the expert is that was chosen instead: where the
         scores are known, the widest distance between an expert that was dropped and one that came for it counts.
@@ -62,7 +62,7 @@ class RouterNoise:
 
 
 def flipped_tokens(reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Tokens whose expert sets differ: bool [T], of two [T,k] of expert numbers in any order."""
+    """Find tokens whose expert sets differ: bool [T], of two [T,k] of expert numbers in any order."""
     return (_in_order(reference) != _in_order(target)).any(dim=-1)
 
 
@@ -109,23 +109,23 @@ def compare_routing(
 
 
 def align_by_expert(weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Weights [T,k] in ascending order of the experts [T,k] they belong to."""
+    """Sort weights [T,k] in ascending order of the experts [T,k] they belong to."""
     return weights.gather(-1, experts.long().argsort(dim=-1))
 
 
 def align_by_size(weights: torch.Tensor) -> torch.Tensor:
-    """Weights [T,k] in ascending order, where nobody tells the experts they belong to."""
+    """Sort weights [T,k] by size, where nobody tells the experts they belong to."""
     return weights.sort(dim=-1).values
 
 
 def _repeating_tokens(experts: torch.Tensor) -> torch.Tensor:
-    """Tokens that name an expert twice, which no noise does: bool [T]."""
+    """Find tokens that name an expert twice, which no noise does: bool [T]."""
     ordered = _in_order(experts)
     return (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
 
 
 def _membership(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Which experts are among those of each token, bool [T,E], of [T,k]; numbers that are no expert's are left out."""
+    """Mark the experts of each token, bool [T,E], of [T,k]; numbers that are no expert's are left out."""
     valid = (experts >= 0) & (experts < num_experts)
     counts = torch.zeros(experts.shape[0], num_experts, dtype=torch.int64)
     return counts.scatter_add_(1, experts.long().where(valid, 0), valid.long()) > 0

@@ -41,22 +41,22 @@ class Limit:
                 raise ValueError(f"{name} must be at least 0, found {value:g}")
 
     def at(self, *, num_tokens: int, share: float) -> float:
-        """The limit of a figure over `num_tokens`, which a right port passes but for a `share` of the cases."""
+        """Return the limit of a figure over `num_tokens`, which a right port passes but for a `share` of the cases."""
         deviation = self.spread + self.token_spread / math.sqrt(max(num_tokens, 1))
         return self.usual * math.exp(max(quantile(share), 0.0) * deviation)
 
     def scaled(self, factor: float) -> Limit:
-        """This limit times a factor above 0, wherever it is taken."""
+        """Return this limit times a factor above 0."""
         return replace(self, usual=self.usual * factor)
 
 
 def quantile(share: float) -> float:
-    """What a standard normal value exceeds in a `share` of the cases."""
+    """Return what a standard normal value exceeds in a `share` of the cases."""
     return -_STANDARD.inv_cdf(min(max(share, _SMALLEST_SHARE), 0.5))
 
 
 def most_hits(num_trials: int, *, chance: float, share: float) -> int:
-    """How many of so many trials hit, each by `chance`, but for a `share` of the cases at most."""
+    """Return the most hits of so many trials, each by `chance`, but for a `share` of the cases."""
     if chance >= 1.0 or num_trials == 0:
         return num_trials
     odds = math.log(chance) - math.log1p(-chance) if chance > 0.0 else -math.inf

@@ -36,12 +36,12 @@ class SiteLimits:
     table: Mapping[str, Mapping[str, Limit]] = field(default_factory=lambda: MappingProxyType({}))
 
     def find(self, site: str, figure: str) -> Limit | None:
-        """The limit on a figure of a site; None where it is not limited."""
+        """Return the limit on a figure of a site; None where it is not limited."""
         own = self.table.get(site, {}).get(figure)
         return own if own is not None else self.table.get(ALL_SITES, {}).get(figure)
 
     def overlaid(self, other: SiteLimits) -> SiteLimits:
-        """These, but for what the other names; what it names for all sites holds for each."""
+        """Return these limits with the other's in their place; the other's for all sites hold for each site."""
         everywhere = other.table.get(ALL_SITES, {})
         kept = {
             site: {figure: limit for figure, limit in own.items() if figure not in everywhere}
@@ -52,7 +52,7 @@ class SiteLimits:
         return SiteLimits(MappingProxyType({site: MappingProxyType(own) for site, own in merged.items()}))
 
     def without(self, figures: Collection[str]) -> SiteLimits:
-        """These but for some figures, which are not limited then."""
+        """Return these limits without some figures, which are then not limited."""
         return SiteLimits(
             MappingProxyType(
                 {
@@ -65,7 +65,7 @@ class SiteLimits:
         )
 
     def scaled(self, factor: float) -> SiteLimits:
-        """These times a factor."""
+        """Return these limits times a factor."""
         return SiteLimits(
             MappingProxyType(
                 {
@@ -106,7 +106,7 @@ class NoiseLimits:
     isolated_variants_estimated: SiteLimits | None = None
 
     def of_ratios(self, *, is_chained: bool, is_estimated: bool, is_widened: bool = False) -> SiteLimits:
-        """The limits on ρ and its like; those of chains hold whether variants widened the floor or not."""
+        """Return the limits on ρ and its like; those of chains hold whether variants widened the floor or not."""
         if is_chained:
             return self.chained_estimated if is_estimated else self.chained
         of_variants = self.isolated_variants_estimated if is_estimated else self.isolated_variants
@@ -115,7 +115,7 @@ class NoiseLimits:
         return self.isolated_estimated if is_estimated else self.isolated
 
     def floorless(self, site: str, figure: str) -> Limit:
-        """A limit without a floor.
+        """Return a limit without a floor.
 
         Raises:
             UsageError: There is none: a file that stands alone must name each.
@@ -130,15 +130,15 @@ class NoiseLimits:
         return limit
 
     def share(self, num_judged: int) -> float:
-        """The share of false alarms that each of so many judged figures may have."""
+        """Return the share of false alarms that each of so many judged figures may have."""
         return self.level / max(num_judged, 1)
 
     def is_measured_on(self, backend: str | None) -> bool:
-        """Whether the limits were measured on a backend; None is one that nobody knows."""
+        """Decide whether the limits were measured on a backend; None is one that nobody knows."""
         return self.backends is None or backend in self.backends
 
     def of_noise_alone(self) -> NoiseLimits:
-        """These without the averages that show less than noise, whatever backend they are held against."""
+        """Return these limits without the averages that show less than noise."""
         widened = self.isolated_variants
         return replace(
             self,
@@ -148,7 +148,7 @@ class NoiseLimits:
         )
 
     def scaled(self, factor: float) -> NoiseLimits:
-        """These times a factor: how many mistakes would be found and right ports failed with tighter or wider ones.
+        """Return these limits times a factor, to try tighter or wider ones.
 
         Raises:
             ValueError: The factor is not above 0.

@@ -62,7 +62,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @cache
 def calibrated_limits() -> NoiseLimits:
-    """mm2's own limits, measured on clean ports.
+    """Return mm2's own limits, measured on clean ports.
 
     Raises:
         UsageError: The installation's file is damaged.
@@ -77,7 +77,7 @@ def calibrated_limits() -> NoiseLimits:
 
 
 def read_limits(path: Path) -> NoiseLimits:
-    """mm2's own limits, but for what the file `path` names.
+    """Read mm2's own limits, but for what the file `path` names.
 
     Limits that a file names hold on every backend, unless it says on which they were measured.
 
@@ -100,13 +100,13 @@ def _own_table(limits: NoiseLimits, name: str) -> SiteLimits:
 
 
 class _File:
-    """One file, read node by node: what is wrong is told with its line and its key."""
+    """A limits file, read node by node: errors name line and key."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> dict[str, Any]:
-        """The fields of `NoiseLimits` that the file names."""
+        """Read the fields of `NoiseLimits` that the file names."""
         try:
             root = yaml.compose(self._path.read_text(encoding="utf-8"), Loader=_LOADER)
         except (OSError, UnicodeDecodeError) as error:
@@ -157,7 +157,7 @@ class _File:
     def _items(
         self, node: yaml.Node, where: str, allowed: tuple[str, ...]
     ) -> Iterator[tuple[str, yaml.Node]]:
-        """The entries of a mapping, each key once and among those allowed."""
+        """Yield the entries of a mapping, each key once and among those allowed."""
         expected = f"a mapping of {', '.join(allowed)}"
         if not isinstance(node, yaml.MappingNode):
             raise self._wrong(node, where or "the file", expected=expected, found=_word_node(node))

@@ -24,7 +24,7 @@ _FEWEST_CHANNELS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """One site's judged tokens on both sides, with what is known of the floor.
+    """Judged tokens of one site on both sides, with what is known of the floor.
 
     Args:
         reference: [T,F], the golden.
@@ -53,7 +53,7 @@ class Rows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the golden holds it in."""
+        """Dtype in which the golden holds the site."""
         return self.stored_dtype or self.reference.dtype
 
     @property
@@ -63,11 +63,11 @@ class Rows:
 
     @property
     def has_floor(self) -> bool:
-        """Whether ρ can be computed."""
+        """True where ρ can be computed."""
         return self.twin is not None or self.floor is not None
 
     def select(self, tokens: torch.Tensor) -> Rows:
-        """Some of the tokens, bool [T]; which channels are massive stays as it is."""
+        """Select some tokens, bool [T]; massive channels stay the same."""
         return replace(
             self,
             reference=self.reference[tokens],
@@ -81,7 +81,7 @@ class Rows:
 
 
 def noise_ratio(rows: Rows) -> NoiseRatio:
-    """ρ over all tokens and per token.
+    """Compute ρ over all tokens and per token.
 
     With the twin, the error is ‖target − twin‖. Without it, target and reference are taken to be
     independently noisy, so that ‖target − twin‖² is about ‖target − reference‖² − ‖reference − twin‖².
@@ -124,7 +124,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
 
 
 def token_ratios(rows: Rows) -> torch.Tensor:
-    """ρ of each token, float64 [T].
+    """Compute ρ of each token, float64 [T].
 
     Raises:
         ValueError: The rows have no floor.
@@ -135,21 +135,21 @@ def token_ratios(rows: Rows) -> torch.Tensor:
 
 
 def _structure(rows: Rows) -> Structure | None:
-    """Only where a twin shows both sides' errors, and nothing else than rounding may be in the port's."""
+    """Measure the error's averages; None unless a twin shows both errors and rounding alone makes the port's."""
     if rows.num_tokens == 0 or rows.twin is None or rows.input_error is not None or _is_rounded(rows):
         return None
     return measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
 
 
 def _is_rounded(rows: Rows) -> bool:
-    """Whether the port rounded to BF16 what the golden holds in float32."""
+    """Decide whether the port rounded to BF16 what the golden holds in float32."""
     return rows.dtype == torch.float32 and torch.equal(
         rows.target, rows.target.bfloat16().to(rows.target.dtype)
     )
 
 
 def foreseen_error(rows: Rows) -> Squares:
-    """What a right port may differ by from the float32 twin: the floor, widened as ρ widens it.
+    """Return the error that a right port may have against the float32 twin: the floor, widened as for ρ.
 
     Raises:
         ValueError: The rows have no floor.
@@ -158,7 +158,7 @@ def foreseen_error(rows: Rows) -> Squares:
 
 
 def foreseen_error_at(rows: Rows, values: torch.Tensor) -> Squares:
-    """What a right port may differ by from float32 `values` [T,F] that are not the golden's: the floor, to their scale.
+    """Scale the floor to float32 `values` [T,F] that are not the golden's.
 
     Relative to the values it is the median token's, since a sum that cancels in one is nothing to go by in another; and
     at least the token's own, smaller as all values are; and one rounding of what the golden holds rounded.
@@ -178,7 +178,7 @@ def foreseen_error_at(rows: Rows, values: torch.Tensor) -> Squares:
 def _to_scale(
     floor: torch.Tensor, before: torch.Tensor, after: torch.Tensor, *, rounding: float
 ) -> torch.Tensor:
-    """The floor, of values of the squared norms `before`, for such of `after`: float64 [T] each."""
+    """Scale the floor from values of squared norms `before` to those of `after`: float64 [T] each."""
     usual = (floor / before.clamp(min=TINY)).median()
     shrinking = (after / before.clamp(min=TINY)).median().clamp(max=1.0)
     return torch.maximum(torch.maximum(usual, usual.new_tensor(rounding)) * after, shrinking * floor)
@@ -199,7 +199,7 @@ def _error(rows: Rows, floor: Squares) -> Squares:
 
 
 def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
-    """The floor, widened by what no port is to blame for.
+    """Widen the floor by errors that no port is to blame for.
 
     Another right way to compute the layer may stray further than the golden does; a value that the golden holds in
     float32 may be rounded to BF16 by a port that is right, which then shows in its bits; and a chained layer is handed
@@ -220,7 +220,7 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
 
 
 def _rho(error: torch.Tensor, floor: torch.Tensor) -> float:
-    """A floor of zero asks for bit equality."""
+    """Return ρ; a floor of zero asks for bit equality."""
     numerator, denominator = float(error.sum()), float(floor.sum())
     if denominator <= TINY:
         return 0.0 if numerator <= TINY else math.inf
@@ -228,7 +228,7 @@ def _rho(error: torch.Tensor, floor: torch.Tensor) -> float:
 
 
 def _per_token(error: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """ρ per token [T]; a token whose own floor is unusually small is held against the median token's."""
+    """Return ρ per token [T]; a token with an unusually small floor is held against the median token's."""
     if float(floor.sum()) <= TINY:
         return torch.where(error <= TINY, 0.0, math.inf).double()
     return (error / torch.maximum(floor, floor.median()).clamp(min=TINY)).sqrt()
@@ -244,7 +244,7 @@ _NUM_BLOCKS = 10
 def rho_interval(
     error: torch.Tensor, floor: torch.Tensor, places: torch.Tensor
 ) -> tuple[float, float] | None:
-    """The 95 % interval of ρ = sqrt(Σ error / Σ floor), by a jackknife on its logarithm.
+    """Return the 95 % interval of ρ = sqrt(Σ error / Σ floor), by a jackknife on its logarithm.
 
     Prompts are left out one by one; where there are fewer than three, blocks of neighbouring tokens are.
 
@@ -278,7 +278,7 @@ def rho_interval(
 
 
 def _groups(places: torch.Tensor) -> torch.Tensor:
-    """The group that each token belongs to, int64 [T]."""
+    """Return the group that each token belongs to, int64 [T]."""
     groups: torch.Tensor = places[:, 0].unique(return_inverse=True)[1]
     if groups.numel() and int(groups.max()) + 1 >= _FEWEST_PROMPTS:
         return groups

@@ -1,4 +1,4 @@
-"""Batch: which tokens of two captures are real, so that padding is never judged.
+"""Batch: the real tokens of two captures, so that padding is never judged.
 
 B batch, S sequence, T real tokens, F channels of a site.
 """
@@ -30,7 +30,7 @@ class Batch:
 
     @classmethod
     def of(cls, reference: CaptureSource, target: CaptureSource) -> Batch:
-        """The batch that two captures have in common.
+        """Return the batch that two captures have in common.
 
         Raises:
             IncomparableError: Their masks differ, or no token is real.
@@ -45,7 +45,7 @@ class Batch:
         return cls(port if golden is None else golden)
 
     def rows(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """The real rows [T,F] of a site's tensor, which may be [B·S,F] too.
+        """Return the real rows [T,F] of a site's tensor, which may be [B·S,F] too.
 
         Raises:
             IncomparableError: The tensor is of another batch.
@@ -53,7 +53,7 @@ class Batch:
         return self.tokens(self._laid_out(tensor, site))
 
     def tokens(self, statistic: torch.Tensor) -> torch.Tensor:
-        """What belongs to the real tokens, [T,…], of [B,S,…].
+        """Select the real tokens, [T,…], of [B,S,…].
 
         Raises:
             IncomparableError: The tensor is of another batch.
@@ -70,13 +70,13 @@ class Batch:
         return statistic[self._mask]
 
     def places(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """Row and position of every real token of a site's tensor, [T,2]."""
+        """Return row and position of every real token of a site's tensor, [T,2]."""
         if self._mask is not None:
             return self._mask.nonzero()
         return torch.ones(self._laid_out(tensor, site).shape[:2]).nonzero()
 
     def _laid_out(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """[B,S,F]; one long row of the batch where a flat tensor does not tell B and S."""
+        """Lay a tensor out as [B,S,F]; as one long row where a flat tensor does not tell B and S."""
         if tensor.ndim <= 2:
             is_ours = self._mask is not None and self._mask.numel() == tensor.shape[0]
             batch = self._mask.shape if self._mask is not None and is_ours else (1, -1)

@@ -1,4 +1,4 @@
-"""CapturedInput: what a layer was fed: the golden's own values, another layer's output, or something else."""
+"""CapturedInput: a layer's input: the golden's own values, another layer's output, or not captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FARTHEST_INPUT = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CapturedInput:
-    """What one layer was fed.
+    """Input of one layer.
 
     Args:
         known: Sites whose values were given to the layer and are the golden's own, or another layer's.
@@ -34,12 +34,12 @@ class CapturedInput:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether the input comes with an error of other layers."""
+        """True where the input carries errors of other layers."""
         return self.error is not None
 
 
 def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
-    """Find out what the target's layer was fed.
+    """Read the input of the target's layer.
 
     Raises:
         IncomparableError: It was fed neither the golden's values nor another layer's output, or mm2's own
@@ -61,19 +61,19 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
 
 
 def fed_sites(target: CaptureSource) -> tuple[Site, ...]:
-    """Sites whose value the run was given rather than computed."""
+    """Return the sites whose values the run was given."""
     description = target.known_description
     return description.run.fed_sites if description is not None else (Site.INPUT,)
 
 
 def _is_same(reference: torch.Tensor, target: torch.Tensor) -> bool:
-    """Bit for bit, but for the dtype that the port wants its input in; a NaN of the golden's is itself."""
+    """Decide whether values are bit-equal after casting to the port's dtype. NaN equals NaN."""
     cast = reference.to(target.dtype)
     return bool(((cast == target) | (cast.isnan() & target.isnan())).all())
 
 
 def _is_inherited(target: CaptureSource, layer: int, input_error: InputError) -> bool:
-    """Whether the target's layer was fed what the layer before it, or the embedding, put out."""
+    """Decide whether the layer's input is what the layer before it, or the embedding, put out."""
     description = target.known_description
     if description is None:
         return _repeats_the_layer_before(target, layer) or _comes_from_unseen_layers(
@@ -84,7 +84,7 @@ def _is_inherited(target: CaptureSource, layer: int, input_error: InputError) ->
 
 
 def _comes_from_unseen_layers(target: CaptureSource, layer: int, input_error: InputError) -> bool:
-    """Whether another tool's dump of the whole model left out the layer before, and the input is near the golden's."""
+    """Decide whether a dump lacks the layer before, and the input is near the golden's."""
     is_unseen = (
         isinstance(target, ForeignCapture) and layer > 0 and Site.OUTPUT not in target.sites(layer - 1)
     )
@@ -92,7 +92,7 @@ def _comes_from_unseen_layers(target: CaptureSource, layer: int, input_error: In
 
 
 def _repeats_the_layer_before(target: CaptureSource, layer: int) -> bool:
-    """Where a layout does not tell the mode, the values do."""
+    """Decide by values whether the input is the output of the layer before, where a layout tells no mode."""
     if Site.OUTPUT in target.sites(layer - 1):
         before = target.read(layer - 1, Site.OUTPUT)
     elif layer == 0 and ModelSite.EMBEDDING in target.model_sites():

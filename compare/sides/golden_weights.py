@@ -1,4 +1,4 @@
-"""Weights: where a comparison gets a layer's weights from, for what captures alone cannot tell."""
+"""Golden weights: a layer's weights, for what captures alone cannot tell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenWeights:
-    """A layer's weights.
+    """Weights of one layer.
 
     Args:
         spec: The model.
@@ -38,7 +38,7 @@ class GoldenWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadWeights:
-    """The weights behind the last layer, in the dtype that the golden computed in.
+    """Weights behind the last layer, in the dtype that the golden computed in.
 
     Args:
         spec: The model.
@@ -55,7 +55,7 @@ class WeightSource(Protocol):
     """Gives the weights that a golden computed with, layer by layer."""
 
     def open_head(self, reference: CaptureSource) -> AbstractContextManager[HeadWeights]:
-        """The weights behind the last layer.
+        """Open the weights behind the last layer.
 
         Raises:
             CheckpointError: They cannot be read.
@@ -85,7 +85,7 @@ class CheckpointWeights:
 
     @contextmanager
     def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
-        """A layer's weights (see `WeightSource`)."""
+        """Open a layer's weights (see `WeightSource`)."""
         layers = range(layer, layer + 1)
         folder = resolve_model(self.model, layers=layers)
         spec = ModelSpec.from_folder(folder)
@@ -96,7 +96,7 @@ class CheckpointWeights:
 
     @contextmanager
     def open_head(self, reference: CaptureSource) -> Iterator[HeadWeights]:
-        """The weights behind the last layer (see `WeightSource`)."""
+        """Open the weights behind the last layer (see `WeightSource`)."""
         spec = ModelSpec.from_folder(resolve_config(self.model))
         last = spec.num_hidden_layers - 1
         folder = resolve_model(self.model, layers=range(last, last + 1))
@@ -153,7 +153,7 @@ def _computed_dtype(reference: CaptureSource) -> torch.dtype:
 def find_weights(
     model: str | None, reference: CaptureSource, target: CaptureSource
 ) -> CheckpointWeights | None:
-    """The weights of the checkpoint that was named, else of the one that either capture was made from.
+    """Find the weights of the named checkpoint, else of the one that either capture was made from.
 
     Args:
         model: As `--model` names it; None to look for the captures' own, which may not be on this machine.

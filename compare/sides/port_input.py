@@ -1,4 +1,4 @@
-"""PortInputGolden: what a golden of one layer would be on the input that the port's own layer was fed.
+"""PortInputGolden: a golden of one layer, computed on the port's own input.
 
 A layer of a chained run is handed the errors of those before it, and may choose other experts for it. So the layer is
 computed anew from the checkpoint, on the port's own input: exactly, as a golden rounds, and with a random variant of
@@ -31,7 +31,7 @@ _VARIANT = "random_1"
 
 
 class PortInputGolden(Capture):
-    """One layer, computed from what the port was fed there.
+    """Golden of one layer, computed on the port's own input.
 
     Args:
         golden: The golden; other layers are read from it.
@@ -70,11 +70,11 @@ class PortInputGolden(Capture):
         return replace(self.manifest.description, noise_floor="full", floor_variants=(_VARIANT,))
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """All of the layer."""
+        """Return every site of the layer."""
         return tuple(Site) if layer == self._layer else super().sites(layer)
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """A site's tensor as a golden rounds it."""
+        """Read a site's tensor as a golden rounds it."""
         if layer != self._layer:
             return super().read(layer, site)
         if site is Site.INPUT:
@@ -84,13 +84,13 @@ class PortInputGolden(Capture):
         return value if is_kept else value.bfloat16()
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """A site's float32 twin."""
+        """Read a site's float32 twin."""
         if layer != self._layer or self._is_float32:
             return super().read_twin(layer, site)
         return self._twin.get(site)
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """One of the layer's floor statistics."""
+        """Read one of the layer's floor statistics."""
         if layer != self._layer or self._is_float32:
             return super().read_floor(layer, name)
         return self._floor.get(name)
@@ -108,7 +108,7 @@ class PortInputGolden(Capture):
 
 
 def on_port_input(sides: Sides, layer: int) -> Sides | None:
-    """The sides of one layer, whose golden is computed on the port's own input.
+    """Replace the golden of one layer by one on the port's own input.
 
     Args:
         sides: The captures; the target holds the layer's input.

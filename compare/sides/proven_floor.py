@@ -32,7 +32,7 @@ def refuse_other_floor(
     measured: Squares,
     stored: torch.Tensor | None,
 ) -> None:
-    """Pass where the distances that a golden stored are those from its value to its twin.
+    """Refuse a golden whose stored distances are not those from its value to its twin.
 
     Args:
         golden: The golden.
@@ -73,7 +73,7 @@ def refuse_torn_floor(
     stored: torch.Tensor | None,
     variant: str | None = None,
 ) -> None:
-    """Pass where the stored distances over all channels are those over ordinary and massive channels together.
+    """Refuse a golden whose ordinary and massive distances do not add up to those over all channels.
 
     Args:
         golden: The golden.
@@ -102,7 +102,7 @@ def refuse_torn_floor(
 
 
 def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: Squares) -> None:
-    """Pass unless a golden that computed in BF16 says that its rounding cost nothing at any token.
+    """Refuse a BF16 golden that says that its rounding cost nothing at any token.
 
     Args:
         golden: The golden.
@@ -128,7 +128,7 @@ def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: 
 def refuse_other_router_noise(
     golden: CaptureSource, layer: int, *, errors: torch.Tensor, stored: torch.Tensor, num_competing: int
 ) -> None:
-    """Pass where the stored noise on the scores that compete for the last expert is that of some of the scores.
+    """Refuse a golden whose stored router noise is not that of some of its scores.
 
     Which scores compete hangs on the correction bias, which a golden does not hold: the noise is the largest error of
     `num_competing` of them.
@@ -167,7 +167,7 @@ def refuse_other_choice(
     errors: torch.Tensor,
     margin: torch.Tensor,
 ) -> None:
-    """Pass where the golden chose other experts than its twin only at tokens whose scores are close enough for that.
+    """Refuse a golden that chose other experts than its twin though the scores are far apart.
 
     Args:
         golden: The golden.

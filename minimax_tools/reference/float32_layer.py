@@ -19,7 +19,7 @@ from minimax_tools.reference.float32_stages import STAGES, has_all_rows, swiglu
 
 
 class Float32Layer:
-    """One layer.
+    """A decoder layer in float32.
 
     Args:
         spec: The model.

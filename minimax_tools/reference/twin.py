@@ -111,6 +111,6 @@ def _upcast_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """transformers' eager experts, each expert's weights upcast while it computes and then dropped."""
+    """Run transformers' eager experts, each expert's weights upcast while it computes and then dropped."""
     tensors: Mapping[str, torch.Tensor] = getattr(module, _TENSORS)
     return upcast_experts(tensors, hidden_states, top_k_index, top_k_weights)

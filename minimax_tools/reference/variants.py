@@ -24,7 +24,7 @@ _NEAREST = "nearest"
 
 
 def variant_names(number: int) -> tuple[str, ...]:
-    """The names of so many variants: `nearest`, `random_1`, `random_2` and so on."""
+    """Return the names of so many variants: `nearest`, `random_1`, `random_2` and so on."""
     return tuple(_NEAREST if draw == 0 else f"random_{draw}" for draw in range(number))
 
 

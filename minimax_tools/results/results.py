@@ -11,7 +11,7 @@ from minimax_tools.model.sites import Site
 
 
 class Verdict(str, Enum):
-    """What a comparison concludes."""
+    """Conclusion of a comparison."""
 
     PASS = "pass"
     WARN = "warn"
@@ -28,7 +28,7 @@ class Verdict(str, Enum):
 
 
 class SiteStatus(str, Enum):
-    """What became of one site; only the first three were compared."""
+    """Status of one site; only the first three were compared."""
 
     PASS = "pass"
     WARN = "warn"
@@ -42,7 +42,7 @@ class SiteStatus(str, Enum):
 
     @property
     def is_compared(self) -> bool:
-        """Whether both sides were there and were judged."""
+        """True where both sides were there and were judged."""
         return self in (SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL)
 
 
@@ -106,7 +106,7 @@ class RelativeError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestLimit:
-    """Of a site's judged figures the one that comes nearest to its limit, or is furthest beyond it.
+    """Figure of a site that comes nearest to its limit, or is furthest beyond it.
 
     Args:
         figure: Its name, a field of `NoiseRatio`, or `relative_l2`.
@@ -224,7 +224,7 @@ class LogitsResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedRow:
-    """How far a prompt goes on as the golden's.
+    """Likeness of what both sides generated behind a prompt.
 
     Args:
         row: The prompt.
@@ -251,7 +251,7 @@ class GeneratedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteResult:
-    """One site of one layer (or of the model, where `layer` is None).
+    """Result at one site of one layer (or of the model, where `layer` is None).
 
     Args:
         layer: The layer.
@@ -324,7 +324,7 @@ class BlameGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """How far a chained run is off after one layer.
+    """Error of a chained run after one layer.
 
     Args:
         layer: The layer.
@@ -344,7 +344,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """How the error of a chained run grows.
+    """Growth of a chained run's error.
 
     Args:
         points: Layer by layer, ascending.
@@ -408,7 +408,7 @@ class Comparison:
 
     @property
     def shows_outputs_only(self) -> bool:
-        """Return whether of the layers nothing was judged but what leaves them."""
+        """True where of the layers nothing was judged but their output."""
         judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
         declared = {site.site for site in self.sites if site.layer is not None}
         return judged == {str(Site.OUTPUT)} != declared
@@ -429,5 +429,5 @@ class Comparison:
         return tuple(sorted({site.layer for site in self.sites if site.layer is not None}))
 
     def of_layer(self, layer: int | None) -> tuple[SiteResult, ...]:
-        """The sites of one layer, or the model's for None."""
+        """Return the sites of one layer, or the model's for None."""
         return tuple(site for site in self.sites if site.layer == layer)

@@ -45,7 +45,7 @@ def _interleaved(order: str) -> Change:
 
 
 def _cut_per_group() -> Change:
-    """The rows lie per kv group as [its queries | its key | its value], and are cut as [Q | K | V]."""
+    """Cut rows as [Q | K | V] that lie per kv group as [its queries | its key | its value]."""
 
     def fused(at: Evaluation) -> tuple[torch.Tensor, ...]:
         spec = at.spec

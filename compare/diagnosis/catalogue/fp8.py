@@ -21,7 +21,7 @@ TENSORS = (*_SITES, *EXPERT_MATRICES)
 
 
 def _decoded(decode: Decode, *tensors: str) -> Change:
-    """These tensors' codes and scales read in another way."""
+    """Read these tensors' codes and scales in another way."""
     stages: dict[GraphNode, Stage] = {
         _SITES[tensor]: _product(_SITES[tensor], decode) for tensor in tensors if tensor in _SITES
     }
@@ -72,12 +72,12 @@ def _activations() -> Change:
 
 
 def is_fp8(scene: LayerInputs) -> bool:
-    """Whether the checkpoint stores matrices of the layer in FP8."""
+    """Decide whether the checkpoint stores matrices of the layer in FP8."""
     return bool(_stored(scene))
 
 
 def _stored(scene: LayerInputs) -> tuple[str, ...]:
-    """The tensors that the checkpoint stores in FP8."""
+    """List the tensors that the checkpoint stores in FP8."""
     of_tensor = {
         **{tensor: PROJECTIONS[site][1] for tensor, site in _SITES.items()},
         **{matrix: expert_weight(0, matrix) for matrix in EXPERT_MATRICES},
@@ -100,7 +100,7 @@ def _of_tensor(
 
 
 def _all_once(parameters: Parameters) -> Candidates:
-    """Once, where all matrices are stored in FP8."""
+    """Offer the parameters once, where all matrices are stored in FP8."""
     return lambda scene: (parameters,) if len(_stored(scene)) == len(TENSORS) else ()
 
 

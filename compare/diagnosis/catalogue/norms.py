@@ -125,7 +125,7 @@ def _normed_after_rope(source: Site, name: str) -> Stage:
 
 
 def _tp_degrees(scene: LayerInputs) -> tuple[int, ...]:
-    """Those that split the kv heads evenly too, or leave at most one to a rank."""
+    """List degrees that split the kv heads evenly too, or leave at most one to a rank."""
     num_kv_heads = scene.spec.num_key_value_heads
     return tuple(
         degree

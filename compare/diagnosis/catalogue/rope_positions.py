@@ -56,7 +56,7 @@ def _counted(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _that_differ(name: str, values: tuple[Value, ...], build: Callable[..., _Wrong]) -> Candidates:
-    """The values of one parameter with which some real token turns by another position."""
+    """Build candidates of one parameter: values with which some real token turns by another position."""
 
     def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
         return tuple(

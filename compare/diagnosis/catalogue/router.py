@@ -24,7 +24,7 @@ _Scores = Callable[[Evaluation], torch.Tensor]
 
 
 def _choosing(choice: _Scores, scores: _Scores | None = None) -> Change:
-    """Experts by other scores; their weights too, where those are given."""
+    """Choose experts by other scores; weigh them by others too, where those are given."""
     stages: dict[Site | ExpertValue, Stage] = {
         Site.ROUTER_EXPERTS: lambda at: choose_experts(choice(at), at.spec.num_experts_per_tok)
     }
@@ -34,7 +34,7 @@ def _choosing(choice: _Scores, scores: _Scores | None = None) -> Change:
 
 
 def _weighing(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
-    """Other weights of the chosen experts."""
+    """Weigh the chosen experts otherwise."""
     return Change(stages={Site.ROUTER_WEIGHTS: lambda at: weights(at, at[Site.ROUTER_EXPERTS])})
 
 
@@ -55,7 +55,7 @@ def _logits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Ch
 
 
 def _quantised(bits: int, scales: str = "blocks") -> Change:
-    """FP8 with a scale for each block of 128 x 128, or four bits with one for each 128 of a row; or fewer scales."""
+    """Quantise the gate: FP8 by blocks of 128 x 128, four bits by 128 of a row; or with fewer scales."""
 
     def product(states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         if bits == 8:

@@ -13,12 +13,12 @@ MOST_RANKS = 8
 
 
 def degrees(size: int) -> tuple[int, ...]:
-    """How many ranks a size may be spread over."""
+    """List the numbers of ranks that a size may be spread over."""
     return tuple(degree for degree in _DEGREES if degree <= size and size % degree == 0)
 
 
 def rank_of(degree_name: str, quantity: str) -> Candidates:
-    """A degree and one of its ranks, over a quantity of the model."""
+    """Build candidates of a degree and one of its ranks, over a quantity of the model."""
 
     def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
         return tuple(
@@ -31,5 +31,5 @@ def rank_of(degree_name: str, quantity: str) -> Candidates:
 
 
 def share(size: int, degree: int, rank: int) -> slice:
-    """What that rank holds of a size."""
+    """Return the part of a size that a rank holds."""
     return slice(rank * size // degree, (rank + 1) * size // degree)

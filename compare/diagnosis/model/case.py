@@ -1,4 +1,4 @@
-"""SiteCase: all that mistakes at one site outside the layers are judged by, read from two captures and the checkpoint.
+"""SiteCase: one site outside the layers, from two captures and the checkpoint, by which its mistakes are judged.
 
 B batch, S sequence, T judged tokens, H hidden, C judged columns of the vocabulary, F channels: H or C.
 """
@@ -34,7 +34,7 @@ _RIGHT = {ModelSite.EMBEDDING: embed, ModelSite.FINAL_NORM: norm_states, ModelSi
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteCase:
-    """One site.
+    """A site outside the layers, with both sides' values.
 
     Args:
         site: The site.
@@ -134,7 +134,7 @@ class ModelCases:
         return site in side.model_sites()
 
     def _values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
-        """A site's real rows, float32 [T,F]."""
+        """Return a site's real rows, float32 [T,F]."""
         rows = self._batch.rows(tensor, site)
         return (rows[:, self._columns] if site is ModelSite.LOGITS else rows).float()
 
@@ -174,7 +174,7 @@ class ModelCases:
         return self._batch.rows(side.read(self._last_layer, Site.OUTPUT), Site.OUTPUT).float()
 
     def _held(self, site: ModelSite, *, has_norm: bool) -> torch.Tensor:
-        """Tokens of which the port holds the site and what it is computed from, bool [T]."""
+        """Find tokens of which the port holds the site and its inputs, bool [T]."""
         sites = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
         held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
         for one in sites:
@@ -191,7 +191,7 @@ def _is_unfed(scene: ModelScene, site: ModelSite) -> bool:
 
 
 def _is_finite(scene: ModelScene) -> torch.Tensor:
-    """Tokens whose input is finite, bool [T]."""
+    """Find tokens whose input is finite, bool [T]."""
     assert scene.token_ids is not None, "a golden holds its tokens"
     finite = torch.ones(len(scene.token_ids), dtype=torch.bool)
     for rows in (scene.states, scene.normed):
@@ -201,7 +201,7 @@ def _is_finite(scene: ModelScene) -> torch.Tensor:
 
 
 def _at(scene: ModelScene, places: torch.Tensor) -> ModelScene:
-    """Some of a scene's tokens, by their places."""
+    """Select some of a scene's tokens, by their places."""
 
     def take(rows: torch.Tensor | None) -> torch.Tensor | None:
         return None if rows is None else rows[places]

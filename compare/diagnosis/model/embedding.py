@@ -72,7 +72,7 @@ def _scaled(scene: ModelScene, *, factor: float) -> torch.Tensor:
 
 
 def _factors(scene: ModelScene, port: torch.Tensor) -> tuple[Parameters, ...]:
-    """The usual factors, and the one that fits best."""
+    """List the usual factors, and the one that fits best."""
     root = math.sqrt(scene.spec.hidden_size)
     right = _rows(scene, _ids(scene))
     fitted = fit_factor(port, right)

@@ -57,7 +57,7 @@ def _exchanged(columns: torch.Tensor, vocab_size: int, rows: str) -> torch.Tenso
 
 
 def _transposed(scene: ModelScene) -> torch.Tensor:
-    """The table's memory [V,H] read as [H,V]."""
+    """Read the table's memory [V,H] as [H,V]."""
     starts = torch.arange(scene.spec.hidden_size) * scene.spec.vocab_size
     return _normed(scene) @ scene.weights.head.flatten()[starts[:, None] + scene.columns].float()
 

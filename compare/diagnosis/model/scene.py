@@ -20,7 +20,7 @@ _LEAST_FACTOR = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelScene:
-    """One side's input to a site outside the layers.
+    """Input of one side to a site outside the layers.
 
     Args:
         spec: The model.
@@ -47,7 +47,7 @@ class ModelScene:
     all_normed: torch.Tensor | None = None
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Values as the golden's dtype holds them, float32."""
+        """Round values as the golden's dtype holds them, float32."""
         return values.to(self.dtype).float()
 
 
@@ -78,12 +78,12 @@ class Unit:
         return cls(variance=torch.maximum((golden - exact).square().mean(dim=0), least), size=size)
 
     def widened(self, prediction: torch.Tensor) -> torch.Tensor:
-        """The variance [F] of values as large as a prediction [T,F]: roundings grow with them."""
+        """Return the variance [F] of values as large as a prediction [T,F]: roundings grow with them."""
         growth = prediction.square().mean(dim=0) / self.size.clamp(min=TINY_FLOAT32)
         return self.variance * growth.clamp(min=1.0, max=1e12)
 
     def rho(self, port: torch.Tensor, prediction: torch.Tensor) -> float:
-        """Error of the port [T,F] against a prediction [T,F], in units of the noise; 1 is as good as the golden.
+        """Return the port's error [T,F] against a prediction, in units of the noise; 1 is as good as the golden.
 
         Tokens of which nothing is predicted, NaN, are left out.
         """

@@ -119,14 +119,14 @@ class TestFedSites:
     @pytest.mark.parametrize("component", [Component.MOE, Component.EXPERTS])
     def test_component_run_blames_nothing_beyond_its_border(self, component: Component) -> None:
         boundary = BOUNDARIES[component]
-        (one,) = blame(Site.MOE_DELTA, computed=boundary.computed, given=boundary.given)
+        (one,) = blame(Site.MOE_DELTA, computed=boundary.computed, given=boundary.fed)
         assert one.sites == ("moe_delta",)
         assert "post_norm" in one.reason
 
     def test_component_run_with_hidden_sites_stops_at_its_border(self) -> None:
         boundary = BOUNDARIES[Component.MOE]
         hidden = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
-        (one,) = blame(Site.MOE_DELTA, computed=boundary.computed, given=boundary.given, hidden=hidden)
+        (one,) = blame(Site.MOE_DELTA, computed=boundary.computed, given=boundary.fed, hidden=hidden)
         assert one.sites == ("router_logits", "router_experts", "router_weights", "moe_delta")
 
     def test_input_that_nothing_vouches_for_is_a_suspect(self) -> None:

@@ -91,7 +91,7 @@ def test_reason_says_that_a_trace_does_not_account_for_the_culprit_behind_it() -
         Site.ATTN_RESIDUAL: replace(off(1.3, status=SiteStatus.FAIL), reason="error 1.3×"),
         Site.POST_NORM: replace(off(7.4, status=SiteStatus.FAIL), reason="error 7.4×"),
     }
-    first, second = blame_layer(results, layer=LAYER, fed=(Site.Q_NORM,), is_chained=False)
+    first, second = blame_layer(results, layer=LAYER, given=(Site.Q_NORM,), is_chained=False)
     assert (first.sites, second.sites) == (("q_rope",), ("post_norm",))
     assert second.reason == "error 7.4×; attn_residual fails by too little to account for it"
 
