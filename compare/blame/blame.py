@@ -1,11 +1,10 @@
 """Blame: a site is to blame when it fails and everything it is computed from passes.
 
-Where a site further upstream fails, what passes may still carry its error: a site behind it is to blame only for more
-than that accounts for (see `handed_on`).
-A failing site that fails too when the golden's layer is fed what the port fed it (see `recomputation`) is to blame as well,
-whatever fails before it.
-Sites that were not compared are looked through: the nearest ones that were stand for them, and the blame then
-names the whole set that may hold the fault.
+- Sites that pass may still carry an error from further upstream. A site behind them is to blame only for more than it
+  inherits (see `is_inherited`).
+- A failing site that also fails when it is recomputed from the port's own values is to blame, whatever fails before it.
+- Sites that were not compared are looked through to the nearest ones that were. The blame then names all sites that may
+  hold the fault.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from types import MappingProxyType
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.results.results import Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
 
-# These show any fault of the site they are computed from: they are plain products of it alone, while a norm
-# hides a wrong scale, attention a shift, a residual add what is small beside the stream.
+# Plain products of one site show any fault of it. Other operations may hide one: a norm a wrong scale, attention a
+# shift, a residual add an error that is small beside the stream.
 _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     {
         Site.INPUT_NORM: (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ),
@@ -39,8 +38,8 @@ class _Ancestry:
     """Inputs of a site, direct or further upstream.
 
     Args:
-        known: Nearest sites upstream that were compared, fed, or are shown right by others.
-        hidden: Sites between them and the site that nobody could see.
+        known: Nearest sites upstream that were compared, given, or are shown right by others.
+        hidden: Sites between them and the site that were not compared.
     """
 
     known: frozenset[Site]
@@ -60,9 +59,9 @@ def blame_layer(
     Args:
         results: Results of the declared sites.
         layer: The layer.
-        given: Sites whose values are known to have been given to the layer: they are right by construction.
-        is_chained: Whether the layer was handed an error of other layers, so that blame is only an onset.
-        recomputed: Results of excused sites (see `excused_sites`), judged by what the port itself computed them from.
+        given: Sites whose values were given to the layer: they are right by construction.
+        is_chained: Whether the layer inherits errors, so that blame is only an onset.
+        recomputed: Results of excused sites (see `excused_sites`), judged on the port's own values of their inputs.
     """
     first, excused = _sort_failures(results, given)
     blame = {
@@ -80,7 +79,7 @@ def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]
 
     Args:
         results: Results of the declared sites.
-        given: Sites whose values are known to have been given to the layer.
+        given: Sites whose values were given to the layer.
     """
     return _sort_failures(results, given)[1]
 
@@ -91,7 +90,7 @@ def _sort_failures(
     """Sort failing sites into first ones, with their inputs, and those that a failure before them excuses."""
     first: dict[Site, _Ancestry] = {}
     excused: list[Site] = []
-    # Failing sites that show no more than what they were handed.
+    # Failing sites that show no more than they inherit.
     traces: set[Site] = set()
     for site, result in results.items():
         if result.status is not SiteStatus.FAIL:
@@ -172,7 +171,7 @@ def _blame(
             f"; {_join(traces)} {'fails' if len(traces) == 1 else 'fail'} by too little to account for it"
         )
     if Site.INPUT in ancestry.hidden:
-        reason += "; nothing tells what the layer was fed"
+        reason += "; the layer's input was not captured"
     if ancestry.hidden - {Site.INPUT}:
         reason += "; what lies between was not compared"
     if is_chained:
@@ -223,8 +222,8 @@ def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
     """Decide whether a failing site breaks its limit by no more than its inputs' errors account for.
 
     Args:
-        result: The failing site's; what fails without a figure, such as NaN or a wrong shape, nobody handed on.
-        inputs: Those of the sites that it is computed from, which pass.
+        result: The failing site's; a failure without a figure, such as NaN or a wrong shape, is never inherited.
+        inputs: Results of its inputs, which pass.
     """
     broken = result.nearest
     if broken is None or not broken.excess > 1.0:

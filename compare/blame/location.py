@@ -41,10 +41,10 @@ def locate_blamed(
     """Add to the results of blamed sites where their wrong tokens and channels lie.
 
     Args:
-        results: Of a layer that was fed the golden's own input.
+        results: Of a layer whose input is the golden's.
         blame: Whom they blame.
         judge: Its judge.
-        recomputed: Sites that were judged by what the port itself computed them from.
+        recomputed: Sites that were judged on the port's own values of their inputs.
         sides: The captures.
     """
     if sides.criteria.name == "classic":

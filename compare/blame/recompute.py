@@ -1,8 +1,8 @@
 """Recomputation: a site computed in float32 from the port's own values, so that it is judged alone.
 
-A site that fails behind a failing one may be right, and repeat the error that it was handed. mm2's own layer, in
-float32, computes it from what the port itself computed it from; what the port still differs by is the site's own.
-What BF16 may cost there is what it cost the golden, relative to how large the values are.
+A site that fails behind a failing one may be right, and only inherit its error. So mm2's own layer computes it in
+float32 from the port's own values; the remaining difference is the site's own error. The noise to expect is the
+golden's, relative to how large the values are.
 T real tokens, t those that are judged, E experts, k experts per token, F channels of a site.
 """
 
@@ -73,8 +73,8 @@ class Recomputation:
     def rows(self, site: Site, stored: Rows, *, doubted: frozenset[Site]) -> Iterator[Rows]:
         """Yield rows of a site whose golden is computed from the port's own values.
 
-        First from all that the port shows. Then, since that may be a copy of what it computes with (scaled, in another
-        order), with the golden's in place of some that are doubted: a stage that is right with any of these is right.
+        First come all values that the port shows. These may be copies of the values that it computes with, scaled or
+        in another order. So the golden's take the place of doubted ones next: a site that is right with any is right.
 
         Args:
             site: Any whose values are judged.

@@ -22,8 +22,8 @@ class Recomputed:
     """A site judged on the port's own values of its inputs.
 
     Args:
-        result: What became of it.
-        rows: What it was judged by; None of a choice of experts, and of what has another shape or dtype.
+        result: The judgement.
+        rows: Rows that it was judged by; None of a choice of experts, and of what has another shape or dtype.
     """
 
     result: SiteResult
@@ -40,13 +40,15 @@ def judge_recomputed(
 ) -> Mapping[Site, Recomputed]:
     """Judge failing sites of one layer on the port's own values of their inputs.
 
-    Left out are those that cannot be judged so: the golden is not mm2's own, a side lacks what the site is computed
-    from, it is no number there, or nobody knows the weights; and, of a golden without a floor, the choice of experts
-    and attention.
+    A site is left out where:
+
+    - the golden is not mm2's own, or the weights are not known,
+    - a side lacks one of the site's inputs, or holds NaN or Inf there,
+    - the golden has no floor, and the site is the choice of experts or attention.
 
     Args:
-        sites: Those that other failing ones excuse, in execution order.
-        layer: The layer; it was fed the golden's own input.
+        sites: Sites that other failing ones excuse, in execution order.
+        layer: The layer; its input is the golden's.
         failing: All of its sites that fail.
         judge: Its judge.
         sides: The captures.

@@ -1,7 +1,7 @@
 """Regions: where the wrong tokens and channels of a site lie, in a sentence or two.
 
-A mistake that nobody has catalogued still has a place: some rows of the batch, positions from one on, the tokens of
-an expert, a head, a run of channels (see `region`).
+A mistake that is in no catalogue still has a place: rows of the batch, a range of positions, the tokens of an expert, a
+head, a run of channels.
 T judged tokens, F channels of a site, H heads of D channels, k experts per token.
 """
 

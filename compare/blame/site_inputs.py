@@ -62,12 +62,12 @@ class SiteInputs:
     def variants(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
         """Yield possible inputs of the port's site: first all values that the port shows.
 
-        What it shows may be a copy of what it computes with, scaled or in another order: so then with the golden's
-        values, or experts weighed again, in place of what is doubted.
+        These may be copies of the values that it computes with, scaled or in another order. So the golden's values, or
+        recomputed weights of experts, take the place of doubted ones next.
 
         Args:
-            doubted: Sites that are wrong by themselves; what only repeats an error is what the port computes with.
-            router: What the router's weights are computed from; of `moe_delta` alone.
+            doubted: Sites that are wrong by themselves, and do not only inherit an error.
+            router: Inputs of the router's weights; of `moe_delta` alone.
         """
         groups = [[one] for one in SITE_INPUTS[self.site]]
         if self.site is Site.MOE_DELTA:

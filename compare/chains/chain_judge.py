@@ -1,8 +1,8 @@
-"""ChainJudge: judges the output at the end of a chain of layers that was fed the golden's input.
+"""ChainJudge: judges the output at the end of a chain of layers that began with the golden's input.
 
 A layer that ran alone is judged as in a sweep; a chain by the limits of its length (see `chain_limits`).
-What it says that it sees is the size of noise on every token, relative to all of the token's channels but the massive
-ones, at the place that is judged: layers behind a mistake change its size.
+Its `visible` is the smallest noise on every token that it sees, relative to the token without its massive channels. It
+holds at the place that is judged: layers behind a mistake change its size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Chain noise: the error at the end of a chain of layers, in units of what BF16 alone costs the layers one by one.
 
-The unit is the root of the sum of squares over the chain's layers of what two right implementations differ by, as if
-no layer changed the error that it is handed. Layers do change it: they amplify it, and where it flips an expert a
-token gets an error that no floor foretells. So even right ports exceed the unit, the more the longer the chain is;
-how far is measured (scripts/bench_chained_ends.py).
+The unit adds up the squares of each layer's difference between two right implementations, as if no layer changed the
+error that it inherits. Layers do change it: they amplify it, and a flipped expert gives a token an error that no floor
+foretells. So right ports exceed the unit too, the more the longer the chain is (see scripts/bench_chained_ends.py).
 T judged tokens, F channels of the output.
 """
 

@@ -1,7 +1,7 @@
 """The curve of a chained run: how its error grows from layer to layer, and where it grows by more than noise.
 
-It shows where a fault begins, not who is to blame: a layer behind it was handed other values than the golden's, and its
-sites are judged by floors that are widened by them. What a layer itself does wrong, an isolated run tells.
+It shows where a fault begins, not which site is to blame: layers behind it inherit its error, which widens their
+floors. An isolated run shows a layer's own mistakes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def measure_point(
         sides: The captures; the golden's own values, not those on the port's input.
         layer: The layer.
         results: Of its sites.
-        input_error: The error of what it was handed.
+        input_error: The error of its input.
     """
     result, rows = results.get(Site.OUTPUT), sides.read_rows(layer, Site.OUTPUT)
     if result is None or rows is None or result.nearest is None:

@@ -15,7 +15,7 @@ from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.reference.float32_stages import swiglu
 
-# From gate [n,I], up [n,I] and the shares [n] of these experts to what the down projection is fed, [n,I].
+# From gate [n,I], up [n,I] and the shares [n] of these experts to the input of the down projection, [n,I].
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # From an expert's number and matrix to its values, float32.
 ReadMatrix = Callable[[LayerWeights, int, str], torch.Tensor]

@@ -95,7 +95,7 @@ class LayerDiagnosis:
 
     @property
     def is_right(self) -> bool:
-        """Return whether there is nothing to explain: nobody blames it, and its error is that of a right layer."""
+        """True where nothing is to explain: it is not blamed, and its error is that of a right layer."""
         return not self.named and not self.is_blamed and self.unexplained <= LIMITS.leaves
 
     @classmethod
@@ -145,7 +145,7 @@ class SiteDiagnosis:
 
     @property
     def is_right(self) -> bool:
-        """Return whether the site is right by what the port fed it; unless it is blamed, it may be a little off."""
+        """True where the site is right on the port's own input; unless it is blamed, it may be a little off."""
         limit = LIMITS.leaves if self.is_blamed else _CLEARLY_WRONG
         return not self.named and self.unexplained <= limit
 

@@ -11,10 +11,13 @@ from types import MappingProxyType
 from compare.diagnosis.mistake import Hypothesis, Parameters
 from compare.diagnosis.trial import Score, Trial
 
-_ROUNDS, _MOST_ROUNDS = 4, 7
-# So far from 1 an amplitude tells that the value is not found yet.
-_AMPLITUDE_OFF = 0.1
+# With 5 points on a logarithmic scale, a round narrows the bracket threefold: a factor of 16 becomes 3 % in 4 rounds. A
+# faint factor such as 0.97 lies far from the candidates 0.5 and 2, and takes up to 7 (DECISIONS.md).
 _POINTS = 5
+_ROUNDS, _MOST_ROUNDS = 4, 7
+# An amplitude this far from 1 says that the value is not found yet.
+_AMPLITUDE_OFF = 0.1
+# Last bits of a point that is computed again.
 _SAME_VALUE = 1e-9
 # Beyond the first and the last candidate, how far the search may go.
 _REACH = 4.0
@@ -51,7 +54,7 @@ def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
     """Return each score, or a better one with a parameter between the catalogue's candidates.
 
     Args:
-        trial: What judges.
+        trial: Judges hypotheses.
         scores: One of each hypothesis that is worth it.
     """
     best = list(scores)

@@ -35,9 +35,9 @@ class LayerCase:
     """A layer of two captures, and its weights.
 
     Args:
-        reference: The golden; it holds what the layer was fed.
-        target: The device run, fed the golden's own values.
-        is_inherited: Whether the layer was fed another layer's output instead, which the run holds as its input.
+        reference: The golden, with the layer's input.
+        target: The device run.
+        is_inherited: Whether the run's input of the layer is another layer's output, and not the golden's.
         weights: The layer's weights.
         layer: The layer.
         suspects: The sites that are to blame; empty where none is known.
@@ -71,7 +71,7 @@ class LayerCase:
         notes = []
         if self._is_inherited:
             notes.append(
-                "it was fed the outputs of other layers: every hypothesis was run on the port's own input, and "
+                "its input is the output of other layers: every hypothesis was run on the port's own input, and "
                 "mistakes fainter than the noise were not tried"
             )
         if not is_fp8(self.scene):
@@ -89,16 +89,16 @@ class LayerCase:
     def open_trial(self) -> Trial:
         """Build the trial of the layer's hypotheses, on all real tokens."""
         tokens, reference, layer = self.scene.real_tokens, self._reference, self._layer
-        fed = _read_fed(reference, self._target, layer)
-        stages = with_given(STAGES, fed)
+        given = _read_given(reference, self._target, layer)
+        stages = with_given(STAGES, given)
         right = Evaluation(self.scene, stages, tokens=tokens)
         noise = _logit_noise(reference, right, self._batch, layer)
         settled = settled_tokens(right, noise)
-        base = right if not self._is_inherited else self._open_own(fed)
+        base = right if not self._is_inherited else self._evaluate_on_port_input(given)
         length = self.scene.attention_mask.shape[1]
         return Trial(
             base=base,
-            fed=None
+            on_golden_values=None
             if self._is_inherited
             else Evaluation(self.scene, stages, tokens=tokens, values=self._read_all()),
             yardsticks={
@@ -116,12 +116,14 @@ class LayerCase:
             is_usable=self._is_usable,
         )
 
-    def _open_own(self, fed: Mapping[Site, torch.Tensor]) -> Evaluation:
+    def _evaluate_on_port_input(self, given: Mapping[Site, torch.Tensor]) -> Evaluation:
         """Evaluate the right layer on the port's input."""
         # Padding may hold NaN, and zero times NaN is NaN.
         is_padding = self.scene.attention_mask == 0
-        own = _widened(self._target.read(self._layer, Site.INPUT)).masked_fill(is_padding[..., None], 0.0)
-        stages = with_given(STAGES, {**fed, Site.INPUT: own})
+        port_input = _widened(self._target.read(self._layer, Site.INPUT)).masked_fill(
+            is_padding[..., None], 0.0
+        )
+        stages = with_given(STAGES, {**given, Site.INPUT: port_input})
         return Evaluation(self.scene, stages, tokens=self.scene.real_tokens)
 
     def _read_golden(self, site: Site, *, right: Evaluation, base: Evaluation) -> torch.Tensor:
@@ -155,13 +157,13 @@ def judging_sites(
     Raises:
         IncomparableError: Both sides hold none.
     """
-    fed = fed_sites(target)
+    given = fed_sites(target)
     both = [
         site
         for site in reference.sites(layer)
         if site in target.sites(layer)
         and site not in _NOT_JUDGED
-        and site not in fed
+        and site not in given
         and find_mismatch(reference.read(layer, site), target.read(layer, site)) is None
     ]
     if not both:
@@ -190,7 +192,7 @@ def _make_scene(
     )
 
 
-def _read_fed(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
+def _read_given(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
     """Read the golden's values of the layer's input and of all that the run was given."""
     return {site: _widened(reference.read(layer, site)) for site in {Site.INPUT, *fed_sites(target)}}
 

@@ -29,7 +29,7 @@ class LayerGroup:
 
     @property
     def is_right(self) -> bool:
-        """Return whether there is nothing to explain."""
+        """True where nothing is to explain."""
         return self.layers[0].is_right
 
     @property
@@ -41,8 +41,8 @@ class LayerGroup:
 def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
     """Group layers by what explains them, in the order of the first of each.
 
-    A mistake that resembles the best one of a layer explains it as well, so a layer belongs to the first group whose
-    mistake is among its own; those that nothing explains belong together where the same mistake comes nearest.
+    A mistake that resembles the best one of a layer explains it as well: a layer belongs to the first group whose
+    mistake is among its named ones. Layers that nothing explains belong together where the same mistake comes nearest.
     """
     groups: list[list[tuple[LayerDiagnosis, MistakeFinding | None]]] = []
     for layer in layers:

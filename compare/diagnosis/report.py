@@ -1,4 +1,4 @@
-"""The report of a diagnosis: as text for whoever mends the port, and as JSON values."""
+"""The report of a diagnosis, as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
         canvas.line(f"{site.site}: no known mistake explains it (ρ {before})", style="bold")
         for near in site.nearest:
             canvas.paragraph(f"nearest: {_word_finding(near)} leaves ρ {word_figure(near.leaves)}")
-    canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on what the port itself fed it")
+    canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on the port's own input")
     for note in site.notes:
         canvas.item(note)
 
@@ -238,7 +238,7 @@ def draw_right_sites(canvas: Canvas, diagnosis: Diagnosis) -> None:
         return
     names = ", ".join(str(site.site) for site in right)
     figures = word_range(site.unexplained for site in right)
-    canvas.line(f"{names}: nothing to explain (ρ {figures} on what the port itself fed)")
+    canvas.line(f"{names}: nothing to explain (ρ {figures} on the port's own input)")
 
 
 def draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:

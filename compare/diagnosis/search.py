@@ -15,15 +15,21 @@ from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
 
-# Tokens that screen: attention's hypotheses ask for other experts' inputs each, and cost most.
+# Some 365 hypotheses are screened on few tokens: one of attention changes the experts' input, and costs a run of all
+# experts. With these numbers a layer of true size takes 185 s of processor time (BENCHMARKS.md).
 _FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
+# Hypotheses that go from the first tokens to the screening ones: three times the finalists, and a few by
+# likeness, which a parameter that is far off does not spoil (DECISIONS.md).
 _SURVIVORS = 30
-_MOST_FITTED = 6
 _MOST_ALIKE = 3
-_MOST_FINALISTS = 10
-_MOST_FAINT = 5
-_MOST_NEAREST = 3
+# Fitting tries 5 values in 4 to 7 rounds: 6 hypotheses are 120 to 210 trials beside the 365.
+_MOST_FITTED = 6
+# Judged on all tokens: the best by what they leave, and the clearest of those that noise covers.
+_MOST_FINALISTS, _MOST_FAINT = 10, 5
+# Pairs are 5 of attention with all of the experts' hypotheses, and the reverse: all with all are tens of thousands.
 _PARTNERS = 5
+# As many as a report shows.
+_MOST_NEAREST = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +54,14 @@ def search_layer(
 ) -> SearchOutcome:
     """Find the mistakes that explain a layer.
 
-    Hypotheses are tried in turns, as long as nothing explains the layer: those that other layers were explained by,
-    those that begin where the comparison lays the blame, all others, and pairs.
+    Hypotheses are tried in turns, until one explains the layer: mistakes that explained other layers, those that begin
+    at a blamed site, all others, and pairs.
 
     Args:
-        trial: What judges, on all tokens.
+        trial: Judges hypotheses on all tokens.
         mistakes: The catalogue's entries to try.
         suspects: The sites that are to blame; empty where none is known.
-        expected: What other layers of this run were explained by, with the parameters that were fitted there.
+        expected: Mistakes that explained other layers of this run, with the parameters that were fitted there.
     """
     if not bool(trial.is_usable.any()):
         return SearchOutcome(null=trial.null(), named=(), nearest=(), num_tried=0)
@@ -78,7 +84,7 @@ def search_layer(
     named = name_mistakes(faint)
     if named:
         return SearchOutcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
-    # Below that nobody could tell a pair from a single mistake.
+    # Below that a pair cannot be told from a single mistake.
     pairs = _pairs(seen) if trial.null().leaves >= LIMITS.clear else []
     if pairs:
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(first.base.tokens))

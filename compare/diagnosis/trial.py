@@ -17,10 +17,15 @@ from compare.diagnosis.mistake import Hypothesis
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
 
+# Experts' outputs held at a time, float32: a layer of true size was diagnosed within 8 GB (BENCHMARKS.md).
 _MOST_BYTES = 1_500_000_000
+# Noise of twice the golden's: golden and port each have their own, and the port's may be larger. A token whose experts
+# stay the same in 6 draws changes them with a chance of less than about a third.
 _DRAWS = 6
 _NOISE_FACTOR = 2.0
+# Fewer settled tokens may all be near ties. The screening begins with 24 tokens.
 _FEWEST_TOKENS = 6
+# (Σx)² / Σx² of the tokens' weights: with fewer, one token decides, and the spread over tokens tells nothing.
 _FEWEST_EFFECTIVE = 4.0
 _STREAMS = (Site.ATTN_DELTA, Site.MOE_DELTA)
 _ROUTER = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
@@ -71,8 +76,8 @@ class Trial:
 
     Args:
         base: The layer without a mistake, of these tokens.
-        fed: The same, each of its stages fed the golden's own values where it holds them; None where the golden was
-            fed something else.
+        on_golden_values: The same, each of its stages computed from the golden's own values where it holds them; None
+            where the layer inherits errors.
         yardsticks: The sites that judge.
         logit_noise: Standard deviation of what BF16 does to the router's logits.
         is_decoded: Which tokens were decoded, bool [T].
@@ -80,7 +85,7 @@ class Trial:
     """
 
     base: Evaluation
-    fed: Evaluation | None
+    on_golden_values: Evaluation | None
     yardsticks: Mapping[Site, Yardstick]
     logit_noise: float
     is_decoded: torch.Tensor
@@ -90,7 +95,7 @@ class Trial:
         """Return the trial of some of the tokens."""
         return Trial(
             base=self.base.at(places),
-            fed=None if self.fed is None else self.fed.at(places),
+            on_golden_values=None if self.on_golden_values is None else self.on_golden_values.at(places),
             yardsticks={site: yardstick.at(places) for site, yardstick in self.yardsticks.items()},
             logit_noise=self.logit_noise,
             is_decoded=self.is_decoded[places],
@@ -113,18 +118,18 @@ class Trial:
     def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
         """Score mistakes that may be fainter than the noise; none where the layer inherits errors.
 
-        What a mistake makes of the golden's own BF16 values, less what the right layer makes of them, is added to the
-        float32 layer: a rounding depends on the very bits that it rounds. A router's mistake is judged by all tokens:
-        it shows where experts are nearly tied.
+        Mistake and right layer are both computed from the golden's own BF16 values, since a rounding depends on the
+        bits that it rounds. Their difference is added to the float32 layer. A router's mistake is judged by all
+        tokens: it shows where experts are nearly tied.
         """
-        if self.fed is None:
+        if self.on_golden_values is None:
             return []
         clean: dict[frozenset[GraphNode], dict[Site, torch.Tensor]] = {}
         right = {hypothesis.change.nodes: _right(hypothesis.change.nodes) for hypothesis in hypotheses}
-        for hypothesis, evaluation in self.evaluate(list(right.values()), base=self.fed):
+        for hypothesis, evaluation in self.evaluate(list(right.values()), base=self.on_golden_values):
             clean[hypothesis.change.nodes] = {site: evaluation.rows(site) for site in self.yardsticks}
         scores = []
-        for hypothesis, evaluation in self.evaluate(hypotheses, base=self.fed):
+        for hypothesis, evaluation in self.evaluate(hypotheses, base=self.on_golden_values):
             origin = clean[hypothesis.change.nodes]
             predicted = {
                 site: _Prediction(rows=yardstick.exact + evaluation.rows(site) - origin[site])

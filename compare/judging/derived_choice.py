@@ -1,6 +1,6 @@
 """DerivedChoice: the experts that a port must have chosen, derived from what it shows of its router.
 
-A dump often keeps the router's logits, or what the router was fed, and not the choice. A right router chooses by them.
+A dump often keeps the router's logits or input, and not the choice, which follows from them.
 Where the choice is shown too, the two must agree: no rounding of the hidden states stands between them.
 T real tokens, E experts, k experts per token, H hidden.
 """
@@ -50,7 +50,7 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
     """Derive the choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
 
     Returns:
-        None where the port shows neither, or nobody knows the weights.
+        None where the port shows neither, or the weights are not known.
 
     Raises:
         IncomparableError: The weights are another model's.
@@ -79,7 +79,7 @@ def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torc
         experts: The port's, [T,k].
 
     Returns:
-        None where the port does not show its logits, or nobody knows the bias.
+        None where the port does not show its logits, or the bias is not known.
 
     Raises:
         IncomparableError: The weights are another model's.

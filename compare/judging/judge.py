@@ -51,7 +51,7 @@ def judge_values(
     if criteria.name == "classic":
         return _concluded(result, judge_classic(result))
     if rows.input_error is not None and not rows.input_error.is_finite:
-        return replace(result, status=SiteStatus.FAIL, reason="NaN or Inf was handed on to its layer")
+        return replace(result, status=SiteStatus.FAIL, reason="the layer's input already held NaN or Inf")
     judged = rows if replayed is None else replayed
     if set_aside is not None and bool(set_aside.any()):
         judged = judged.select(~set_aside)

@@ -38,7 +38,7 @@ class LayerJudge:
     Args:
         sides: The captures.
         layer: The layer; both sides hold it.
-        layer_input: What the target's layer was fed.
+        layer_input: The input of the target's layer.
 
     Attributes:
         router_noise: How close the golden's choice of experts was; None where it kept no floor of it.
@@ -237,7 +237,7 @@ class LayerJudge:
         return align_by_expert(reference, golden), align_by_expert(target, port), exact
 
     def _replay_of(self, site: Site) -> Replay | None:
-        """Return the replay of a site behind the choice; weights of experts that nobody shows have no order."""
+        """Return the replay of a site behind the choice; without the experts their weights have no order."""
         return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
 
     def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:

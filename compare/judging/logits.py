@@ -1,8 +1,8 @@
 """Logits: how far the port's next-token distributions are from the golden's, and which choices noise explains.
 
-Of every token the distributions are compared whole (Kullback-Leibler divergence, in nats) and at their top. What noise
-foretells comes from the size of the error that a right port may have: where every logit is off by σ, on both sides,
-the divergence is about σ², and the distance between two logits is off by 2 σ.
+Each token's distributions are compared whole (Kullback-Leibler divergence, in nats) and at their top. The noise to
+expect follows from σ, the error of a logit on either side. The divergence is about σ², and the distance between two
+logits is off by 2 σ.
 T judged tokens, V the vocabulary.
 """
 
@@ -19,7 +19,7 @@ from compare.noise.squared_errors import square_rows
 from minimax_tools.results.results import LogitsResult, TokenChoice
 
 TOP = (1, 5, 10)
-# Two logits trade places when their errors, on both sides, add up to the distance between them: 2 σ is usual, four
+# Two logits trade places when their errors, on both sides, add up to the distance between them. 2 σ is usual; four
 # times that does not happen in thousands of tokens.
 REACH = 8.0
 _BLOCK_ROWS = 16

@@ -40,7 +40,7 @@ class TokenLimits:
     Args:
         kl: Of the divergence's mean and 95th percentile, in units of what noise foretells. A divergence grows with
             the square of the error, so it is the square of ρ's limit; clean ports stay below 0.4 (mean) and 0.7
-            (95th percentile) with errors handed on by 3 to 6 layers, and at 1 with none, as both sides err there.
+            (95th percentile) with errors inherited from 3 to 6 layers, and at 1 with none, as both sides err there.
         fewest: Tokens from which that holds. Of fewer, as where a dump holds each prompt's last token alone, the limit
             grows with the root of what is lacking: where two tokens share nearly all probability, the divergence of
             one is half a squared normal deviate, which exceeds 4 once in 200 prompts, and 16 never.
@@ -98,7 +98,7 @@ class ModelJudge:
 
     Args:
         sides: The captures.
-        last_layer: The layer whose output the head was fed.
+        last_layer: The layer before the head.
     """
 
     def __init__(self, sides: Sides, *, last_layer: int) -> None:

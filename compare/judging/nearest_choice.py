@@ -37,14 +37,14 @@ def find_nearest_choice(
     """Find the choice that each token of a port came nearest to, among those that noise may have made.
 
     Args:
-        sides: The captures; the port was fed the golden's own input.
+        sides: The captures; the layer's input is the golden's.
         layer: The layer.
         site: `moe_delta` or `output`, which both sides hold.
         rows: That site's, with a floor; both sides' are numbers.
         noise: How close the golden's choice was.
 
     Returns:
-        None where nobody knows the weights, or the golden does not hold what its experts were fed.
+        None where the weights are not known, or the golden does not hold its experts' input.
 
     Raises:
         IncomparableError: The weights are another model's.

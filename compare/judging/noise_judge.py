@@ -90,7 +90,7 @@ def judge_broken(reason: str, limits: NoiseLimits, *, context: LimitContext, is_
     """
     if limits.is_measured_on(context.backend) or is_anywhere:
         return SiteStatus.FAIL, reason
-    where = "nobody knows where it ran" if context.backend is None else f"not measured on {context.backend}"
+    where = "its backend is not known" if context.backend is None else f"not measured on {context.backend}"
     return SiteStatus.WARN, f"{reason} ({where})"
 
 
@@ -122,7 +122,7 @@ def floorless_limit(
 def count_unflipped(
     num_tokens: int, limits: NoiseLimits, *, input_error: float, context: LimitContext
 ) -> int:
-    """Count the tokens that are sure to have the golden's experts, where nobody shows the port's choice.
+    """Count the tokens that are sure to have the golden's experts, where the port does not show its choice.
 
     In a deep chain nearly all may have others; the best quarter of many tokens is then judged all the same.
     """
@@ -134,7 +134,7 @@ def count_unflipped(
 def flip_chance(input_error: float, limits: NoiseLimits, *, context: LimitContext) -> float:
     """Return the chance that a token's experts flip without a fault, where no floor tells its margin.
 
-    They flip the more, the more the router's logits are off: by their own noise, and by what they were handed.
+    They flip the more, the more the router's logits are off: by their own noise, and by the input error.
     """
     chance = limits.floorless(Site.ROUTER_EXPERTS, "flipped_share").usual
     own = limits.float32 if context.is_float32 else limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
@@ -151,7 +151,7 @@ def judge_routing(
         routing: The flips.
         limits: What right ports stay below.
         has_floor: Whether the golden tells margins and noise.
-        input_error: Relative error of what the layer was handed; 0 in isolated runs.
+        input_error: Relative error of the layer's input; 0 in isolated runs.
         context: What else the limits hang on.
     """
     if has_floor and routing.num_unexplained:

@@ -1,7 +1,7 @@
 """Replay: the golden computed with the port's own experts, so that tokens past a flip are judged.
 
 Other experts are another computation, with a noise floor of its own. So past a flip all of it is computed anew from
-what the golden fed its experts: exactly, as a golden rounds, and with a random variant of its roundings.
+the golden's input to its experts: exactly, as a golden rounds, and with a random variant of its roundings.
 T real tokens, t those that are replayed, H hidden, E experts, k experts per token, F channels of a site.
 """
 
@@ -191,7 +191,7 @@ class _Opened:
     Args:
         bias: The correction bias, float32 [E].
         experts: What the port's experts add, float32 [t,H]: exactly, and rounded in two ways; None where the golden did
-            not keep what they were fed.
+            not keep their input.
     """
 
     bias: torch.Tensor

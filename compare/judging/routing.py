@@ -25,7 +25,7 @@ class RouterNoise:
         margin: [T], distance of the k-th from the (k+1)-th biased score, in float32.
         noise: [T], what BF16 cost the golden on the scores that compete there.
         widening: [T], factor by which a chained layer's incoming error widens the noise; None if isolated.
-        scores: [T,E], the golden's biased scores; None where nobody tells the bias.
+        scores: [T,E], the golden's biased scores; None where the bias is not known.
     """
 
     margin: torch.Tensor
@@ -50,8 +50,8 @@ class RouterNoise:
     def flip_margin(self, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the margin that noise must overcome to turn one choice [T,k] into the other, [T].
 
-        The k-th and the (k+1)-th score do not tell how far behind the expert is that was chosen instead: where the
-        scores are known, the widest distance between an expert that was dropped and one that came for it counts.
+        The expert that was chosen instead may lie further behind than the (k+1)-th score. So where the scores are
+        known, the widest distance between a dropped expert and a new one counts.
         """
         if self.scores is None:
             return self.margin
@@ -114,7 +114,7 @@ def align_by_expert(weights: torch.Tensor, experts: torch.Tensor) -> torch.Tenso
 
 
 def align_by_size(weights: torch.Tensor) -> torch.Tensor:
-    """Sort weights [T,k] by size, where nobody tells the experts they belong to."""
+    """Sort weights [T,k] by size, where their experts are not known."""
     return weights.sort(dim=-1).values
 
 

@@ -17,8 +17,8 @@ from minimax_tools.results.results import NoiseRatio
 
 # Relative L2 error of one rounding to BF16, of normally distributed values.
 _BFLOAT16_ROUNDING = 1.7e-3
-# Averages of fewer channels, such as the weights of two experts that add up to one, may happen to be next to nothing in
-# the golden, and any port is then far off.
+# Averages of fewer channels, such as two experts' weights that add up to one, may be next to nothing in the golden. Any
+# port is then far off.
 _FEWEST_CHANNELS = 16
 
 
@@ -36,7 +36,7 @@ class Rows:
         widest: (golden or variant − twin)² summed per token, the largest of them; None of a golden without variants.
         widest_averages: How many times as far as the golden's the averages of its variants stray, in the order of
             `Structure.figures`; None where that was not measured.
-        input_error: Error of the input that a chained layer was handed; None in isolated runs.
+        input_error: Error of a chained layer's input; None in isolated runs.
         stored_dtype: What the golden holds it in, where `reference` is of another dtype.
     """
 
@@ -160,8 +160,11 @@ def foreseen_error(rows: Rows) -> Squares:
 def foreseen_error_at(rows: Rows, values: torch.Tensor) -> Squares:
     """Scale the floor to float32 `values` [T,F] that are not the golden's.
 
-    Relative to the values it is the median token's, since a sum that cancels in one is nothing to go by in another; and
-    at least the token's own, smaller as all values are; and one rounding of what the golden holds rounded.
+    The largest of three, token by token:
+
+    - The median token's floor relative to its values: a sum that cancels in one token tells nothing of another.
+    - The token's own floor, smaller where all values are smaller.
+    - One rounding, where the golden holds the site rounded.
 
     Raises:
         ValueError: The rows have no floor.
@@ -201,9 +204,9 @@ def _error(rows: Rows, floor: Squares) -> Squares:
 def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
     """Widen the floor by errors that no port is to blame for.
 
-    Another right way to compute the layer may stray further than the golden does; a value that the golden holds in
-    float32 may be rounded to BF16 by a port that is right, which then shows in its bits; and a chained layer is handed
-    an input with an error of its own.
+    - Another right way to compute the layer may stray further than the golden does.
+    - A right port may round to BF16 what the golden holds in float32, which shows in its bits.
+    - A chained layer's input has an error.
     """
     if rows.widest is not None:
         floor = floor.widest(rows.widest)

@@ -24,8 +24,8 @@ class CapturedInput:
 
     Args:
         known: Sites whose values were given to the layer and are the golden's own, or another layer's.
-        error: Error of an input that another layer handed on; None where it is the golden's own.
-        is_recorded: Whether both sides hold what it was fed; else nothing was checked.
+        error: Error of an input that is another layer's output; None where it is the golden's own.
+        is_recorded: Whether both sides hold the input; else nothing was checked.
     """
 
     known: tuple[Site, ...]
@@ -42,8 +42,8 @@ def read_captured_input(sides: Sides, layer: int) -> CapturedInput:
     """Read the input of the target's layer.
 
     Raises:
-        IncomparableError: It was fed neither the golden's values nor another layer's output, or mm2's own
-            capture does not hold what it was fed.
+        IncomparableError: It is neither the golden's nor another layer's output, or mm2's own capture does not hold
+            it.
     """
     known: list[Site] = []
     input_error: InputError | None = None
@@ -109,8 +109,8 @@ def _refuse_unrecorded(sides: Sides, layer: int) -> None:
         return
     lacking = next((source for source in sources if Site.INPUT not in source.sites(layer)), sides.target)
     raise IncomparableError(
-        f"{lacking.directory} does not hold what layer {layer} was fed",
-        expected="its input, in the golden's shape",
+        f"{lacking.directory} does not hold the input of layer {layer}",
+        expected="hidden states in the golden's shape",
         next_step="Run the capture again.",
     )
 
@@ -119,7 +119,7 @@ def _fed_otherwise(sides: Sides, layer: int, site: Site) -> IncomparableError:
     what = "hidden states" if site is Site.INPUT else str(site)
     description = sides.target.known_description
     return IncomparableError(
-        f"the captures have different inputs: layer {layer} was fed other {what}",
+        f"the captures have different inputs: layer {layer} got other {what}",
         expected="the golden's own, bit for bit",
         found=description.input_source if description else f"what {sides.target.directory} holds",
         next_step="Run the port on this golden: mm2-test … --golden DIR.",

@@ -62,7 +62,7 @@ class WeightSource(Protocol):
         """
 
     def open_layer(self, layer: int, reference: CaptureSource) -> AbstractContextManager[GoldenWeights]:
-        """A layer's weights.
+        """Open a layer's weights.
 
         Raises:
             IncomparableError: They are not those of the golden `reference`.

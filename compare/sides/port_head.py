@@ -92,10 +92,10 @@ def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
 
     Args:
         sides: The captures.
-        last_layer: The layer whose output the head was fed.
+        last_layer: The layer before the head.
 
     Returns:
-        None where the port's output is the golden's own, is not held or not finite, nobody knows the weights, the
+        None where the port's output is the golden's own, is not held or not finite, the weights are not known, the
         golden is not mm2's own, or the classic limits are asked for.
 
     Raises:

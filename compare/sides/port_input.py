@@ -1,8 +1,8 @@
 """PortInputGolden: a golden of one layer, computed on the port's own input.
 
-A layer of a chained run is handed the errors of those before it, and may choose other experts for it. So the layer is
-computed anew from the checkpoint, on the port's own input: exactly, as a golden rounds, and with a random variant of
-its roundings. What the port still differs by is this layer's own, and the limits of isolated runs hold.
+A layer of a chained run inherits errors, and may choose other experts because of them. So the layer is computed anew
+from the checkpoint, on the port's own input: exactly, as a golden rounds, and with a random variant of its roundings.
+The remaining difference is the layer's own error, and the limits of isolated runs hold.
 B batch, S sequence, H hidden.
 """
 
@@ -115,7 +115,7 @@ def on_port_input(sides: Sides, layer: int) -> Sides | None:
         layer: The layer.
 
     Returns:
-        None where it cannot be computed: nobody knows the weights, the golden is not mm2's own, the classic limits
+        None where it cannot be computed: the weights are not known, the golden is not mm2's own, the classic limits
         are asked for, or the input is not finite.
 
     Raises:

@@ -1,6 +1,6 @@
 """RoundedLayer: copies of a decoder layer computed side by side in float32, each rounding in its own way.
 
-One pass gives the exact layer and samples of what BF16 may cost a layer that is right: each copy rounds wherever some
+One pass gives the exact layer, and samples of the noise that BF16 adds to a right layer. Copies round wherever some
 right implementation does, attention's scores and the experts' partial sums too. Weights are read and upcast once.
 B batch, S sequence, C copies, R rows (C·B), T real tokens, H hidden, N heads, K kv heads, D head_dim, k experts.
 """
@@ -54,7 +54,7 @@ class RoundedLayer:
         """Compute every site but the input, for each copy, float32; no expert runs for padded rows.
 
         Args:
-            hidden_states: [B,S,H], what the layer is fed.
+            hidden_states: [B,S,H], the layer's input.
             inputs: Mask and positions.
             router_experts: int64 [B,S,k], the choice that all copies replay; None for that of the copy that rounds to
                 nearest, or of the first where none does. The site tells each copy's own choice, and the weights are

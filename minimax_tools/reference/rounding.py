@@ -1,7 +1,7 @@
 """Rounding: float32 values rounded by the copy of a batch that they belong to.
 
-A copy is exact, or rounds as hardware does, or is off by a random half step of BF16 wherever hardware would round: a
-sample of what another order of the same operations gives (Monte Carlo arithmetic).
+A copy is exact, rounds as hardware does, or is off by a random half step of BF16 wherever hardware would round. The
+last kind samples other orders of the same operations (Monte Carlo arithmetic).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TransformersLayer: transformers' decoder layer by itself, fed a golden's input and, where wanted, its experts."""
+"""TransformersLayer: transformers' decoder layer by itself, on a golden's input and, where wanted, with its experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TransformersLayer:
-    """A layer on the meta device, whose weights whoever made it binds; its rotary embedding is real.
+    """A layer on the meta device, whose weights the caller binds; its rotary embedding is real.
 
     Args:
         config: transformers' config, which names the implementations of attention and experts.

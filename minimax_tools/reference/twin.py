@@ -1,4 +1,4 @@
-"""Float32Twin: transformers' decoder layer in float32, fed the BF16 layer's own input.
+"""Float32Twin: transformers' decoder layer in float32, on the BF16 layer's own input.
 
 Its experts are upcast one at a time as they are needed, so no float32 copy of a whole layer ever exists.
 The difference between the BF16 layer and its twin is what BF16 alone costs: the noise floor.

@@ -49,8 +49,8 @@ def upcast_experts(
 ) -> torch.Tensor:
     """Run every token through its experts, in float32: [T,H].
 
-    On a CPU experts run side by side, one thread each, and are added in the order of their numbers: the sums do
-    not depend on how many threads there are.
+    On a CPU experts run side by side, one thread each. They are added in the order of their numbers, so that the sums
+    do not depend on the number of threads.
 
     Args:
         weights: The layer's weights by the hub's relative names, of any float dtype; read from several threads.

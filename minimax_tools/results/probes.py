@@ -1,7 +1,7 @@
 """Probes: what the runs of a bisection found, as values that add up; nothing here computes or prints.
 
-A probe is one run over a part of the layers, in chains: each chain is fed the golden's input at its start and judged
-at its end.
+A probe is one run over a part of the layers, in chains: each begins with the golden's input and is judged at its
+end.
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ class NoiseRatio:
         token_worst: The worst token's.
         worst_token: Its row and position.
         is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
-        incoming: Error that a chained layer was handed, relative to its input; it widens the floor. 0 in
-            isolated runs.
+        incoming: Relative error of a chained layer's input, which widens the floor; 0 in isolated runs.
         floor: The floor that ρ is in units of, relative to the golden's values; None where they are all zero.
         interval: Where `whole` lies with 95 % confidence, from what it is without one prompt after the other;
             None where that cannot be told.
@@ -97,7 +96,7 @@ class RelativeError:
 
     Args:
         value: The error.
-        incoming: That of the input which a chained layer was handed; 0 in isolated runs.
+        incoming: Relative error of a chained layer's input; 0 in isolated runs.
     """
 
     value: float
@@ -146,8 +145,8 @@ class Flip:
 class RoutingResult:
     """Expert sets, token by token.
 
-    A flip is explained where noise may turn its margin round: the distance between the k-th and the (k+1)-th score,
-    or, where the weights are known, between the experts that changed places.
+    A flip is explained where noise may turn its margin round. The margin is the distance between the k-th and the
+    (k+1)-th score, or, where the weights are known, between the experts that changed places.
 
     Args:
         num_tokens: Judged tokens.
@@ -290,11 +289,11 @@ class SiteResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """A site to blame: it fails though all it is computed from passes, or on what the port itself fed it.
+    """A site to blame: it fails though its inputs pass, or on the port's own values of them.
 
     Args:
         layer: The layer; None outside them.
-        sites: The site, behind others that may hold the fault as well and that nobody could see.
+        sites: The site, behind others that were not compared and may hold the fault as well.
         reason: Why.
     """
 
@@ -329,8 +328,8 @@ class CurvePoint:
     Args:
         layer: The layer.
         error: ‖target − reference‖ / ‖reference‖ of its output.
-        handed_on: The same of the input that it was handed; 0 where that is the golden's own.
-        floor: What its output may be off by: the noise of the layer and what it was handed, relative to the
+        handed_on: The same of its input; 0 where that is the golden's own.
+        floor: What its output may be off by: the noise of the layer and its input error, relative to the
             output; None where the golden kept no floor.
         ratio: ρ of its output, over the tokens that are judged there; where there is no floor, the share of the limit.
     """
@@ -348,7 +347,7 @@ class Curve:
 
     Args:
         points: Layer by layer, ascending.
-        onset: The first layer that adds more than noise to what it was handed; None where none does.
+        onset: The first layer that adds more than noise to its input error; None where none does.
         command: What to run to learn who is to blame there; empty without an onset.
     """
 

@@ -46,7 +46,7 @@ def _clamped(last: int) -> _Wrong:
 
 
 def _rounded(dtype: str) -> _Wrong:
-    # Tokens past a dtype's largest number are NaN in a port, and judged by nobody; here they must not spoil the others.
+    # Tokens past a dtype's largest number are NaN in a port, and not judged; here they must not spoil the others.
     held = _DTYPES[dtype]
     return lambda positions: positions.to(held).clamp(max=torch.finfo(held).max)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, int4_groups
+from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, integer_groups
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
@@ -61,7 +61,7 @@ def _quantised(bits: int, scales: str = "blocks") -> Change:
         if bits == 8:
             width = max(gate.shape)
             return states @ (fp8_blocks(gate, width) if scales == "tensor" else fp8_blocks(gate)).T
-        return states @ int4_groups(gate, gate.shape[1] if scales == "rows" else 128).T
+        return states @ integer_groups(gate, gate.shape[1] if scales == "rows" else 128, largest=7.0).T
 
     return _logits(product)
 

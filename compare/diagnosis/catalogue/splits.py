@@ -8,7 +8,7 @@ from compare.diagnosis.evaluation import LayerInputs
 from compare.diagnosis.mistake import Candidates, Parameters
 
 _DEGREES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-# Of larger groups only the first rank is tried: nobody looks at the others' output.
+# Of larger groups only the first rank is tried, whose output a port shows.
 MOST_RANKS = 8
 
 

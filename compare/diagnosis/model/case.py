@@ -73,7 +73,7 @@ class ModelCases:
         golden: The golden.
         target: The device run.
         batch: The tokens that they have in common.
-        last_layer: The layer whose output the head was fed.
+        last_layer: The layer before the head.
         weights: Any layer's; what lies outside the layers is read from the same checkpoint.
     """
 
@@ -103,8 +103,8 @@ class ModelCases:
             return mismatch
         has_norm = self._holds(self._target, ModelSite.FINAL_NORM)
         scenes = [self._scene(side, has_norm=has_norm) for side in (self._golden, self._target)]
-        if any(_is_unfed(scene, site) for scene in scenes):
-            return "what it is computed from is not held"
+        if any(_lacks_input(scene, site) for scene in scenes):
+            return "its input is not held"
         values = [self._values(tensor, site) for tensor in (golden, port)]
         usable = self._held(site, has_norm=has_norm)
         usable &= torch.stack([rows.isfinite().all(dim=-1) for rows in values]).all(dim=0)
@@ -115,8 +115,8 @@ class ModelCases:
         places = places[spread_places(len(places), [len(places)], _MOST_TOKENS[site])]
         golden_scene, port_scene = (_at(scene, places) for scene in scenes)
         exact, right = (_RIGHT[site](scene) for scene in (golden_scene, port_scene))
-        assert exact is not None, "a site that is not fed is not opened"
-        assert right is not None, "a site that is not fed is not opened"
+        assert exact is not None, "a site without its input is not opened"
+        assert right is not None, "a site without its input is not opened"
         unit = Unit.of(values[0][places], exact, rounding=_ROUNDING[self._dtype])
         num_lost = int((~values[1].isfinite().all(dim=-1)).sum())
         lost = f"{num_lost} tokens hold NaN or Inf and were left out: no mistake of the catalogue makes any"
@@ -184,7 +184,7 @@ class ModelCases:
         return held
 
 
-def _is_unfed(scene: ModelScene, site: ModelSite) -> bool:
+def _lacks_input(scene: ModelScene, site: ModelSite) -> bool:
     if site is ModelSite.EMBEDDING:
         return scene.token_ids is None
     return scene.states is None if site is ModelSite.FINAL_NORM else scene.normed is None

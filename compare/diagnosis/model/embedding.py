@@ -91,7 +91,7 @@ def _token_before(scene: ModelScene) -> torch.Tensor | None:
     if scene.before is None or scene.all_ids is None:
         return None
     rows = _rows(scene, scene.all_ids[scene.before])
-    # Nobody knows what a prompt's first token is given.
+    # The values of a prompt's first token are not known.
     return rows.masked_fill((scene.before < 0)[:, None], math.nan)
 
 

@@ -100,7 +100,7 @@ FINAL_NORM_MISTAKES = (
     _mistake(
         name="final_norm_missing",
         what="There is no final norm.",
-        look_at="what the head is fed",
+        look_at="the input of lm_head",
         predict=_missing,
     ),
     _mistake(

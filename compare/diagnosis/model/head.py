@@ -95,7 +95,7 @@ def _of_token_before(scene: ModelScene) -> torch.Tensor | None:
     if scene.before is None or scene.all_normed is None:
         return None
     logits = scene.all_normed[scene.before] @ _rows(scene, scene.columns).T
-    # Nobody knows what a prompt's first token is given.
+    # The values of a prompt's first token are not known.
     return logits.masked_fill((scene.before < 0)[:, None], math.nan)
 
 
@@ -155,7 +155,7 @@ HEAD_MISTAKES = (
     ),
     _mistake(
         name="head_without_norm",
-        what="The head is fed the last layer's output, without the final norm.",
+        what="The head reads the last layer's output, without the final norm.",
         look_at="what lm_head is called with",
         predict=_without_norm,
     ),

@@ -132,7 +132,7 @@ class TestFedSites:
     def test_input_that_nothing_vouches_for_is_a_suspect(self) -> None:
         (one,) = blame(Site.INPUT_NORM, given=())
         assert one.sites == ("input", "input_norm")
-        assert one.reason.endswith("nothing tells what the layer was fed")
+        assert one.reason.endswith("the layer's input was not captured")
 
 
 def test_chained_blame_is_an_onset_and_says_what_to_run() -> None:
