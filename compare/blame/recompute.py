@@ -212,12 +212,14 @@ class Recomputation:
         They are rounded relative to their size, which then counts in full.
         """
         queries = _lengths(values[Site.Q_ROPE]) / _lengths(golden[Site.Q_ROPE])
-        port, own = _lengths(values[Site.K_ROPE]), _lengths(golden[Site.K_ROPE])
+        port_lengths, golden_lengths = _lengths(values[Site.K_ROPE]), _lengths(golden[Site.K_ROPE])
         growth = torch.ones_like(queries)
         for prompt in self._prompt_of.unique().tolist():
             tokens = self._prompt_of == prompt
-            longest, before = (side[tokens].cummax(dim=0).values for side in (port, own))
-            longest = torch.where(self._is_decoded[tokens], torch.maximum(before, port[tokens]), longest)
+            longest, before = (side[tokens].cummax(dim=0).values for side in (port_lengths, golden_lengths))
+            longest = torch.where(
+                self._is_decoded[tokens], torch.maximum(before, port_lengths[tokens]), longest
+            )
             growth[tokens] = (queries[tokens] * longest / before).clamp(min=1.0)
         return growth
 

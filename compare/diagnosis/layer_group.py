@@ -52,9 +52,9 @@ def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
                 members.append((layer, None))
                 break
             if bool(first.named) is bool(layer.named) and not (first.is_right or layer.is_right):
-                own = _find_alike(shared, layer.named or layer.nearest[:1])
-                if own is not None or (shared is None and not layer.nearest):
-                    members.append((layer, own))
+                match = _find_alike(shared, layer.named or layer.nearest[:1])
+                if match is not None or (shared is None and not layer.nearest):
+                    members.append((layer, match))
                     break
         else:
             groups.append([(layer, next(iter(layer.named or layer.nearest), None))])
@@ -78,12 +78,12 @@ def _group(members: Sequence[tuple[LayerDiagnosis, MistakeFinding | None]]) -> L
     is_named = bool(members[0][0].named)
     return LayerGroup(
         layers=tuple(layer for layer, _ in members),
-        named=tuple(own for _, own in members if is_named and own is not None),
+        named=tuple(match for _, match in members if is_named and match is not None),
         others=gather(
             other
-            for layer, own in members
+            for layer, match in members
             for other in layer.named or layer.nearest
-            if not is_named or other is not own
+            if not is_named or other is not match
         ),
     )
 

@@ -250,13 +250,13 @@ def _right(nodes: frozenset[GraphNode]) -> Hypothesis:
 def settled_tokens(evaluation: Evaluation, logit_noise: float) -> torch.Tensor:
     """Find tokens whose experts are the same whatever noise is on the router's logits: bool [T]."""
     logits = evaluation[Site.ROUTER_LOGITS]
-    own = evaluation[Site.ROUTER_EXPERTS].sort(-1).values
+    right_experts = evaluation[Site.ROUTER_EXPERTS].sort(-1).values
     settled = torch.ones(len(logits), dtype=torch.bool)
     generator = torch.Generator().manual_seed(0)
     for _ in range(_DRAWS):
         noise = torch.randn(logits.shape, generator=generator) * (_NOISE_FACTOR * logit_noise)
         noisy = evaluation.with_value(Site.ROUTER_LOGITS, logits + noise)
-        settled &= (noisy[Site.ROUTER_EXPERTS].sort(-1).values == own).all(-1)
+        settled &= (noisy[Site.ROUTER_EXPERTS].sort(-1).values == right_experts).all(-1)
     return settled
 
 

@@ -261,6 +261,6 @@ class LayerJudge:
         if self._input_error is None or floor is None or site not in self._reference.sites(self._layer):
             return None
         logits = self._batch.rows(self._reference.read(self._layer, site), site)
-        own = floor.double().square().mean()
+        usual = floor.double().square().mean()
         added = (self._input_error.widest * logits.double().norm(dim=-1)).square()
-        return ((own + added) / own).sqrt() if float(own) > 0.0 else None
+        return ((usual + added) / usual).sqrt() if float(usual) > 0.0 else None

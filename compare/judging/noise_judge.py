@@ -115,8 +115,8 @@ def floorless_limit(
     def limit(figure: str) -> float:
         return limits.floorless(site, figure).at(num_tokens=num_tokens, share=context.share)
 
-    own = limits.float32 if context.is_float32 else limit("relative_l2")
-    return math.hypot(own, limit("amplification") * input_error if input_error else 0.0)
+    layer_error = limits.float32 if context.is_float32 else limit("relative_l2")
+    return math.hypot(layer_error, limit("amplification") * input_error if input_error else 0.0)
 
 
 def count_unflipped(
@@ -137,9 +137,11 @@ def flip_chance(input_error: float, limits: NoiseLimits, *, context: LimitContex
     They flip the more, the more the router's logits are off: by their own noise, and by the input error.
     """
     chance = limits.floorless(Site.ROUTER_EXPERTS, "flipped_share").usual
-    own = limits.float32 if context.is_float32 else limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
+    layer_error = (
+        limits.float32 if context.is_float32 else limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
+    )
     bfloat16 = limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
-    return min(chance * math.hypot(own, input_error) / bfloat16, 1.0)
+    return min(chance * math.hypot(layer_error, input_error) / bfloat16, 1.0)
 
 
 def judge_routing(

@@ -114,10 +114,10 @@ class Replay:
     def _logit_growth(self) -> torch.Tensor:
         """Return the squared error of variants' logits over the golden's: float64 [T], at least 1."""
         floor = LayerFloor(self._sides.reference, self._sides.batch, layer=self._layer)
-        own, widest = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
-        if own is None or widest is None:
+        golden_squares, widest = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
+        if golden_squares is None or widest is None:
             return torch.ones(len(self.flipped), dtype=torch.float64)
-        return (widest.whole / own.whole.clamp(min=TINY)).clamp(min=1.0)
+        return (widest.whole / golden_squares.whole.clamp(min=TINY)).clamp(min=1.0)
 
     def _behind(
         self, site: Site, experts: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: Rows

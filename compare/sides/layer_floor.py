@@ -61,10 +61,10 @@ class LayerFloor:
         Raises:
             CaptureError: The golden says that it measured a variant, and has none of it.
         """
-        own = self.statistic(name)
-        if own is None:
+        stored = self.statistic(name)
+        if stored is None:
             return None
-        return torch.stack((own, *(self._of_variant(variant, name) for variant in self._variants))).amax(
+        return torch.stack((stored, *(self._of_variant(variant, name) for variant in self._variants))).amax(
             dim=0
         )
 
@@ -123,8 +123,10 @@ class LayerFloor:
         refuse_other_router_noise(
             golden, self._layer, errors=errors, stored=stored, num_competing=places.stop - places.start
         )
-        own = golden.read(self._layer, Site.ROUTER_EXPERTS)
-        golden_experts, twin_experts = (self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (own, chosen))
+        held = golden.read(self._layer, Site.ROUTER_EXPERTS)
+        golden_experts, twin_experts = (
+            self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (held, chosen)
+        )
         refuse_other_choice(golden, self._layer, golden_experts, twin_experts, errors=errors, margin=margin)
 
     def widened_squares(self, site: Site) -> Squares | None:

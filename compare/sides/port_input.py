@@ -103,8 +103,8 @@ class PortInputGolden(Capture):
             "correction_bias": weights.tensors[CORRECTION_BIAS].float(),
             "num_experts_per_tok": weights.spec.num_experts_per_tok,
         }
-        own = floor_statistics(self._rounded, self._twin, **layer)
-        return own | variant_statistics({_VARIANT: variant}, self._twin, golden=self._rounded, **layer)
+        statistics = floor_statistics(self._rounded, self._twin, **layer)
+        return statistics | variant_statistics({_VARIANT: variant}, self._twin, golden=self._rounded, **layer)
 
 
 def on_port_input(sides: Sides, layer: int) -> Sides | None:

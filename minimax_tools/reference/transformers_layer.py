@@ -103,8 +103,8 @@ def _replaying(layer: torch.nn.Module, router_experts: torch.Tensor | None) -> I
     ) -> tuple[torch.Tensor, ...] | None:
         if router_experts is None:
             return None
-        logits, _weights, own = output
-        experts = router_experts.reshape(own.shape).to(own.device, own.dtype)
+        logits, _weights, choice = output
+        experts = router_experts.reshape(choice.shape).to(choice.device, choice.dtype)
         scores = logits.sigmoid().gather(1, experts)
         return logits, scores / scores.sum(dim=-1, keepdim=True), experts
 

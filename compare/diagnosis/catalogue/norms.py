@@ -37,16 +37,16 @@ def _stage(site: Site, norm: _Norm) -> Stage:
     return lambda at: norm(at, at[source], at.weight(weight))
 
 
-def _own(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _normed(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return normalise(states, weight, at.spec.rms_norm_eps)
 
 
 def _plus_one(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _own(at, states, weight + 1.0)
+    return _normed(at, states, weight + 1.0)
 
 
 def _unweighted(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _own(at, states, torch.ones_like(weight))
+    return _normed(at, states, torch.ones_like(weight))
 
 
 def _eps(eps: float) -> Change:
@@ -54,13 +54,13 @@ def _eps(eps: float) -> Change:
 
 
 def _centred(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _own(at, states - states.mean(-1, keepdim=True), weight)
+    return _normed(at, states - states.mean(-1, keepdim=True), weight)
 
 
 def _in_parts(parts: int) -> _Norm:
     def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         split = states.unflatten(-1, (parts, -1))
-        return _own(at, split, weight.unflatten(0, (parts, -1))).flatten(-2)
+        return _normed(at, split, weight.unflatten(0, (parts, -1))).flatten(-2)
 
     return norm
 
@@ -83,19 +83,19 @@ def _per_rank(tp_degree: int) -> Change:
 
 def _averaged(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     heads = weight.view(-1, at.spec.head_dim)
-    return _own(at, states, heads.mean(0).repeat(len(heads)))
+    return _normed(at, states, heads.mean(0).repeat(len(heads)))
 
 
 def _first_slice(tp_degree: int) -> Change:
     def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         parts = min(tp_degree, weight.numel() // at.spec.head_dim)
-        return _own(at, states, weight.chunk(parts)[0].repeat(parts))
+        return _normed(at, states, weight.chunk(parts)[0].repeat(parts))
 
     return _norms(norm, *_HEADS)
 
 
 def _scaled(factor: float, site: Site) -> Change:
-    return _norms(lambda at, states, weight: _own(at, states, weight * factor), site)
+    return _norms(lambda at, states, weight: _normed(at, states, weight * factor), site)
 
 
 def _low_precision(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _normed_after_rope(source: Site, name: str) -> Stage:
         head_dim = at.spec.head_dim
         rotated = rotate_halves(split_heads(at[source], head_dim), rotation_angles(at))
         flat = rotated.transpose(1, 2).flatten(2)
-        return split_heads(_own(at, flat, at.weight(name)), head_dim)
+        return split_heads(_normed(at, flat, at.weight(name)), head_dim)
 
     return stage
 

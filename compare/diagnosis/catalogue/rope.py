@@ -63,12 +63,12 @@ def _last_dims(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
 
 def _low_precision(rounded: str) -> Change:
     def angles(at: Evaluation) -> torch.Tensor:
-        own = frequencies(at.spec.rotary_dim, at.spec.rope_theta)
+        right = frequencies(at.spec.rotary_dim, at.spec.rope_theta)
         if rounded == "angles":
-            return bfloat16(_positions(at) * own)
+            return bfloat16(_positions(at) * right)
         if rounded == "frequencies":
-            return _positions(at) * bfloat16(own)
-        return bfloat16(bfloat16(_positions(at)) * bfloat16(own))
+            return _positions(at) * bfloat16(right)
+        return bfloat16(bfloat16(_positions(at)) * bfloat16(right))
 
     return _with_angles(angles)
 
