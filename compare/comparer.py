@@ -37,14 +37,7 @@ from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.results import (
-    Blame,
-    Comparison,
-    GeneratedRow,
-    RouterDtype,
-    SiteStatus,
-    Verdict,
-)
+from minimax_tools.results.results import Blame, Comparison, GeneratedRow, RouterDtype, SiteStatus, Verdict
 
 # A blame of tokens that were generated behind the prompts names no site.
 GENERATED_TOKENS = "generated_tokens"

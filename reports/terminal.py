@@ -6,11 +6,11 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 
+from minimax_tools.results.choices import LogitsResult
 from minimax_tools.results.results import (
     BlameGroup,
     Comparison,
     GeneratedRow,
-    LogitsResult,
     NoiseRatio,
     SiteStatus,
     Verdict,

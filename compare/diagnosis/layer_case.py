@@ -127,7 +127,10 @@ class LayerCase:
         return Evaluation(self.scene, stages, tokens=self.scene.real_tokens)
 
     def _read_golden(self, site: Site, *, right: Evaluation, base: Evaluation) -> torch.Tensor:
-        """Return the golden's rows, float32 [T,F]; moved to the port's input where the layer inherits errors."""
+        """Return the golden's rows, float32 [T,F]; moved to the port's input where the layer inherits errors.
+
+        The golden's measured noise stays the unit, as on its own input: `PortInputGolden` has another one.
+        """
         golden = self._batch.rows(self._reference.read(self._layer, site), site).float()
         return golden if base is right else golden - right.rows(site) + base.rows(site)
 

@@ -16,7 +16,7 @@ import torch
 
 from compare.noise.rho import Rows, foreseen_error
 from compare.noise.squared_errors import square_rows
-from minimax_tools.results.results import LogitsResult, TokenChoice
+from minimax_tools.results.choices import LogitsResult, TokenChoice
 
 TOP = (1, 5, 10)
 # Two logits trade places when their errors, on both sides, add up to the distance between them. 2 σ is usual; four

@@ -30,7 +30,8 @@ from minimax_tools.metrics.noise_floor import (
     ordinary_error_name,
 )
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.results import GeneratedRow, LogitsResult, SiteResult, SiteStatus
+from minimax_tools.results.choices import LogitsResult
+from minimax_tools.results.results import GeneratedRow, SiteResult, SiteStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

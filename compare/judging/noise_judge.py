@@ -18,7 +18,8 @@ from compare.limits.limits import (
 )
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import Site
-from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, RoutingResult, SiteStatus
+from minimax_tools.results.choices import RoutingResult
+from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteStatus
 
 # The scale of a value is told where it is this far off.
 _TELLING_SCALE = 0.02

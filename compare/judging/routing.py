@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.results.results import Flip, RoutingResult
+from minimax_tools.results.choices import Flip, RoutingResult
 
 # Two experts trade places when their scores' errors, on either side, add up to the margin.
 _NOISE_FACTOR = 4.0

@@ -14,7 +14,8 @@ from compare.limits.limits_file import calibrated_limits
 from compare.noise.rho import Rows
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.results import Comparison, LogitsResult, SiteResult, SiteStatus
+from minimax_tools.results.choices import LogitsResult
+from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 Judge = Callable[..., Comparison]
 
