@@ -1,10 +1,10 @@
-# Everything here works from a fresh clone: each target sets up .venv first where it is missing or pyproject.toml changed.
+# All targets work from a fresh clone: they set up .venv first where it is missing or pyproject.toml has changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 EXTRAS := golden,xla,dev
-# Processes that share the tests, file by file.
+# Number of processes that share the test files.
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
@@ -13,9 +13,9 @@ WORKERS ?= 2
 help: ## List the targets
 	@echo "mm2 finds where a port of MiniMax-M2 to AWS Trainium goes wrong. Targets:"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "The first of them that needs .venv installs it: 3-4 minutes, about 8 GB of disk on Linux x86-64."
+	@echo "The first target that needs .venv installs it: 3-4 minutes, about 8 GB of disk on Linux x86-64."
 
-venv: $(STAMP) ## Set up .venv with mm2 and all it needs to be tested
+venv: $(STAMP) ## Set up .venv with mm2 and all that its tests need
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -23,24 +23,24 @@ $(STAMP): pyproject.toml
 	  echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true). Try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 	  exit 1; }
 	@echo "Installing mm2[$(EXTRAS)] into .venv: 3-4 minutes and, on Linux x86-64, about 8 GB of disk,"
-	@echo "because the torch that torch_xla stands on brings the CUDA libraries."
-	@echo "Done once, and again in seconds when pyproject.toml changes."
+	@echo "because the torch that torch_xla needs brings the CUDA libraries."
+	@echo "This is done once, and again in seconds when pyproject.toml changes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$(EXTRAS)]'
 	@touch $(STAMP)
 
-demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, start to end on the CPU
+demo: $(STAMP) ## Find planted bugs in a toy port, and read real text, on the CPU
 	@echo "Running scripts/demo.py: writes a toy checkpoint, captures a golden, finds planted bugs, reads real text. CPU, 1-3 minutes."
 	$(BIN)/python scripts/demo.py
 
-test: $(STAMP) ## Run the tests, without the slow ones and those of check
-	@echo "Running the tests, 5-9 minutes on 2 cores; what needs a device or a checkpoint is skipped and says why."
+test: $(STAMP) ## Run the tests without the slow ones and those of check
+	@echo "Running the tests, 5-9 minutes on 2 cores. Tests that need a device or a checkpoint are skipped, with the reason."
 	$(BIN)/python -m pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile --ignore tests/test_floors.py
 
-slow: $(STAMP) ## Run the slow tests alone
+slow: $(STAMP) ## Run the slow tests
 	$(BIN)/python -m pytest -q -rs -m slow
 
-models: $(STAMP) ## Train the learned models again, into mm2-models
+models: $(STAMP) ## Train the learned models again (output: mm2-models)
 	@echo "Running scripts/train_models.py: ten small models, 5-20 minutes of one core each, into mm2-models."
 	$(BIN)/python scripts/train_models.py
 
@@ -50,10 +50,10 @@ check: $(STAMP) ## Check format, lint, types and floors
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_floors.py
 
-fix: $(STAMP) ## Format, and mend what ruff can mend
+fix: $(STAMP) ## Format, and apply the fixes of ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean: ## Remove caches and build output; .venv stays
+clean: ## Remove caches and build output, but not .venv
 	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,26 +1,65 @@
-"""The options of every command that judges."""
+"""Options of the commands that judge: --criteria and its limits."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, ClassicLimits, Criteria
 from compare.limits.limits_file import read_limits
-from minimax_tools.command_line.options import stack_options
+from minimax_tools.command_line.options import grouped_as, stack_options
 from minimax_tools.errors import UsageError
 
 _NAMES = ("noise", "classic")
-_LIMITS = (
-    "max_abs_diff",
-    "mean_abs_diff",
-    "similarity_percentage",
-    "cosine_similarity",
-    "pearson_correlation",
-)
 _SUFFIXES = (".yaml", ".yml")
+
+
+def _read_criteria(
+    *,
+    criteria_name: str,
+    max_abs_diff: float | None,
+    mean_abs_diff: float | None,
+    similarity_percentage: float | None,
+    cosine_similarity: float | None,
+    pearson_correlation: float | None,
+    rtol: float,
+    atol: float,
+) -> Criteria:
+    """Read the options below.
+
+    Raises:
+        UsageError: The criteria are unknown, their file is wrong, or a classic limit was given beside other criteria.
+    """
+    limits = {
+        "max_abs_diff": max_abs_diff,
+        "mean_abs_diff": mean_abs_diff,
+        "close_fraction": None if similarity_percentage is None else similarity_percentage / 100.0,
+        "cosine_similarity": cosine_similarity,
+        "pearson_correlation": pearson_correlation,
+    }
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    if criteria_name == "classic":
+        return Criteria(name=criteria_name, classic=ClassicLimits(**given), rtol=rtol, atol=atol)
+    if given:
+        names = ", ".join(
+            f"--{name.replace('close_fraction', 'similarity_percentage').replace('_', '-')}" for name in given
+        )
+        raise UsageError(
+            f"{names} belongs to the classic limits, and --criteria {criteria_name} judges by others",
+            next_step="Add --criteria classic, or leave it out.",
+        )
+    if criteria_name == "noise":
+        return Criteria(name=criteria_name, rtol=rtol, atol=atol)
+    path = Path(criteria_name)
+    if path.suffix not in _SUFFIXES:
+        raise UsageError(
+            f"--criteria {criteria_name} is not known",
+            expected=f"{' or '.join(_NAMES)}, or a file of limits that ends in {' or '.join(_SUFFIXES)}",
+            next_step="mm2-compare --criteria-template prints such a file.",
+        )
+    return Criteria(name=criteria_name, noise=read_limits(path), rtol=rtol, atol=atol)
+
 
 criteria_options = stack_options(
     click.option(
@@ -29,13 +68,13 @@ criteria_options = stack_options(
         metavar="noise|classic|FILE.yaml",
         default="noise",
         show_default=True,
-        help="Judge by the golden's noise floor, by the five classic limits on layer outputs, or by the noise with "
-        "limits of your own.",
+        help="Judge by the golden's noise floor, by five classic limits on layer outputs, or by the noise floor with "
+        "the limits in a file.",
     ),
     click.option(
         "--max-abs-diff",
         type=click.FloatRange(min=0),
-        help="Classic limit: largest absolute difference of an output.  [default: 0.01]",
+        help="Classic limit: largest absolute difference of a layer output.  [default: 0.01]",
     ),
     click.option(
         "--mean-abs-diff",
@@ -61,59 +100,21 @@ criteria_options = stack_options(
         "--metrics",
         "shows_metrics",
         is_flag=True,
-        help="Show the five classic figures of every layer's output beside rho; always shown with --criteria classic.",
+        help="Show the five classic figures of every layer output beside rho. Always on with --criteria classic.",
     ),
     click.option(
         "--rtol",
         type=click.FloatRange(min=0),
         default=DEFAULT_RTOL,
         show_default=True,
-        help="An element is close within atol + rtol * |golden|.",
+        help="Relative tolerance: an element is close within atol + rtol * |golden|.",
     ),
     click.option(
         "--atol",
         type=click.FloatRange(min=0),
         default=DEFAULT_ATOL,
         show_default=True,
-        help="Absolute part of that tolerance.",
+        help="Absolute tolerance, see --rtol.",
     ),
+    grouped_as("criteria", _read_criteria),
 )
-
-
-def read_criteria(options: dict[str, Any]) -> Criteria:
-    """The options above as one value.
-
-    Raises:
-        UsageError: The criteria are not known, their file names what there is not, or a classic limit was given
-            beside other criteria.
-    """
-    name, tolerances = options["criteria_name"], {"rtol": options["rtol"], "atol": options["atol"]}
-    limits = _read_classic_limits(options)
-    if name == "classic":
-        return Criteria(name=name, classic=ClassicLimits(**limits), **tolerances)
-    if limits:
-        given = ", ".join(
-            f"--{option.replace('_', '-')}" for option in _LIMITS if options[option] is not None
-        )
-        raise UsageError(
-            f"{given} belongs to the classic limits, and --criteria {name} judges by others",
-            next_step="Add --criteria classic, or leave it out.",
-        )
-    if name == "noise":
-        return Criteria(name=name, **tolerances)
-    path = Path(name)
-    if path.suffix not in _SUFFIXES:
-        raise UsageError(
-            f"--criteria {name} is not known",
-            expected=f"{' or '.join(_NAMES)}, or a file of limits that ends in {' or '.join(_SUFFIXES)}",
-            next_step="mm2-compare --criteria-template prints such a file.",
-        )
-    return Criteria(name=name, noise=read_limits(path), **tolerances)
-
-
-def _read_classic_limits(options: dict[str, Any]) -> dict[str, float]:
-    """The limits that were given, by the field of `ClassicLimits`."""
-    given = {name: options[name] for name in _LIMITS if options[name] is not None}
-    if "similarity_percentage" in given:
-        given["close_fraction"] = given.pop("similarity_percentage") / 100.0
-    return given

@@ -1,26 +1,18 @@
-"""Golden captures: transformers' model run on trusted hardware, certified; the command `mm2-gpu` (`cli`).
+"""Golden captures: transformers' model run on trusted hardware, and certified; the command `mm2-gpu`.
 
-- `placement`: which device holds which part of the model; `offload`: the weights kept off their device
-- `model`: the model loaded with the known traps closed; `certify` proves it
-- `streaming`: the model run with one layer's weights in memory; `footprint`: what it takes, whole and streamed;
-  `stream_choice`: which of the two
-- `golden`: the model run once, written layer by layer: `recording` hooks it, `weights` gives what it computes with to
-  `noise_floor`, which measures beside it; `resumption` passes by what is written already
-- `pipeline`: the model run by several processes, each a slice of a plan: `steps` says what each has to do, `opening`
-  how they come to write one capture, `plan_check` whether the plan is the checkpoint's; `once_reader` reads it once
-- `ranks/`: these processes, and how they meet, talk, and notice that one of them died
-- `generation`: what the model says next
-- `certifier`: a finished golden checked before it is trusted (`certify_command`): `checked_capture` reads it,
-  `layer_certifier` holds its layers by `golden_checks` against mm2's float32 layer, `tallies` keep what they find;
-  `variant_check`: how far other right ways to compute its layers stray; `broken_versions`: libraries that make wrong
-  ones
-- `options`: those that no other command has
+- `golden`: the model run once, and captured layer by layer with its noise floor
+- `model`: transformers' model, placed, loaded, and proved
+- `streaming`: the model run with one layer's weights in memory
+- `pipeline`: the model run by several processes, each with one slice of a plan
+- `ranks`: these processes: how they meet, talk, and notice that one died
+- `certification`: the check of a finished golden
+- `commands`, `options`, `cli`, `__main__`: the command
 """
 
 from __future__ import annotations
 
 import os
 
-# Read when torch is loaded: a thread of torch's that waits shall sleep. Spinning, as it would, it takes the core from
-# the threads that read the next layer: 2.5 times the processor time was measured.
+# Read when torch is loaded: torch's waiting threads must sleep. Spinning, they would take cores from the threads that
+# read the next layer; 2.5 times the processor time was measured.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,14 +1,19 @@
-"""The options of `mm2-gpu` alone; those it shares with other commands are in `minimax_tools.command_line.options`."""
+"""Options of `mm2-gpu` alone; shared ones are in `minimax_tools.command_line.options`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import torch
 
+from gpu_reference.golden.generation import Sampling
 from gpu_reference.model.model import ATTN_IMPLEMENTATIONS, EXPERTS_IMPLEMENTATIONS
-from gpu_reference.streaming.stream_choice import STREAM_MODES
+from gpu_reference.streaming.stream_choice import STREAM_MODES, StreamingRequest
 from minimax_tools.command_line.options import (
+    CaptureStore,
+    grouped_as,
     input_options,
     memory_budget_option,
     model_option,
@@ -19,124 +24,155 @@ from minimax_tools.command_line.options import (
     store_options,
 )
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, MOST_VARIANTS
+from minimax_tools.text.prompts import InputRequest
 
-_placement_options = (
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenOptions:
+    """The options of a golden, each under its option's name.
+
+    None leaves a choice to the machine or the plan, or stands for an option that was not given. `memory_budget` is in
+    bytes; `device_map` and `max_memory` are read where the devices are known.
+    """
+
+    model: str | None
+    inputs: InputRequest
+    sites_level: str
+    dtype: torch.dtype
+    store: CaptureStore
+    device_map: str
+    max_memory: str | None
+    offload_folder: Path | None
+    streaming: StreamingRequest
+    memory_budget: int | None
+    attn_implementation: str
+    experts_implementation: str
+    noise_floor: str
+    floor_variants: int | None
+    no_save: bool
+    certify: bool
+    as_json: bool
+
+
+_golden_options = stack_options(
+    input_options,
+    run_options,
+    store_options,
     click.option(
         "--device-map",
         default="auto",
         show_default=True,
         metavar="auto|balanced|balanced_low_0|sequential|cuda:N|cpu|JSON",
-        help="Where to put the model; JSON, or a .json file, maps modules to devices.",
+        help="Placement of the model. JSON, or a .json file, maps modules to devices.",
     ),
     click.option(
         "--max-memory",
         metavar="40GB|0:40GB,1:60GB,cpu:100GB",
-        help="Memory for weights: of each GPU, or device by device.",
+        help="Memory for weights: of each GPU, or device by device. Default: what is free.",
     ),
     click.option(
         "--offload-folder",
         type=click.Path(path_type=Path, file_okay=False),
-        help="Where weights go that fit in no memory.",
+        help="Folder for weights that fit in no memory. Default: none.",
     ),
-)
-_streaming_options = (
     click.option(
         "--stream",
         type=click.Choice(STREAM_MODES),
         default="auto",
         show_default=True,
-        help="Run with one layer's weights in memory; auto: where the model does not fit.",
+        help="Keep one layer's weights in memory at a time; auto: only if the model does not fit.",
     ),
     click.option(
         "--prefetch/--no-prefetch",
         default=None,
-        help="Read the next layer while one runs; by default where memory holds two.",
+        help="Read the next layer while one runs. Default: on where memory holds two.",
     ),
     click.option(
         "--packed-experts",
         is_flag=True,
-        help="Keep experts FP8 in memory, dequantise each when it is used: half a layer's memory.",
+        help="Keep experts in FP8 and dequantise each when it is used. Halves a layer's memory.",
     ),
+    grouped_as("streaming", StreamingRequest),
     memory_budget_option,
-)
-_computation_options = (
     click.option(
         "--attn-implementation",
         type=click.Choice(ATTN_IMPLEMENTATIONS),
         default="sdpa",
         show_default=True,
-        help="How transformers computes attention.",
+        help="Attention implementation of transformers.",
     ),
     click.option(
         "--experts-implementation",
         type=click.Choice(EXPERTS_IMPLEMENTATIONS),
         default="grouped_mm",
         show_default=True,
-        help="How transformers computes the experts.",
+        help="Experts implementation of transformers.",
     ),
     click.option(
         "--noise-floor",
         type=click.Choice(["full", "stats", "off"]),
         default="full",
         show_default=True,
-        help="Keep each layer's float32 twin, its distances only, or nothing; a float32 run has none.",
+        help="Store each layer's float32 twin (full), its distances only (stats), or nothing (off). "
+        "With --dtype float32: off.",
     ),
     click.option(
         "--floor-variants",
         type=click.IntRange(0, MOST_VARIANTS),
         metavar="N",
-        help="Also compute each layer in N other right ways, to measure how far right ports stray. "
-        f"0 saves time and judges more coarsely.  [default: {DEFAULT_NUM_VARIANTS}]",
+        help="Also compute each layer in N other right ways, to measure how far right ports may differ. "
+        f"0 is faster, and judges more coarsely. Default: {DEFAULT_NUM_VARIANTS}.",
     ),
     click.option("--no-save", is_flag=True, help="Print statistics, write nothing."),
     click.option(
         "--certify",
         is_flag=True,
-        help="Check what was stored, as mm2-gpu certify does: each layer is read and computed in float32 once more.",
+        help="Check the capture, as mm2-gpu certify does: reads and computes each layer once more, in float32.",
     ),
+    output_options,
+    grouped_as("options", GoldenOptions),
 )
-_plan_options = stack_options(
+golden_options = stack_options(model_option, _golden_options)
+planned_golden_options = stack_options(
+    optional_model_option,
     click.option(
         "--plan",
         "plan_file",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="Divide the run as this plan of mm2-split says, a slice for each rank of torchrun; "
-        "set OMP_NUM_THREADS to cores per rank, or torchrun makes it 1.",
+        help="Plan of mm2-split: each rank of torchrun runs one slice. "
+        "Set OMP_NUM_THREADS to the cores per rank; torchrun sets it to 1 otherwise.",
     ),
     click.option(
         "--slices",
         "slices_folder",
         type=click.Path(path_type=Path, exists=True, file_okay=False),
-        help="With --plan: read each slice from its own folder in this one, as mm2-split extract writes them.",
+        help="With --plan: parent folder of the slices that mm2-split extract wrote. Default: read the checkpoint.",
     ),
+    _golden_options,
 )
-sampling_options = stack_options(
+sampled_golden_options = stack_options(
     click.option(
         "--max-new-tokens",
         type=click.IntRange(min=1),
         default=32,
         show_default=True,
-        help="Tokens to generate for each row, at most.",
+        help="Most tokens to generate for each row.",
     ),
-    click.option("--do-sample", is_flag=True, help="Draw instead of taking the most likely token."),
-    click.option("--temperature", type=click.FloatRange(min=0, min_open=True), help="Divisor of the logits."),
-    click.option("--top-k", type=click.IntRange(min=1), help="Draw among so many tokens."),
+    click.option("--do-sample", is_flag=True, help="Draw tokens. Default: take the most likely one."),
+    click.option(
+        "--temperature",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Divisor of the logits, with --do-sample. Default: 1.",
+    ),
+    click.option(
+        "--top-k", type=click.IntRange(min=1), help="Draw among the K most likely tokens. Default: all."
+    ),
     click.option(
         "--top-p",
         type=click.FloatRange(min=0, max=1, min_open=True),
-        help="Draw among the tokens that hold this share of the probability.",
+        help="Draw among the most likely tokens that hold this share of the probability. Default: all.",
     ),
+    golden_options,
+    # After the golden's options, of which the seed belongs to the inputs.
+    grouped_as("sampling", Sampling),
 )
-
-
-_run_golden_options = stack_options(
-    input_options,
-    run_options,
-    store_options,
-    *_placement_options,
-    *_streaming_options,
-    *_computation_options,
-    output_options,
-)
-golden_options = stack_options(model_option, _run_golden_options)
-planned_golden_options = stack_options(optional_model_option, _plan_options, _run_golden_options)

@@ -1,4 +1,4 @@
-"""Every error mm2 raises on purpose, as one tree; the class decides the exit code.
+"""Errors that mm2 raises on purpose, as one tree; the class decides the exit code.
 
     Mm2Error
     ├── UsageError              the command or call was wrong                       exit 2
@@ -110,7 +110,7 @@ class MissingExtraError(CannotRunError):
 
 
 def install_command(extra: str) -> str:
-    """The pip command that installs what `extra` needs."""
+    """Return the pip command that installs what `extra` needs."""
     return "pip install " + " ".join(f"'{requirement}'" for requirement in EXTRA_REQUIREMENTS[extra])
 
 

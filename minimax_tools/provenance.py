@@ -44,7 +44,7 @@ _NUMERIC_VARIABLES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What made a capture.
+    """The maker of a capture: model, software, machine and options.
 
     Args:
         model: Fingerprint of the checkpoint's weights.
@@ -70,26 +70,6 @@ class Provenance:
     versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
     environment: Mapping[str, str] = field(default_factory=lambda: numeric_environment())
 
-    def as_json(self) -> dict[str, Any]:
-        """The provenance as it stands in a manifest."""
-        return {
-            "model": self.model.as_json(),
-            "model_source": self.model_source,
-            "backend": self.backend,
-            "device": self.device,
-            "dtypes": dict(self.dtypes),
-            "target": self.target,
-            "target_digest": self.target_digest,
-            "options": dict(self.options),
-            "versions": dict(self.versions),
-            "environment": dict(self.environment),
-        }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Provenance:
-        """The provenance that a manifest records."""
-        return cls(**{**record, "model": ModelFingerprint.from_json(record["model"])})
-
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the installed libraries that compute; absent ones are left out."""
@@ -103,5 +83,5 @@ def library_versions() -> dict[str, str]:
 
 
 def numeric_environment() -> dict[str, str]:
-    """The variables that change numbers, where they are set."""
+    """Return the environment variables that change numbers, where they are set."""
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}

@@ -1,4 +1,4 @@
-"""The port under test, run on a Trainium or its stand-in; the command `mm2-test` (`__main__`, `cli`, `options`).
+"""The port under test, run on a Trainium or its stand-in; the command `mm2-test` (`cli`, `options`, `commands`).
 
 From the lowest up:
 

@@ -17,10 +17,10 @@ _NAME = "mm2-test"
 
 
 def main() -> NoReturn:
-    """Run the command of this process's command line, and exit with the code of its verdict."""
+    """Run this process's command line, and exit with the code of its verdict."""
     descriptor = os.environ.pop(RECORD_VARIABLE, None)
     if descriptor is not None:
-        # A rank that mm2 started: whoever started it supervises it.
+        # A rank that mm2 started: its starter supervises it.
         run_told(_run_command, StatusRecord.attach(int(descriptor)), parent=os.getppid())
     sys.exit(supervise(_run_command, sys.argv[1:]))
 

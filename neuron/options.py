@@ -1,22 +1,27 @@
-"""The options of every command that runs a port on a device."""
+"""Options of the commands that run a port on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
+from compare.limits.criteria import Criteria
 from compare.options import criteria_options
 from minimax_tools.capture.reader import Capture
 from minimax_tools.command_line.options import (
+    CaptureStore,
+    grouped_as,
     input_options,
     memory_budget_option,
     model_option,
     output_options,
-    read_input_request,
     run_options,
+    span_options,
     stack_options,
     store_options,
 )
@@ -25,95 +30,140 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.text.prompts import InputRequest, build_inputs
 from neuron.devices.backend import Backend
+from neuron.devices.ranks import Ranks
 from neuron.process.record import LAYER_TIMEOUT_S
 from neuron.process.status import limit_layers
 from neuron.rank_options import rank_options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """The options of a device run, each under its option's name.
+
+    None leaves a choice to the machine, or stands for an option that was not given. `memory_budget` is in bytes.
+    """
+
+    model: str
+    golden: Path | None
+    target: str
+    backend: str
+    ranks: Ranks
+    random_input: bool
+    prefetch: bool | None
+    memory_budget: int | None
+    decode_rows: int
+    check_capture: bool
+    profile: bool
+    skip_compile: bool
+    criteria: Criteria
+    shows_metrics: bool
+    inputs: InputRequest
+    sites_level: str
+    dtype: torch.dtype
+    store: CaptureStore
+    as_json: bool
+    max_new_tokens: int = 0
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 backend_option = click.option(
     "--backend",
     type=click.Choice(["auto", *(str(backend) for backend in Backend)]),
     default="auto",
     show_default=True,
-    help="The device.",
+    help="Backend that computes; auto takes the best one on this machine.",
 )
-_target_name_option = click.option(
-    "--target",
-    default="builtin",
-    show_default=True,
-    metavar="builtin|reference|PATH.py:NAME|package.module:NAME|nxdi:…|traced:FILE",
-    help="The implementation to run: mm2's own, a port's class, nxdi: and a class on neuronx-distributed-inference, "
-    "or what mm2-test trace wrote. Code in what you name is executed.",
+target_option = stack_options(
+    click.option(
+        "--target",
+        default="builtin",
+        show_default=True,
+        metavar="builtin|reference|PATH.py:NAME|package.module:NAME|nxdi:…|traced:FILE",
+        help="Implementation to run: mm2's own layer, a port's class, nxdi: and a class on "
+        "neuronx-distributed-inference, or a file of mm2-test trace. Its code is executed.",
+    ),
+    # A port may never end.
+    click.option(
+        "--layer-timeout",
+        type=click.FloatRange(min=0),
+        default=LAYER_TIMEOUT_S,
+        show_default=True,
+        metavar="SECONDS",
+        expose_value=False,
+        callback=lambda _, __, timeout_s: limit_layers(timeout_s),
+        help="Longest time for one pass through a layer in seconds, compiling included; 0 for no limit.",
+    ),
 )
-# A port may never end.
-_layer_timeout_option = click.option(
-    "--layer-timeout",
-    type=click.FloatRange(min=0),
-    default=LAYER_TIMEOUT_S,
-    show_default=True,
-    metavar="SECONDS",
-    expose_value=False,
-    callback=lambda _, __, timeout_s: limit_layers(timeout_s),
-    help="Longest time for one pass through a layer, compiling included; 0 for no limit.",
-)
-target_option = stack_options(_target_name_option, _layer_timeout_option)
 prefetch_option = click.option(
     "--prefetch/--no-prefetch",
     default=None,
-    help="Fetch the next layer from the disk while one runs; by default where memory holds it.",
-)
-device_options = stack_options(
-    model_option,
-    click.option(
-        "--golden",
-        type=click.Path(path_type=Path),
-        help="Golden capture: its inputs are used, and it judges.",
-    ),
-    target_option,
-    backend_option,
-    rank_options,
-    click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
-    prefetch_option,
-    memory_budget_option,
-    click.option(
-        "--decode",
-        "decode_rows",
-        type=click.IntRange(min=0),
-        default=0,
-        metavar="N",
-        help="Compute the last N rows of each prompt one at a time, from the keys and values of those before them.",
-    ),
-    click.option(
-        "--check-capture",
-        is_flag=True,
-        help="Run every layer once more with nothing recorded, and tell whether recording changes its output.",
-    ),
-    click.option(
-        "--profile",
-        is_flag=True,
-        help="Tell where the time of every layer goes, as a table and a trace file in the capture directory.",
-    ),
-    click.option("--skip-compile", is_flag=True, help="Load the saved run instead of compiling and running."),
-    criteria_options,
-    input_options,
-    run_options,
-    store_options,
-    output_options,
+    help="Read the next layer from the disk while one runs. Default: on where memory holds both.",
 )
 
 
-def read_inputs(options: Mapping[str, Any], folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
-    """The token rows of a run: the golden's own, else what the input options say.
+def _device_options(*further: Decorator) -> Decorator:
+    # Whatever groups options comes after `rank_options`: rank 0 alone reads them, and tells of an error.
+    return stack_options(
+        model_option,
+        click.option(
+            "--golden",
+            type=click.Path(path_type=Path),
+            help="Golden capture: gives the inputs, and judges the run. Default: none.",
+        ),
+        target_option,
+        backend_option,
+        rank_options,
+        *further,
+        click.option("--random-input", is_flag=True, help="Feed the first layer random hidden states."),
+        prefetch_option,
+        memory_budget_option,
+        click.option(
+            "--decode",
+            "decode_rows",
+            type=click.IntRange(min=0),
+            default=0,
+            metavar="N",
+            help="Compute the last N rows of each prompt one at a time, from the cached keys and values. Default: 0.",
+        ),
+        click.option(
+            "--check-capture",
+            is_flag=True,
+            help="Run every layer once more with nothing recorded, and report whether recording changes its output.",
+        ),
+        click.option(
+            "--profile",
+            is_flag=True,
+            help="Report the time and memory of every layer, as a table and a trace file in the capture directory.",
+        ),
+        click.option(
+            "--skip-compile", is_flag=True, help="Load the saved run instead of compiling and running."
+        ),
+        criteria_options,
+        input_options,
+        run_options,
+        store_options,
+        output_options,
+        grouped_as("options", DeviceOptions),
+    )
+
+
+device_options = _device_options()
+span_device_options = _device_options(span_options)
+
+
+def read_inputs(request: InputRequest, folder: Path, spec: ModelSpec, golden: Capture | None) -> Inputs:
+    """Read the golden's token rows, or build those that were asked for.
 
     Raises:
         UsageError: Both were given.
         CaptureError: The golden's inputs cannot be read.
     """
-    request = read_input_request(dict(options))
     if golden is None:
         return build_inputs(request, folder=folder, spec=spec)
     if request != InputRequest(seed=request.seed):
         raise UsageError(
-            "the golden's own inputs are run: options that choose others cannot be given beside --golden",
+            "--golden gives the token rows: no other option may choose them",
             next_step="Leave out --prompt, --input-ids, --seq-len and so on, or capture a golden with them.",
         )
     return golden.read_inputs()

@@ -14,6 +14,7 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.dumps.capture import ForeignCapture
+from minimax_tools.json_codec import encode
 from minimax_tools.model.sites import SITE_LEVELS, Site
 from reports.canvas import Canvas, Column, Row
 from reports.contents import LayerContents, SiteContents, measure_contents, read_contents
@@ -56,7 +57,7 @@ def capture_record(source: CaptureSource, inspection: CaptureInspection | None =
     return {
         "directory": str(source.directory),
         "complete": source.manifest.is_complete if isinstance(source, Capture) else None,
-        "description": to_json(description.as_json()) if description else None,
+        "description": to_json(encode(description)) if description else None,
         "observed_dtypes": dict(_observed_dtypes(source)),
         "certificate": _certificate_record(source),
         "inspection": None if inspection is None else to_json(asdict(inspection)),
@@ -211,7 +212,7 @@ def _word_digests(capture: Capture, inspection: CaptureInspection | None) -> str
 
 def _certificate_record(source: CaptureSource) -> Any:
     certificate = source.manifest.certificate if isinstance(source, Capture) else None
-    return None if certificate is None else certificate.as_json()
+    return None if certificate is None else encode(certificate)
 
 
 def _ranks(options: Mapping[str, Any]) -> str:

@@ -1,14 +1,13 @@
-"""The drift of chains of layers in right ports, for which compare/chains/chain_limits.py leaves room.
+"""The drift of right ports in chains of layers: compare/chains/chain_limits.py leaves room for it.
 
-Right ports run in chains from the golden's input at every layer, on synthetic models of several seeds and
-shapes. For each length of a chain it prints the largest of each part of the error, in the unit of
-`compare.chains.chain_noise`, and how much of the output that unit is; the limits are twice the figures that the default
-settings gave. `--json` prints one object.
+Right ports run in chains that begin with the golden's input at each layer, on synthetic models of several seeds
+and shapes. For each length of a chain, the benchmark prints the largest of each part of the error. The unit is that of
+`compare.chains.chain_noise`; its share of the output is printed too. The limits are twice the figures of
+the default settings.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from clean_ports import EXAMPLES
 from clean_ports import SHAPES as CLEAN_SHAPES
-from cpu_golden import capture_cpu_golden
-from figures import Figure, print_figures
+from cpu_golden import capture_cpu_golden, write_model
+from figures import Figure, benchmark_parser, print_figures
+from port_runs import EXAMPLES
 
 from compare.chains.chain_limits import LONGEST_CHAIN, chain_limits
 from compare.chains.chain_noise import PARTS, ChainError, measure_error, measure_unit
@@ -28,8 +27,6 @@ from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from minimax_tools.model.spec import ModelSpec
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 from neuron.devices.runtime import open_runtime
@@ -50,7 +47,7 @@ SHAPES = {
     "wide": replace(CLEAN_SHAPES["wide"], num_hidden_layers=12),
 }
 LENGTHS = (96, 61, 7)
-# Targets and the backends they run on; the reference layer gives bit for bit what the device layer gives on the CPU.
+# Targets and their backends. The reference layer is left out: on the CPU it equals the device layer bit for bit.
 PORTS = (
     ("builtin", "cpu"),
     *((f"{EXAMPLES / 'transformers_port.py'}:{name}", "cpu") for name in ("Eager", "EagerExperts")),
@@ -59,21 +56,12 @@ PORTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One synthetic model, run in one dtype."""
-
-    shape: str
-    seed: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class ChainEnd:
     """The end of one chain.
 
     Args:
-        length: Its number of layers.
-        error: In the unit.
+        length: Number of layers.
+        error: Error of the last output, in the unit.
         unit: The unit, relative to the output.
     """
 
@@ -84,29 +72,40 @@ class Measured:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: %(default)s)")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="models (default: all)"
     )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--every", type=int, default=1, help="begin a chain at every such layer")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="dtype of the runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        help="begin a chain at each multiple of this layer (default: %(default)s)",
+    )
     arguments = parser.parse_args()
     dtype: torch.dtype = getattr(torch, arguments.dtype)
-    ends: list[Measured] = []
+    ends: list[ChainEnd] = []
     for shape in arguments.shapes:
         for seed in range(arguments.seeds):
-            setting = Setting(shape=shape, seed=seed, dtype=dtype)
-            found = list(measure(setting, every=arguments.every))
+            found = list(measure(shape, seed=seed, dtype=dtype, every=arguments.every))
             ends += found
-            worst = max(end.error.excess(chain_limits(end.length, setting.dtype)) for end in found)
-            print(f"{setting}: {len(found)} ends, at most {worst:.2f} of their limits", file=sys.stderr)
+            worst = max(end.error.excess(chain_limits(end.length, dtype)) for end in found)
+            print(
+                f"{shape}, seed {seed}, {dtype}: {len(found)} ends, at most {worst:.2f} of their limits",
+                file=sys.stderr,
+            )
     return print_figures("chained_ends", list(figures(ends, dtype)), as_json=arguments.json)
 
 
-def figures(ends: list[Measured], dtype: torch.dtype) -> Iterator[Figure]:
-    """The largest errors by length, the unit, and how many ends would be false alarms."""
+def figures(ends: list[ChainEnd], dtype: torch.dtype) -> Iterator[Figure]:
+    """Yield the largest errors by length, the unit, and the number of false alarms."""
     for length in sorted({end.length for end in ends}):
         of_length = [end for end in ends if end.length == length]
         limits = chain_limits(length, dtype)
@@ -120,35 +119,30 @@ def figures(ends: list[Measured], dtype: torch.dtype) -> Iterator[Figure]:
 
 
 def measure(
-    setting: Setting, *, every: int, ports: tuple[tuple[str, str], ...] = PORTS
-) -> Iterator[Measured]:
-    """The ends of chains of right ports on one model, after each of their layers.
+    shape: str, *, seed: int, dtype: torch.dtype, every: int, ports: tuple[tuple[str, str], ...] = PORTS
+) -> Iterator[ChainEnd]:
+    """Yield the ends of chains of right ports on one synthetic model, after each of their layers.
 
     Args:
-        setting: The model.
-        every: A chain begins at every such layer.
+        shape: Name of the model in `SHAPES`.
+        seed: Seed of weights and tokens.
+        dtype: Dtype of the runs.
+        every: A chain begins at each multiple of this layer.
         ports: Targets and their backends.
     """
     with tempfile.TemporaryDirectory(prefix="mm2-chains-") as scratch:
         folder = Path(scratch) / "model"
-        synthesize(
-            folder,
-            model=SHAPES[setting.shape],
-            dtype=torch.float8_e4m3fn,
-            shard_size_bytes=None,
-            seed=setting.seed,
-        )
-        spec = ModelSpec.from_folder(folder)
+        spec = write_model(folder, SHAPES[shape], seed=seed)
         golden = capture_cpu_golden(
             folder,
             Path(scratch) / "golden",
-            rows=InputRequest(seq_lens=LENGTHS, seed=setting.seed),
+            rows=InputRequest(seq_lens=LENGTHS, seed=seed),
             sites_level="layer",
-            noise_floor="stats" if setting.dtype is torch.bfloat16 else "off",
-            dtype=setting.dtype,
+            noise_floor="stats" if dtype is torch.bfloat16 else "off",
+            dtype=dtype,
         )
         for port, backend in ports:
-            request = ChainRequest(spec=spec, golden=golden, target=find_target(port), dtype=setting.dtype)
+            request = ChainRequest(spec=spec, golden=golden, target=find_target(port), dtype=dtype)
             with (
                 open_runtime(backend) as runtime,
                 CheckpointReader(folder) as reader,
@@ -158,14 +152,14 @@ def measure(
                     yield from _measure_chain(golden, runner, start)
 
 
-def _measure_chain(golden: Capture, runner: ChainRunner, start: int) -> Iterator[Measured]:
+def _measure_chain(golden: Capture, runner: ChainRunner, start: int) -> Iterator[ChainEnd]:
     batch = Batch.of(golden, golden)
     stop = min(start + LONGEST_CHAIN, len(golden.layers))
     for layer, output in runner.run_layers(Span(start, stop)):
         unit = measure_unit(golden, Span(start, layer + 1), batch=batch, layer_error=5e-6)
         reference = batch.rows(golden.read(layer, Site.OUTPUT), Site.OUTPUT)
         error = measure_error(reference, batch.rows(output, Site.OUTPUT), unit)
-        yield Measured(length=layer + 1 - start, error=error, unit=unit.relative)
+        yield ChainEnd(length=layer + 1 - start, error=error, unit=unit.relative)
 
 
 if __name__ == "__main__":

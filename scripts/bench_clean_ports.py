@@ -1,19 +1,17 @@
-"""Ports that are right, judged: any verdict but `pass` is a false alarm, printed with its blame.
+"""Right ports, judged: each verdict but `pass` is a false alarm, printed with its blame.
 
-The limits come from clean ports too (scripts/calibrate.py): run this on other seeds and prompts than it ran on.
+The limits come from right ports too (scripts/calibrate.py): choose other seeds and prompts than it ran on.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from calibrate import parse_lengths
-from clean_ports import GOLDENS, SHAPES, Bench, Setting, clean_ports
-from figures import Figure, print_figures
+from clean_ports import SHAPES, CleanModel, clean_ports, combine_settings, parse_lengths
+from figures import Figure, benchmark_parser, print_figures
 
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
@@ -21,8 +19,8 @@ from compare.sides.golden_weights import CheckpointWeights
 from minimax_tools.results.results import Comparison, SiteResult, Verdict
 
 
-class Tally:
-    """What many comparisons of one kind of clean port came to."""
+class CleanTally:
+    """Results of many comparisons of one kind of right port."""
 
     def __init__(self) -> None:
         self._comparisons: list[Comparison] = []
@@ -32,7 +30,7 @@ class Tally:
         self._comparisons.append(comparison)
 
     def figures(self, name: str) -> list[Figure]:
-        """How near its limits the port came, and the false alarms."""
+        """Return the distance of the port to its limits, and its false alarms."""
         sites: list[SiteResult] = [site for one in self._comparisons for site in one.sites]
         routing = [site.routing for site in sites if site.routing is not None]
         flipped = sum(one.num_flipped for one in routing) / max(sum(one.num_tokens for one in routing), 1)
@@ -54,40 +52,48 @@ class Tally:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = benchmark_parser(__doc__)
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[10, 11, 12],
+        help="seeds of weights and prompts (default: 10 11 12)",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[10, 11, 12])
     parser.add_argument(
         "--shapes",
         nargs="+",
         default=["toy", "wide"],
-        help=f"Of synthetic models ({', '.join(SHAPES)}), and folders of trained ones.",
+        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
     )
-    parser.add_argument("--lengths", type=parse_lengths, default=(96, 61, 7))
-    parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
-    parser.add_argument("--tp-degrees", nargs="*", type=int, default=[])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--lengths", type=parse_lengths, default=(96, 61, 7), help="tokens of the prompts (default: 96,61,7)"
+    )
+    parser.add_argument(
+        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
+    )
+    parser.add_argument(
+        "--tp-degrees",
+        nargs="*",
+        type=int,
+        default=[],
+        help="numbers of ranks that share mm2's layer (default: none)",
+    )
     arguments = parser.parse_args()
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
-    tally: dict[str, Tally] = defaultdict(Tally)
-    settings = [
-        Setting(shape=shape, seed=seed, lengths=arguments.lengths, attention=attention, experts=experts)
-        for shape in arguments.shapes
-        for seed in arguments.seeds
-        for attention, experts in GOLDENS
-    ]
+    tally: dict[str, CleanTally] = defaultdict(CleanTally)
+    settings = combine_settings(arguments.shapes, arguments.seeds, [arguments.lengths])
     for setting in settings:
         with tempfile.TemporaryDirectory() as scratch:
-            bench = Bench.build(setting, Path(scratch))
-            for port, mode, run in bench.run_ports(ports, Path(scratch) / "run"):
+            clean = CleanModel.build(setting, Path(scratch))
+            for port, mode, run in clean.run_ports(ports, Path(scratch) / "run"):
                 comparison = compare_captures(
-                    bench.golden,
+                    clean.golden,
                     run,
                     criteria=criteria,
                     layer_pattern="layer_*",
-                    weights=CheckpointWeights(model=str(bench.folder)),
+                    weights=CheckpointWeights(model=str(clean.folder)),
                 )
                 tally[f"{port}, {mode}"].add(comparison)
                 print(f"{setting}: {port}, {mode}: {comparison.verdict} {comparison.blame}", file=sys.stderr)

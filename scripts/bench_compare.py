@@ -1,16 +1,17 @@
-"""How fast two captures are compared, and in how much memory.
+"""Time and memory of comparing two captures.
 
-`seed_over_ours` holds the seeds' `compute_difference_metrics`, written with torch, against mm2's figures of a pair,
-over every site of the same two captures, which lie in memory; medians are left out on both sides. With medians, in
-`seed_over_ours_with_medians`, the seeds have two and mm2 one. Polygraphy's simple comparison runs beside them where
-it is installed (`pip install polygraphy`). The rounds alternate; figures are medians of their ratios.
-`share_of_memory_bandwidth` is the rate at which mm2 reads the pair, of that at which a copy of 1 GiB reads and
-writes. `peak_of_16_layers_over_2` is the whole command's anonymous memory, which must not grow with a capture.
+- `seed_over_ours`: time of the seeds' `compute_difference_metrics` (torch) over the time of mm2's figures of a pair.
+  Both read all sites of the same two captures from memory, and leave medians out.
+- `seed_over_ours_with_medians`: the same with medians, two in the seeds and one in mm2.
+- `polygraphy_over_ours_with_medians`: Polygraphy's simple comparison, where it is installed.
+- `share_of_memory_bandwidth`: rate at which mm2 reads the pair, over that of a copy of 1 GiB.
+- `peak_of_16_layers_over_2`: anonymous memory of the whole command, which must not grow with a capture.
+
+The rounds alternate. Each figure is the median of their ratios.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -20,14 +21,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from cpu_golden import capture_cpu_golden
-from figures import Figure, print_figures
+from cpu_golden import capture_cpu_golden, write_model
+from figures import Figure, benchmark_parser, print_figures
 from peaks import watch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.metrics.pair_metrics import compare_tensors, sample_centres, sum_pair
 from minimax_tools.metrics.pair_sums import PairSums, Tolerance
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 
@@ -42,27 +42,25 @@ SCALES = {
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = benchmark_parser(__doc__)
+    parser.add_argument(
+        "--scale", choices=list(SCALES), default="full", help="size of the captures (default: %(default)s)"
     )
-    parser.add_argument("--scale", choices=list(SCALES), default="full")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     figures = [*measure_speed(arguments.scale), *measure_memory(arguments.scale)]
     return print_figures("compare", figures, as_json=arguments.json)
 
 
 def measure_speed(scale: str) -> Iterator[Figure]:
-    """The ratios to other comparisons, over all sites of two goldens of different implementations."""
+    """Yield the ratios to other comparisons, over all sites of two goldens of different implementations."""
     model, lengths, num_rounds = SCALES[scale]
     with tempfile.TemporaryDirectory() as folder:
-        synthesize(Path(folder, "model"), model=model, dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+        write_model(Path(folder, "model"), model, dtype=torch.bfloat16)
         captures = [
             capture_cpu_golden(
                 Path(folder, "model"),
                 Path(folder, name),
                 rows=InputRequest(seq_lens=lengths),
-                sites_level="all",
                 noise_floor="off",
                 attention=name,
                 experts=experts,
@@ -97,22 +95,15 @@ def measure_speed(scale: str) -> Iterator[Figure]:
 
 
 def measure_memory(scale: str) -> Iterator[Figure]:
-    """The peak of the whole command on a capture of many layers, over that of one of few."""
+    """Yield the peak of the whole command on a capture of 16 layers, over its peak on one of 2."""
     lengths = SCALES[scale][1]
     with tempfile.TemporaryDirectory() as folder:
         peaks = {}
         for num_layers in (2, 16):
             model, golden = Path(folder, f"model-{num_layers}"), Path(folder, f"golden-{num_layers}")
-            synthesize(
-                model,
-                model=SyntheticModel(num_hidden_layers=num_layers, hidden_size=512),
-                dtype=torch.bfloat16,
-                shard_size_bytes=None,
-                seed=0,
-            )
-            capture_cpu_golden(
-                model, golden, rows=InputRequest(seq_lens=lengths), sites_level="all", noise_floor="full"
-            )
+            small = SyntheticModel(num_hidden_layers=num_layers, hidden_size=512)
+            write_model(model, small, dtype=torch.bfloat16)
+            capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=lengths), noise_floor="full")
             words = ["--gpu-path", str(golden), "--neuron-path", str(golden), "--quiet"]
             watched = watch([sys.executable, "-m", "compare.cli", *words])
             assert watched.exit_code == 0, f"a golden differs from itself: exit code {watched.exit_code}"
@@ -121,7 +112,7 @@ def measure_memory(scale: str) -> Iterator[Figure]:
 
 
 def read_pairs(reference: Capture, target: Capture) -> Iterator[Pair]:
-    """Every site of two captures that holds numbers."""
+    """Yield both values of each floating-point site of two captures."""
     for layer in reference.layers:
         for site in reference.sites(layer):
             pair = reference.read(layer, site).contiguous(), target.read(layer, site).contiguous()
@@ -130,14 +121,14 @@ def read_pairs(reference: Capture, target: Capture) -> Iterator[Pair]:
 
 
 def sums_without_median(reference: torch.Tensor, target: torch.Tensor) -> object:
-    """All that mm2's figures of a pair follow from, but the median."""
+    """Compute the sums behind mm2's figures of a pair, without the median."""
     mine, theirs = reference.reshape(-1), target.reshape(-1)
     centres, tolerance = sample_centres(mine, theirs), Tolerance(rtol=RTOL, atol=ATOL)
     return sum_pair(mine, theirs, begin=lambda: PairSums(tolerance, centres))
 
 
 def seed_figures(reference: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-    """The figures of the seeds' script, in float32 over whole tensors, without its two medians."""
+    """Compute the figures of the seeds' script, in float32 over whole tensors, without its two medians."""
     mine, theirs = reference.float(), target.float()
     distance = (mine - theirs).abs()
     relative = distance / (mine.abs() + 1e-8)
@@ -158,14 +149,14 @@ def seed_figures(reference: torch.Tensor, target: torch.Tensor) -> dict[str, Any
 
 
 def seed_medians(reference: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """The medians of the seeds' script, of absolute and of relative differences."""
+    """Compute the medians of the seeds' script, of absolute and of relative differences."""
     mine = reference.float()
     distance = (mine - target.float()).abs()
     return float(distance.median()), float((distance / (mine.abs() + 1e-8)).median())
 
 
 def find_polygraphy() -> Callable[[torch.Tensor, torch.Tensor], object] | None:
-    """Polygraphy's simple comparison of two outputs; None where it is not installed."""
+    """Return Polygraphy's simple comparison of two outputs; None where it is not installed."""
     try:
         from polygraphy.comparator import IterationResult, SimpleCompareFunc
         from polygraphy.logger import G_LOGGER
@@ -183,7 +174,7 @@ def find_polygraphy() -> Callable[[torch.Tensor, torch.Tensor], object] | None:
 
 
 def time_way(way: Callable[[torch.Tensor, torch.Tensor], object], pairs: list[Pair]) -> float:
-    """Seconds for all pairs."""
+    """Measure the seconds for all pairs."""
     began = time.perf_counter()
     for reference, target in pairs:
         way(reference, target)
@@ -191,7 +182,7 @@ def time_way(way: Callable[[torch.Tensor, torch.Tensor], object], pairs: list[Pa
 
 
 def time_copy() -> float:
-    """Seconds that a copy takes to read 1 GiB, and to write it elsewhere."""
+    """Measure the seconds that a copy of 1 GiB takes."""
     source = torch.ones(2**28)
     sink = torch.empty_like(source).copy_(source)
     began = time.perf_counter()

@@ -1,33 +1,35 @@
-"""Counts the damaged captures that mm2 judges as if they were whole.
+"""Damaged captures that mm2 judges as if they were whole.
 
-A golden and a device run of a right port are damaged in every way that `damage.damages` lists: twins, floors, values
-and inputs, with and without new digests in the manifest, of goldens that are certified or not, and of such as an older
-mm2 wrote. `false_passes` ended in exit code 0, `blamed_ports` in 1. Each should end in 3, and name the capture, the
-file and the place where the damage was not hidden by new digests. `refused_whole` are whole captures that were refused.
-One bit of a twin of an older golden without a certificate is left out: nothing tells of it.
+A golden and a device run of a right port are damaged in each way of `damage.damages`: twins, floors, values and
+inputs, with and without new digests in the manifest. The golden is certified or not, of this mm2 or of an older one.
+
+- `false_passes`: comparisons that ended in exit code 0. Each should end in 3.
+- `blamed_ports`: comparisons that ended in exit code 1.
+- `damage_not_named`: refusals that do not name capture, file and place, although no new digest hides the damage.
+- `refused_whole`: whole captures that were refused.
+
+One bit of a twin of an older golden without a certificate is left out: nothing can show it.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 from damage.damages import DAMAGES
 from damage.scene import STATES, open_scene
-from faults.joined import PASSED, TRIED
-from figures import Figure, print_figures
+from faults.pass_tally import PASSED, TRIED
+from figures import Figure, benchmark_parser, print_figures
 
 
 def main() -> int:
     """Damage, compare and print; the exit code is 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = benchmark_parser(__doc__)
+    parser.add_argument(
+        "--states", nargs="+", choices=STATES, default=STATES, help="states of the golden (default: all)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES, help="of the golden")
-    parser.add_argument("--damages", nargs="*", metavar="NAME", help="these alone; all by default")
+    parser.add_argument("--damages", nargs="*", metavar="NAME", help="damages (default: all)")
     arguments = parser.parse_args()
     codes, refused_whole, num_unnamed = [], 0, 0
     with tempfile.TemporaryDirectory(prefix="mm2-damage-") as folder, open_scene(Path(folder)) as scene:
@@ -41,7 +43,7 @@ def main() -> int:
                     continue
                 outcome = scene.judge(state, damage, scratch)
                 codes.append(outcome.exit_code)
-                # Of an older golden whole files are refused, or what stands on them.
+                # An older golden has no digests of tensors: the refusal names the file at most.
                 is_named = state.startswith("old") or all(
                     word in " ".join(outcome.text.split()) for word in damage.named
                 )

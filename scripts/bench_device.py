@@ -1,10 +1,10 @@
-"""The device side: graphs and time of a sweep, regrouping against a plain copy, and how many runs a bisection takes.
+"""The device side: sweeps, regrouping of experts, and bisections.
 
-| group | what it measures |
+| group | measures |
 |---|---|
-| sweeping | graphs of 62 layers, compiles after the first, and a sweep's time over a bare loop's |
-| regrouping | experts into grouped storage over a plain copy of as many bytes, and the memory that takes |
-| bisection | runs that find one wrong layer of 62, and three |
+| sweeping | graphs of 62 layers, compiles after the first, and the time of a sweep over that of a bare loop |
+| regrouping | time of copying experts into grouped storage over that of a plain copy, and its memory |
+| bisection | number of runs that find one wrong layer of 62, and three |
 
 Exit code 1 where a goal is missed, 2 for wrong usage, 3 where it could not run.
 """
@@ -12,19 +12,15 @@ Exit code 1 where a goal is missed, 2 for wrong usage, 3 where it could not run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from groups import GroupedBenchmark
 
-# Each group is the file of its name in device/, and gives these figures and some beside them.
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "sweeping": ("graphs_for_62_layers", "compiles_after_first_layer", "sweep_over_bare"),
-        "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),
-        "bisection": ("bisect_runs_62", "bisect_found_of_three", "bisect_runs_62_clean"),
-    }
-)
+# A group is the file of its name in device/; it yields these figures and some beside them.
+GROUPS = {
+    "sweeping": ("graphs_for_62_layers", "compiles_after_first_layer", "sweep_over_bare"),
+    "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),
+    "bisection": ("bisect_runs_62", "bisect_found_of_three", "bisect_runs_62_clean"),
+}
 BENCHMARK = GroupedBenchmark(name="device", description=__doc__, groups=GROUPS)
 
 if __name__ == "__main__":

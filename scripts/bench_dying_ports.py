@@ -1,12 +1,11 @@
-"""Ports that exit, abort, crash or never end, run by every command that runs a port without a golden.
+"""Ports that exit, abort, crash or never end, run by each command that runs a port without a golden.
 
-None of their ends may read as a pass (exit code 0) or as a port that differs (1). The error must name the target and
-the layer, and the layers before it must be kept. Takes about five minutes on two cores.
+No such end may read as a pass (exit code 0) or as a port that differs (1). The error must name target and layer, and
+the layers before it must be stored. Takes about five minutes on two cores.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -16,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cpu_golden import write_model
 from faults.deaths import DEATHS, LAYER, Death
-from faults.joined import PASSED, TRIED
-from figures import Figure, print_figures
+from faults.pass_tally import PASSED, TRIED
+from figures import Figure, benchmark_parser, print_figures
 
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
 _LAYER_TIMEOUT_S = 5
+_SMALL_MODEL = SyntheticModel(
+    hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, vocab_size=512
+)
 _CAPTURING = {
     "multi-layer": ("--layers", f"0:{LAYER + 1}", "--backend", "cpu", "--seq-len", "12,7"),
     "full": ("--backend", "cpu", "--seq-len", "12,7"),
@@ -40,12 +42,12 @@ class _Run:
     """A command that ran a dying port.
 
     Args:
-        command: As in "multi-layer".
-        death: How the port died.
-        exit_code: What the command said by it.
-        says_pass: Whether its output claims one.
+        command: Command of `mm2-test`.
+        death: Death of the port.
+        exit_code: Exit code of the command.
+        says_pass: Whether its output claims a pass.
         is_named: Whether the error names the target, the layer and what came last.
-        keeps_layers: Whether the layers before are stored; None where none ran, or nothing is stored.
+        keeps_layers: Whether the layers before are stored; None where none ran, or the command stores nothing.
     """
 
     command: str
@@ -57,18 +59,23 @@ class _Run:
 
 
 def main() -> int:
-    """Run all and print the figures; each miss goes to standard error."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Run all and print the figures; misses go to standard error."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument(
+        "--commands",
+        nargs="+",
+        choices=_COMMANDS,
+        default=list(_COMMANDS),
+        help="commands of mm2-test (default: all)",
     )
-    parser.add_argument("--commands", nargs="+", choices=_COMMANDS, default=list(_COMMANDS))
-    parser.add_argument("--deaths", nargs="+", choices=[death.name for death in DEATHS])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--deaths", nargs="+", choices=[death.name for death in DEATHS], help="deaths (default: all)"
+    )
     arguments = parser.parse_args()
     deaths = [death for death in DEATHS if arguments.deaths is None or death.name in arguments.deaths]
     with tempfile.TemporaryDirectory(prefix="mm2-dying-") as folder:
         model = Path(folder) / "model"
-        synthesize(model, model=_small_model(), dtype=torch.bfloat16, shard_size_bytes=None, seed=0)
+        write_model(model, _SMALL_MODEL, dtype=torch.bfloat16)
         runs = [
             _run(command, death, model=model, folder=Path(folder))
             for command in arguments.commands
@@ -81,7 +88,7 @@ def main() -> int:
 
 
 def give_figures(runs: list[_Run]) -> list[Figure]:
-    """The figures of the runs."""
+    """Return the figures of the runs."""
     kept = [run.keeps_layers for run in runs if run.keeps_layers is not None]
     figures = [
         Figure.plain(TRIED, len(runs)),
@@ -92,12 +99,6 @@ def give_figures(runs: list[_Run]) -> list[Figure]:
     if kept:
         figures.append(Figure.at_least("layers_kept", sum(kept) / len(kept), 1.0))
     return figures
-
-
-def _small_model() -> SyntheticModel:
-    return SyntheticModel(
-        hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, vocab_size=512
-    )
 
 
 def _run(command: str, death: Death, *, model: Path, folder: Path) -> _Run:

@@ -1,11 +1,10 @@
-"""How many planted mistakes mm2 finds and places, how often it cries wolf, and what other tools' rules say of the same.
+"""Planted mistakes that mm2 finds and places, its false alarms, and the answers of other tools' rules.
 
-Mistakes that real ports had, and others, are planted in a plain PyTorch port, in early, middle and last layers, in all
-rows or in decoded rows alone; each port goes through the device runner against a golden of a synthetic model, and of
-every model that `--model` names, which was trained and brings text that it never saw. It is judged with all sites
-shown and by its output alone, and in chained runs of the whole model as other tools dump them. Beside them run ports
-that are right, and changes that are no mistakes. An effect is what a mistake changes in float32, over what BF16 costs
-the golden at the same site.
+- Mistakes of real ports, and others, are planted in a plain PyTorch port: in early, middle and last layers, in all
+  rows or in decoded rows alone. Right ports, and changes that are no mistakes, run beside them.
+- Ports run against goldens of synthetic models, and of the trained models of `--model`, on text that these never saw.
+- Each run is judged with all sites shown, by its output alone, and chained as other tools dump a whole model.
+- The effect of a mistake is its change in float32, over the noise floor of the golden at the same site.
 
     python scripts/bench_faults.py --model models/a models/b --no-synthetic --journal runs.jsonl --json
 """
@@ -20,34 +19,30 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from faults.cases import Case
+from faults.cases import Case, DumpCase
 from faults.curve import give_curve_figures, render_curve, trace_operating_curve
-from faults.dump_cases import DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump
 from faults.dump_tally import dump_misses, give_dump_figures
-from faults.joined import Joined
-from faults.journal import AnyCase, Journal
-from faults.learned import LearnedModel
-from faults.model_plan import name_left_out, plan_part_on_model
-from faults.pass_tally import give_pass_figures
-from faults.plan import PARTS, AnyRun, plan_part, plan_quickly
+from faults.journal import AnyCase, RunJournal
+from faults.pass_tally import Joined, give_pass_figures
+from faults.plan import PARTS, AnyRun, name_left_out, plan_part, plan_part_on_model, plan_quickly
 from faults.planted import PLANTS, choose_plants
 from faults.runs import carry_out
-from faults.scene import Scene, open_scene
+from faults.scene import Scene, TrainedModel, open_scene
 from faults.table import render_table
 from faults.tally import give_figures, misses
-from figures import print_figures
+from figures import benchmark_parser, print_figures
 
 from minimax_tools.errors import Mm2Error
 from neuron.devices.runtime import open_runtime
 
 
 def main() -> int:
-    """Run what the journal lacks, and print; the exit code is 1 where a goal is missed, 3 if it could not run."""
+    """Run what the journal lacks, and print; the exit code is 1 where a goal is missed, 3 where it could not run."""
     arguments = _parse_arguments()
     try:
         joined = [Joined.read(path) for path in arguments.join]
-        found = run_all(list(_plan(arguments)), journal=Journal(arguments.journal))
+        found = run_all(list(_plan(arguments)), journal=RunJournal(arguments.journal))
     except Mm2Error as error:
         print(f"Error: {error}", file=sys.stderr)
         return 3
@@ -57,36 +52,32 @@ def main() -> int:
     if arguments.table:
         print(render_table(cases))
         return 0
-    figures = [
-        *give_figures(cases),
-        *give_dump_figures(dumps),
-        *give_pass_figures(cases, dumps, joined),
-    ]
+    figures = [*give_figures(cases), *give_dump_figures(dumps), *give_pass_figures(cases, dumps, joined)]
     if arguments.curve:
         figures += give_curve_figures(trace_operating_curve(cases))
         print(render_curve(cases), file=sys.stderr if arguments.json else sys.stdout)
     return print_figures("faults", figures, as_json=arguments.json)
 
 
-def run_all(plan: Sequence[AnyRun], *, journal: Journal) -> list[AnyCase]:
-    """The cases of all runs, stage by stage and backend by backend, in this process."""
+def run_all(plan: Sequence[AnyRun], *, journal: RunJournal) -> list[AnyCase]:
+    """Return the cases of all runs, which run scene by scene and backend by backend in this process."""
     cases: list[AnyCase] = []
-    for stage, on_stage in itertools.groupby(plan, key=lambda planned: planned.stage):
-        runs = list(on_stage)
+    for request, on_scene in itertools.groupby(plan, key=lambda planned: planned.request):
+        runs = list(on_scene)
         cases += [case for planned in runs for case in journal.find(repr(planned)) or ()]
         pending = [planned for planned in runs if journal.find(repr(planned)) is None]
         if not pending:
             continue
         with (
             tempfile.TemporaryDirectory(prefix="mm2-faults-") as scratch,
-            open_scene(stage, Path(scratch)) as scene,
+            open_scene(request, Path(scratch)) as scene,
         ):
-            cases += _run_stage(pending, scene, journal=journal, directory=Path(scratch) / "run")
+            cases += _run_on_scene(pending, scene, journal=journal, directory=Path(scratch) / "run")
     return cases
 
 
-def _run_stage(
-    pending: Sequence[AnyRun], scene: Scene, *, journal: Journal, directory: Path
+def _run_on_scene(
+    pending: Sequence[AnyRun], scene: Scene, *, journal: RunJournal, directory: Path
 ) -> Iterator[AnyCase]:
     for backend, on_backend in itertools.groupby(pending, key=lambda planned: planned.backend):
         with open_runtime(backend) as runtime:
@@ -129,7 +120,7 @@ def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
                 asks_names=arguments.names,
             )
     for folder in arguments.model:
-        model = LearnedModel.open(folder)
+        model = TrainedModel.open(folder)
         left_out = name_left_out(plants, model)
         if left_out:
             print(f"{model.name} is stored in BF16: left out are {', '.join(left_out)}", file=sys.stderr)
@@ -140,19 +131,14 @@ def _plan(arguments: argparse.Namespace) -> Iterator[AnyRun]:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--table", action="store_true", help="print a table in Markdown instead of the figures"
-    )
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--table", action="store_true", help="print a table in Markdown, not the figures")
     parser.add_argument("--quick", action="store_true", help="a few mistakes on a small model: seconds")
     parser.add_argument(
-        "--mistakes", nargs="*", default=(), metavar="NAME", help="plant these alone; all by default"
+        "--mistakes", nargs="*", default=(), metavar="NAME", help="mistakes to plant (default: all)"
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, help="what to run; all by default"
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run (default: all)"
     )
     parser.add_argument(
         "--model",
@@ -160,24 +146,34 @@ def _parse_arguments() -> argparse.Namespace:
         type=Path,
         default=(),
         metavar="DIR",
-        help="folders of trained models with held_out.txt, on which all parts run too",
+        help="folders of trained models with held_out.txt, on which all parts run too (default: none)",
     )
     parser.add_argument(
         "--synthetic",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="run on synthetic models; --no-synthetic runs on those of --model alone",
+        help="run on synthetic models; --no-synthetic runs on the models of --model alone",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the models that mistakes are planted in")
-    parser.add_argument("--clean-seeds", type=int, default=5, help="models that right ports run on")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the models that mistakes are planted in (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--clean-seeds",
+        type=int,
+        default=5,
+        help="number of models that right ports run on (default: %(default)s)",
+    )
     parser.add_argument(
         "--names",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="ask the diagnosis for the mistake's name, which takes longer than all else",
+        help="ask the diagnosis for the name of the mistake, which takes longer than all else",
     )
     parser.add_argument(
-        "--journal", type=Path, help="a file of finished runs, which a later run goes on with"
+        "--journal", type=Path, help="file of finished runs; a later call goes on from there (default: none)"
     )
     parser.add_argument(
         "--join",
@@ -185,7 +181,7 @@ def _parse_arguments() -> argparse.Namespace:
         type=Path,
         default=(),
         metavar="FILE.json",
-        help="what other benchmarks printed with --json, whose wrong things count in false_passes",
+        help="output of other benchmarks (--json), whose wrong things count in false_passes too",
     )
     parser.add_argument(
         "--curve",

@@ -1,12 +1,13 @@
-"""Loading and streaming against a plain read, `from_pretrained` and accelerate's disk offload, in one run.
+"""Loading and streaming against a plain read, `from_pretrained` and accelerate's disk offload.
 
-Writes a synthetic MiniMax-M2 of 5.05 GB in BF16 (16 layers of 307 MB, 64 experts, 6 shards), and the same in FP8, and
-measures every variant in a process of its own: anonymous memory above what its imports left, seconds from there on,
-ratios between runs that follow each other, medians of several rounds. Packed experts are measured on two layers of
-MiniMax-M2's own size as well. Takes 11 GB of disk and some fifteen minutes;
-exit code 1 where a goal is missed, 3 where it could not run.
+Writes a synthetic MiniMax-M2 of 5.05 GB in BF16 (16 layers of 307 MB, 64 experts, 6 shards), and the same in FP8.
+Each variant runs in a process of its own. Memory is anonymous memory above the imports, and seconds begin after them.
+Ratios are taken between runs that follow each other; figures are medians of several rounds. Packed experts are
+measured on two layers of MiniMax-M2's own size too.
 
-With --full-size DIR also the golden of a checkpoint of the true size, made by scripts/full_size_checkpoint.py.
+Takes 11 GB of disk and about fifteen minutes. Exit code 1 where a goal is missed, 3 where it could not run.
+
+With --full-size DIR it also makes the golden of a checkpoint of the true size (scripts/full_size_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from figures import Figure, print_figures
-from loading.bench import Bench, Checkpoint
+from figures import Figure, benchmark_parser, names_among, print_figures
+from loading.bench import LoadingBench
 from loading.memory import measure_packed, measure_packed_large, measure_peaks
 from loading.models import measure_full_size, measure_split
 from loading.scales import SCALES
@@ -33,135 +34,69 @@ from minimax_tools.synthetic.checkpoint import FP8
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp8": FP8})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+@dataclass(frozen=True, slots=True)
+class FigureGroup:
     """Figures that come from the same runs.
 
     Args:
-        stored: The checkpoint that it needs, of `_DTYPES`; None for none.
-        measure: Runs, and gives the figures.
-        figures: Their names.
+        stored: Name of the checkpoint that the runs need, of `_DTYPES`; None for none.
+        measure: Runs, and yields the figures; takes the bench, and the checkpoint where one is needed.
+        figures: Names of the figures.
     """
 
     stored: str | None
-    measure: Callable[[Bench, Checkpoint | None], Iterator[Figure]]
+    measure: Callable[..., Iterator[Figure]]
     figures: tuple[str, ...]
-
-
-def _on_checkpoint(
-    measure: Callable[[Bench, Checkpoint], Iterator[Figure]],
-) -> Callable[..., Iterator[Figure]]:
-    return measure
-
-
-def _alone(
-    measure: Callable[[Bench], Iterator[Figure]],
-) -> Callable[[Bench, Checkpoint | None], Iterator[Figure]]:
-    return lambda bench, _: measure(bench)
 
 
 def _stream_names(suffix: str) -> tuple[str, ...]:
     names = (
-        "stream_over_bound",
-        "stream_cold_s",
-        "stream_without_reads_s",
-        "raw_cold_read_s",
-        "bytes_read_over_stored",
-        "extra_disk_bytes",
-        "rchar_over_stored",
+        *("stream_over_bound", "stream_cold_s", "stream_without_reads_s", "raw_cold_read_s"),
+        *("bytes_read_over_stored", "extra_disk_bytes", "rchar_over_stored"),
     )
     return tuple(name + suffix for name in names)
 
 
-def _split_names(model_type: str) -> tuple[str, ...]:
-    names = ("peak_anonymous_over_model", "peak_resident_over_model", "load_s", "tokens_per_s")
-    settings = [f"split_{model_type}_low_memory_{setting}" for setting in ("on", "off")]
-    return (
-        *(f"{setting}_{name}" for setting in settings for name in names),
-        f"split_{model_type}_logits_equal",
-    )
+def _split_names(model_type: str) -> Iterator[str]:
+    for setting in ("on", "off"):
+        for name in ("peak_anonymous_over_model", "peak_resident_over_model", "load_s", "tokens_per_s"):
+            yield f"split_{model_type}_low_memory_{setting}_{name}"
+    yield f"split_{model_type}_logits_equal"
 
 
-GROUPS: tuple[Group, ...] = (
-    Group(
-        stored=None,
-        measure=_alone(measure_dequantising),
-        figures=(
-            "fp8_dequantise_gb_per_s",
-            "fp8_dequantise_share_of_memory_bandwidth",
-            "memory_bandwidth_gb_per_s",
-        ),
-    ),
-    Group(
-        stored="bf16",
-        measure=_on_checkpoint(measure_peaks),
-        figures=(
-            "peak_anonymous_over_layer",
-            "peak_anonymous_over_layer_load_pass",
-            "peak_anonymous_over_layer_prefetching",
-            "peak_anonymous_over_layer_golden_whole",
-            "peak_anonymous_over_layer_from_pretrained",
-            "peak_resident_over_layer",
-            "peak_resident_over_layer_from_pretrained",
-            "from_pretrained_load_s",
-            "streamed_capture_equals_whole",
-        ),
-    ),
-    Group(
-        stored="bf16",
-        measure=_on_checkpoint(measure_warm_load),
-        figures=(
-            "warm_load_over_raw_read",
-            "warm_load_gb_per_s",
-            "raw_warm_read_gb_per_s",
-            "raw_warm_read_into_cache_gb_per_s",
-        ),
-    ),
-    Group(
-        stored="bf16",
-        measure=_on_checkpoint(partial(measure_stream, suffix="_bf16")),
-        figures=_stream_names("_bf16"),
-    ),
-    Group(
-        stored="bf16",
-        measure=_on_checkpoint(measure_offload),
-        figures=(
-            "offload_over_stream",
-            "offload_over_stream_warm",
-            "streamed_logits_s",
-            "offload_load_s",
-            "offload_forward_s",
-            "offload_logits_equal_streamed",
-            "extra_disk_gb_of_offload",
-            "peak_anonymous_over_layer_offload",
-            "peak_resident_over_layer_offload",
-        ),
-    ),
-    Group(
-        stored="fp8",
-        measure=_on_checkpoint(measure_packed),
-        figures=(
-            "peak_anonymous_packed_over_small_fp8_layer",
-            "peak_anonymous_over_layer_from_fp8",
-            "packed_capture_equals_eager_whole",
-        ),
-    ),
-    Group(stored="fp8", measure=_on_checkpoint(measure_stream), figures=_stream_names("")),
-    Group(
-        stored="fp8",
-        measure=_on_checkpoint(partial(measure_stream, floor="stats", suffix="_stats")),
-        figures=_stream_names("_stats"),
-    ),
-    Group(
-        stored=None,
-        measure=_alone(measure_packed_large),
-        figures=("peak_anonymous_packed_over_fp8_layer",),
-    ),
-    Group(
-        stored=None,
-        measure=_alone(measure_split),
-        figures=(*_split_names("qwen2"), *_split_names("minimax_m2")),
-    ),
+_DEQUANTISING = (
+    *("fp8_dequantise_gb_per_s", "fp8_dequantise_share_of_memory_bandwidth", "memory_bandwidth_gb_per_s"),
+)
+_PEAKS = (
+    *("peak_anonymous_over_layer", "peak_anonymous_over_layer_load_pass"),
+    *("peak_anonymous_over_layer_prefetching", "peak_anonymous_over_layer_golden_whole"),
+    *("peak_anonymous_over_layer_from_pretrained", "peak_resident_over_layer"),
+    *("peak_resident_over_layer_from_pretrained", "from_pretrained_load_s", "streamed_capture_equals_whole"),
+)
+_WARM_LOAD = (
+    *("warm_load_over_raw_read", "warm_load_gb_per_s"),
+    *("raw_warm_read_gb_per_s", "raw_warm_read_into_cache_gb_per_s"),
+)
+_OFFLOAD = (
+    *("offload_over_stream", "offload_over_stream_warm", "streamed_logits_s", "offload_load_s"),
+    *("offload_forward_s", "offload_logits_equal_streamed", "extra_disk_gb_of_offload"),
+    *("peak_anonymous_over_layer_offload", "peak_resident_over_layer_offload"),
+)
+_PACKED = (
+    *("peak_anonymous_packed_over_small_fp8_layer", "peak_anonymous_over_layer_from_fp8"),
+    "packed_capture_equals_eager_whole",
+)
+GROUPS: tuple[FigureGroup, ...] = (
+    FigureGroup(None, measure_dequantising, _DEQUANTISING),
+    FigureGroup("bf16", measure_peaks, _PEAKS),
+    FigureGroup("bf16", measure_warm_load, _WARM_LOAD),
+    FigureGroup("bf16", partial(measure_stream, suffix="_bf16"), _stream_names("_bf16")),
+    FigureGroup("bf16", measure_offload, _OFFLOAD),
+    FigureGroup("fp8", measure_packed, _PACKED),
+    FigureGroup("fp8", measure_stream, _stream_names("")),
+    FigureGroup("fp8", partial(measure_stream, floor="stats", suffix="_stats"), _stream_names("_stats")),
+    FigureGroup(None, measure_packed_large, ("peak_anonymous_packed_over_fp8_layer",)),
+    FigureGroup(None, measure_split, (*_split_names("qwen2"), *_split_names("minimax_m2"))),
 )
 FULL_SIZE_FIGURES = (
     "full_size_num_layers",
@@ -175,6 +110,7 @@ FULL_SIZE_FIGURES = (
     "full_size_disk_read_over_stored",
     "full_size_capture_gb",
 )
+_KNOWN = {name for group in GROUPS for name in group.figures} | set(FULL_SIZE_FIGURES)
 
 
 def main() -> int:
@@ -184,18 +120,18 @@ def main() -> int:
     if arguments.rounds is not None:
         scale = replace(scale, rounds=arguments.rounds)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        bench = Bench(scratch=Path(scratch), scale=scale, seq_lens=(40, 24))
+        bench = LoadingBench(scratch=Path(scratch), scale=scale, seq_lens=(40, 24))
         figures = list(_measure(bench, arguments))
     return print_figures("loading", figures, as_json=arguments.json)
 
 
-def _measure(bench: Bench, arguments: argparse.Namespace) -> Iterator[Figure]:
+def _measure(bench: LoadingBench, arguments: argparse.Namespace) -> Iterator[Figure]:
     wanted = [group for group in GROUPS if arguments.only is None or arguments.only & set(group.figures)]
     for stored in (None, *_DTYPES):
         groups = [group for group in wanted if group.stored == stored]
         if stored is None:
             for group in groups:
-                yield from group.measure(bench, None)
+                yield from group.measure(bench)
         elif groups:
             with bench.checkpoint(stored, dtype=_DTYPES[stored]) as checkpoint:
                 for group in groups:
@@ -205,32 +141,28 @@ def _measure(bench: Bench, arguments: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--scratch", type=Path, help="folder with 11 GB free (default: the system's)")
     parser.add_argument(
-        "--only", type=_parse_only, metavar="NAME,...", help="measure what gives these figures"
+        "--only",
+        type=names_among(_KNOWN),
+        metavar="NAME,...",
+        help="figures to measure, with those of the same runs (default: all)",
     )
-    parser.add_argument("--rounds", type=int, help="how often times are taken (default: 3)")
-    parser.add_argument("--full-size", type=Path, metavar="DIR", help="a checkpoint of the true size")
-    parser.add_argument("--full-size-layers", type=int, metavar="N", help="only its first layers")
+    parser.add_argument("--rounds", type=int, help="number of rounds (default: 3)")
     parser.add_argument(
-        "--scale", choices=list(SCALES), default="full", help="toy tries the script out in a minute"
+        "--full-size", type=Path, metavar="DIR", help="checkpoint of the true size (default: none)"
+    )
+    parser.add_argument(
+        "--full-size-layers", type=int, metavar="N", help="number of its first layers (default: all)"
+    )
+    parser.add_argument(
+        "--scale",
+        choices=list(SCALES),
+        default="full",
+        help="size of the measurement; toy tries the script out in a minute (default: %(default)s)",
     )
     return parser.parse_args()
-
-
-def _parse_only(text: str) -> set[str]:
-    names = {name for name in text.split(",") if name}
-    known = {name for group in GROUPS for name in group.figures} | set(FULL_SIZE_FIGURES)
-    unknown = names - known
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no figure {', '.join(sorted(unknown))}: choose of {', '.join(sorted(known))}"
-        )
-    return names
 
 
 if __name__ == "__main__":

@@ -7,15 +7,15 @@ usage() {
     cat <<'HELP'
 Usage: scripts/bisect_layers.sh --model DIR --golden DIR --target PATH.py:NAME --layers A:B [--piece N] [-- OPTION...]
 
-Finds the first layer of A to B-1 whose output is wrong, by halves. Each half is run with `mm2-test multi-layer`, in
-pieces of at most N layers (2 by default) that are each fed the golden's own input; multi-layer judges every layer of a
-piece with what it was handed, so any wrong layer fails its piece. A longer piece starts fewer processes, but its later
-layers are handed the noise of all before, in which mistakes hide: on synthetic models a piece of 15 hid gate and up
-swapped in its seventh layer. The last suspect runs alone, with `mm2-test single-layer`.
+Finds the first layer of A to B-1 whose output is wrong, by halves. `mm2-test multi-layer` runs each half in pieces of
+at most N layers (default: 2). Each piece begins with the golden's own input, and each of its layers is judged: a wrong
+layer fails its piece. Longer pieces start fewer processes, but their later layers inherit the noise of all layers
+before, in which mistakes hide. On synthetic models a piece of 15 hid gate and up swapped in its seventh layer. The last
+suspect runs alone, with `mm2-test single-layer`.
 
 `mm2-test bisect` does the same in one process, keeps the compiled graphs, and goes on where it was interrupted.
 
-What follows -- is given to every command, such as --backend xla-cpu. MM2_TEST is the command, `mm2-test` by default.
+Options behind -- go to each command, such as --backend xla-cpu. MM2_TEST names the command (default: mm2-test).
 
 Exit codes: 0 no layer found, 1 a layer is wrong, 2 wrong usage, 3 a command could not run.
 

@@ -1,11 +1,10 @@
-"""Measures how far ports that are right go, and writes the limits of the verdict that follow.
+"""Measure the noise of right ports, and write the limits of the verdict that follow.
 
     python scripts/calibrate.py --measurements FILE.jsonl --output compare/limits/calibration.yaml
 
-Every run adds its records to the file of measurements, and the limits are fitted to all that it holds: a calibration
-may be made in several sittings, and on several machines (on a Neuron device: --backends neuron-xla). `--before` takes
-up limits whose measurements are no longer there. What it writes
-is read by `mm2-compare --criteria FILE.yaml` too.
+Each run adds its records to the file of measurements, and the limits are fitted to all records of the file. So a
+calibration may be made in several sittings and on several machines (on a Neuron device: --backends neuron-xla).
+`--before` takes up limits whose measurements are lost. `mm2-compare --criteria FILE.yaml` reads the output too.
 """
 
 from __future__ import annotations
@@ -18,19 +17,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibration_text import limits_text
-from clean_ports import GOLDENS, MODES, SHAPES, Bench, Setting, clean_ports
+from clean_ports import MODES, SHAPES, CleanModel, clean_ports, combine_settings, parse_lengths
 from figures import describe_machine
 from fit_limits import Table, capped, fit_floorless, fit_ratios, widen, with_model_margin
 from measure_noise import FLOORS, measure
 
+from compare.limits.limit import Limit
 from compare.limits.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits, SiteLimits
 from compare.limits.limits_file import read_limits
 from minimax_tools.provenance import library_versions
 
-# Of comparisons of right ports, those that may fail; float32 has next to no noise: clean runs stay below 3e-6. A limit
-# on another backend must be broken by half as much again.
+# level: share of the comparisons of right ports that may fail.
+# float32: limit without BF16 noise; right ports stay below 3e-6.
+# slack: factor by which a limit must be exceeded on a backend that was not measured.
 _SCALARS = {"level": 1e-3, "float32": 1e-5, "slack": 1.5}
+_HEADING = """\
+# mm2's limits: right ports stay below them. `mm2-compare --criteria FILE.yaml` reads files of this format.
+#
+# Copy what you want to change: limits that a file does not name stay as they are here. A limit is a number, or the rule
+#     usual × exp(z × (spread + token_spread / √tokens)).
+# A standard normal value exceeds z in a share of level ÷ (number of judged figures) of the cases. So limits are wider
+# where more figures are judged, or fewer tokens. For the worst token or channel, the share is divided by their number.
+# Limits of `all` hold for sites without limits of their own.
+"""
 
 
 def main() -> int:
@@ -47,12 +56,12 @@ def main() -> int:
 
 
 def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None = None) -> str:
-    """The calibration file that follows from the records.
+    """Fit the limits to the records, and return the text of the calibration file.
 
     Args:
-        records: Of clean ports, all that `measure` gave.
-        before: Limits that earlier records gave. They stay where these records measured nothing, and where a golden
-            has no variants limits become no tighter than they were.
+        records: Records of right ports, from `measure`.
+        before: Limits of earlier records. They stay where these records measured nothing. Limits of goldens without
+            variants become no tighter.
     """
     tables: dict[str, Table] = {}
     for mode in ("isolated", "chained"):
@@ -85,7 +94,7 @@ def calibrate(records: Sequence[dict[str, Any]], *, before: NoiseLimits | None =
 
 
 def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
-    """The limits of isolated layers whose golden's floor is widened by variants."""
+    """Fit the limits of isolated layers whose noise floor is widened by variants."""
     widened = fit_ratios(records, mode="isolated", floor="full_variants")
     estimated = _fit_estimated(records, widened, mode="isolated", floor="stats_variants")
     tables = {"isolated_variants": widened, "isolated_variants_estimated": estimated}
@@ -93,9 +102,9 @@ def fit_variants(records: Sequence[dict[str, Any]]) -> dict[str, Table]:
 
 
 def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str, floor: str) -> Table:
-    """The limits where a golden kept the floor's statistics alone.
+    """Fit the limits where a golden kept only the statistics of its noise floor.
 
-    On machines whose bits differ more than these, the estimate goes as far as what it estimates.
+    They are at least as wide as the limits with twins: on machines whose bits differ more, the estimate strays as far.
     """
     ratios = {
         site: {figure: limit for figure, limit in own.items() if figure in RATIO_FIGURES}
@@ -106,14 +115,14 @@ def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str
 
 
 def _widen_all(tables: Mapping[str, Table], before: NoiseLimits) -> dict[str, Table]:
-    """The tables, as wide as those before; and those before that these lack, of goldens without variants."""
+    """Widen the tables of goldens without variants to those before, and add those that are missing."""
     names = ("isolated", "isolated_estimated", "chained", "chained_estimated", "without_floor")
     earlier = {name: _as_table(getattr(before, name)) for name in names}
     return {name: widen(tables[name], table) if name in tables else table for name, table in earlier.items()}
 
 
 def _cap_floorless(table: Table, ratios: Table, records: Sequence[dict[str, Any]]) -> None:
-    """Cap the limits of errors by the largest that BF16 cost a golden at each site."""
+    """Cap the limits of errors by the largest noise floor of a golden at each site."""
     floors: dict[str, float] = {}
     for record in records:
         floor = record.get("floor_relative") or 0.0
@@ -130,13 +139,7 @@ def _as_table(limits: SiteLimits) -> Table:
 
 
 def _measure_all(arguments: argparse.Namespace) -> None:
-    settings = [
-        Setting(shape=shape, seed=seed, lengths=lengths, attention=attention, experts=experts)
-        for shape in arguments.shapes
-        for seed in arguments.seeds
-        for lengths in arguments.lengths
-        for attention, experts in GOLDENS
-    ]
+    settings = combine_settings(arguments.shapes, arguments.seeds, arguments.lengths)
     ports = [
         port
         for port in clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
@@ -145,10 +148,10 @@ def _measure_all(arguments: argparse.Namespace) -> None:
     with arguments.measurements.open("a") as file:
         for setting in settings:
             with tempfile.TemporaryDirectory() as scratch:
-                bench = Bench.build(setting, Path(scratch))
-                runs = bench.run_ports(ports, Path(scratch) / "run", modes=arguments.modes)
+                clean = CleanModel.build(setting, Path(scratch))
+                runs = clean.run_ports(ports, Path(scratch) / "run", modes=arguments.modes)
                 for port, mode, run in runs:
-                    for record in measure(bench, setting, port, mode, run, floors=arguments.floors):
+                    for record in measure(clean, setting, port, mode, run, floors=arguments.floors):
                         file.write(json.dumps(record) + "\n")
             file.flush()
             print(setting, file=sys.stderr)
@@ -163,40 +166,93 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--measurements", type=Path, required=True, help="JSON lines; added to.")
-    parser.add_argument("--output", type=Path, required=True, help="The limits, as YAML.")
+    parser.add_argument(
+        "--measurements", type=Path, required=True, help="file of JSON lines; records are appended"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="file of the limits, YAML")
     parser.add_argument(
         "--shapes",
         nargs="+",
         default=["toy", "wide"],
-        help=f"Of synthetic models ({', '.join(SHAPES)}), and folders of trained ones.",
+        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        help="seeds of weights and prompts (default: 0 1 2)",
+    )
     parser.add_argument(
         "--lengths",
         nargs="+",
         type=parse_lengths,
         default=[(96, 61, 7), (24, 17), (12,), (3, 1)],
-        help="Of the prompts of a batch, one batch after the other: 96,61,7 24,17",
+        help="tokens of the prompts, batch by batch (default: 96,61,7 24,17 12 3,1)",
     )
-    parser.add_argument("--backends", nargs="+", default=["cpu", "xla-cpu"])
-    parser.add_argument("--tp-degrees", nargs="*", type=int, default=[2, 4])
-    parser.add_argument("--ports", nargs="+", default=[], help="Names of implementations; all by default.")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--floors", nargs="+", choices=FLOORS, default=list(FLOORS), help="Of the goldens.")
+    parser.add_argument(
+        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
+    )
+    parser.add_argument(
+        "--tp-degrees",
+        nargs="*",
+        type=int,
+        default=[2, 4],
+        help="numbers of ranks that share mm2's layer (default: 2 4)",
+    )
+    parser.add_argument("--ports", nargs="+", default=[], help="names of implementations (default: all)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes (default: all)")
+    parser.add_argument(
+        "--floors",
+        nargs="+",
+        choices=FLOORS,
+        default=list(FLOORS),
+        help="floors of the goldens (default: all)",
+    )
     parser.add_argument(
         "--before",
         type=Path,
-        help="Limits of earlier measurements: what is not measured anew stays, and none of them becomes tighter but "
-        "those of goldens with variants.",
+        help="limits of earlier measurements (default: none). They stay where nothing is measured anew; only limits of "
+        "goldens with variants may become tighter",
     )
-    parser.add_argument("--fit-only", action="store_true", help="Measure nothing more.")
+    parser.add_argument(
+        "--fit-only", action="store_true", help="fit to the records that are there, and measure nothing"
+    )
     return parser.parse_args()
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """The lengths of a batch's prompts, such as `96,61,7`."""
-    return tuple(int(length) for length in text.split(","))
+def limits_text(
+    tables: Mapping[str, Mapping[str, Mapping[str, Limit]]],
+    *,
+    scalars: Mapping[str, float],
+    backends: tuple[str, ...],
+    measured: Mapping[str, Any],
+) -> str:
+    """Return the text of the calibration file.
+
+    Args:
+        tables: Limits by table, site and figure.
+        scalars: The other limits by name.
+        backends: Backends that were measured.
+        measured: Provenance of the limits: the script, versions, the machine.
+    """
+    lines = [_HEADING, "measured:"]
+    lines += [f"  {name}: {json.dumps(value, ensure_ascii=False)}" for name, value in measured.items()]
+    lines += ["", f"backends: [{', '.join(backends)}]"]
+    lines += [f"{name}: {value:g}" for name, value in scalars.items()]
+    for name, table in tables.items():
+        lines += ["", f"{name}:"]
+        for site, figures in table.items():
+            if figures:
+                lines.append(f"  {site}:")
+                lines += [f"    {figure}: {_limit_text(limit)}" for figure, limit in figures.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _limit_text(limit: Limit) -> str:
+    if limit.spread == limit.token_spread == 0.0:
+        return f"{limit.usual:g}"
+    return f"{{usual: {limit.usual:g}, spread: {limit.spread:g}, token_spread: {limit.token_spread:g}}}"
 
 
 if __name__ == "__main__":

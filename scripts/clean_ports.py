@@ -1,21 +1,17 @@
-"""Ports that are right, run on synthetic and on trained models against goldens of several implementations.
+"""Right ports, run on synthetic and on trained models against goldens of several implementations.
 
-What they differ by from the golden is noise: the limits of the verdict come from them (scripts/calibrate.py), and
-are held against others of them (scripts/bench_clean_ports.py).
+Their difference from the golden is noise. The limits of the verdict come from them (scripts/calibrate.py), and are
+tested on others of them (scripts/bench_clean_ports.py).
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from cpu_golden import capture_cpu_golden
-from text_rows import request_text_rows
+from cpu_golden import IMPLEMENTATIONS, capture_cpu_golden, request_text_rows, write_model
+from port_runs import EXAMPLES, run_on_ranks, run_port
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -23,13 +19,10 @@ from minimax_tools.model.run import full_run, sweep_run
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 from neuron.devices.runtime import open_runtime
 from neuron.ports.targets import find_target
-from neuron.runs.device_request import DeviceRequest
-from neuron.runs.runner import DeviceRun
 
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=6),
@@ -57,10 +50,7 @@ SHAPES = {
         intermediate_size=768,
     ),
 }
-GOLDENS = (("sdpa", "grouped_mm"), ("eager", "eager"))
 MODES = ("isolated", "chained")
-_REPOSITORY = Path(__file__).parents[1]
-EXAMPLES = Path(__file__).parent / "examples"
 _TRANSFORMERS = (
     *("EagerAttention", "EagerExperts", "Eager", "BatchedExperts", "Same"),
     *("RoundedWeights", "LaterPositions", "Float32NormWeights"),
@@ -69,13 +59,14 @@ _TRANSFORMERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One model and one golden of it.
+    """A model and a golden of it, before they are made.
 
     Args:
-        shape: Of `SHAPES`, or the folder of a model that was trained.
-        seed: Of a synthetic model's weights, and of the prompts.
-        lengths: Of the prompts.
-        attention, experts: The golden's implementations.
+        shape: Name in `SHAPES`, or the folder of a trained model.
+        seed: Seed of a synthetic model's weights, and of the prompts.
+        lengths: Tokens of the prompts.
+        attention: transformers' attention implementation of the golden.
+        experts: transformers' experts implementation of the golden.
     """
 
     shape: str
@@ -91,15 +82,33 @@ class Setting:
         )
 
 
+def combine_settings(
+    shapes: Sequence[str], seeds: Sequence[int], lengths: Sequence[tuple[int, ...]]
+) -> list[Setting]:
+    """List all combinations, each with a golden of either implementation."""
+    return [
+        Setting(shape=shape, seed=seed, lengths=rows, attention=attention, experts=experts)
+        for shape in shapes
+        for seed in seeds
+        for rows in lengths
+        for attention, experts in IMPLEMENTATIONS
+    ]
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Read the lengths of a batch's prompts, such as `96,61,7`."""
+    return tuple(int(length) for length in text.split(","))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanPort:
-    """A port that is right.
+    """A right port.
 
     Args:
-        name: Of the implementation.
-        target: As `--target` takes it.
-        backend: Where it runs.
-        tp_degree: Ranks that share a layer; 1 for a run in this process.
+        name: Name of the implementation.
+        target: Value of `--target`.
+        backend: Device of the run.
+        tp_degree: Number of ranks that share a layer; 1 runs in this process.
     """
 
     name: str
@@ -113,7 +122,7 @@ class CleanPort:
 
 
 def clean_ports(backends: Sequence[str], *, tp_degrees: Sequence[int] = ()) -> tuple[CleanPort, ...]:
-    """mm2's two layers on every backend, transformers' implementations, and mm2's layer shared by ranks."""
+    """List mm2's two layers on each backend, transformers' implementations, and mm2's layer shared by ranks."""
     own = [
         CleanPort(name=name, target=name, backend=backend)
         for name in ("builtin", "reference")
@@ -135,25 +144,18 @@ def clean_ports(backends: Sequence[str], *, tp_degrees: Sequence[int] = ()) -> t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class CleanModel:
     """A checkpoint and its golden, on disk."""
 
     folder: Path
-    spec: ModelSpec
     golden: Capture
 
     @classmethod
-    def build(cls, setting: Setting, scratch: Path) -> Bench:
-        """Make below the folder `scratch` what is not there yet."""
+    def build(cls, setting: Setting, scratch: Path) -> CleanModel:
+        """Make checkpoint and golden below the folder `scratch`; a trained model is used where it lies."""
         if setting.shape in SHAPES:
             folder = scratch / "model"
-            synthesize(
-                folder,
-                model=SHAPES[setting.shape],
-                dtype=torch.float8_e4m3fn,
-                shard_size_bytes=None,
-                seed=setting.seed,
-            )
+            write_model(folder, SHAPES[setting.shape], seed=setting.seed)
             rows = InputRequest(seq_lens=setting.lengths, seed=setting.seed)
         else:
             folder = Path(setting.shape)
@@ -162,61 +164,42 @@ class Bench:
             folder,
             scratch / "golden",
             rows=rows,
-            sites_level="all",
             noise_floor="full",
             attention=setting.attention,
             experts=setting.experts,
             floor_variants=variant_names(DEFAULT_NUM_VARIANTS),
         )
-        return cls(folder=folder, spec=ModelSpec.from_folder(folder), golden=golden)
+        return cls(folder=folder, golden=golden)
 
     def run_ports(
         self, ports: Sequence[CleanPort], directory: Path, *, modes: Sequence[str] = MODES
     ) -> Iterator[tuple[CleanPort, str, Capture]]:
-        """Every port in every mode, a backend at a time: its capture lies in `directory` until the next one."""
+        """Yield the capture of every port in every mode, backend by backend.
+
+        Each capture lies in `directory` until the next one replaces it.
+        """
         for backend in dict.fromkeys(port.backend for port in ports):
             for port in ports:
                 if port.backend == backend:
                     for mode in modes:
-                        self._run(port, mode, directory)
-                        yield port, mode, Capture.open(directory)
+                        yield port, mode, self._run(port, mode, directory)
 
-    def _run(self, port: CleanPort, mode: str, directory: Path) -> None:
+    def _run(self, port: CleanPort, mode: str, directory: Path) -> Capture:
         if port.tp_degree > 1:
-            self._run_on_ranks(port, mode, directory)
-            return
-        with open_runtime(port.backend) as runtime, CheckpointReader(self.folder) as reader:
-            DeviceRun(self._request(port, mode), runtime=runtime, reader=reader).capture(directory)
-
-    def _request(self, port: CleanPort, mode: str) -> DeviceRequest:
-        layers = self.spec.num_hidden_layers
-        return DeviceRequest(
-            folder=self.folder,
-            spec=self.spec,
-            model_source=str(self.folder),
-            run=full_run(layers, sites_level="all")
+            return run_on_ranks(
+                "full" if mode == "chained" else "sweep",
+                self.folder,
+                self.golden,
+                tp_degree=port.tp_degree,
+                backend=port.backend,
+                directory=directory,
+            )
+        num_layers = ModelSpec.from_folder(self.folder).num_hidden_layers
+        run = (
+            full_run(num_layers, sites_level="all")
             if mode == "chained"
-            else sweep_run(Span(0, layers), sites_level="all"),
-            inputs=self.golden.read_inputs(),
-            dtype=torch.bfloat16,
-            target=find_target(port.target),
-            golden=self.golden,
+            else sweep_run(Span(0, num_layers), sites_level="all")
         )
-
-    def _run_on_ranks(self, port: CleanPort, mode: str, directory: Path) -> None:
-        arguments = [
-            *(sys.executable, "-m", "neuron", "full" if mode == "chained" else "sweep"),
-            *("--model", self.folder, "--golden", self.golden.directory, "--output-dir", directory),
-            *("--backend", port.backend, "--tp-degree", port.tp_degree, "--sites", "all", "--quiet"),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [str(argument) for argument in arguments],
-            cwd=_REPOSITORY,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        # 1 is a verdict, and the capture is there.
-        if done.returncode not in (0, 1):
-            raise SystemExit(f"{port} could not run: {done.stderr[-2000:]}")
+        with open_runtime(port.backend) as runtime, CheckpointReader(self.folder) as reader:
+            target = find_target(port.target)
+            return run_port(self.golden, target, run, reader=reader, runtime=runtime, directory=directory)

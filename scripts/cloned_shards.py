@@ -1,13 +1,13 @@
-"""The shards of a checkpoint in which most layers borrow the FP8 codes of a few.
+"""Shards of a checkpoint in which most layers share the FP8 codes of a few.
 
 | shard | holds | on disk |
 |---|---|---|
 | the first | embedding, final norm, lm_head | written |
-| one a layer | all that is small: norms, router gate, correction bias, FP8 scales | written |
-| some a layer | FP8 codes of attention and experts | written for the distinct layers, cloned for all others |
+| one per layer | small tensors: norms, router gate, correction bias, FP8 scales | written |
+| some per layer | FP8 codes of attention and experts | written for the distinct layers, cloned for all others |
 
-So no two layers are equal: every value of an FP8 matrix is a code times a scale, and only codes repeat. The
-scales also carry a layer's size, so that all layers grow the residual stream as they do in a whole synthesis.
+No two layers are equal: a value of an FP8 matrix is a code times a scale, and only codes repeat. The scales also
+hold the magnitude of a layer, so that the residual stream grows as in a whole synthesis.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SHARD_BYTES = 2_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedShard:
-    """A shard to be written, or to be cloned from `source`, which differs in the tensors' names alone.
+    """A shard to write, or to clone from `source`, which differs in the names of the tensors alone.
 
     Raises:
-        ValueError: `source` holds other shapes or dtypes, or its data are no whole number of blocks.
+        ValueError: `source` holds other shapes or dtypes, or the data do not fill whole blocks.
     """
 
     file_name: str
@@ -56,17 +56,17 @@ class PlannedShard:
 
     @property
     def data_bytes(self) -> int:
-        """Size of the tensors' data."""
+        """Size of the tensors in bytes."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of the data that take disk."""
+        """Bytes of the data that take disk space."""
         return self.data_bytes if self.source is None else 0
 
 
 def plan_shards(model: SyntheticModel, *, num_distinct_layers: int) -> tuple[PlannedShard, ...]:
-    """All shards of an FP8 checkpoint; a layer's codes are those of layer number `layer % num_distinct_layers`.
+    """Plan the shards of an FP8 checkpoint, whose layers take the codes of layer `layer % num_distinct_layers`.
 
     Raises:
         ValueError: There are no distinct layers, or more than layers.
@@ -85,13 +85,13 @@ def plan_shards(model: SyntheticModel, *, num_distinct_layers: int) -> tuple[Pla
 
 
 def write_shards(folder: Path, shards: Sequence[PlannedShard], weights: SyntheticWeights) -> None:
-    """Write every shard into the folder, sources before their clones, one tensor in memory at a time.
+    """Write the shards into the folder, sources before clones, one tensor in memory at a time.
 
     Raises:
         CannotRunError: The folder's file system has no reflinks.
     """
     for shard in shards:
-        # The data follow the header at once: on the boundary that a clone needs.
+        # The header ends on a block boundary: a clone begins there.
         header = encode_header(shard.tensors, alignment=BLOCK_BYTES)
         with (folder / shard.file_name).open("wb") as file:
             file.write(header)

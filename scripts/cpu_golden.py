@@ -1,51 +1,102 @@
-"""A golden of a whole model on the CPU, for what is measured against one."""
+"""Models, token rows and goldens that benchmarks measure against, all on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gpu_reference.golden.golden import GoldenRequest, open_golden
 from gpu_reference.model.model import GoldenModelRequest
 from gpu_reference.model.placement import Placement
+from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.reader import Capture
+from minimax_tools.errors import CheckpointError
+from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import full_run
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.checkpoint import FP8, synthesize
+from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest, build_inputs
+from minimax_tools.text.tokenizer import encode_texts
+
+# Attention and experts of transformers: two implementations, which make two goldens of one model.
+IMPLEMENTATIONS = (("sdpa", "grouped_mm"), ("eager", "eager"))
+HELD_OUT_NAME = "held_out.txt"
 
 
-def capture_cpu_golden(
+def write_model(folder: Path, model: SyntheticModel, *, dtype: torch.dtype = FP8, seed: int = 0) -> ModelSpec:
+    """Write a synthetic checkpoint in one shard."""
+    synthesize(folder, model=model, dtype=dtype, shard_size_bytes=None, seed=seed)
+    return ModelSpec.from_folder(folder)
+
+
+def request_text_rows(
+    folder: Path, lengths: Sequence[int], *, seed: int, padding_side: str = "right"
+) -> InputRequest:
+    """Cut token rows out of the held-out text beside a trained model.
+
+    Args:
+        folder: The model.
+        lengths: Tokens of each row.
+        seed: Seed of the place where the text is cut.
+        padding_side: `left` or `right`.
+
+    Raises:
+        CheckpointError: The model has no such text, or too little of it.
+    """
+    path = folder / HELD_OUT_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no {HELD_OUT_NAME}", next_step="Name a model of mm2-split train."
+        )
+    (tokens,) = encode_texts(folder, [path.read_text(encoding="utf-8")], chat=False)
+    if len(tokens) < sum(lengths):
+        raise CheckpointError(
+            f"{path} is too short", expected=f"{sum(lengths)} tokens", found=str(len(tokens))
+        )
+    start = seed * 7919 % (len(tokens) - sum(lengths) + 1)
+    rows = []
+    for length in lengths:
+        rows.append(",".join(map(str, tokens[start : start + length])))
+        start += length
+    return InputRequest(input_ids=tuple(rows), padding_side=padding_side)
+
+
+def request_golden(
     folder: Path,
-    directory: Path,
+    inputs: Inputs,
     *,
-    rows: InputRequest,
-    sites_level: str,
     noise_floor: str,
+    sites_level: str = "all",
     dtype: torch.dtype = torch.bfloat16,
     attention: str = "sdpa",
     experts: str = "grouped_mm",
     floor_variants: tuple[str, ...] = (),
-) -> Capture:
-    """Run transformers' model over `rows` and capture it.
+    streaming: Streaming | None = None,
+) -> GoldenRequest:
+    """Describe a golden run of transformers' whole model.
 
     Args:
         folder: The checkpoint.
-        directory: Where the capture goes.
-        rows: The inputs.
-        sites_level: `layer`, `component` or `all`.
+        inputs: The token rows.
         noise_floor: `full`, `stats` or `off`.
-        dtype: Of weights and activations.
+        sites_level: `layer`, `component` or `all`.
+        dtype: Dtype of weights and activations.
         attention: transformers' attention implementation.
-        experts: Its experts implementation.
-        floor_variants: What widens its floor.
+        experts: transformers' experts implementation.
+        floor_variants: Names of the variants that widen the noise floor.
+        streaming: Layers are streamed this way; None holds the whole model.
     """
     spec = ModelSpec.from_folder(folder)
-    request = GoldenRequest(
+    part = None if streaming is None else streaming.part
+    return GoldenRequest(
         model=GoldenModelRequest(
             folder=folder,
             spec=spec,
-            num_hidden_layers=spec.num_hidden_layers,
+            num_hidden_layers=spec.num_hidden_layers if part is None else part.stage.layers.stop,
             dtype=dtype,
             placement=Placement(device_map={"": "cpu"}),
             attn_implementation=attention,
@@ -53,10 +104,23 @@ def capture_cpu_golden(
         ),
         model_source=str(folder),
         run=full_run(spec.num_hidden_layers, sites_level=sites_level),
-        inputs=build_inputs(rows, folder=folder, spec=spec),
+        inputs=inputs,
         noise_floor=noise_floor,
         floor_variants=floor_variants,
+        streaming=streaming,
     )
-    with open_golden(request) as golden:
+
+
+def capture_cpu_golden(folder: Path, directory: Path, *, rows: InputRequest, **options: Any) -> Capture:
+    """Run transformers' model over `rows` and capture it.
+
+    Args:
+        folder: The checkpoint.
+        directory: The capture's directory.
+        rows: The token rows.
+        options: Options of `request_golden`.
+    """
+    inputs = build_inputs(rows, folder=folder, spec=ModelSpec.from_folder(folder))
+    with open_golden(request_golden(folder, inputs, **options)) as golden:
         golden.capture(directory, extra={})
     return Capture.open(directory)

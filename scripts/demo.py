@@ -1,9 +1,12 @@
-"""The main job, start to end on this machine: a golden, a port that is right, and one that is not.
+"""The main job, start to end on this machine: a golden, a correct port, and a wrong one.
 
-Runs the installed commands as a user would: writes a toy checkpoint, captures its golden with the noise
-floor, judges mm2's own device layer on XLA, then an example port in which gate and up are swapped in layer 5.
-A small model that has learnt then goes on with real text, in the golden and in mm2's own layer.
-Ends with 0 if the first passed and the second was found out, in that layer and component, and the texts agree.
+Runs the installed commands as a user would:
+- write a toy checkpoint and capture its golden with the noise floor
+- judge mm2's device layer on XLA: it passes
+- judge an example port in which gate and up are swapped in layer 5: it fails, and the mistake is named
+- continue real text with a small trained model, in the golden and in mm2's device layer
+
+Ends with 0 if each step ended as it should, and both texts are equal.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ FAULTY_LAYER, FAULTY_SITE, FAULTY_NAME = 5, "moe_delta", "gate_up_swapped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """The demo's folders and its device."""
+    """Folders and device of the demo."""
 
     folder: Path
     backend: str
@@ -41,7 +44,7 @@ class Demo:
 
     @property
     def captures(self) -> Path:
-        """Where the captures lie."""
+        """The folder of all captures."""
         return self.folder / "captures"
 
     @property
@@ -50,12 +53,12 @@ class Demo:
         return self.captures / "gpu_reference" / "full_model"
 
     def device_run(self, name: str) -> Path:
-        """A device capture."""
+        """Return the folder of a device capture."""
         return self.captures / "neuron" / name
 
 
 def main() -> int:
-    """Run the demo and say how it went."""
+    """Run the demo; return 0 if every step ended as it should."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,28 +77,28 @@ def main() -> int:
     _say("1. A toy checkpoint in the hub's layout: 8 layers, 32 experts, FP8 blocks")
     _run("mm2-split", "synthesize", "--output", demo.model, "--num-hidden-layers", 8, "--seed", 0)
 
-    _say("2. Its golden: transformers' own model, every layer, with what BF16 alone costs, and certified")
+    _say("2. Its golden: transformers' own model, every layer, with the noise floor, certified")
     _run(
         *("mm2-gpu", "extract-all", "--model", demo.model, "--seq-len", "96,61"),
         *("--captures", demo.captures, "--certify", "--quiet"),
     )
 
-    _say(f"3. mm2's own device layer on {demo.backend}, every layer on the golden's inputs: it should pass")
+    _say(f"3. mm2's device layer on {demo.backend}, each layer from the golden's input: it should pass")
     passed = _sweep(demo, target="builtin", name="builtin") == 0
 
-    _say("4. An example port with a real bug, gate and up swapped in layer 5: it should fail")
+    _say("4. An example port with a real mistake, gate and up swapped in layer 5: it should fail")
     failed = (
         _sweep(demo, target=f"{SCRIPTS / 'examples' / 'swapped_port.py'}:DecoderLayer", name="swapped") == 1
     )
 
-    _say("5. Which mistake it is: known ones are tried in the layer to blame, on the port's own output")
+    _say("5. The name of the mistake: known mistakes are tried in the layer to blame")
     named = _diagnose(demo)
 
     found = _tell_what_others_would_say(demo)
     continued = _continue_real_text(demo)
-    _say("Where to go from here")
+    _say("Next")
     print(f"captures: {demo.golden} (golden), {demo.device_run('builtin')}, {demo.device_run('swapped')}")
-    print("next, on your own port:")
+    print("on your port:")
     print("  mm2-gpu extract-all --model YOUR_CHECKPOINT --max-memory 40GB     # on a GPU box")
     print("  mm2-test sweep --model YOUR_CHECKPOINT --golden GOLDEN --target port.py:DecoderLayer   # on trn")
     print(f"  mm2-test component --layer {FAULTY_LAYER} --component experts …    # the blamed part alone")
@@ -115,7 +118,7 @@ def _sweep(demo: Demo, *, target: str, name: str) -> int:
 
 
 def _diagnose(demo: Demo) -> bool:
-    """Print the diagnosis; whether it names the mistake."""
+    """Print the diagnosis; return whether it names the mistake."""
     words = ["mm2-diagnose", "--model", str(demo.model), "--gpu-path", str(demo.golden)]
     words += ["--neuron-path", str(demo.device_run("swapped")), "--quiet"]
     print("$ " + " ".join(words), flush=True)
@@ -125,25 +128,25 @@ def _diagnose(demo: Demo) -> bool:
 
 
 def _tell_what_others_would_say(demo: Demo) -> bool:
-    """Print the blame beside the classic limits' view of the same captures; whether the blame is right."""
-    _say("6. What comparing outputs by the usual limits says of the same captures")
+    """Print the blame beside the classic limits' result; return whether the blame is right."""
+    _say("6. The same captures by the usual limits on layer outputs")
     noise = _comparison(demo, "swapped", "noise")
     faulty_classic = _outputs(_comparison(demo, "swapped", "classic"))
     clean_classic = _outputs(_comparison(demo, "builtin", "classic"))
     cosine = faulty_classic[FAULTY_LAYER]["metrics"]["cosine_similarity"]
     false_alarms = sum(site["status"] == "fail" for site in clean_classic.values())
     lowest_clean = min(site["metrics"]["cosine_similarity"] for site in clean_classic.values())
-    print(f"cosine of layer {FAULTY_LAYER}'s output: {cosine:.4f}, above the limit of 0.99: the bug passes")
-    print(f"  (the lowest of the port that is right: {lowest_clean:.6f})")
     print(
-        f"all five limits: they fail {false_alarms} of {len(clean_classic)} layers of the port that is right"
+        f"cosine of layer {FAULTY_LAYER}'s output: {cosine:.4f}, above the limit of 0.99: the mistake passes"
     )
+    print(f"  (lowest cosine of the correct port: {lowest_clean:.6f})")
+    print(f"all five limits: they fail {false_alarms} of {len(clean_classic)} layers of the correct port")
     print(f"mm2: {noise['verdict']}, to blame: {_blamed(noise)}")
     return cosine > 0.99 and _blamed(noise) == f"layer {FAULTY_LAYER}: {FAULTY_SITE}"
 
 
 def _continue_real_text(demo: Demo) -> bool:
-    """Print how a model that has learnt goes on with text, as golden and as port; whether both say the same."""
+    """Print how a trained model continues text, as golden and as port; return whether both agree."""
     _say("7. Real text: a small model that learnt English from Python's manual (tests/models/learned)")
     folder = demo.folder / "text"
     prompts = [word for text in PROMPTS for word in ("--prompt", text)]
@@ -157,7 +160,9 @@ def _continue_real_text(demo: Demo) -> bool:
         print(f"  {prompt}→ {row['text'].splitlines()[0]}")
     alike = [(row["num_alike"], row["num_compared"]) for row in port["generated"]]
     told = " and ".join(f"{num_alike} of {num_compared}" for num_alike, num_compared in alike)
-    print(f"mm2's own layer on the same prompts: {port['verdict']}, {told} generated tokens are the golden's")
+    print(
+        f"mm2's device layer on the same prompts: {port['verdict']}, {told} generated tokens are the golden's"
+    )
     return bool(port["verdict"] == "pass" and all(found == wanted for found, wanted in alike))
 
 
@@ -224,7 +229,7 @@ def _run(*arguments: object, allowed: tuple[int, ...] = (0,)) -> int:
 
 
 def _command(name: str) -> str:
-    """The command installed beside this Python, or the one on the path."""
+    """Return the command installed beside this Python, else its bare name for the path."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name
 

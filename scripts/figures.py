@@ -1,11 +1,12 @@
-"""Figures: what every benchmark prints, for people and with `--json` for machines."""
+"""Figures that a benchmark prints, for people or with `--json` for machines."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 import psutil
@@ -13,7 +14,7 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured figure, and the goal it is held against; `-` where it has none."""
+    """A measured figure and its goal; the goal is `-` where there is none."""
 
     figure: str
     value: float
@@ -22,28 +23,68 @@ class Figure:
 
     @classmethod
     def plain(cls, figure: str, value: float) -> Figure:
-        """A figure without a goal."""
+        """Build a figure without a goal."""
         return cls(figure=figure, value=round(value, 4))
 
     @classmethod
     def at_most(cls, figure: str, value: float, limit: float) -> Figure:
-        """A figure whose goal is a highest value."""
+        """Build a figure that must not exceed a limit."""
         return cls(figure=figure, value=round(value, 4), goal=f"<= {limit:g}", holds=value <= limit)
 
     @classmethod
     def at_least(cls, figure: str, value: float, limit: float) -> Figure:
-        """A figure whose goal is a lowest value."""
+        """Build a figure that must not fall below a limit."""
         return cls(figure=figure, value=round(value, 4), goal=f">= {limit:g}", holds=value >= limit)
 
     @classmethod
+    def percent(
+        cls,
+        figure: str,
+        part: int,
+        whole: int,
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> Figure:
+        """Build a share in percent, with a goal or without; it is 0 where the whole is 0."""
+        value = 100 * part / whole if whole else 0.0
+        if at_least is not None:
+            return cls.at_least(figure, value, at_least)
+        return cls.plain(figure, value) if at_most is None else cls.at_most(figure, value, at_most)
+
+    @classmethod
     def exactly(cls, figure: str, value: float, wanted: float, *, tolerance: float = 0.0) -> Figure:
-        """A figure whose goal is one value, as precisely as `tolerance` says."""
+        """Build a figure that must be one value, within `tolerance`."""
         holds = abs(value - wanted) <= tolerance
         return cls(figure=figure, value=round(value, 4), goal=f"= {wanted:g}", holds=holds)
 
 
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """Build the parser of a benchmark, whose help is the script's docstring; it has the option `--json`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def names_among(known: Collection[str]) -> Callable[[str], set[str]]:
+    """Build the type of an option that takes names separated by commas, each among those known."""
+
+    def parse(text: str) -> set[str]:
+        names = {name for name in text.split(",") if name}
+        unknown = names - set(known)
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"no figure {', '.join(sorted(unknown))}: choose of {', '.join(sorted(known))}"
+            )
+        return names
+
+    return parse
+
+
 def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -> int:
-    """Print the figures of a benchmark; the exit code is 1 where a goal is missed."""
+    """Print the figures of a benchmark; return the exit code, 1 where a goal is missed."""
     if as_json:
         rows = [asdict(figure) for figure in figures]
         print(json.dumps({"benchmark": benchmark, "machine": describe_machine(), "figures": rows}, indent=1))
@@ -56,7 +97,7 @@ def print_figures(benchmark: str, figures: Sequence[Figure], *, as_json: bool) -
 
 
 def describe_machine() -> str:
-    """The machine in words."""
+    """Describe this machine in words."""
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.platform()}, Python {platform.python_version()}"

@@ -1,8 +1,8 @@
-"""Limits fitted to what clean ports were measured to differ by.
+"""Limits fitted to the differences of right ports from their goldens.
 
-Implementations differ in where they round, so the one that is furthest off gives what is usual; layers, seeds and
-prompts stray around that, about as their logarithms' normal distribution, and the fewer tokens, the more. A limit is
-the usual figure times what chance adds at the share of false alarms that is allowed. No planted mistake is looked at.
+Implementations round in different places: the usual figure is that of the one that is furthest off. Logarithms of
+the figures of layers, seeds and prompts stray around it about normally, and more with fewer tokens. A limit is the
+usual figure times the factor of chance at the allowed share of false alarms. Planted mistakes play no part.
 """
 
 from __future__ import annotations
@@ -28,57 +28,59 @@ from minimax_tools.model.sites import ModelSite, Site
 Record = Mapping[str, Any]
 Table = dict[str, dict[str, Limit]]
 
-# Figures of so many tokens or more stray as little as they ever will.
+# With more tokens than this, figures stray no less.
 _MANY_TOKENS = 100
-# Where both sides compute the same bits nothing strays; on other hardware it would, and a chain adds to it.
+# Equal bits on both sides do not stray. On other hardware they would, and more so in a chain.
 _LEAST_SPREAD = {"isolated": 0.02, "chained": 0.05}
-# Of so few values does a figure of T tokens consist that chance alone makes it stray by this over √T, where a port's
-# roundings are other draws than the golden's: on one machine most of them are the same, on others not.
+# These figures average few values: chance alone makes them stray by this over √T, for T tokens, where the port's
+# roundings are independent of the golden's. On one machine most roundings are equal, on others they are not.
 _LEAST_TOKEN_SPREAD = {"token_gain": 1.0, "channel_worst": 1.0, "massive": 0.5}
-# Of the worst tokens there are, few were among those that were measured.
+# Few of the worst possible tokens were measured.
 _WORST_MARGIN = 1.5
-# Averages show less than noise, and what is systematic in a right port grows with its size and its prompts.
+# Averages resolve less than the noise, and systematic differences of right ports grow with model and prompts.
 _STRUCTURE_MARGIN = 1.25
-# Synthetic models are not the most that a right port may come to where nothing was measured on the model itself.
+# Without a noise floor of the model itself, right ports may stray more than on synthetic models.
 _FLOORLESS_MARGIN = 1.5
-# Models stray apart as their layers do, and few were measured; the rounding of a few keys is shared by all tokens
-# behind them, so that averages over many tokens stray as a single value does. Where nothing was fitted, right ports
-# came to 1.1 of the limits of errors, 1.2 of those of single tokens and 1.5 of those of averages.
+# Margins for models that were not measured. Tokens share the rounding of the keys before them, so that averages over
+# many tokens stray as much as a single value. On such models right ports reached 1.1 of the limits of errors, 1.2 of
+# those of single tokens, and 1.5 of those of averages.
 _MODEL_MARGINS = {
     **dict.fromkeys(RATIO_FIGURES, 1.15),
     **dict.fromkeys(("token_p99", "token_worst"), 1.25),
     **dict.fromkeys(STRUCTURE_FIGURES, 2.0),
 }
-# The error of one token in a few dozen channels strays by about this much from draw to draw. The floor is the largest
-# of three draws, so that most figures are below 1 and do not show it.
+# The error of one token in a few dozen channels strays by about this much. The floor is the largest of three draws,
+# so most figures are below 1 and do not show it.
 _TOKEN_SPREAD = 0.1
-# Of less than a few roundings to BF16 nothing tells what grew: a site's own error, which its limit holds already, would
-# be taken for what became of the error that was handed on.
+# A smaller inherited error, of a few roundings to BF16, tells nothing of its growth: the site's own error outweighs it.
 _LEAST_HANDED_ON = 5e-3
-# How far beyond the largest that was measured the limit of an error without a floor may lie, at the rarest chance.
+# A limit without a floor is at most this times the largest error that was measured, at the rarest chance.
 _FURTHEST = 1.25
 _RAREST = 1e-8
 _WORST_OF = {"token_worst": "tokens", "channel_worst": "channels"}
-# A figure of k routing weights is of too few values to speak for other sites.
+# Figures of k routing weights have too few values to stand for other sites.
 _APART = (Site.ROUTER_WEIGHTS,)
-# The first sites, where every port computed the same bits as the golden, tell nothing of how others stray.
+# Sites where all ports equal the golden bit for bit do not stand for other sites.
 _TELLING = 1.001
 _PLACES = (*(str(site) for site in Site), *(str(site) for site in ModelSite))
 
 
 def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
-    """Limits on ρ and its like, of one mode (`isolated`, `chained`) and one kind of floor (`full`, `stats`).
+    """Fit the limits on ρ and the figures in its unit, by site.
 
-    With `_variants` behind it the kind is that of goldens whose floor is widened.
+    Values below 1 are better than the golden, and count as 1.
 
-    What lies below 1 is better than the golden, and says nothing of how far a right port goes the other way.
+    Args:
+        records: Records of right ports.
+        mode: `isolated` or `chained`.
+        floor: Kind of the goldens' noise floor: `full` or `stats`, with `_variants` behind it where it is widened.
     """
     chosen = [
         record
         for record in records
         if (record["mode"], record["floor"]) == (mode, floor)
         and record.get("whole") is not None
-        # The first layer of a chain is handed nothing: it is judged as an isolated one.
+        # The first layer of a chain inherits no error: it is judged as an isolated one.
         and (record["incoming"] > 0.0) == (mode == "chained")
     ]
     figures = NOISE_FIGURES if mode == "isolated" and floor.startswith("full") else RATIO_FIGURES
@@ -104,7 +106,7 @@ def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
 
 
 def widen(table: Table, other: Table) -> Table:
-    """Limits as wide as the wider of both; a figure that one alone limits is limited as there."""
+    """Return the wider limit of both tables, for each site and figure of either."""
     sites = list(dict.fromkeys((*table, *other)))
     figures = list(dict.fromkeys(name for one in (table, other) for own in one.values() for name in own))
 
@@ -130,7 +132,7 @@ def widen(table: Table, other: Table) -> Table:
 
 
 def with_model_margin(table: Table) -> Table:
-    """Widen limits by what models that were not measured may stray further."""
+    """Widen limits by the margins for models that were not measured."""
 
     def widened(figure: str, limit: Limit) -> Limit:
         least = _TOKEN_SPREAD if figure in RATIO_FIGURES else 0.0
@@ -144,11 +146,11 @@ def with_model_margin(table: Table) -> Table:
 
 
 def fit_floorless(records: Sequence[Record], ratios: Table) -> Table:
-    """Limits on the error itself, where a golden keeps no floor.
+    """Fit the limits on the relative error, for goldens without a noise floor.
 
     Args:
-        records: All of them.
-        ratios: Limits on ρ of isolated layers: two ports that are right may each be that far from the exact value.
+        records: Records of right ports.
+        ratios: Limits on ρ of isolated layers. Golden and port may each be so far from the exact value.
     """
     table: Table = defaultdict(dict)
     off = [record for record in records if record["floor"] == "off" and record.get("relative_l2") is not None]
@@ -175,7 +177,7 @@ def fit_floorless(records: Sequence[Record], ratios: Table) -> Table:
 
 
 def _fit(records: Sequence[Record], figure: str) -> Limit | None:
-    """The limit on one figure of one site; None where it was never measured."""
+    """Fit the limit on one figure of one site; None where it was not measured."""
     is_ratio = figure in NOISE_FIGURES
     known = [
         {**r, figure: max(r[figure], 1.0) if is_ratio else r[figure]}
@@ -203,7 +205,7 @@ def _fit(records: Sequence[Record], figure: str) -> Limit | None:
 
 
 def _fit_worst(many: Sequence[Record], few: Sequence[Record], figure: str, among: str) -> Limit:
-    """Of the worst of many tokens or channels: each strays around the golden's own error."""
+    """Fit the limit on the worst of many tokens or channels, each of which strays around the golden's own error."""
 
     def deviation(records: Sequence[Record]) -> float:
         num_drawn = sum(r[among] for r in records)
@@ -220,12 +222,11 @@ def _fit_worst(many: Sequence[Record], few: Sequence[Record], figure: str, among
 
 
 def _fit_growth(records: Sequence[Record]) -> Limit | None:
-    """Of what became of an error that was handed on.
+    """Fit the limit on the growth of an inherited error.
 
-    Experts that pass it on to nobody, and tokens past a flip that are left out, make it less than usual, by far and
-    among few tokens above all: that says nothing of how much more than usual it may be. Flips leave any number of
-    tokens, hardly a number twice: of one or two layers chance cannot be told, so numbers up to twice as large are
-    taken together.
+    Growth below the usual is raised to it: it is small where experts ignore the error, or where tokens past a flip are
+    left out. That tells nothing of how large it may be. Flips leave varying numbers of tokens, each in few layers, so
+    numbers up to twice as large are taken together.
     """
     medians = [
         float(np.median([r["growth"] for r in group]))
@@ -239,7 +240,7 @@ def _fit_growth(records: Sequence[Record]) -> Limit | None:
 
 
 def _taken_together(numbers: Iterable[int]) -> Mapping[int, int]:
-    """Of each number of tokens the largest that counts as about as many; many stay as many as they are."""
+    """Map each number of tokens to the largest of its group; numbers from `_MANY_TOKENS` on stay."""
     largest: dict[int, int] = {}
     for number in sorted(number for number in numbers if number < _MANY_TOKENS):
         largest[number.bit_length()] = number
@@ -247,7 +248,7 @@ def _taken_together(numbers: Iterable[int]) -> Mapping[int, int]:
 
 
 def _fit_relative(records: Sequence[Record], ratios: Table) -> Limit | None:
-    """From the golden's own error: the port's may be as large, times its limit."""
+    """Fit the limit on the relative error to the golden's own error and the limit on ρ."""
     floors = [
         {**r, "both": r["floor_relative"]}
         for r in records
@@ -265,15 +266,15 @@ def _fit_relative(records: Sequence[Record], ratios: Table) -> Limit | None:
 
 
 def capped(limit: Limit, *, largest: float, rho: float) -> Limit:
-    """A limit on an error that nowhere lies far beyond the largest that was measured.
+    """Cap a limit on the relative error near the largest error that was measured.
 
-    Models differ more than the tokens of one do, and the logarithm of what they differ by is not normal: a deviation
-    that is extrapolated to a single token would let any error pass.
+    Models differ more than the tokens of one model, and not normally. A deviation extrapolated to a single token would
+    let any error pass.
 
     Args:
-        limit: As it was fitted.
-        largest: The golden's largest error at the site, of any number of tokens.
-        rho: What ports that are right come to in units of the golden's error.
+        limit: The fitted limit.
+        largest: Largest error of a golden at the site, for any number of tokens.
+        rho: Usual ρ of right ports.
     """
     furthest = _FURTHEST * _FLOORLESS_MARGIN * float(np.hypot(1.0, rho)) * largest
     reach = math.log(max(furthest / limit.usual, _FURTHEST)) / quantile(_RAREST)
@@ -284,7 +285,7 @@ def capped(limit: Limit, *, largest: float, rho: float) -> Limit:
 
 
 def _flipped_share(records: Sequence[Record], logits_error: float) -> float:
-    """The share of tokens that flip at the usual error of the logits, of the group that flips most."""
+    """Return the share of tokens that flip at the usual error of the logits, in the group that flips most."""
     handed = {
         _run_of(r): r["incoming"]
         for r in records
@@ -302,12 +303,12 @@ def _flipped_share(records: Sequence[Record], logits_error: float) -> float:
 
 
 def _group_of(record: Record) -> tuple[Any, ...]:
-    """What differs systematically: implementations, and the model's shape."""
+    """Return the systematic differences of a record: implementations, and the model's shape."""
     return record["port"], record["golden"], record["shape"]
 
 
 def _run_of(record: Record) -> tuple[Any, ...]:
-    """One layer of one run, however it was compared."""
+    """Return the layer and the run of a record, however they were compared."""
     return (*_group_of(record), record["seed"], tuple(record["lengths"]), record["mode"], record["layer"])
 
 
@@ -323,7 +324,7 @@ def _least(records: Sequence[Record]) -> float:
 
 
 def _pooled_deviation(groups: Sequence[Sequence[Record]], figure: str) -> float:
-    """Standard deviation of the figure's logarithm within groups."""
+    """Compute the standard deviation of the figure's logarithm within groups."""
     squares, freedom = 0.0, 0
     for group in groups:
         logarithms = np.log([r[figure] for r in group])
@@ -333,13 +334,13 @@ def _pooled_deviation(groups: Sequence[Sequence[Record]], figure: str) -> float:
 
 
 def _reach(records: Sequence[Record], figure: str, usual: float) -> float:
-    """The deviation at which the largest of so many is just what is to be expected."""
+    """Compute the deviation at which the largest of the records is just the expected one."""
     largest = max(r[figure] for r in records)
     return max(float(np.log(largest / usual)) / quantile(0.5 / max(len(records), 2)), 0.0)
 
 
 def _pool(limits: Sequence[Limit]) -> Limit:
-    """What holds for sites at large: the median of those that were measured, a part at a time."""
+    """Return the limit of sites at large: the median of the measured ones, part by part."""
     return _each(limits, lambda values: float(np.median(values)))
 
 

@@ -1,16 +1,15 @@
-"""A checkpoint with all 62 layers of MiniMax-M2's true dimensions: 230 GB that take 17.5 GB of disk.
+"""Make a checkpoint with all 62 layers of MiniMax-M2's true dimensions: 230 GB that take 17.5 GB of disk.
 
-A few distinct layers are synthesized as `mm2-split synthesize` does it; every other layer clones the FP8 codes
-of one of them (XFS and btrfs can) and gets norms, router gate, correction bias and FP8 scales of its own, those
-that a whole synthesis would give it. Readers see an ordinary checkpoint in the hub's layout, 187 shards.
+A few distinct layers are synthesized as by `mm2-split synthesize`. Each other layer clones the FP8 codes of one of
+them, which XFS and btrfs can do. Its norms, router gate, correction bias and FP8 scales are its own, as in a whole
+synthesis. Readers see an ordinary checkpoint in the hub's layout, of 187 shards.
 
 Where --output lies on a file system without reflinks, root gets an XFS in a sparse file, mounted read-only on
---output. A second call finds what is there; after a restart of the machine it mounts the image again.
+--output. A second call finds the checkpoint; after a restart of the machine it mounts the image again.
 
-For benchmarks: clones are files of their own to the page cache, so each is cold until it is read itself, as the
-shards of a true checkpoint are, and the image is read past the cache of the file system below it: reading 2 GB
-of a clone reads 2 GB from the disk, also right after its source (measured). Only a cache beneath that, as the
-host of a virtual machine may keep, can know that two clones are the same blocks.
+The page cache takes clones for separate files: each is cold until it is read, as a shard of a true checkpoint. The
+image bypasses the cache of the file system below it. So reading 2 GB of a clone reads 2 GB from the disk, even right
+after its source (measured). Only a cache further below, as of a virtual machine's host, can merge clones.
 
 Exit code 3 where it cannot run: not Linux, not root, no xfsprogs, loop mounts forbidden, too little disk.
 
@@ -43,7 +42,8 @@ from reflinks import (
     unmount,
 )
 
-from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.command_line.console import Mm2Command, print_json
 from minimax_tools.command_line.options import output_options
 from minimax_tools.errors import UsageError
@@ -59,10 +59,10 @@ _SPARE_BYTES = 256 << 20  # the file system's log, indexes and headers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the checkpoint shall hold.
+    """Contents of the checkpoint.
 
     Raises:
-        UsageError: It has more distinct layers than layers.
+        UsageError: There are more distinct layers than layers.
     """
 
     preset: str
@@ -79,19 +79,20 @@ class Request:
 
     @property
     def model(self) -> SyntheticModel:
-        """The quantities."""
+        """Quantities of the model."""
         return replace(PRESETS[self.preset], num_hidden_layers=self.num_hidden_layers)
 
     def plan(self) -> tuple[PlannedShard, ...]:
-        """The shards."""
+        """Plan the shards."""
         return plan_shards(self.model, num_distinct_layers=self.distinct_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSizeCheckpoint:
-    """The checkpoint as it lies there: `image` is None where the folder's own file system has reflinks.
+    """A checkpoint that lies there.
 
-    `logical_bytes` counts the tensors' data, `disk_bytes` what they take, `seconds` what the build took.
+    `image` is None where the folder's own file system has reflinks. `logical_bytes` is the size of the tensors,
+    `disk_bytes` the disk space that they take, `seconds` the time of the build.
     """
 
     folder: Path
@@ -109,9 +110,9 @@ def provide(request: Request, *, output: Path, image: Path | None) -> FullSizeCh
     """Find the checkpoint at `output`, mount its image there, or build it.
 
     Args:
-        request: What it holds.
-        output: A folder, new or empty or with the same checkpoint from before.
-        image: The file for an image; None makes one beside `output` only if that has no reflinks.
+        request: Contents of the checkpoint.
+        output: A folder: new, empty, or with the same checkpoint.
+        image: File of the image; None makes one beside `output`, only where reflinks are missing.
 
     Raises:
         UsageError: Something else is at `output` or `image`.
@@ -135,10 +136,10 @@ def provide(request: Request, *, output: Path, image: Path | None) -> FullSizeCh
 
 
 def unmount_checkpoint(output: Path) -> tuple[Path, ...]:
-    """Unmount the image at `output` and keep it; gives what was unmounted.
+    """Unmount the image at `output` and keep it; return the folder that was unmounted.
 
     Raises:
-        CannotRunError: It is in use.
+        CannotRunError: The image is in use.
     """
     if backing_file(output) is None or not (output / RECORD_FILE).exists():
         return ()
@@ -147,11 +148,11 @@ def unmount_checkpoint(output: Path) -> tuple[Path, ...]:
 
 
 def remove_checkpoint(output: Path, *, image: Path | None) -> tuple[Path, ...]:
-    """Unmount and delete the checkpoint, its image, and what a killed build left; gives what was there.
+    """Unmount and delete the checkpoint, its image, and the rest of a killed build; return what was deleted.
 
     Raises:
-        UsageError: What is there is not this script's.
-        CannotRunError: It is in use.
+        UsageError: This script did not make the files.
+        CannotRunError: The checkpoint is in use.
     """
     _refuse_occupied(output)
     file = backing_file(output) or image or _default_image(output)
@@ -183,7 +184,7 @@ def _build_in_image(request: Request, output: Path, image: ReflinkImage) -> None
     plan = request.plan()
     with new_image(image.file, size_bytes=_disk_bytes(plan), scratch=_partial(output)) as folder:
         _write(request, plan, folder)
-    # Mounted anew, and with that cold.
+    # Mounted anew, so that it is cold.
     image.mount(output, is_read_only=True)
 
 
@@ -195,7 +196,7 @@ def _write(request: Request, plan: tuple[PlannedShard, ...], folder: Path) -> No
     logical_bytes = sum(shard.data_bytes for shard in plan)
     weight_map = {tensor.name: shard.file_name for shard in plan for tensor in shard.tensors}
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": logical_bytes}, "weight_map": weight_map})
-    # Every header is read once, and checked against the index.
+    # This checks each header against the index.
     TensorIndex.from_folder(folder)
     record = {
         "request": asdict(request),
@@ -230,7 +231,7 @@ def _describe(request: Request, output: Path, *, was_there: bool) -> FullSizeChe
         num_hidden_layers=request.num_hidden_layers,
         distinct_layers=request.distinct_layers,
         logical_bytes=record["logical_bytes"],
-        # A folder's files cannot tell what they share: there, what was written counts.
+        # The files of a folder do not tell what they share: there the written bytes count.
         disk_bytes=record["written_bytes"] if image is None else image.stat().st_blocks * 512,
         seconds=record["seconds"],
     )
@@ -288,17 +289,26 @@ def _print_checkpoint(made: FullSizeCheckpoint, *, as_json: bool) -> None:
 
 @click.command(cls=Mm2Command, help=__doc__)
 @click.option(
-    "--output", type=click.Path(path_type=Path, resolve_path=True), required=True, help="The folder."
+    "--output",
+    type=click.Path(path_type=Path, resolve_path=True),
+    required=True,
+    help="Folder of the checkpoint.",
 )
 @click.option(
     "--image",
     type=click.Path(path_type=Path, resolve_path=True, dir_okay=False),
-    help="The image's file; else OUTPUT.img, if one is needed.",
+    help="File of the image.  [default: OUTPUT.img, where an image is needed]",
 )
-@click.option("--preset", type=click.Choice(list(PRESETS)), default="m2", show_default=True, help="Sizes.")
-@click.option("--num-hidden-layers", type=click.IntRange(min=1), help="Number of layers; else the preset's.")
 @click.option(
-    "--distinct-layers", type=click.IntRange(min=1), help="Layers with codes of their own; else 4 at most."
+    "--preset", type=click.Choice(list(PRESETS)), default="m2", show_default=True, help="Sizes of the model."
+)
+@click.option(
+    "--num-hidden-layers", type=click.IntRange(min=1), help="Number of layers.  [default: that of the preset]"
+)
+@click.option(
+    "--distinct-layers",
+    type=click.IntRange(min=1),
+    help="Number of layers with codes of their own.  [default: 4, or all of fewer]",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of every number.")
 @click.option("--unmount", "is_unmounted", is_flag=True, help="Unmount the image and keep it.")
@@ -315,7 +325,7 @@ def main(
     is_removed: bool,
     as_json: bool,
 ) -> None:
-    """Parse, find or make or remove, and say what is there."""
+    """Find, make or remove the checkpoint, and print what is there."""
     progress = logging.getLogger("minimax_tools")  # as --quiet and --debug set it up
     logging.basicConfig(level=progress.level, handlers=list(progress.handlers), format="%(message)s")
     if is_unmounted or is_removed:

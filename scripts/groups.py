@@ -1,4 +1,4 @@
-"""Groups of figures: a benchmark whose groups lie in a folder, each in the file of its name with a `measure(scale)`."""
+"""Groups of figures: a benchmark whose groups are files of one folder, each with a function `measure(scale)`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from figures import Figure, print_figures
+from figures import Figure, benchmark_parser, names_among, print_figures
 
 from minimax_tools.errors import Mm2Error
 
@@ -18,9 +18,9 @@ class GroupedBenchmark:
     """A benchmark and its groups.
 
     Args:
-        name: Its name, and its folder's.
-        description: What it measures, in words.
-        groups: The figures that each group is named for; it may give others beside them.
+        name: Name of the benchmark and of its folder.
+        description: Text of its help.
+        groups: Figures by group; a group may yield others beside them.
     """
 
     name: str
@@ -28,7 +28,7 @@ class GroupedBenchmark:
     groups: Mapping[str, tuple[str, ...]]
 
     def main(self) -> int:
-        """Measure, print, and give the exit code: 1 if a goal is missed, 3 if it could not run."""
+        """Measure and print; the exit code is 1 where a goal is missed, 3 where it could not run."""
         arguments = self._parse_arguments()
         try:
             figures = list(self._measure(arguments.only, arguments.scale))
@@ -44,27 +44,18 @@ class GroupedBenchmark:
                 yield from importlib.import_module(f"{self.name}.{group}").measure(scale)
 
     def _parse_arguments(self) -> argparse.Namespace:
-        parser = argparse.ArgumentParser(
-            description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser = benchmark_parser(self.description)
+        known = {name for group, figures in self.groups.items() for name in (group, *figures)}
         parser.add_argument(
             "--only",
-            type=self._parse_only,
+            type=names_among(known),
             metavar="NAME,...",
-            help="measure these groups, or what gives these figures",
+            help="measure these groups, or the groups of these figures (default: all)",
         )
         parser.add_argument(
-            "--scale", choices=("full", "toy"), default="full", help="toy tries the script out quickly"
+            "--scale",
+            choices=("full", "toy"),
+            default="full",
+            help="size of the measurement; toy tries the script out quickly (default: %(default)s)",
         )
         return parser.parse_args()
-
-    def _parse_only(self, text: str) -> set[str]:
-        names = {name for name in text.split(",") if name}
-        known = {name for group, figures in self.groups.items() for name in (group, *figures)}
-        unknown = names - known
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"no figure {', '.join(sorted(unknown))}: choose of {', '.join(sorted(known))}"
-            )
-        return names

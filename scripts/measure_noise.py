@@ -1,8 +1,13 @@
-"""What clean ports differ by, as records: one for each judged site of each comparison.
+"""Noise of right ports as records: one for each judged site of each comparison.
 
-Each run is compared as different goldens would have it: with float32 twins, with the floor's statistics alone, without
-a floor, and with a floor that other right ways to compute a layer widen; and with the port's choice of experts hidden,
-where tokens past a flip cannot be told.
+A run is compared with several forms of its golden:
+
+- with float32 twins
+- with the statistics of the noise floor alone
+- without a noise floor
+- the first two, with a floor that variants widen
+
+It is also compared with the port's choice of experts hidden, where tokens past a flip are unknown.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from clean_ports import Bench, CleanPort, Setting
+from clean_ports import CleanModel, CleanPort, Setting
 
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
@@ -22,15 +27,15 @@ from minimax_tools.metrics.noise_floor import error_name, token_rows
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import SiteResult
 
-# A floor that variants widen is named apart: it is another unit.
+# A floor that variants widen has another name, since it is another unit.
 FLOORS = ("full", "stats", "off", "full_variants", "stats_variants")
 _WITH_VARIANTS = "_variants"
-# Sites that a hidden choice of experts changes anything for.
+# Sites whose judgement changes where the choice of experts is hidden.
 _PAST_A_FLIP = ("router_weights", "moe_delta", "output")
 
 
-class Golden(Capture):
-    """A golden that kept less of its floor than its files hold."""
+class PartialFloor(Capture):
+    """A golden that uses less of its noise floor than its files hold."""
 
     def __init__(self, capture: Capture, floor: str) -> None:
         super().__init__(capture.directory, capture.manifest)
@@ -38,7 +43,7 @@ class Golden(Capture):
 
     @property
     def description(self) -> Description:
-        """With the floor that it is said to have kept, of `FLOORS`."""
+        """Description with the floor that is used, of `FLOORS`."""
         whole = self.manifest.description
         return replace(
             whole,
@@ -48,19 +53,19 @@ class Golden(Capture):
 
 
 class HiddenExperts(Capture):
-    """A run of a port that does not show which experts it chose."""
+    """A run of a port that does not show its choice of experts."""
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """All but the choice."""
+        """Return all sites but the choice of experts."""
         return tuple(site for site in super().sites(layer) if site is not Site.ROUTER_EXPERTS)
 
     def not_exposed(self, layer: int) -> tuple[Site, ...]:
-        """The choice too."""
+        """Return the sites that are not shown, with the choice of experts."""
         return (*super().not_exposed(layer), Site.ROUTER_EXPERTS)
 
 
 def measure(
-    bench: Bench,
+    clean: CleanModel,
     setting: Setting,
     port: CleanPort,
     mode: str,
@@ -68,7 +73,7 @@ def measure(
     *,
     floors: Collection[str] = FLOORS,
 ) -> Iterator[dict[str, Any]]:
-    """The records of one run, against goldens of these floors."""
+    """Yield the records of one run, against goldens of these floors."""
     hidden = HiddenExperts(run.directory, run.manifest)
     views: list[tuple[str, Capture]] = [
         *((floor, run) for floor in FLOORS if floor in floors),
@@ -76,7 +81,7 @@ def measure(
     ]
     for floor, target in views:
         comparison = compare_captures(
-            Golden(bench.golden, floor),
+            PartialFloor(clean.golden, floor),
             target,
             criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
             layer_pattern="layer_*",
@@ -94,11 +99,11 @@ def measure(
         }
         for site in comparison.sites:
             if target is not hidden or site.site in _PAST_A_FLIP:
-                yield {**common, **_figures(site), "floor_relative": _relative_floor(bench.golden, site)}
+                yield {**common, **_figures(site), "floor_relative": _relative_floor(clean.golden, site)}
 
 
 def _relative_floor(golden: Capture, site: SiteResult) -> float | None:
-    """What BF16 cost the golden at a site, relative to its value, over all real tokens."""
+    """Compute the noise floor of the golden at a site, relative to its values, over all real tokens."""
     if site.layer is None or site.site == Site.ROUTER_EXPERTS:
         return None
     name = Site(site.site)

@@ -1,4 +1,4 @@
-"""The page cache: what the system keeps of files in memory, and files put into it or dropped from it."""
+"""The system's page cache: files are read into it, or dropped from it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from enum import Enum
 from pathlib import Path
 
 _PIECE_BYTES = 8 << 20
-# Of a checkpoint's bytes, what may come from the disk when it is warm, and must when it is cold.
+# Shares of a checkpoint that may come from the disk when it is warm, and must when it is cold.
 _WARM_SHARE, _COLD_SHARE = 0.02, 0.98
 
 
-class Cache(Enum):
-    """What the page cache holds of a checkpoint when a probe begins."""
+class CacheState(Enum):
+    """State of a checkpoint in the page cache when a probe begins."""
 
     ANY = "as it was"
     WARM = "warm"
     COLD = "cold"
 
     def prepare(self, files: tuple[Path, ...]) -> None:
-        """Read the files, or drop them."""
-        if self is Cache.WARM:
+        """Bring the files into this state."""
+        if self is CacheState.WARM:
             warm_cache(files)
-        if self is Cache.COLD:
+        if self is CacheState.COLD:
             drop_cache(files)
 
     def fits(self, disk_share: float) -> bool:
-        """Whether a probe that read so much of a checkpoint from the disk found what it should."""
-        if self is Cache.ANY:
+        """Decide whether a probe that read this share from the disk found this state."""
+        if self is CacheState.ANY:
             return True
-        return disk_share <= _WARM_SHARE if self is Cache.WARM else disk_share >= _COLD_SHARE
+        return disk_share <= _WARM_SHARE if self is CacheState.WARM else disk_share >= _COLD_SHARE
 
 
 def warm_cache(files: tuple[Path, ...]) -> None:
@@ -42,7 +42,7 @@ def warm_cache(files: tuple[Path, ...]) -> None:
 
 
 def drop_cache(files: tuple[Path, ...]) -> None:
-    """Drop files from the page cache; a host's cache below a virtual machine's disk is out of reach."""
+    """Drop files from the page cache; the cache of a virtual machine's host is out of reach."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:

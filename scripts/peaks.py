@@ -1,6 +1,6 @@
-"""Watching a process and those that it starts: time, and the most memory that they held, sampled from outside.
+"""Time and peak memory of a process and its children, sampled from outside.
 
-Anonymous memory is what cannot be dropped, unlike cached pages of files; resident memory is both.
+Anonymous memory cannot be dropped, unlike cached pages of files; resident memory is both.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from pathlib import Path
 from types import MappingProxyType
 
 SAMPLE_INTERVAL_S = 0.005
-# Gauges cost more than a look at the memory. In seconds, not samples: those come late on a busy machine.
+# Gauges cost more than a sample of memory. Samples come late on a busy machine, so this is a time, not a count.
 _GAUGE_INTERVAL_S = 0.1
-# What /proc/PID/status calls it.
+# Names of the lines of /proc/PID/status.
 ANONYMOUS, RESIDENT = "RssAnon", "VmRSS"
 _STATE = "State"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A process that ran.
+    """A process that has ended.
 
     Args:
-        exit_code: How it ended.
-        wall_s: From its start to its end.
-        cpu_s: What it took of all cores.
-        peak_anonymous_bytes: The most that a sample saw.
-        peak_resident_bytes: The most, as the kernel counted it.
-        peaks: The highest of every other gauge that was read beside it, by its name.
+        exit_code: Its exit code.
+        wall_s: Seconds from start to end.
+        cpu_s: Seconds of all cores.
+        peak_anonymous_bytes: Largest sample of anonymous memory.
+        peak_resident_bytes: Peak of resident memory, counted by the kernel.
+        peaks: Peaks of other gauges, by name.
     """
 
     exit_code: int
@@ -53,8 +53,8 @@ def watch(
 
     Args:
         words: The command.
-        environment: Of the process; None for this one's.
-        gauges: What else to read ten times a second while it runs, and once when it has ended.
+        environment: Environment of the process; None for this one's.
+        gauges: Functions that are read ten times per second, and once at the end.
     """
     began_s = time.monotonic()
     with subprocess.Popen(
@@ -70,7 +70,7 @@ def watch(
             raise
         finally:
             sampler.join()
-        # It is waited for already: only wait4 tells what it used.
+        # Popen must not wait again: wait4 was needed for the usage.
         process.returncode = os.waitstatus_to_exitcode(status)
     return Watched(
         exit_code=process.returncode,
@@ -83,16 +83,16 @@ def watch(
 
 
 def memory_bytes(status: str, kind: str = ANONYMOUS) -> int:
-    """The memory of one kind that a `/proc/PID/status` tells of; none in the text of a process that ended."""
+    """Read the memory of one kind in a `/proc/PID/status`; 0 where the process has ended."""
     return 1024 * int(_fields(status).get(kind, "0 kB").split()[0])
 
 
 def tree_bytes(folder: Path, *, without: tuple[Path, ...] = ()) -> int:
-    """What the files in a folder take on disk, whatever is renamed or removed in it meanwhile.
+    """Measure the disk space of the files in a folder, which may change meanwhile.
 
     Args:
         folder: The folder.
-        without: Folders in it that do not count.
+        without: Folders in it that are left out.
     """
     total = 0
     for parent, folders, names in os.walk(folder):
@@ -122,7 +122,7 @@ def _sample(pid: int, gauges: Mapping[str, Callable[[], int]], peaks: dict[str, 
 
 
 def _family(pid: int) -> Iterator[int]:
-    """Processes that a process started, and those that these did."""
+    """Yield the children of a process, and theirs."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     except OSError:
@@ -133,7 +133,7 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _read_status(pid: int) -> str:
-    """The text of `/proc/PID/status`; empty where the process is gone."""
+    """Read `/proc/PID/status`; empty where the process is gone."""
     try:
         return Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:

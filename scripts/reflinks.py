@@ -1,7 +1,7 @@
-"""Reflinks: files that share another file's data, and the XFS image that has them where the disk has not.
+"""Reflinks: files that share the data of another file, and an XFS image for disks without them.
 
-A clone takes no disk and no time: the file system notes once more where the data lie. XFS and btrfs can do
-it; on any other file system root can keep an XFS in a sparse file and mount that through a loop device.
+A clone takes no disk space and no time, since it points to the same data. XFS and btrfs have reflinks. On other file
+systems root can keep an XFS in a sparse file, and mount it through a loop device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minimax_tools.errors import CannotRunError, UsageError
 _log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4096
-"""What is cloned begins and ends on a multiple of this many bytes, in both files."""
+"""Size of a block: clones begin and end on a multiple of it, in both files."""
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h; Python's fcntl has a name for it since 3.13 only
 _CLONE_RANGE = struct.Struct("=qQQQ")  # source's descriptor, its offset, the size, the target's offset
@@ -37,7 +37,7 @@ _LEAST_IMAGE_BYTES = 512 << 20  # mkfs.xfs refuses less than 300 MB
 def clone_range(
     source: Path, target: Path, *, source_offset: int, target_offset: int, size_bytes: int
 ) -> None:
-    """Let `target` share bytes of `source`; both files are on one file system and `target` is made longer.
+    """Let `target` share bytes of `source`; both files lie on one file system, and `target` grows.
 
     Raises:
         ValueError: An offset or the size is no multiple of `BLOCK_BYTES`.
@@ -72,7 +72,7 @@ def clone_range(
 
 
 def has_reflinks(folder: Path) -> bool:
-    """Whether files of the folder can share data; tried with two small files."""
+    """Try with two small files whether files of the folder can share data."""
     if sys.platform != "linux":
         return False
     with tempfile.TemporaryDirectory(dir=folder, prefix=".reflinks-") as scratch:
@@ -87,7 +87,7 @@ def has_reflinks(folder: Path) -> bool:
 
 
 def require_room(folder: Path, size_bytes: int) -> None:
-    """Refuse what does not fit the folder's disk.
+    """Raise if the disk of the folder has too little room.
 
     Raises:
         CannotRunError: Less than `size_bytes` are free.
@@ -103,10 +103,10 @@ def require_room(folder: Path, size_bytes: int) -> None:
 
 
 def require_image_tools() -> None:
-    """Refuse where no image can be made; a loop mount that is forbidden shows only when it is tried.
+    """Raise if no image can be made here; a forbidden loop mount shows only later.
 
     Raises:
-        CannotRunError: Listing at once all that is missing.
+        CannotRunError: Something is missing; the message lists all of it.
     """
     if sys.platform != "linux":
         raise CannotRunError("an image with reflinks needs Linux", found=sys.platform)
@@ -121,7 +121,7 @@ def require_image_tools() -> None:
 
 
 def backing_file(folder: Path) -> Path | None:
-    """The image that is mounted on the folder; None where none is."""
+    """Find the image that is mounted on the folder; None where there is none."""
     if not folder.is_mount():
         return None
     try:
@@ -134,8 +134,8 @@ def backing_file(folder: Path) -> Path | None:
 class ReflinkImage:
     """A sparse file that holds an XFS with reflinks.
 
-    The loop device reads and writes `file` directly where that is possible. Else what was read of one file
-    would stay cached below the file system, and a clone of it, though never read itself, would be warm.
+    The loop device bypasses the cache of `file` where that is possible. Otherwise a clone would be warm once its source
+    was read.
     """
 
     file: Path
@@ -146,20 +146,20 @@ class ReflinkImage:
         Raises:
             CannotRunError: mkfs.xfs failed.
         """
-        # An eighth more for metadata: reference counts of shared blocks among them, and the log.
+        # An eighth more for metadata, such as reference counts of shared blocks, and for the log.
         num_blocks = (_LEAST_IMAGE_BYTES + size_bytes + size_bytes // 8) // BLOCK_BYTES
         with self.file.open("xb") as file:
             file.truncate(num_blocks * BLOCK_BYTES)
         _run("mkfs.xfs", "-q", "-L", _LABEL, "-b", f"size={BLOCK_BYTES}", "-m", "reflink=1", self.file)
 
     def is_ours(self) -> bool:
-        """Whether the file is an image that `make` wrote."""
+        """Decide whether `make` wrote this file."""
         with self.file.open("rb") as file:
             block = file.read(_XFS_LABEL_OFFSET + _XFS_LABEL_BYTES)
         return block.startswith(_XFS_MAGIC) and block[_XFS_LABEL_OFFSET:].rstrip(b"\0") == _LABEL.encode()
 
     def mount(self, folder: Path, *, is_read_only: bool) -> None:
-        """Mount the image on the folder, which is made if need be.
+        """Mount the image on the folder, which is made where it is missing.
 
         Raises:
             CannotRunError: No loop mount is allowed here, or the image is damaged.
@@ -170,7 +170,7 @@ class ReflinkImage:
             try:
                 _run("mount", "-t", "xfs", "-o", "ro" if is_read_only else "rw,noatime", device, folder)
             finally:
-                # The kernel frees the device when it is unmounted, or now if the mount failed.
+                # The kernel frees the device at the unmount, or now where the mount failed.
                 _run("losetup", "--detach", device)
         except CannotRunError as error:
             raise CannotRunError(
@@ -185,9 +185,9 @@ class ReflinkImage:
 
 @contextmanager
 def new_image(file: Path, *, size_bytes: int, scratch: Path) -> Iterator[Path]:
-    """A new image for `size_bytes` of data, mounted on `scratch` to be filled, and unmounted at the end.
+    """Make an image for `size_bytes` of data, mounted on `scratch` inside the block and unmounted behind it.
 
-    It takes its name only if the block ends well. What a killed run left of it is removed first.
+    The image gets its name only where the block succeeds. The rest of a killed run is removed first.
 
     Raises:
         CannotRunError: The disk is too small, or no image can be made or mounted here.
@@ -207,10 +207,10 @@ def new_image(file: Path, *, size_bytes: int, scratch: Path) -> Iterator[Path]:
 
 
 def discard_partial(file: Path, *, scratch: Path) -> None:
-    """Unmount and delete what `new_image` leaves when it is killed.
+    """Unmount and delete the rest of a killed `new_image`.
 
     Raises:
-        CannotRunError: It is in use.
+        CannotRunError: The image is in use.
     """
     if backing_file(scratch) is not None:
         unmount(scratch)
@@ -220,25 +220,25 @@ def discard_partial(file: Path, *, scratch: Path) -> None:
 
 
 def is_read_directly(folder: Path) -> bool:
-    """Whether the image mounted on the folder is read past the cache of the file system below it."""
+    """Decide whether the image on the folder bypasses the cache of the file system below it."""
     return (_loop(folder) / "dio").read_text().strip() == "1"
 
 
 def unmount(folder: Path) -> None:
-    """Unmount the folder, which drops all that is cached of it, and remove the empty folder.
+    """Unmount the folder, which drops its cache, and remove the empty folder.
 
     Raises:
-        CannotRunError: It is in use.
+        CannotRunError: The folder is in use.
     """
     _run("umount", folder)
     folder.rmdir()
 
 
 def refuse_foreign(image: ReflinkImage) -> None:
-    """Refuse to touch a file that is no image of ours.
+    """Raise if this script did not make an image.
 
     Raises:
-        UsageError: It is not.
+        UsageError: The file is another.
     """
     if not image.is_ours():
         raise UsageError(
@@ -265,6 +265,6 @@ def _loop(folder: Path) -> Path:
 def _run(*words: str | Path) -> str:
     result = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
     if result.returncode:
-        # These tools begin their messages with their names.
+        # The messages of these tools begin with their names.
         raise CannotRunError(" ".join(result.stderr.split()) or f"{words[0]} ended with {result.returncode}")
     return result.stdout.strip()

@@ -1,11 +1,11 @@
-"""Train the learned models that BENCHMARKS.md tells of, each in BF16 and in block FP8.
+"""Train the models of BENCHMARKS.md, each in BF16 and in block FP8.
 
-    python scripts/train_models.py --output-dir models            all of them, one after another
-    python scripts/train_models.py --output-dir models b tiny     some of them
-    python scripts/train_models.py --output-dir models --table    what those that are there have learnt
+    python scripts/train_models.py --output-dir models            all models
+    python scripts/train_models.py --output-dir models b tiny     some models
+    python scripts/train_models.py --output-dir models --table    a table of what the models there have learnt
 
-Each takes one core for 5 to 20 minutes. One torch version gives the same weights on one kind of machine: one thread,
-a fixed number of steps, a seed for each model. `tiny` is the one that lies in tests/models/learned.
+A model takes one core for 5 to 20 minutes. With one torch version, the weights are the same on one kind of machine:
+training has one thread, a fixed number of steps, and a seed per model. `tiny` is the model in tests/models/learned.
 """
 
 from __future__ import annotations
@@ -58,16 +58,21 @@ RECIPES = {
 
 
 def main() -> int:
-    """Train the models asked for; return the first exit code that is not 0."""
+    """Train the requested models; return the first exit code that is not 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(RECIPES)}; else all")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(RECIPES)} (default: all)")
     parser.add_argument(
-        "--output-dir", type=Path, default=Path("mm2-models"), help="gets learned_MODEL and learned_MODEL_fp8"
+        "--output-dir",
+        type=Path,
+        default=Path("mm2-models"),
+        help="folder of learned_MODEL and learned_MODEL_fp8 (default: %(default)s)",
     )
     parser.add_argument(
-        "--table", action="store_true", help="print what the models there have learnt, and train none"
+        "--table",
+        action="store_true",
+        help="print a table of what the models there have learnt, and train none",
     )
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.models) - set(RECIPES))
@@ -86,7 +91,7 @@ def main() -> int:
 
 
 def print_table(folder: Path, models: list[str]) -> None:
-    """Print the records of trained models as a table in Markdown; models that are not there are left out."""
+    """Print the records of trained models as a table in Markdown; missing models are left out."""
     print(
         "| model | shape | text, MB | tokens | loss | bits per byte | others' experts | lzma | unigram | information |"
     )
@@ -128,7 +133,7 @@ def _row(name: str, record: dict[str, Any]) -> str:
 def _run(arguments: list[str]) -> int:
     print("$ mm2-split " + shlex.join(arguments), flush=True)
     program = [sys.executable, "-c", "from minimax_tools.cli import main; main()"]
-    # Threads that wait for others must not spin: other processes may need the core.
+    # Waiting threads must not spin: other processes may need the core.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     return subprocess.run([*program, *arguments], env=environment, check=False).returncode
 

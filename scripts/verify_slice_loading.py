@@ -1,4 +1,4 @@
-"""Verify that each node loads its own slice of a model and nothing else: `mm2-split verify` with every section shown.
+"""Verify that each node loads its own slice of a model and nothing else: `mm2-split verify` with all sections.
 
 Example: python scripts/verify_slice_loading.py --plan plan.json --slices model_shards
 """

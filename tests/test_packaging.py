@@ -268,6 +268,7 @@ def test_wheel_declares_the_commands(wheel: Path) -> None:
 def test_core_asks_for_torch_and_light_libraries_only(metadata: email.message.Message) -> None:
     core = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
     assert {re.split(r"[^\w-]", text)[0] for text in core} <= {
+        "cattrs",
         "click",
         "huggingface_hub",
         "jinja2",
@@ -278,6 +279,7 @@ def test_core_asks_for_torch_and_light_libraries_only(metadata: email.message.Me
         "pyyaml",
         "rich",
         "safetensors",
+        "scipy",
         "tokenizers",
         "torch",
     }

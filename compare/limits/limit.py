@@ -1,31 +1,32 @@
-"""Limit: how far a figure of a port that is right may go, by how much was averaged and how much is judged.
+"""Limit of a figure, by the number of tokens that it averages and the allowed share of false alarms.
 
-A figure of few tokens strays further than one of many, and the worst of a thousand figures further than one. So a
-limit is no number but a rule: `usual` times what chance adds, at the share of false alarms that is allowed.
+A figure of few tokens strays further than one of many, and the worst of a thousand figures further than a single one.
+So a limit is a rule: `usual` times the factor of chance at the allowed share.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 
-_STANDARD = NormalDist()
-# Below this the tail of the normal distribution is not resolved.
+from scipy.special import bdtrc, ndtri
+
+# Smaller shares, and 0 above all, count as this one: limits stay finite.
 _SMALLEST_SHARE = 1e-15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A limit on a figure whose logarithm strays about normally.
+    """A limit on a figure whose logarithm is about normally distributed.
 
     Args:
-        usual: What the implementation that is furthest off usually comes to.
-        spread: Standard deviation of the figure's logarithm, however many tokens it is of.
-        token_spread: That which chance adds over one token; over T tokens 1/√T of it.
+        usual: Usual figure of the right implementation that is furthest off.
+        spread: Standard deviation of the figure's logarithm with many tokens.
+        token_spread: Standard deviation that chance adds with one token; with T tokens it adds 1/√T of it.
 
     Raises:
-        ValueError: `usual` is not above 0, or a spread is below 0, or one of them is not finite.
+        ValueError: `usual` is not above 0, a spread is below 0, or a value is not finite.
     """
 
     usual: float
@@ -41,7 +42,7 @@ class Limit:
                 raise ValueError(f"{name} must be at least 0, found {value:g}")
 
     def at(self, *, num_tokens: int, share: float) -> float:
-        """Return the limit of a figure over `num_tokens`, which a right port passes but for a `share` of the cases."""
+        """Compute the limit that a figure over `num_tokens` of a right port exceeds in a `share` of the cases."""
         deviation = self.spread + self.token_spread / math.sqrt(max(num_tokens, 1))
         return self.usual * math.exp(max(quantile(share), 0.0) * deviation)
 
@@ -51,20 +52,18 @@ class Limit:
 
 
 def quantile(share: float) -> float:
-    """Return what a standard normal value exceeds in a `share` of the cases."""
-    return -_STANDARD.inv_cdf(min(max(share, _SMALLEST_SHARE), 0.5))
+    """Return the value that a standard normal variable exceeds in a `share` of the cases; at least 0."""
+    return -float(ndtri(min(max(share, _SMALLEST_SHARE), 0.5)))
 
 
 def most_hits(num_trials: int, *, chance: float, share: float) -> int:
-    """Return the most hits of so many trials, each by `chance`, but for a `share` of the cases."""
-    if chance >= 1.0 or num_trials == 0:
-        return num_trials
-    odds = math.log(chance) - math.log1p(-chance) if chance > 0.0 else -math.inf
-    probability = num_trials * math.log1p(-chance)
-    remaining = 1.0 - math.exp(probability)
-    hits = 0
-    while remaining > share and hits < num_trials:
-        probability += math.log((num_trials - hits) / (hits + 1)) + odds
-        hits += 1
-        remaining -= math.exp(probability)
-    return hits
+    """Return the number of hits that is exceeded in at most a `share` of the cases.
+
+    Args:
+        num_trials: Independent trials.
+        chance: Probability that one trial hits; 1 and above is certain.
+        share: Allowed probability of more hits, below 1.
+    """
+    return bisect_left(
+        range(num_trials), True, key=lambda hits: bool(bdtrc(hits, num_trials, min(chance, 1.0)) <= share)
+    )

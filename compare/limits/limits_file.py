@@ -1,11 +1,11 @@
-"""Limits files: YAML that names limits by site or for all; calibration.yaml, which holds mm2's own, is one.
+"""Limits files: YAML with limits by site, or for all sites; calibration.yaml holds mm2's own.
 
     isolated:                 # or chained, isolated_estimated, chained_estimated, without_floor, isolated_variants, …
       all: {whole: 1.5}       # a number, or {usual: …, spread: …, token_spread: …}
       moe_delta: {token_worst: 4}
 
-What a file does not name stays as mm2 has it; what it names for isolated layers holds for goldens with variants too,
-unless it names limits for them.
+Limits that a file does not name stay as in calibration.yaml. Its limits for isolated layers hold for goldens with
+variants too, unless it names limits for these.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ _TABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "without_floor": FLOORLESS_FIGURES,
     }
 )
-# Limits of goldens with variants, and those that hold for such a golden where a file names only these.
+# Limits of goldens with variants, and the limits that stand in for them where a file names only these.
 _WIDENED: Mapping[str, str] = MappingProxyType(
     {"isolated_variants": "isolated", "isolated_variants_estimated": "isolated_estimated"}
 )
-# What `mm2-compare --criteria-template` shows and nothing reads.
+# A key that `mm2-compare --criteria-template` shows and that is not read.
 _REMARK = "measured"
 _KEYS = (*_TABLES, "level", "float32", "backends", "slack", _REMARK)
 _SPREADS = ("usual", "spread", "token_spread")
-# libyaml's reads several times as fast, where PyYAML was built with it.
+# The loader of libyaml is several times as fast, where PyYAML was built with it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @cache
 def calibrated_limits() -> NoiseLimits:
-    """Return mm2's own limits, measured on clean ports.
+    """Read mm2's own limits, measured on right ports.
 
     Raises:
-        UsageError: The installation's file is damaged.
+        UsageError: The installed file is damaged.
     """
     values = _File(CALIBRATION).read()
     try:
@@ -77,12 +77,12 @@ def calibrated_limits() -> NoiseLimits:
 
 
 def read_limits(path: Path) -> NoiseLimits:
-    """Read mm2's own limits, but for what the file `path` names.
+    """Read mm2's own limits, replaced by those in the file `path`.
 
-    Limits that a file names hold on every backend, unless it says on which they were measured.
+    The limits of a file hold on all backends, unless it names backends.
 
     Raises:
-        UsageError: The file cannot be read, or names something that there is not; the message says in which line.
+        UsageError: The file cannot be read, or has an unknown key or a wrong value; the message names the line.
     """
     values, limits = _File(path).read(), calibrated_limits()
     named = {name: values.pop(name) for name in tuple(values) if name in _TABLES}
@@ -100,7 +100,7 @@ def _own_table(limits: NoiseLimits, name: str) -> SiteLimits:
 
 
 class _File:
-    """A limits file, read node by node: errors name line and key."""
+    """A limits file, read node by node, so that errors name line and key."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,7 +153,7 @@ class _File:
     def _items(
         self, node: yaml.Node, where: str, allowed: tuple[str, ...]
     ) -> Iterator[tuple[str, yaml.Node]]:
-        """Yield the entries of a mapping, each key once and among those allowed."""
+        """Yield the entries of a mapping; each key is allowed, and is there once."""
         expected = f"a mapping of {', '.join(allowed)}"
         if not isinstance(node, yaml.MappingNode):
             raise self._wrong(node, where or "the file", expected=expected, found=_word_node(node))
@@ -170,7 +170,7 @@ class _File:
 
     def _number(self, node: yaml.Node, where: str) -> float:
         try:
-            # YAML takes 1e-3 for text, and means 1.0e-3.
+            # YAML reads 1e-3 as text; only 1.0e-3 is a number.
             return float(node.value) if isinstance(node, yaml.ScalarNode) else float("nan")
         except ValueError:
             raise self._wrong(node, where, expected="a number", found=_word_node(node)) from None

@@ -1,4 +1,4 @@
-"""ρ: a target's error at a site, in units of what BF16 alone cost the golden there.
+"""ρ: error of a target at a site, over the noise floor of the golden there.
 
 T judged tokens, F channels of a site.
 """
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from scipy.special import stdtrit
 
 from compare.noise.input_error import InputError
 from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
@@ -17,27 +18,27 @@ from minimax_tools.results.results import NoiseRatio
 
 # Relative L2 error of one rounding to BF16, of normally distributed values.
 _BFLOAT16_ROUNDING = 1.7e-3
-# Averages of fewer channels, such as two experts' weights that add up to one, may be next to nothing in the golden. Any
-# port is then far off.
+# Averages over fewer channels may be near 0 in the golden by chance, such as those of two routing weights, which add up
+# to one. Each port would then be far off.
 _FEWEST_CHANNELS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Judged tokens of one site on both sides, with what is known of the floor.
+    """Judged tokens of one site on both sides, with the noise floor.
 
     Args:
         reference: [T,F], the golden.
         target: [T,F], the port.
-        massive: bool [F], the channels that are massive over all real tokens of the golden.
+        massive: bool [F], the massive channels, over all real tokens of the golden.
         places: [T,2], row and position of each token in the batch.
         twin: [T,F] float32, the golden's float32 twin; None where it was not kept.
-        floor: (reference − twin)² summed per token, where it was kept or summed already.
-        widest: (golden or variant − twin)² summed per token, the largest of them; None of a golden without variants.
-        widest_averages: How many times as far as the golden's the averages of its variants stray, in the order of
-            `Structure.figures`; None where that was not measured.
+        floor: (reference − twin)² summed per token; None where only the twin is known.
+        widest: Largest (golden or variant − twin)² summed per token; None for a golden without variants.
+        widest_averages: Averages of the variants over those of the golden, in the order of `Structure.figures`; None
+            where they were not measured.
         input_error: Error of a chained layer's input; None in isolated runs.
-        stored_dtype: What the golden holds it in, where `reference` is of another dtype.
+        stored_dtype: Dtype that the golden holds, where `reference` has another.
     """
 
     reference: torch.Tensor
@@ -53,12 +54,12 @@ class Rows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which the golden holds the site."""
+        """Dtype that the golden holds."""
         return self.stored_dtype or self.reference.dtype
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of judged tokens, T."""
         return self.reference.shape[0]
 
     @property
@@ -67,7 +68,7 @@ class Rows:
         return self.twin is not None or self.floor is not None
 
     def select(self, tokens: torch.Tensor) -> Rows:
-        """Select some tokens, bool [T]; massive channels stay the same."""
+        """Select tokens, bool [T]; the massive channels stay."""
         return replace(
             self,
             reference=self.reference[tokens],
@@ -83,8 +84,8 @@ class Rows:
 def noise_ratio(rows: Rows) -> NoiseRatio:
     """Compute ρ over all tokens and per token.
 
-    With the twin, the error is ‖target − twin‖. Without it, target and reference are taken to be
-    independently noisy, so that ‖target − twin‖² is about ‖target − reference‖² − ‖reference − twin‖².
+    With the twin, the error is ‖target − twin‖. Without it, target and reference are assumed to have independent noise:
+    ‖target − twin‖² is about ‖target − reference‖² − ‖reference − twin‖².
 
     Raises:
         ValueError: The rows have no floor.
@@ -99,7 +100,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
     structure = _structure(rows)
     has_channels = rows.reference.shape[1] >= _FEWEST_CHANNELS
     if structure is not None and rows.widest is not None:
-        # What strays further does so in its averages too.
+        # The averages of variants stray further too.
         widened_by = _rho(floor.widest(rows.widest).whole, floor.whole)
         structure = structure.divided(rows.widest_averages or (widened_by,) * len(structure.figures))
     return NoiseRatio(
@@ -135,21 +136,21 @@ def token_ratios(rows: Rows) -> torch.Tensor:
 
 
 def _structure(rows: Rows) -> Structure | None:
-    """Measure the error's averages; None unless a twin shows both errors and rounding alone makes the port's."""
+    """Measure the structure of the error; None without a twin, or where the port may have errors besides rounding."""
     if rows.num_tokens == 0 or rows.twin is None or rows.input_error is not None or _is_rounded(rows):
         return None
     return measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
 
 
 def _is_rounded(rows: Rows) -> bool:
-    """Decide whether the port rounded to BF16 what the golden holds in float32."""
+    """Decide whether the port rounded to BF16 a value that the golden holds in float32."""
     return rows.dtype == torch.float32 and torch.equal(
         rows.target, rows.target.bfloat16().to(rows.target.dtype)
     )
 
 
 def foreseen_error(rows: Rows) -> Squares:
-    """Return the error that a right port may have against the float32 twin: the floor, widened as for ρ.
+    """Compute the expected error of a right port against the float32 twin: the floor, widened as for ρ.
 
     Raises:
         ValueError: The rows have no floor.
@@ -158,13 +159,11 @@ def foreseen_error(rows: Rows) -> Squares:
 
 
 def foreseen_error_at(rows: Rows, values: torch.Tensor) -> Squares:
-    """Scale the floor to float32 `values` [T,F] that are not the golden's.
+    """Compute the expected error of a right port against float32 `values` [T,F] that are not the golden's.
 
-    The largest of three, token by token:
-
-    - The median token's floor relative to its values: a sum that cancels in one token tells nothing of another.
-    - The token's own floor, smaller where all values are smaller.
-    - One rounding, where the golden holds the site rounded.
+    It is the floor, scaled to the values by the median token: a sum that cancels in one token tells nothing of another.
+    It is at least the token's own floor, reduced where all values are smaller, and at least one rounding to BF16 where
+    the golden holds BF16.
 
     Raises:
         ValueError: The rows have no floor.
@@ -181,7 +180,7 @@ def foreseen_error_at(rows: Rows, values: torch.Tensor) -> Squares:
 def _to_scale(
     floor: torch.Tensor, before: torch.Tensor, after: torch.Tensor, *, rounding: float
 ) -> torch.Tensor:
-    """Scale the floor from values of squared norms `before` to those of `after`: float64 [T] each."""
+    """Scale the floor of values with squared norms `before` to values with `after`, float64 [T] each."""
     usual = (floor / before.clamp(min=TINY)).median()
     shrinking = (after / before.clamp(min=TINY)).median().clamp(max=1.0)
     return torch.maximum(torch.maximum(usual, usual.new_tensor(rounding)) * after, shrinking * floor)
@@ -204,9 +203,9 @@ def _error(rows: Rows, floor: Squares) -> Squares:
 def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
     """Widen the floor by errors that no port is to blame for.
 
-    - Another right way to compute the layer may stray further than the golden does.
-    - A right port may round to BF16 what the golden holds in float32, which shows in its bits.
-    - A chained layer's input has an error.
+    - Variants of the golden may stray further than the golden itself.
+    - A right port may round to BF16 a value that the golden holds in float32.
+    - A chained layer inherits the error of its input.
     """
     if rows.widest is not None:
         floor = floor.widest(rows.widest)
@@ -223,7 +222,7 @@ def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
 
 
 def _rho(error: torch.Tensor, floor: torch.Tensor) -> float:
-    """Return ρ; a floor of zero asks for bit equality."""
+    """Compute the root of error over floor; a floor of zero demands bit equality."""
     numerator, denominator = float(error.sum()), float(floor.sum())
     if denominator <= TINY:
         return 0.0 if numerator <= TINY else math.inf
@@ -231,15 +230,13 @@ def _rho(error: torch.Tensor, floor: torch.Tensor) -> float:
 
 
 def _per_token(error: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """Return ρ per token [T]; a token with an unusually small floor is held against the median token's."""
+    """Compute ρ per token [T]; a token with an unusually small floor is compared with the median floor."""
     if float(floor.sum()) <= TINY:
         return torch.where(error <= TINY, 0.0, math.inf).double()
     return (error / torch.maximum(floor, floor.median()).clamp(min=TINY)).sqrt()
 
 
-# Student's t at 97.5 % by degrees of freedom, for those that differ from the normal 1.96 by more than 10 %.
-_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-_NORMAL = 1.96
+_UPPER_QUANTILE = 0.975
 _FEWEST_PROMPTS = 3
 _NUM_BLOCKS = 10
 
@@ -247,9 +244,9 @@ _NUM_BLOCKS = 10
 def rho_interval(
     error: torch.Tensor, floor: torch.Tensor, places: torch.Tensor
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of ρ = sqrt(Σ error / Σ floor), by a jackknife on its logarithm.
+    """Compute the 95 % interval of ρ = sqrt(Σ error / Σ floor) by a jackknife on its logarithm.
 
-    Prompts are left out one by one; where there are fewer than three, blocks of neighbouring tokens are.
+    Prompts are left out one by one; with fewer than three, blocks of neighbouring tokens are.
 
     Args:
         error: Squared errors per token [T], float64.
@@ -257,7 +254,7 @@ def rho_interval(
         places: Row and position of each token, [T,2].
 
     Returns:
-        The lower and the upper end; None where they cannot be told: two tokens or fewer, no error or no floor.
+        The lower and the upper end; None with two tokens or fewer, without an error or without a floor.
     """
     groups = _groups(places)
     num_groups = int(groups.max()) + 1 if groups.numel() else 0
@@ -275,13 +272,12 @@ def rho_interval(
         float((logarithms - logarithms.mean()).square().sum()) * (num_groups - 1) / num_groups
     )
     rho = math.sqrt(float(errors.sum() / floors.sum()))
-    freedom = num_groups - 1
-    reach = deviation * (_STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL)
+    reach = deviation * float(stdtrit(num_groups - 1, _UPPER_QUANTILE))
     return rho * math.exp(-reach), rho * math.exp(reach)
 
 
 def _groups(places: torch.Tensor) -> torch.Tensor:
-    """Return the group that each token belongs to, int64 [T]."""
+    """Number the group of each token, int64 [T]."""
     groups: torch.Tensor = places[:, 0].unique(return_inverse=True)[1]
     if groups.numel() and int(groups.max()) + 1 >= _FEWEST_PROMPTS:
         return groups

@@ -1,50 +1,104 @@
-"""Opening the two sides of a comparison as a command names them, whichever tool wrote them."""
+"""The two sides of a comparison as a command names them, and the layers to look at."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import click
 
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.command_line.options import read_reading, reading_options, stack_options
+from minimax_tools.capture.store import DEVICE_SIDE, GOLDEN_SIDE, newest_capture
+from minimax_tools.command_line.options import captures_option, grouped_as, reading_options, stack_options
 from minimax_tools.dumps.opening import DumpReading, is_others, open_sides
 from minimax_tools.errors import UsageError
 
-opening_options = stack_options(
-    reading_options(whose="the side that is not mm2's own"),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSides:
+    """The two sides of a comparison, as a user named them.
+
+    Args:
+        gpu_path: The golden; None for the newest under `captures`.
+        neuron_path: The device run; None for the newest under `captures`.
+        captures: Folder of all captures.
+        reading: The layout of the side that is not mm2's own, whichever that is.
+        gpu_reading: The golden's layout.
+        neuron_reading: The device run's layout.
+    """
+
+    gpu_path: Path | None
+    neuron_path: Path | None
+    captures: Path
+    reading: DumpReading
+    gpu_reading: DumpReading
+    neuron_reading: DumpReading
+
+    def open(self) -> tuple[CaptureSource, CaptureSource]:
+        """Open the golden and the device run, whichever tool wrote them.
+
+        Raises:
+            CaptureError: A directory is not there, holds no capture, or what it holds is damaged.
+            IncomparableError: Another tool's dump is of other prompts than the other side.
+            UsageError: A map is wrong, or which side it is meant for cannot be told.
+        """
+        golden = self.gpu_path or newest_capture(self.captures, GOLDEN_SIDE)
+        device = self.neuron_path or newest_capture(self.captures, DEVICE_SIDE)
+        golden_reading, device_reading = self._assign_readings(golden, device)
+        return open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading)
+
+    def _assign_readings(self, golden: Path, device: Path) -> tuple[DumpReading, DumpReading]:
+        """Return the layout of each side; --format and --map go to the one that is not mm2's own."""
+        if self.reading.is_default:
+            return self.gpu_reading, self.neuron_reading
+        meant = (is_others(golden), is_others(device))
+        if meant == (True, False) and self.gpu_reading.is_default:
+            return self.reading, self.neuron_reading
+        if meant == (False, True) and self.neuron_reading.is_default:
+            return self.gpu_reading, self.reading
+        raise UsageError(
+            "which side --format or --map is meant for cannot be told",
+            expected="one side that another tool wrote, and no options of its own for it",
+            next_step="Use --gpu-format and --gpu-map, --neuron-format and --neuron-map.",
+        )
+
+
+sides_options = stack_options(
+    click.option(
+        "--gpu-path",
+        type=click.Path(path_type=Path),
+        help="Golden capture. Default: the newest under --captures.",
+    ),
+    click.option(
+        "--neuron-path",
+        type=click.Path(path_type=Path),
+        help="Device run. Default: the newest under --captures.",
+    ),
+    captures_option,
+    reading_options(whose="the side that mm2 did not write"),
     reading_options("gpu-", whose="the golden"),
     reading_options("neuron-", whose="the device run"),
+    grouped_as("sides", NamedSides),
 )
 
 
-def open_named_sides(
-    golden: Path, device: Path, options: dict[str, Any]
-) -> tuple[CaptureSource, CaptureSource]:
-    """Open a golden and a device run as the opening options say how to read them.
+def _read_pattern(layer: str | None, layer_pattern: str | None) -> str | None:
+    """Return the pattern of the layers' names; None if none was given. `--layer 7` means `layer_7`.
 
     Raises:
-        CaptureError: A directory is not there, holds no capture, or what it holds is damaged.
-        IncomparableError: Another tool's dump is of other prompts than the other side.
-        UsageError: A map is wrong, or which side it is meant for cannot be told.
+        UsageError: Both options were given.
     """
-    golden_reading, device_reading = _read_readings(golden, device, options)
-    return open_sides(golden, device, reference_reading=golden_reading, target_reading=device_reading)
+    if layer is not None and layer_pattern is not None:
+        raise UsageError("--layer and --layer-pattern were both given", next_step="Use one of them.")
+    return f"layer_{layer}" if layer is not None and layer.isdigit() else layer or layer_pattern
 
 
-def _read_readings(golden: Path, device: Path, options: dict[str, Any]) -> tuple[DumpReading, DumpReading]:
-    """How each side is to be read; --format and --map are meant for the one that is not mm2's own."""
-    common = read_reading(options["format"], options["map"])
-    golden_reading = read_reading(options["gpu_format"], options["gpu_map"])
-    device_reading = read_reading(options["neuron_format"], options["neuron_map"])
-    if common.is_default:
-        return golden_reading, device_reading
-    meant = (is_others(golden), is_others(device))
-    if meant == (True, False) and golden_reading.is_default:
-        return common, device_reading
-    if meant == (False, True) and device_reading.is_default:
-        return golden_reading, common
-    raise UsageError(
-        "which side --format or --map is meant for cannot be told",
-        expected="one side that another tool wrote, and no options of its own for it",
-        next_step="Use --gpu-format and --gpu-map, --neuron-format and --neuron-map.",
-    )
+layers_options = stack_options(
+    click.option("--layer", metavar="layer_0", help="Name or number of the only layer to look at."),
+    click.option(
+        "--layer-pattern",
+        metavar="'layer_*'",
+        help="Names of the layers to look at. Default: all layers; in mm2-diagnose those that the comparison blames.",
+    ),
+    grouped_as("layer_pattern", _read_pattern),
+)

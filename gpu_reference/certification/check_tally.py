@@ -1,4 +1,4 @@
-"""Tallies: a check of many things, taken one after the other, and the outcome of all of them."""
+"""Checks that many things must pass, collected one by one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,28 @@ from minimax_tools.capture.certificate import Check, Outcome
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """A check of many things that each hold or do not: how many were looked at, and what does not hold."""
+    """A check that counts: every item holds or is a fault.
+
+    Args:
+        name: The check's name.
+        missing: Why it did not run, if no item came.
+        count: Items so far.
+        faults: Faults so far, in words.
+    """
 
     name: str
     missing: str
     count: int = 0
     faults: list[str] = field(default_factory=list)
 
+    def add(self, fault: str | None) -> None:
+        """Add an item, with its fault in words; None if it holds."""
+        self.count += 1
+        if fault is not None:
+            self.faults.append(fault)
+
     def check(self, told: str) -> Check:
-        """The check; `told` says what holds of those that were looked at."""
+        """Return the check; `told` is its claim if all items hold."""
         if self.faults:
             return Check(name=self.name, outcome=Outcome.FAILED, found=_listed(self.faults))
         if not self.count:
@@ -28,7 +41,15 @@ class Tally:
 
 @dataclass(slots=True, kw_only=True)
 class Worst:
-    """The worst figure of a check so far, relative to its limit, and where it was."""
+    """A check that keeps the worst figure so far, relative to its limit.
+
+    Args:
+        name: The check's name.
+        missing: Why it did not run, if no figure came.
+        figure: The worst figure.
+        limit: Its limit.
+        where: Its place, in words.
+    """
 
     name: str
     missing: str
@@ -37,7 +58,7 @@ class Worst:
     where: str = ""
 
     def take(self, figure: float, limit: float, where: str) -> None:
-        """One more figure; NaN is worse than any."""
+        """Add a figure; NaN is worse than any number."""
         if (
             self.figure is None
             or self.limit is None
@@ -46,7 +67,7 @@ class Worst:
             self.figure, self.limit, self.where = figure, limit, where
 
     def check(self, told: str) -> Check:
-        """The check; `told` says what the figure is."""
+        """Return the check; `told` names the figure."""
         if self.figure is None or self.limit is None:
             return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
         has_passed = self.figure <= self.limit
@@ -60,7 +81,7 @@ class Worst:
 
 
 def claim(name: str, *, is_right: bool, found: str) -> Check:
-    """A check of one thing that holds or does not."""
+    """Return the check of one thing that holds or does not."""
     return Check(name=name, outcome=Outcome.PASSED if is_right else Outcome.FAILED, found=found)
 
 
@@ -69,7 +90,7 @@ def _excess(figure: float, limit: float) -> float:
 
 
 def _finite(figure: float | None) -> float | None:
-    """JSON has no infinity, and no NaN."""
+    """Return the figure, or None for infinity and NaN, which JSON does not have."""
     return figure if figure is not None and math.isfinite(figure) else None
 
 

@@ -1,4 +1,4 @@
-"""CheckedCapture: a golden's tensors, proved, their NaN and Inf counted, and its floor measured as they are read."""
+"""A golden's tensors, with digests, NaN and noise floor checked as they are read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from minimax_tools.metrics.noise_floor import error_name, error_norms
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
-# Float32 sums in another order.
+# Float32 sums taken in another order differ by less.
 _FLOOR_TOLERANCE = 1e-3
 
 
 class CheckedCapture:
-    """Reads a golden, and remembers what of it cannot be read, is other than it was, or holds no number.
+    """A golden that is checked as it is read: damage, NaN and Inf, and a wrong noise floor are counted.
 
     Args:
         capture: The golden.
@@ -34,18 +34,18 @@ class CheckedCapture:
 
     @property
     def is_float32(self) -> bool:
-        """Whether the golden was computed in float32: what it stored is then as exact as a twin."""
+        """True if the golden was computed in float32: its tensors are then as exact as twins."""
         return self.capture.description.provenance.dtypes.get("weights") == "float32"
 
     def read_inputs(self) -> Inputs | None:
-        """What the golden was fed; None where it cannot be read."""
+        """Read the golden's inputs; None if they cannot be read."""
         try:
             return self.capture.read_inputs()
         except CaptureError:
             return None
 
     def read_layer(self, layer: int) -> dict[Site, torch.Tensor]:
-        """What it stored of a layer, as far as it can be read."""
+        """Read the stored sites of a layer, without those that cannot be read."""
         return {
             site: tensor
             for site in self.capture.sites(layer)
@@ -56,12 +56,12 @@ class CheckedCapture:
     def read_twins(
         self, layer: int, stored: dict[Site, torch.Tensor], real: torch.Tensor
     ) -> dict[Site, torch.Tensor]:
-        """The float32 twins that it kept; of a float32 golden what it stored is as exact.
+        """Read the stored float32 twins of a layer; a float32 golden is its own twin.
 
         Args:
             layer: The layer.
-            stored: What was read of it.
-            real: bool [B,S].
+            stored: Its stored sites.
+            real: Real rows, bool [B,S].
         """
         if self.is_float32:
             return {site: tensor for site, tensor in stored.items() if site is not Site.INPUT}
@@ -83,13 +83,13 @@ class CheckedCapture:
         twins: dict[Site, torch.Tensor],
         real: torch.Tensor,
     ) -> None:
-        """Hold the distances that it stored against those from what it stored to its twins.
+        """Compare the stored noise floor with the distances from the stored sites to their twins.
 
         Args:
             layer: The layer.
-            stored: What was read of it.
+            stored: Its stored sites.
             twins: Its float32 twins.
-            real: bool [B,S].
+            real: Real rows, bool [B,S].
         """
         for site, twin in twins.items():
             name = error_name(site)
@@ -98,20 +98,17 @@ class CheckedCapture:
             except CaptureError:
                 continue
             if kept is not None and stored[site].shape == twin.shape:
-                self._floor.count += 1
                 found = error_norms(site, stored[site], twin, real=real)[name]
-                if not torch.allclose(found, kept, rtol=_FLOOR_TOLERANCE, atol=0.0):
-                    self._floor.faults.append(f"{name} of layer {layer}")
+                is_same = torch.allclose(found, kept, rtol=_FLOOR_TOLERANCE, atol=0.0)
+                self._floor.add(None if is_same else f"{name} of layer {layer}")
 
     def count_nonfinite(self, site: Site, tensor: torch.Tensor, real: torch.Tensor, where: str) -> None:
-        """Note NaN and Inf on the real rows, bool [B,S]."""
+        """Count NaN and Inf on the real rows, bool [B,S]."""
         count = num_nonfinite(site, tensor, real)
-        self._finite.count += 1
-        if count:
-            self._finite.faults.append(f"{count} of {where}")
+        self._finite.add(f"{count} of {where}" if count else None)
 
     def read_model_sites(self, real: torch.Tensor) -> None:
-        """Read what belongs to no layer, and note NaN and Inf on the real rows, bool [B,S]."""
+        """Read the sites outside the layers, and count NaN and Inf on the real rows, bool [B,S]."""
         for entry in self.capture.manifest.entries:
             if entry.layer is not None:
                 continue
@@ -122,7 +119,7 @@ class CheckedCapture:
                     self._finite.faults.append(f"{count} of {entry.site}")
 
     def checks(self) -> list[Check]:
-        """Return what reading showed so far, the digests of everything that it stored among it."""
+        """Return the checks of everything read so far; the digests cover all stored tensors."""
         inspection = inspect_capture(self.capture)
         self._digests.count, self._digests.faults = inspection.num_tensors, list(inspection.faults)
         return [
@@ -135,5 +132,5 @@ class CheckedCapture:
         try:
             return self.capture.read_entry(entry)
         except CaptureError:
-            # Named by the inspection.
+            # The inspection names it.
             return None

@@ -1,6 +1,7 @@
-"""The checks of a golden's layer, each on the tensors that it stored and, where it takes one, on the model.
+"""Figures that check one layer of a golden, and their limits.
 
-Figures are relative distances over the real rows, in float64. B batch, S sequence, N heads, D head_dim, k experts.
+Distances are relative, in float64, over the real rows. B batch, S sequence, N heads, D head_dim, E experts,
+k experts per token.
 """
 
 from __future__ import annotations
@@ -10,40 +11,39 @@ from collections.abc import Mapping
 import torch
 
 from minimax_tools.model.sites import Site
-from minimax_tools.model.spec import ModelSpec
 
-# transformers' float32 layer and mm2's own add in other orders: 2e-7 to 3e-6 were measured.
+# transformers' and mm2's float32 layers add in other orders. Measured: 2e-7 to 3e-6.
 REFERENCE_LIMIT = 1e-5
-# Angles are float32: each is exact to 6e-8 of the position, whichever way it is computed.
+# A float32 angle is exact to 6e-8 of the position.
 ANGLE_STEP = 6e-8
-# What BF16 alone costs a site of one layer, fed the same input. Up to the rotated queries and keys 0.4 % were measured,
-# at hidden 256 to 3072 alike; attention's context costs up to 1.9 % (512 positions, scores rounded too) and more the
-# longer a prompt is, and what comes after it may be nothing else.
+# Error of BF16 alone at a site, from the same layer input. Measured at hidden 256 to 3072: 0.4 % up to the rotated
+# queries and keys, 1.9 % at attention's context (512 positions). Longer prompts cost more.
+# Later sites may hold nothing but that context.
 _BF16_LIMIT_BEFORE_ATTENTION = 0.015
 _BF16_LIMIT = 0.04
-# Noise has no direction: how much larger or smaller all of a site is stays below 0.05 %. One channel may outweigh all
-# others, and its few roundings cost 0.4 % at most.
+# Noise has no direction: it scales a whole site by less than 0.05 %. One channel may outweigh all others; its few
+# roundings then scale the site by 0.4 % at most.
 SCALE_LIMIT = 0.008
-# One statistic over the whole width scales all heads alike, but for the rounding to BF16, of which medians are taken.
+# A norm over the whole width scales all heads alike, except for BF16 rounding, which medians reduce.
 NORM_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-# A choice may differ where scores differ less than their float32 rounding.
+# Scores closer than their float32 rounding may be chosen either way.
 _TIE = 2e-6
-# Below this part of a tensor's largest number a quotient says nothing.
+# Quotients of values below this share of the largest one are noise.
 _SMALL = 1e-2
 
 
 def reference_limit(site: Site, largest_position: int) -> float:
-    """Up to where transformers' float32 layer and mm2's own agree at a site."""
+    """Return the largest distance allowed between transformers' float32 layer and mm2's own."""
     return REFERENCE_LIMIT + (ANGLE_STEP * largest_position if site.order >= Site.Q_ROPE.order else 0.0)
 
 
 def bf16_limit(site: Site) -> float:
-    """How far what BF16 gives at a site may be from its float32 layer."""
+    """Return the largest distance allowed between a BF16 site and its float32 layer."""
     return _BF16_LIMIT_BEFORE_ATTENTION if site.order < Site.ATTN_CONTEXT.order else _BF16_LIMIT
 
 
 def scale_error(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:
-    """By how much of itself `found` is larger or smaller than `expected` over the real rows; infinite if not finite."""
+    """Return the relative difference in scale over the real rows; infinite if a value is not finite."""
     exact, shown = (_rows(site, tensor)[real].double().flatten() for tensor in (expected, found))
     if not torch.isfinite(shown).all():
         return float("inf")
@@ -52,7 +52,7 @@ def scale_error(site: Site, found: torch.Tensor, expected: torch.Tensor, real: t
 
 
 def relative_distance(site: Site, found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖ over the real rows; infinite where something is not finite."""
+    """Return ‖found − expected‖ / ‖expected‖ over the real rows; infinite if a value is not finite."""
     exact, shown = (_rows(site, tensor)[real].double() for tensor in (expected, found))
     norm = float(exact.norm())
     distance = float((shown - exact).norm())
@@ -62,14 +62,14 @@ def relative_distance(site: Site, found: torch.Tensor, expected: torch.Tensor, r
 
 
 def rotated_dims(normed: torch.Tensor, rotated: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Which dims of a head change by the rotary embedding, bool [D].
+    """Find the dims of a head that the rotary embedding changes, bool [D].
 
-    In BF16 the slow ones need not, where positions are low.
+    In BF16, slow dims may stay unchanged at low positions.
 
     Args:
-        normed: [B,S,heads·D], before.
-        rotated: [B,heads,S,D], after.
-        real: bool [B,S].
+        normed: Before the rotation [B,S,N·D].
+        rotated: After the rotation [B,N,S,D].
+        real: Real rows, bool [B,S].
     """
     width = rotated.shape[-1]
     before = normed.unflatten(-1, (-1, width))[real]
@@ -79,19 +79,19 @@ def rotated_dims(normed: torch.Tensor, rotated: torch.Tensor, real: torch.Tensor
 
 
 def is_rotated_width(changes: torch.Tensor, width: int) -> bool:
-    """Whether dims that change may be the first `width`: no other does, and of the fastest pair both do."""
+    """Decide whether the changed dims fit a rotary width: none beyond it, and both of the fastest pair."""
     return bool(changes[0] and changes[width // 2]) and not bool(changes[width:].any())
 
 
 def norm_spread(projected: torch.Tensor, normed: torch.Tensor, real: torch.Tensor, *, head_dim: int) -> float:
-    """How differently the heads of a token were scaled by the norm of q or k, weights aside; 0 over the whole width.
+    """Measure how differently the norm of q or k scales the heads of a token; 0 for a norm over the whole width.
 
-    A token's factor, over that of the first token, is one number where the sum of squares covers all heads.
+    Each token's factors are divided by the first token's, which cancels the norm's weights.
 
     Args:
-        projected: [B,S,heads·D], before the norm.
-        normed: The same after it.
-        real: bool [B,S].
+        projected: Before the norm [B,S,N·D].
+        normed: After the norm [B,S,N·D].
+        real: Real rows, bool [B,S].
         head_dim: D.
     """
     before, after = projected[real].double(), normed[real].double()
@@ -107,15 +107,14 @@ def norm_spread(projected: torch.Tensor, normed: torch.Tensor, real: torch.Tenso
 
 
 def router_faults(
-    captured: Mapping[Site, torch.Tensor], bias: torch.Tensor, real: torch.Tensor, spec: ModelSpec
+    captured: Mapping[Site, torch.Tensor], bias: torch.Tensor, real: torch.Tensor
 ) -> tuple[int, float]:
-    """Tokens whose experts do not follow from their logits and the float32 bias, and the largest error of a weight.
+    """Count tokens whose experts do not follow from logits and float32 bias; return the largest weight error too.
 
     Args:
         captured: Router logits [B,S,E], experts and weights [B,S,k].
         bias: Float32 [E].
-        real: bool [B,S].
-        spec: The model.
+        real: Real rows, bool [B,S].
     """
     scores = captured[Site.ROUTER_LOGITS][real].double().sigmoid()
     biased = scores + bias.double()
@@ -132,11 +131,11 @@ def router_faults(
 
 
 def num_nonfinite(site: Site, tensor: torch.Tensor, real: torch.Tensor) -> int:
-    """How many numbers on real rows are NaN or Inf."""
+    """Count NaN and Inf on the real rows."""
     rows = _rows(site, tensor)[real]
     return int((~torch.isfinite(rows)).sum()) if rows.is_floating_point() else 0
 
 
 def _rows(site: Site, tensor: torch.Tensor) -> torch.Tensor:
-    """[B,S,…] of a site."""
+    """Return a site's tensor as rows [B,S,…]."""
     return tensor.transpose(1, 2).flatten(2) if site.has_heads_dim else tensor

@@ -1,6 +1,6 @@
-"""LayerCertifier: holds what a golden stored of its layers against the model, and against mm2's own float32 layer.
+"""The checks of a golden's layers against the model, and against mm2's own float32 layer.
 
-Where the model is not here the norms of q and k can be checked, and what BF16 cost where twins were kept.
+Without the model, two checks remain: the norms of q and k, and the error of BF16 if twins were stored.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from minimax_tools.reference.twin import Float32Twin
 
 NO_MODEL = "no model was given: --model names it"
 _NO_SITES = "the golden kept no sites for it"
-# Weights may be stored in BF16.
+# Router weights may be stored in BF16.
 _WEIGHT_LIMIT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenModel:
-    """The model that a golden was made of, to check it against.
+    """The model that a golden is checked against.
 
     Args:
         reader: Its checkpoint.
         spec: Its quantities.
-        runs_transformers: Whether transformers is here to make the float32 twins that a golden did not keep.
+        runs_transformers: transformers is installed, and can make float32 twins that the golden did not store.
     """
 
     reader: CheckpointReader
@@ -57,13 +57,13 @@ class GoldenModel:
 
 
 class LayerCertifier:
-    """Checks a golden's layers, one after the other.
+    """The checks of a golden's layers, one layer at a time.
 
     Args:
         golden: The golden.
-        model: What it was made of; None where that is not here.
-        is_same_model: Whether it is; only then do its weights tell what the golden should hold.
-        inputs: What the golden was fed; None where it cannot be read: which rows are real is then unknown.
+        model: The model to check it against; None if it is not here.
+        is_same_model: The golden was made of that model; only then are weights compared.
+        inputs: The golden's inputs; None if they cannot be read. The real rows are then unknown.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LayerCertifier:
         self._rotary = Tally(name="rotary_width", missing=no_model)
 
     def take(self, layer: int) -> None:
-        """One more layer.
+        """Check one more layer.
 
         Raises:
             CheckpointError: The model's layer cannot be read.
@@ -93,17 +93,17 @@ class LayerCertifier:
             return
         for site, tensor in stored.items():
             self._golden.count_nonfinite(site, tensor, self._real, f"{site} of layer {layer}")
-        self._take_norms(layer, stored)
+        self._check_norms(layer, stored)
         twins = self._golden.read_twins(layer, stored, self._real)
         if not self._golden.is_float32:
             self._golden.take_floor(layer, stored, twins, self._real)
-        self._take_rope(layer, stored, {} if self._golden.is_float32 else twins)
-        own = self._take_weights(layer, stored, twins, self._inputs)
+        self._check_rope(layer, stored, {} if self._golden.is_float32 else twins)
+        computed = self._check_weights(layer, stored, twins, self._inputs)
         if not self._golden.is_float32:
-            self._take_noise(layer, stored, own or twins)
+            self._check_noise(layer, stored, computed or twins)
 
     def checks(self) -> list[Check]:
-        """What all layers so far showed."""
+        """Return the checks of all layers so far."""
         return [
             self._rotary.check("queries and keys rotate the width that config.json says"),
             self._norms.check("the norms scale the heads of a token differently"),
@@ -115,38 +115,38 @@ class LayerCertifier:
 
     @property
     def _real(self) -> torch.Tensor:
-        """bool [B,S]."""
+        """The real rows, bool [B,S]."""
         assert self._inputs is not None, "without inputs no layer is judged"
         return self._inputs.attention_mask.bool()
 
-    def _take_weights(
+    def _check_weights(
         self,
         layer: int,
         stored: Mapping[Site, torch.Tensor],
         twins: Mapping[Site, torch.Tensor],
         inputs: Inputs,
     ) -> dict[Site, torch.Tensor]:
-        """What mm2's own layer computes with the model's weights, the twins held against it; empty without them."""
+        """Compute mm2's own float32 layer and compare the twins with it; {} if the golden's model is not here."""
         model = self._model
         if model is None or not self._is_same_model or Site.INPUT not in stored:
             return {}
         tensors = LayerTensors.open(model.reader, model.spec, layer, self._dtype)
         chosen = stored.get(Site.ROUTER_EXPERTS)
-        own = Float32Layer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
+        computed = Float32Layer(model.spec, tensors).run(stored[Site.INPUT], inputs, router_experts=chosen)
         exact = twins or self._run_twins(layer, stored, inputs, tensors)
         largest = int(inputs.position_ids[self._real].max())
         for site, tensor in exact.items():
-            if site in own and tensor.is_floating_point():
-                distance = relative_distance(site, tensor, own[site], self._real)
+            if site in computed and tensor.is_floating_point():
+                distance = relative_distance(site, tensor, computed[site], self._real)
                 self._reference.take(distance, reference_limit(site, largest), f"{site} of layer {layer}")
         if {Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS} <= stored.keys():
-            self._take_router(layer, stored, tensors[CORRECTION_BIAS], model.spec)
-        return own
+            self._check_router(layer, stored, tensors[CORRECTION_BIAS])
+        return computed
 
     def _run_twins(
         self, layer: int, stored: Mapping[Site, torch.Tensor], inputs: Inputs, tensors: LayerTensors
     ) -> dict[Site, torch.Tensor]:
-        """transformers' layer run once more in float32, where the golden kept no twins of it."""
+        """Run transformers' layer in float32, for a golden that stored no twins; {} without transformers."""
         model = self._model
         assert model is not None, "there are weights"
         if not model.runs_transformers:
@@ -160,7 +160,7 @@ class LayerCertifier:
         chosen = stored.get(Site.ROUTER_EXPERTS)
         return twin.run(stored[Site.INPUT], inputs, router_experts=chosen, sites=sites)
 
-    def _take_noise(
+    def _check_noise(
         self, layer: int, stored: Mapping[Site, torch.Tensor], exact: Mapping[Site, torch.Tensor]
     ) -> None:
         for site, tensor in stored.items():
@@ -170,7 +170,7 @@ class LayerCertifier:
                 scale = scale_error(site, tensor, exact[site], self._real)
                 self._scale.take(scale, SCALE_LIMIT, f"{site} of layer {layer}")
 
-    def _take_rope(
+    def _check_rope(
         self, layer: int, stored: Mapping[Site, torch.Tensor], twins: Mapping[Site, torch.Tensor]
     ) -> None:
         if self._model is None:
@@ -181,14 +181,12 @@ class LayerCertifier:
                 if not {normed, rotated} <= tensors.keys():
                     continue
                 changes = rotated_dims(tensors[normed], tensors[rotated], self._real)
-                self._rotary.count += 1
-                if not is_rotated_width(changes, width):
-                    changed = int(changes.nonzero().max()) + 1 if bool(changes.any()) else 0
-                    self._rotary.faults.append(
-                        f"{kind}{rotated} of layer {layer} rotates {changed} dims of a head, config.json says {width}"
-                    )
+                changed = int(changes.nonzero().max()) + 1 if bool(changes.any()) else 0
+                where = f"{kind}{rotated} of layer {layer}"
+                fault = f"{where} rotates {changed} dims of a head, config.json says {width}"
+                self._rotary.add(None if is_rotated_width(changes, width) else fault)
 
-    def _take_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
+    def _check_norms(self, layer: int, stored: Mapping[Site, torch.Tensor]) -> None:
         if Site.Q_ROPE not in stored:
             return
         head_dim = stored[Site.Q_ROPE].shape[-1]
@@ -197,10 +195,8 @@ class LayerCertifier:
                 spread = norm_spread(stored[projected], stored[normed], self._real, head_dim=head_dim)
                 self._norms.take(spread, NORM_LIMIT[self._dtype], f"{normed} of layer {layer}")
 
-    def _take_router(
-        self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor, spec: ModelSpec
-    ) -> None:
-        num_wrong, error = router_faults(stored, bias, self._real, spec)
+    def _check_router(self, layer: int, stored: Mapping[Site, torch.Tensor], bias: torch.Tensor) -> None:
+        num_wrong, error = router_faults(stored, bias, self._real)
         self._router.count += 1
         if num_wrong:
             self._router.faults.append(

@@ -1,4 +1,4 @@
-"""The check of a golden's variants: a way to compute a layer that is wrong would widen the floor and hide faults."""
+"""The check of a noise floor's variants: a wrong one would widen the floor and hide faults."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NAME = "floor_variants"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stray:
-    """How far a variant strays at a site of a layer.
+class _VariantError:
+    """The distance of a variant from the float32 twin, at a site of a layer.
 
     Args:
-        where: The place.
-        distance: Its error, relative to the golden's values.
-        limit: What BF16 may cost there.
-        widening: The same in units of the golden's own error; 1 where both compute the same.
+        where: Site, layer and variant, in words.
+        distance: Distance relative to the golden's values.
+        limit: Largest distance that BF16 explains.
+        widening: Distance in units of the golden's own error; 1 if both compute the same.
     """
 
     where: str
@@ -36,41 +36,41 @@ class _Stray:
 
 
 def check_variants(capture: Capture) -> tuple[Check, ...]:
-    """Whether each variant strays from the float32 twin no further than BF16 may; nothing of a golden without any."""
+    """Check that no variant is further from the float32 twin than BF16 explains; () for a golden without variants."""
     if not capture.description.floor_variants:
         return ()
     try:
-        strays = [stray for layer in capture.layers for stray in _measure_layer(capture, layer)]
-    except CaptureError as error:
-        return (Check(name=_NAME, outcome=Outcome.FAILED, found=str(error)),)
-    worst = Worst(name=_NAME, missing="the golden kept no site that a variant may stray at")
-    for stray in strays:
-        worst.take(stray.distance, stray.limit, stray.where)
+        errors = [error for layer in capture.layers for error in _measure_layer(capture, layer)]
+    except CaptureError as damage:
+        return (Check(name=_NAME, outcome=Outcome.FAILED, found=str(damage)),)
+    worst = Worst(name=_NAME, missing="the golden stored no site that a variant changes")
+    for error in errors:
+        worst.take(error.distance, error.limit, error.where)
     check = worst.check("variants are off the float32 layer")
-    if not strays:
+    if not errors:
         return (check,)
-    widest = max(strays, key=lambda stray: stray.widening)
+    widest = max(errors, key=lambda error: error.widening)
     found = f"{check.found}; they widen the floor up to {widest.widening:.3g} times, at {widest.where}"
     if check.outcome is Outcome.FAILED:
         found += "; make the golden with --floor-variants 0"
     return (replace(check, found=found),)
 
 
-def _measure_layer(capture: Capture, layer: int) -> Iterator[_Stray]:
+def _measure_layer(capture: Capture, layer: int) -> Iterator[_VariantError]:
     real = capture.read_attention_mask().bool()
     for site in capture.sites(layer):
-        own = capture.read_floor(layer, error_name(site))
-        if own is None:
+        golden_floor = capture.read_floor(layer, error_name(site))
+        if golden_floor is None:
             continue
         size = float(token_rows(capture.read(layer, site), site)[real].float().norm())
         for variant in capture.description.floor_variants:
             error = _read_error(capture, layer, variant, site)
-            stray, usual = float(error[real].norm()), float(own[real].norm())
-            yield _Stray(
+            variant_error, golden_error = float(error[real].norm()), float(golden_floor[real].norm())
+            yield _VariantError(
                 where=f"{site} of layer {layer} ({variant})",
-                distance=stray / size if size else stray,
+                distance=variant_error / size if size else variant_error,
                 limit=bf16_limit(site),
-                widening=stray / usual if usual else 1.0,
+                widening=variant_error / golden_error if golden_error else 1.0,
             )
 
 

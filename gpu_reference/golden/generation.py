@@ -1,4 +1,4 @@
-"""Generation: what the golden model says next, greedily or sampled, kept beside its activations."""
+"""Tokens that the golden model generates, greedily or sampled, stored beside its activations."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen; greedy unless `do_sample`.
+    """The choice of the next token: greedy unless `do_sample`.
 
     Args:
-        max_new_tokens: How many tokens to generate, at most.
+        max_new_tokens: Most tokens to generate.
         do_sample: Draw instead of taking the most likely token.
         temperature: Divisor of the logits, with `do_sample`; None for 1.
-        top_k: Draw among so many tokens, with `do_sample`; None for all.
-        top_p: Draw among the tokens that hold this share of the probability, with `do_sample`; None for all.
+        top_k: Number of most likely tokens to draw among, with `do_sample`; None for all.
+        top_p: Share of the probability that those tokens hold, with `do_sample`; None for all.
         seed: Seed of the draws.
 
     Raises:
-        UsageError: An option that only sampling heeds is given without it.
+        UsageError: An option of sampling is given without `do_sample`.
     """
 
     max_new_tokens: int
@@ -50,7 +50,7 @@ class Sampling:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of transformers' `generate`; nothing is left to the checkpoint's own."""
+        """Return the keyword arguments of transformers' `generate`; no checkpoint default remains."""
         if not self.do_sample:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         return {
@@ -62,10 +62,16 @@ class Sampling:
 
 
 def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path) -> Generation:
-    """Continue every row of `inputs`; `folder` is the checkpoint's.
+    """Generate tokens after every row of `inputs`.
 
-    Rows run one by one, without padding and each from the seed, so that none depends on its neighbours. A row ends
-    where the model has no position for its next token.
+    Rows run one by one, without padding and each from the seed, so that no row depends on another. A row ends where the
+    model has no position for its next token.
+
+    Args:
+        model: transformers' model.
+        inputs: The rows.
+        sampling: The choice of tokens.
+        folder: The checkpoint, with its tokenizer.
 
     Raises:
         BackendError: A GPU ran out of memory.
@@ -81,13 +87,13 @@ def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *,
         rows,
         sampling=asdict(sampling),
         folder=folder,
-        # What is drawn is no choice between the likeliest.
+        # A drawn token is no choice between the likeliest.
         likeliest=() if sampling.do_sample else likeliest,
     )
 
 
 class _Watcher:
-    """Keeps the likeliest tokens of every step, and changes nothing; transformers calls it with the logits."""
+    """A logits processor that keeps the likeliest tokens of every step, and changes nothing."""
 
     def __init__(self) -> None:
         self.likeliest: list[tuple[Likely, ...]] = []
@@ -111,7 +117,7 @@ def _continue_row(
     watcher: _Watcher,
 ) -> list[int]:
     num_new_positions = num_positions_left(positions[-1], model.config.max_position_embeddings)
-    # transformers types `generate` for a mixin that its models do not match.
+    # transformers' types say that its models have no `generate`.
     generator: Any = model
     input_ids = torch.tensor([row], device=input_device(model))
     torch.manual_seed(sampling.seed)
@@ -119,11 +125,11 @@ def _continue_row(
         output = generator.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            # New tokens count on from the row's last position.
+            # New tokens continue from the row's last position.
             position_ids=torch.tensor([positions], device=input_ids.device),
             max_new_tokens=min(sampling.max_new_tokens, num_new_positions),
             pad_token_id=0,
-            # config.json says true, but the hub ships no MTP layer; transformers would want one.
+            # config.json says true, but the hub ships no MTP layer, which transformers would need.
             use_mtp=False,
             logits_processor=[watcher],
             **sampling.arguments(),

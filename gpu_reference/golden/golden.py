@@ -1,4 +1,8 @@
-"""The golden capture: transformers' model run once, written layer by layer with the noise floor beside it."""
+"""The golden capture: transformers' model run once, and written layer by layer with its noise floor.
+
+The path: `GoldenRequest` → `open_golden` loads or streams the model and proves it → `Golden.capture` records each layer
+as it runs → `GoldenWriter` measures its noise floor and writes it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ from gpu_reference.golden.recording import recording_layers, recording_model
 from gpu_reference.golden.resumption import skipping_layers
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.model import GoldenModelRequest, load_golden_model
-from gpu_reference.model.model_checks import certify, certify_streamed, refuse_ragged_blocks
+from gpu_reference.model.model_checks import prove_bare_model, prove_model, refuse_ragged_blocks
 from gpu_reference.model.placement import describe_devices, input_device, watched_memory
 from gpu_reference.model.twin_weights import CheckpointTwinWeights, TwinWeights
 from gpu_reference.streaming.once_reader import OnceReader
+from gpu_reference.streaming.stream_choice import MemoryRoom
 from gpu_reference.streaming.streaming import Streaming, open_streamed_model
 from minimax_tools.capture.manifest import Description, dtype_name
 from minimax_tools.capture.store import GOLDEN_SIDE
@@ -34,6 +39,7 @@ from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import layer_prefix
+from minimax_tools.partition.plan import Slice
 from minimax_tools.provenance import Provenance
 from minimax_tools.slices.headers import read_slice_index
 
@@ -43,17 +49,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenRequest:
-    """A golden capture before it starts.
+    """A golden capture to make.
 
     Args:
-        model: How to load the model.
+        model: The model to load.
         model_source: The model as the user named it.
         run: Layers and sites to keep.
         inputs: The token rows.
-        noise_floor: `full` keeps the float32 twins, `stats` their distances, `off` neither.
-        floor_variants: Names of what widens the floor (see `minimax_tools.reference.variants`).
-        streaming: How to run a layer at a time; None to load the model whole.
-        budget: What anonymous memory may be taken.
+        noise_floor: `full` stores float32 twins and distances, `stats` the distances, `off` neither.
+        floor_variants: Names of the variants that widen it (see `minimax_tools.reference.variants`).
+        streaming: The way to stream; None to load the model whole.
+        budget: Limit of anonymous memory.
     """
 
     model: GoldenModelRequest
@@ -66,8 +72,18 @@ class GoldenRequest:
     budget: MemoryBudget = field(default_factory=MemoryBudget.unlimited)
 
     @property
+    def room(self) -> MemoryRoom:
+        """The memory that the golden needs, and the memory there is for it."""
+        return MemoryRoom(footprint=self.footprint, placement=self.model.placement, budget=self.budget)
+
+    @property
+    def part(self) -> Slice | None:
+        """The slice of a plan that runs here; None for the whole model."""
+        return None if self.streaming is None else self.streaming.part
+
+    @property
     def footprint(self) -> Footprint:
-        """The memory that it takes."""
+        """The memory that the golden takes."""
         return Footprint(
             spec=self.model.spec,
             num_layers=self.model.num_hidden_layers,
@@ -80,32 +96,26 @@ class GoldenRequest:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Golden:
     """A loaded golden model, proved and ready to run; made by `open_golden`.
 
-    Attributes:
-        request: What was asked for.
+    Args:
+        request: The request.
         model: transformers' model.
-        reader: Its checkpoint, which counts what is read of it.
-        weights: What it computes with.
+        reader: Its checkpoint, which counts the bytes read.
+        weights: The weights that it computes with.
+        proved: Names of the proofs that it passed.
     """
 
-    def __init__(
-        self,
-        request: GoldenRequest,
-        model: MiniMaxM2ForCausalLM,
-        reader: CheckpointReader,
-        weights: TwinWeights,
-        proved: tuple[str, ...],
-    ) -> None:
-        self.request = request
-        self.reader = reader
-        self.weights = weights
-        self._proved = proved
-        self.model = model
+    request: GoldenRequest
+    model: MiniMaxM2ForCausalLM
+    reader: CheckpointReader
+    weights: TwinWeights
+    proved: tuple[str, ...]
 
     def describe(self) -> Description:
-        """What a capture of this golden is."""
+        """Return the description that a capture of this golden begins with."""
         request = self.request
         backend, devices = describe_devices(self.model)
         options: dict[str, Any] = {
@@ -113,7 +123,7 @@ class Golden:
             "experts_implementation": request.model.experts_implementation,
             "float32_matmul": torch.backends.cuda.matmul.fp32_precision,
             "bfloat16_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-            "proved": list(self._proved),
+            "proved": list(self.proved),
         }
         return Description(
             side=GOLDEN_SIDE,
@@ -138,15 +148,14 @@ class Golden:
         )
 
     def _fingerprint(self) -> ModelFingerprint:
-        request = self.request
-        part = None if request.streaming is None else request.streaming.part
-        layers = request.run.span if part is None else part.stage.layers
+        part = self.request.part
+        layers = self.request.run.span if part is None else part.stage.layers
         if isinstance(self.reader, OnceReader):
-            # They are read again with their layers.
+            # The layers read them again.
             self.reader.expect_again(
                 layer_prefix(layer) + name for layer in layers for name in FINGERPRINTED_NAMES
             )
-        return ModelFingerprint.of(self.reader, request.model.spec, layers)
+        return ModelFingerprint.of(self.reader, self.request.model.spec, layers)
 
     def capture(self, directory: Path, *, extra: Mapping[str, Any], progress: Progress | None = None) -> None:
         """Run the inputs once and write the capture; a killed capture resumes.
@@ -154,7 +163,7 @@ class Golden:
         Args:
             directory: The capture directory.
             extra: JSON values to store beside the tensors, by file name.
-            progress: Told of every layer; None where nobody watches.
+            progress: Told of every layer; None for no progress.
 
         Raises:
             CaptureError: The directory is in use, holds something else, or the disk is full.
@@ -187,22 +196,21 @@ class Golden:
     def forward(self) -> torch.Tensor:
         """Run the inputs once, on the embedding's device, and return the logits [B,S,vocab].
 
-        Of a run that does not keep them, the logits of the last position alone are computed.
+        A run that does not keep the logits computes those of the last position alone: [B,1,vocab].
 
         Raises:
             BackendError: A GPU ran out of memory.
         """
+        keeps_logits = ModelSite.LOGITS in self.request.run.model_sites
         with torch.no_grad(), watched_memory():
             output = self.model(
-                **self.model_inputs(),
-                use_cache=False,
-                logits_to_keep=0 if ModelSite.LOGITS in self.request.run.model_sites else 1,
+                **self.model_inputs(), use_cache=False, logits_to_keep=0 if keeps_logits else 1
             )
         logits: torch.Tensor = output.logits
         return logits
 
     def _run_layers(self) -> None:
-        """Run the inputs once, and the head only where its sites are wanted."""
+        """Run the inputs once, and the head only if its sites are wanted."""
         if self.request.run.model_sites:
             self.forward()
             return
@@ -210,9 +218,8 @@ class Golden:
             self.model.get_submodule("model")(**self.model_inputs(), use_cache=False)
 
     def model_inputs(self) -> dict[str, torch.Tensor]:
-        """Token ids, mask and positions as transformers' model takes them, where it takes them."""
-        inputs = self.request.inputs
-        device = input_device(self.model)
+        """Return token ids, mask and positions [B,S] under transformers' names, on the embedding's device."""
+        inputs, device = self.request.inputs, input_device(self.model)
         return {
             "input_ids": inputs.input_ids.to(device),
             "attention_mask": inputs.attention_mask.to(device),
@@ -220,26 +227,24 @@ class Golden:
         }
 
     def _run_into(self, writer: CaptureWriter, progress: Progress) -> None:
-        run, inputs = self.request.run, self.request.inputs
+        run = self.request.run
         pending = tuple(layer for layer in run.span if layer not in writer.complete_layers)
         if not pending and (writer.has_model_sites or not run.model_sites):
             return
-        num_passed = pending[0] if pending else run.span.stop
-        is_resumed = num_passed > run.span.start
-        for layer in range(run.span.start, num_passed):
+        first = pending[0] if pending else run.span.stop
+        for layer in range(run.span.start, first):
             progress.skip(layer)
+        # The layers before the span have no stored output: then nothing is skipped.
+        is_resumed = first > run.span.start
+        stored = writer.read_layer_output(first - 1) if is_resumed else None
         golden_writer = self.writing_to(writer, progress)
         with (
-            skipping_layers(
-                self.model,
-                num_passed if is_resumed else 0,
-                writer.read_layer_output(num_passed - 1) if is_resumed else None,
-            ),
+            skipping_layers(self.model, first if is_resumed else 0, stored),
             recording_layers(
                 self.model,
                 pending,
                 sites=golden_writer.wanted_sites,
-                inputs=inputs,
+                inputs=self.request.inputs,
                 sink=golden_writer.write_layer,
             ),
             recording_model(self.model, run.model_sites) as model_tensors,
@@ -249,25 +254,23 @@ class Golden:
             golden_writer.write_model(model_tensors, hidden_states=writer.read_layer_output(run.span.last))
 
     def writing_to(self, writer: CaptureWriter, progress: Progress) -> GoldenWriter:
-        """What writes this golden's layers to a capture."""
+        """Return the writer that puts this golden's layers into a capture."""
+        request, floor = self.request, None
+        if request.noise_floor != "off":
+            floor = NoiseFloor(
+                config=self.model.config,
+                weights=self.weights,
+                spec=request.model.spec,
+                inputs=request.inputs,
+                variants=request.floor_variants,
+            )
         return GoldenWriter(
-            writer,
-            self.request.run,
-            floor=self._noise_floor(),
-            keeps_twins=self.request.noise_floor == "full",
+            writer=writer,
+            run=request.run,
+            floor=floor,
+            keeps_twins=request.noise_floor == "full",
             reader=self.reader,
             progress=progress,
-        )
-
-    def _noise_floor(self) -> NoiseFloor | None:
-        if self.request.noise_floor == "off":
-            return None
-        return NoiseFloor(
-            config=self.model.config,
-            weights=self.weights,
-            spec=self.request.model.spec,
-            inputs=self.request.inputs,
-            variants=self.request.floor_variants,
         )
 
 
@@ -283,42 +286,36 @@ def open_golden(request: GoldenRequest) -> Iterator[Golden]:
         MemoryBudgetError: The budget would be broken.
     """
     model, streaming = request.model, request.streaming
-    # What the headers tell is told before hundreds of gigabytes are loaded.
+    # Headers are checked before hundreds of gigabytes are loaded.
     refuse_ragged_blocks(model.spec)
     if streaming is None:
         with CheckpointReader(model.folder) as reader:
             _verify_layers(reader.index, request)
-            yield _load_whole(request, reader)
+            request.budget.require(request.footprint.loading_bytes, "loading the model whole")
+            loaded = load_golden_model(model, reader)
+            proved = prove_model(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
+            weights = CheckpointTwinWeights(reader=reader, spec=model.spec, dtype=model.dtype)
+            yield Golden(request, loaded, reader, weights, proved)
         return
-    once_reader = OnceReader(model.folder, index=_streamed_index(request, streaming))
+    once_reader = OnceReader(model.folder, index=_streamed_index(request))
     with once_reader:
         _verify_layers(once_reader.index, request)
         with open_streamed_model(
             model, once_reader, streaming, footprint=request.footprint, budget=request.budget
         ) as streamed:
-            proved = certify_streamed(streamed.model, spec=model.spec, dtype=model.dtype)
+            proved = prove_bare_model(streamed.model, spec=model.spec, dtype=model.dtype)
             yield Golden(request, streamed.model, once_reader, streamed, proved)
 
 
-def _load_whole(request: GoldenRequest, reader: CheckpointReader) -> Golden:
+def _streamed_index(request: GoldenRequest) -> TensorIndex:
     model = request.model
-    request.budget.require(request.footprint.loading_bytes, "loading the model whole")
-    loaded = load_golden_model(model, reader)
-    proved = certify(loaded, spec=model.spec, reader=reader, dtype=model.dtype)
-    weights = CheckpointTwinWeights(reader=reader, spec=model.spec, dtype=model.dtype)
-    return Golden(request, loaded, reader, weights, proved)
-
-
-def _streamed_index(request: GoldenRequest, streaming: Streaming) -> TensorIndex:
-    model = request.model
-    if streaming.part is not None:
-        return read_slice_index(model.folder, streaming.part)
+    if request.part is not None:
+        return read_slice_index(model.folder, request.part)
     is_cut = model.num_hidden_layers < model.spec.num_hidden_layers
     return TensorIndex.from_folder(model.folder, layers=range(model.num_hidden_layers) if is_cut else None)
 
 
 def _verify_layers(index: TensorIndex, request: GoldenRequest) -> None:
-    part = None if request.streaming is None else request.streaming.part
-    layers = range(request.model.num_hidden_layers) if part is None else part.stage.layers
-    for layer in layers:
+    part = request.part
+    for layer in range(request.model.num_hidden_layers) if part is None else part.stage.layers:
         verify_layer(index, request.model.spec, layer)

@@ -1,8 +1,9 @@
-"""GoldenWriter: what a golden shows, written to its capture with the noise floor measured beside it."""
+"""The writer of a golden: each layer's sites, with the noise floor measured beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,43 +15,37 @@ from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class GoldenWriter:
-    """Writes layer after layer.
+    """The writer of a golden's layers and of its sites outside them.
 
     Args:
         writer: The capture.
         run: Layers and sites to keep.
-        floor: Measures the noise floor; None where none is wanted.
-        keeps_twins: Whether the floor's float32 twins are kept too.
-        reader: The checkpoint, which counts what is read of it.
+        floor: Measures the noise floor; None for no floor.
+        keeps_twins: Keep the floor's float32 twins too.
+        reader: The checkpoint, which counts the bytes read.
         progress: Told of every layer.
     """
 
-    def __init__(
-        self,
-        writer: CaptureWriter,
-        run: Run,
-        *,
-        floor: NoiseFloor | None,
-        keeps_twins: bool,
-        reader: CheckpointReader,
-        progress: Progress,
-    ) -> None:
-        self._writer = writer
-        self._run = run
-        self._floor = floor
-        self._keeps_twins = keeps_twins
-        self._reader = reader
-        self._progress = progress
-        self._num_bytes_read = reader.num_bytes_read
+    writer: CaptureWriter
+    run: Run
+    floor: NoiseFloor | None
+    keeps_twins: bool
+    reader: CheckpointReader
+    progress: Progress
+    _num_bytes_read: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._num_bytes_read = self.reader.num_bytes_read
 
     @property
     def wanted_sites(self) -> frozenset[Site]:
-        """What `write_layer` needs of a layer."""
-        return frozenset(self._run.sites) | (FLOOR_SITES if self._floor else frozenset())
+        """The sites of a layer that `write_layer` needs."""
+        return frozenset(self.run.sites) | (FLOOR_SITES if self.floor else frozenset())
 
     def write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-        """Write a layer; its weights must be at hand.
+        """Write a layer while its weights are in memory.
 
         Args:
             layer: Its number.
@@ -60,44 +55,37 @@ class GoldenWriter:
         Raises:
             CaptureError: The disk is full, or cannot be written to.
         """
-        floor = self._floor
-        twin = (
-            floor.run_layer(layer, captured, sites=self._run.computed_sites, device=device) if floor else {}
+        floor = self.floor and self.floor.measure_layer(
+            layer, captured, sites=self.run.computed_sites, device=device
         )
-        statistics = (
-            floor.measure_layer(layer, captured, twin)
-            | floor.measure_variants(layer, captured, twin, device=device)
-            if floor
-            else None
-        )
-        self._writer.write_layer(
+        self.writer.write_layer(
             layer,
-            kept_sites(self._run, layer, captured),
-            twin=twin if self._keeps_twins else None,
-            floor=statistics,
+            kept_sites(self.run, layer, captured),
+            twin=floor.twin if floor and self.keeps_twins else None,
+            floor=floor.statistics if floor else None,
         )
-        self._progress.advance(layer, num_bytes=self._reader.num_bytes_read - self._num_bytes_read)
-        self._num_bytes_read = self._reader.num_bytes_read
+        before, self._num_bytes_read = self._num_bytes_read, self.reader.num_bytes_read
+        self.progress.advance(layer, num_bytes=self._num_bytes_read - before)
 
     def write_model(self, captured: Mapping[ModelSite, torch.Tensor], *, hidden_states: torch.Tensor) -> None:
         """Write the sites outside the layers.
 
         Args:
-            captured: Those of the run.
-            hidden_states: [B,S,H], the last layer's output.
+            captured: The run's sites outside the layers.
+            hidden_states: The last layer's output [B,S,H].
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
         """
-        twin = self._floor.run_head(hidden_states) if self._floor else {}
-        self._writer.write_model(
+        floor = self.floor and self.floor.measure_head(captured, hidden_states)
+        self.writer.write_model(
             captured,
-            twin=twin if self._keeps_twins else None,
-            floor=self._floor.measure_head(captured, twin) if self._floor else None,
+            twin=floor.twin if floor and self.keeps_twins else None,
+            floor=floor.statistics if floor else None,
         )
 
 
 def kept_sites(run: Run, layer: int, captured: Mapping[Site, torch.Tensor]) -> dict[Site, torch.Tensor]:
-    """The sites of a layer to store: its input only where it is not the output of the layer before."""
+    """Return the sites of a layer to store: its input only where it is not the stored output of the layer before."""
     repeats = layer > run.span.start and Site.OUTPUT in run.sites
     return {site: captured[site] for site in run.sites if not (site is Site.INPUT and repeats)}

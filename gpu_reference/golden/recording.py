@@ -1,4 +1,4 @@
-"""Recording: the layers' sites, and the model's own, copied to the CPU as the golden model computes them."""
+"""The sites of the layers and of the model, copied to the CPU as the golden model computes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MODULES: Mapping[ModelSite, str] = MappingProxyType(
     }
 )
 
-# Receives a layer's number, its sites on the CPU, and the device that it ran on.
+# Called with a layer's number, its sites on the CPU, and the device that it ran on.
 LayerSink = Callable[[int, Mapping[Site, torch.Tensor], torch.device], None]
 
 
@@ -39,21 +39,35 @@ def recording_layers(
     inputs: Inputs,
     sink: LayerSink,
 ) -> Iterator[None]:
-    """Hand each of `layers` to `sink` as soon as it has run; a layer's tensors are dropped after that.
+    """Give each of `layers` to `sink` as soon as it has run; its tensors are dropped after that.
 
     Raises:
         GoldenRefusedError: A layer ran and did not show all of `sites`.
     """
+    attn_implementation = str(model.config._attn_implementation)
+
+    def record(number: int, stack: ExitStack) -> None:
+        layer = model.get_submodule(f"model.layers.{number}")
+        tensors = stack.enter_context(
+            recording_layer(layer, sites=sites, attn_implementation=attn_implementation)
+        )
+
+        def hand_over(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
+            _require_sites(number, sites, tensors)
+            recorded = {
+                site: shape_to_batch(site, tensors[site], inputs.batch_shape)
+                for site in Site
+                if site in tensors
+            }
+            sink(number, recorded, output.device)
+            tensors.clear()
+
+        # Hooks fire in the order they were made: this one after those that record.
+        stack.callback(layer.register_forward_hook(hand_over).remove)
+
     with ExitStack() as stack:
         for number in layers:
-            layer = model.get_submodule(f"model.layers.{number}")
-            attn_implementation = str(model.config._attn_implementation)
-            tensors = stack.enter_context(
-                recording_layer(layer, sites=sites, attn_implementation=attn_implementation)
-            )
-            # Hooks fire in the order they were made: this one after those that record.
-            handle = layer.register_forward_hook(_handing_over(number, tensors, sites, inputs, sink))
-            stack.callback(handle.remove)
+            record(number, stack)
         yield
 
 
@@ -64,37 +78,22 @@ def recording_model(
     """Record sites outside the layers while the block lasts; a site appears when it is computed."""
     tensors: dict[ModelSite, torch.Tensor] = {}
 
-    def keep(site: ModelSite) -> Callable[..., None]:
-        def hook(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
+    def record(site: ModelSite, stack: ExitStack) -> None:
+        def keep(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
             tensors[site] = copy_to_host(output)
 
-        return hook
+        stack.callback(model.get_submodule(_MODULES[site]).register_forward_hook(keep).remove)
 
     with ExitStack() as stack:
         for site in sites:
-            stack.callback(model.get_submodule(_MODULES[site]).register_forward_hook(keep(site)).remove)
+            record(site, stack)
         yield tensors
 
 
-def _handing_over(
-    number: int, tensors: dict[Site, torch.Tensor], sites: frozenset[Site], inputs: Inputs, sink: LayerSink
-) -> Callable[..., None]:
-    def hook(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
-        missing = [str(site) for site in Site if site in sites and site not in tensors]
-        if missing:
-            raise GoldenRefusedError(
-                f"layer {number} of transformers' model does not show {', '.join(missing)}",
-                next_step=f"Install the transformers that mm2 knows: {install_command('golden')}",
-            )
-        sink(
-            number,
-            {
-                site: shape_to_batch(site, tensors[site], inputs.batch_shape)
-                for site in Site
-                if site in tensors
-            },
-            output.device,
+def _require_sites(number: int, sites: frozenset[Site], tensors: Mapping[Site, torch.Tensor]) -> None:
+    missing = [str(site) for site in Site if site in sites and site not in tensors]
+    if missing:
+        raise GoldenRefusedError(
+            f"layer {number} of transformers' model does not show {', '.join(missing)}",
+            next_step=f"Install the transformers that mm2 knows: {install_command('golden')}",
         )
-        tensors.clear()
-
-    return hook

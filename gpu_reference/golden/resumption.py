@@ -1,8 +1,8 @@
-"""Resumption: a forward pass that takes up behind layers that are captured already, or that runs elsewhere."""
+"""Forward passes in which some layers stand aside: they are captured already, or run in another process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,52 +16,58 @@ if TYPE_CHECKING:
 def skipping_layers(
     model: PreTrainedModel, num_layers: int, hidden_states: torch.Tensor | None
 ) -> Iterator[None]:
-    """Let the first layers stand aside while the block lasts, so that their weights are not even read.
+    """Skip the first layers while the block lasts; their weights are not even read.
 
     Args:
         model: transformers' model.
-        num_layers: How many layers not to run.
-        hidden_states: [B,S,H], the output of the last of them; None where `num_layers` is 0.
+        num_layers: Number of layers to skip.
+        hidden_states: The last skipped layer's output [B,S,H]; None if `num_layers` is 0.
     """
-    layers: Any = model.get_submodule("model.layers")
-    skipped = list(layers[:num_layers])
-    for number in range(num_layers):
-        layers[number] = _Passed(hidden_states if number == num_layers - 1 else None)
-    try:
+    stand_ins = {
+        number: _StandIn(hidden_states if number == num_layers - 1 else None) for number in range(num_layers)
+    }
+    with _replaced_layers(model, stand_ins):
         yield
-    finally:
-        for number, layer in enumerate(skipped):
-            layers[number] = layer
 
 
 @contextmanager
 def running_only(model: PreTrainedModel, layers: range, *, with_head: bool) -> Iterator[None]:
-    """Let every other layer, and where no head is wanted the final norm, stand aside while the block lasts.
+    """Skip every other layer while the block lasts, and the final norm if no head is wanted.
 
-    The model is given the first layer's input as `inputs_embeds`; its base gives the last one's output then.
+    The model takes the first layer's input as `inputs_embeds`; its base gives the last layer's output.
 
     Args:
         model: transformers' model.
         layers: The layers to run; may be none.
-        with_head: Whether the final norm runs.
+        with_head: Run the final norm.
     """
     base: Any = model.get_submodule("model")
-    replaced = {number: layer for number, layer in enumerate(base.layers) if number not in layers}
     norm = base.norm
-    for number in replaced:
-        base.layers[number] = _Passed(None)
+    skipped = [number for number in range(len(base.layers)) if number not in layers]
     if not with_head:
-        base.norm = _Passed(None)
+        base.norm = _StandIn(None)
+    try:
+        with _replaced_layers(model, {number: _StandIn(None) for number in skipped}):
+            yield
+    finally:
+        base.norm = norm
+
+
+@contextmanager
+def _replaced_layers(model: PreTrainedModel, stand_ins: Mapping[int, torch.nn.Module]) -> Iterator[None]:
+    layers: Any = model.get_submodule("model.layers")
+    replaced = {number: layers[number] for number in stand_ins}
+    for number, stand_in in stand_ins.items():
+        layers[number] = stand_in
     try:
         yield
     finally:
-        base.norm = norm
         for number, layer in replaced.items():
-            base.layers[number] = layer
+            layers[number] = layer
 
 
-class _Passed(torch.nn.Module):
-    """Stands for a layer that ran before: gives its output, or what it is given where that is not known."""
+class _StandIn(torch.nn.Module):
+    """A layer that does not run: returns its known output, or its input where that is not known."""
 
     def __init__(self, output: torch.Tensor | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Footprint: the memory that a golden takes, loaded whole or streamed, told from its shapes before anything is read.
+"""The memory that a golden takes, whole or streamed, computed from shapes before anything is read.
 
 B batch, S sequence, T tokens (B·S), H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token,
 I intermediate.
@@ -16,7 +16,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EXPERTS, expected_layer_shapes, layer_bytes, vocabulary_bytes
 from minimax_tools.partition.planners import Stage
 
-# Loading holds, beside what is loaded, the pieces being stacked: 1.8 layers were measured where one was loaded.
+# Loading also holds the pieces being stacked. Measured: 1.8 layers to load one.
 _LOADING_LAYERS = 0.8
 _FP8_BYTES_PER_WEIGHT = 1 + 4 / 128**2
 _FLOAT32_BYTES = 4
@@ -25,17 +25,17 @@ _FLOAT64_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a golden holds in memory.
+    """The memory of a golden, in bytes.
 
     Args:
         spec: The model.
-        num_layers: How many of its layers run.
+        num_layers: Number of layers that run.
         dtype: Of weights and activations.
         inputs: The token rows.
-        keeps_logits: Whether the logits of every position are captured.
+        keeps_logits: The logits of every position are captured.
         attn_implementation: transformers' attention implementation.
         experts_implementation: transformers' experts implementation.
-        floor_variants: Names of the variants that run after each layer, side by side.
+        floor_variants: Names of the variants that run after each layer, all at once.
     """
 
     spec: ModelSpec
@@ -54,56 +54,54 @@ class Footprint:
 
     @property
     def packed_layer_bytes(self) -> int:
-        """The weights of one layer whose experts stay FP8."""
+        """The weights of one layer with its experts in FP8."""
         experts = sum(
             math.prod(shape) for name, shape in expected_layer_shapes(self.spec).items() if EXPERTS in name
         )
         return self.layer_bytes - experts * self.dtype.itemsize + math.ceil(experts * _FP8_BYTES_PER_WEIGHT)
 
     def streamed_bytes(self, *, prefetch: bool, packed: bool) -> int:
-        """The weights that are in memory at once where layers are streamed."""
+        """Return the weights in memory at once while layers are streamed: one layer, or two with prefetch."""
         return (1 + prefetch) * (self.packed_layer_bytes if packed else self.layer_bytes)
 
     def held_bytes(self, stage: Stage, *, packed: bool) -> int:
-        """What a slice takes that is held whole: its weights, and its layers' sites until they are written."""
-        layer = (
-            self.packed_layer_bytes if packed else self.layer_bytes
-        ) + self._site_values * self.dtype.itemsize
+        """Return the memory of a slice that is held whole: weights, and sites until they are written."""
+        weights = self.packed_layer_bytes if packed else self.layer_bytes
         vocabulary = self.vocabulary_bytes * (stage.has_embedding + stage.has_head)
-        return len(stage.layers) * layer + vocabulary
+        return len(stage.layers) * (weights + self._site_values * self.dtype.itemsize) + vocabulary
 
     @property
     def vocabulary_bytes(self) -> int:
-        """The embedding's weights; the lm_head takes as much."""
+        """The weights of the embedding; those of the lm_head are as large."""
         return vocabulary_bytes(self.spec, self.dtype)
 
     @property
     def loading_bytes(self) -> int:
-        """The most that loading the model whole takes."""
+        """The peak of loading the model whole."""
         layers = self.layer_bytes * (self.num_layers + _LOADING_LAYERS)
         return int(layers) + 2 * self.vocabulary_bytes
 
     @property
     def activation_bytes(self) -> int:
-        """What one layer takes beside its weights: its sites, their float32 twins, and what lies between."""
+        """The memory of one layer beside its weights: sites, float32 twins, variants and temporaries."""
         spec = self.spec
         sites = self._site_values * (self.dtype.itemsize + _FLOAT32_BYTES + _FLOAT64_BYTES)
-        # The twin's weights: one of attention's at a time, the router, experts in blocks.
+        # Float32 weights of the twin: one attention matrix at a time, and the router. Experts come in blocks.
         twin = (spec.query_width + spec.num_local_experts) * spec.hidden_size * _FLOAT32_BYTES
         return sites + self._expert_bytes + self._score_bytes + twin + self._variant_bytes
 
     @property
     def logits_bytes(self) -> int:
-        """What the logits take, and what they are compared with; none where they are not kept."""
+        """The logits, their twin and their errors; 0 if they are not captured."""
         if not self.keeps_logits:
             return 0
         num_values = self.inputs.input_ids.numel() * self.spec.vocab_size
-        # On the device and on the host; the twin, and the error of all, of ordinary and of massive channels.
+        # The logits on device and host; in float32 the twin, and the error of all, ordinary and massive channels.
         return num_values * (2 * self.dtype.itemsize + 4 * _FLOAT32_BYTES)
 
     @property
     def _site_values(self) -> int:
-        """Of all sites of a layer."""
+        """The number of values in all sites of a layer."""
         spec = self.spec
         width = (
             7 * spec.hidden_size
@@ -116,34 +114,34 @@ class Footprint:
 
     @property
     def _variant_bytes(self) -> int:
-        """Return what the variants take side by side: sites, what their experts compute, attention's scores."""
+        """The memory of all variants at once: sites, expert states and attention scores."""
         num_variants = len(self.floor_variants)
         spec = self.spec
         num_routed = self.inputs.input_ids.numel() * spec.num_experts_per_tok
         experts = num_routed * (2 * spec.hidden_size + 3 * spec.intermediate_size)
-        # A weight in float32, and the scores of a block of heads with their random steps.
+        # One float32 weight, and the scores of a block of heads with their random steps.
         lone = spec.query_width * spec.hidden_size + 4 * self.inputs.input_ids.shape[1] ** 2
         return (num_variants * (self._site_values + experts) + lone * (num_variants > 0)) * _FLOAT32_BYTES
 
     @property
     def _expert_bytes(self) -> int:
-        """What the experts' implementation takes for the tokens that are routed."""
+        """The memory of the experts implementation for the routed tokens."""
         spec = self.spec
         num_routed = self.inputs.input_ids.numel() * spec.num_experts_per_tok
-        # Each routed token is gathered, doubled by gate and up, and brought back.
+        # Each routed token is gathered, goes through gate and up, and is scattered back.
         states = num_routed * (2 * spec.hidden_size + 3 * spec.intermediate_size) * _FLOAT32_BYTES
         if self.experts_implementation != "batched_mm":
             return states
-        # It gathers the weights for each routed token.
+        # batched_mm gathers the weights for each routed token.
         return states + num_routed * 3 * spec.hidden_size * spec.intermediate_size * self.dtype.itemsize
 
     @property
     def _score_bytes(self) -> int:
-        """What attention takes for every pair of tokens: the mask, and where it is eager all heads' scores."""
+        """The memory of attention for every pair of tokens: the mask and, if eager, the scores of all heads."""
         batch, sequence = self.inputs.input_ids.shape
         num_pairs = batch * sequence**2
         if self.attn_implementation != "eager":
             return num_pairs * _FLOAT32_BYTES
-        # The scores, their softmax in float32, and that rounded.
+        # Scores, their float32 softmax, and the softmax rounded.
         scores = self.spec.num_attention_heads * (2 * self.dtype.itemsize + _FLOAT32_BYTES)
         return num_pairs * (scores + _FLOAT32_BYTES)

@@ -1,4 +1,4 @@
-"""The golden model: transformers' own, loaded with the known traps closed."""
+"""The golden model: transformers' own, loaded so that it falls into none of the known traps."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ ATTN_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenModelRequest:
-    """How to load the golden model.
+    """A golden model to load.
 
     Args:
         folder: The checkpoint.
         spec: Its quantities.
-        num_hidden_layers: How many of its first layers to load.
+        num_hidden_layers: Number of first layers to load.
         dtype: Dtype of weights and activations; the router stays float32.
-        placement: Which device holds what.
+        placement: The devices that hold its parts.
         attn_implementation: transformers' attention implementation.
         experts_implementation: transformers' experts implementation.
     """
@@ -53,7 +53,7 @@ class GoldenModelRequest:
 
 
 def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> MiniMaxM2ForCausalLM:
-    """Load transformers' model, FP8 dequantised, router gate and correction bias as the checkpoint has them.
+    """Load transformers' model, with FP8 dequantised, and router gate and correction bias in float32 as stored.
 
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
@@ -87,7 +87,7 @@ def load_golden_model(request: GoldenModelRequest, reader: CheckpointReader) -> 
 
 
 def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> MiniMaxM2ForCausalLM:
-    """transformers' model on the meta device, router gates float32; only the rotary embedding is real, on `device`.
+    """Build transformers' model on the meta device, with float32 router gates and the rotary embedding on `device`.
 
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
@@ -106,7 +106,7 @@ def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> 
     for layer in model.model.layers:
         layer.mlp.gate.to(torch.float32)
         layer.mlp.e_score_correction_bias = layer.mlp.e_score_correction_bias.to(torch.float32)
-    # Its frequencies are no weights: made on the CPU, where from_pretrained makes them.
+    # Its frequencies are no weights. They are made on the CPU, as from_pretrained makes them.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.hf_device_map = {"": str(device)}
     golden: MiniMaxM2ForCausalLM = model.eval()
@@ -114,7 +114,7 @@ def build_golden_model(request: GoldenModelRequest, *, device: torch.device) -> 
 
 
 def restore_router(model: torch.nn.Module, reader: CheckpointReader) -> None:
-    """Put the checkpoint's float32 router gates and correction biases back, rounded by loading in BF16."""
+    """Restore the checkpoint's float32 router gates and correction biases, which loading in BF16 rounded."""
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
         moe = layer.get_submodule("mlp")
         gate, bias = (
@@ -140,12 +140,12 @@ def _loading_errors_translated(request: GoldenModelRequest) -> Iterator[None]:
 
 
 def _read_config(request: GoldenModelRequest) -> MiniMaxM2Config:
-    # Anew for each model: a model writes into its own.
+    # A new one for each model: a model writes into its config.
     return read_config(request.folder, num_hidden_layers=request.num_hidden_layers)
 
 
 def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Asked for float32, transformers 5.23 leaves in BF16 what an FP8 checkpoint does not quantise."""
+    """Cast every weight; transformers 5.23 leaves unquantised weights of an FP8 checkpoint in BF16."""
     for parameter in model.parameters():
         if parameter.dtype != dtype:
             # An offloaded weight is cast to the dtype of its placeholder when it is fetched.
@@ -161,7 +161,7 @@ def _golden_class() -> Any:
 
 
 def _follow_quiet() -> None:
-    """Show transformers' progress bars where mm2's own progress is shown, and nowhere else."""
+    """Show transformers' progress bars only where mm2's own progress is shown."""
     from transformers.utils import logging as transformers_logging
 
     if logger.isEnabledFor(logging.INFO):
@@ -171,7 +171,7 @@ def _follow_quiet() -> None:
 
 
 def _quantization(spec: ModelSpec) -> dict[str, Any]:
-    """On a GPU of capability 8.9 or more an FP8 checkpoint would otherwise run FP8 matmuls."""
+    """Return arguments that dequantise FP8; a GPU of capability 8.9 or more would run FP8 matmuls otherwise."""
     if "quantization_config" not in spec.raw:
         return {}
     from transformers import FineGrainedFP8Config
@@ -187,9 +187,9 @@ def _quantization(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _set_exact_arithmetic() -> None:
-    """No TF32, and no sums in BF16: the golden rounds where a tensor is stored, and nowhere else."""
+    """Switch off TF32 and BF16 sums: the golden rounds only where a tensor is stored."""
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    # cuDNN's newer flags are one for each kind of operator; torch.export, which asks for all of them at once, fails on
-    # torch 2.13 once one was set.
+    # cuDNN's newer flags are per kind of operator. torch.export asks for all at once, and fails on torch 2.13 after one
+    # was set.
     torch.backends.cudnn.allow_tf32 = False

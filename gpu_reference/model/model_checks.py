@@ -1,4 +1,4 @@
-"""Certification: proves that a loaded golden model fell into none of the known traps."""
+"""The proofs that a loaded golden model fell into none of the known traps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from minimax_tools.model.weight_names import (
 _UPGRADE = f"Install the transformers that mm2 knows: {install_command('golden')}"
 _ROUTER_GATE = "mlp.gate.weight"
 _PROVED = ("no_fp8_arithmetic", "rotary_width", "float32_router", "weights_match_checkpoint")
-# What the proofs of a layer read of the checkpoint beside experts, relative to the layer; scales where it has some.
+# Names, relative to a layer, that its proofs read from the checkpoint beside experts. Not every layer has scales.
 PROVED_NAMES = (
     GATE,
     CORRECTION_BIAS,
@@ -39,44 +39,42 @@ PROVED_NAMES = (
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def certify(
+def prove_model(
     model: torch.nn.Module, *, spec: ModelSpec, reader: CheckpointReader, dtype: torch.dtype
 ) -> tuple[str, ...]:
-    """Prove the rotary width, the float32 router and the dequantised weights of `model`, offloaded ones too.
+    """Prove rotary width, float32 router and dequantised weights of a loaded model, offloaded weights too.
 
     Args:
         model: transformers' model.
-        spec: What config.json says.
+        spec: The model as config.json describes it.
         reader: The checkpoint it was loaded from.
-        dtype: What its weights were loaded in.
+        dtype: Dtype of its weights.
 
     Returns:
-        The names of what was proved, as they are recorded in the manifest.
+        The names of the proofs, as the manifest records them.
 
     Raises:
         GoldenRefusedError: One of the proofs failed; the trap is named.
     """
-    prove_no_fp8(model)
-    prove_dtype(model, dtype)
-    prove_rotary_width(model, spec)
+    proved = prove_bare_model(model, spec=spec, dtype=dtype)
     for index, layer in enumerate(model.get_submodule("model.layers").children()):
         tensors = LayerTensors.open(reader, spec, index, dtype)
         prove_float32_router(layer, tensors, index)
         prove_weights(layer, tensors, index)
-    return _PROVED
+    return proved
 
 
 def proved_expert_names(experts: Sequence[int]) -> tuple[str, ...]:
-    """As `PROVED_NAMES`, of the experts, where these are loaded."""
+    """Return the names, relative to a layer, that its proofs read of these experts; scales too."""
     weights = [expert_weight(expert, name) for expert in _proved_experts(experts) for name in EXPERT_MATRICES]
     return (*weights, *map(scale_name, weights))
 
 
-def certify_streamed(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
-    """Prove of a standing model without weights what shows there; the first layer that streams in proves the rest.
+def prove_bare_model(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dtype) -> tuple[str, ...]:
+    """Prove what a model without weights shows; the first streamed layer proves the rest.
 
     Returns:
-        The names that `certify` returns: a golden is the same capture however it was made.
+        The names that `prove_model` returns, since a golden is the same capture however it was made.
 
     Raises:
         GoldenRefusedError: One of the proofs failed; the trap is named.
@@ -90,7 +88,7 @@ def certify_streamed(model: torch.nn.Module, *, spec: ModelSpec, dtype: torch.dt
 def refuse_ragged_blocks(spec: ModelSpec) -> None:
     """Refuse an FP8 checkpoint whose blocks transformers would get wrong; no weight is read.
 
-    It derives a block's size from the shapes of weight and scales: that comes out right for whole blocks.
+    transformers derives a block's size from the shapes of weight and scales, which is right for whole blocks only.
 
     Raises:
         GoldenRefusedError: A width is over 128 and no multiple of it.
@@ -124,10 +122,10 @@ def prove_no_fp8(model: torch.nn.Module) -> None:
 
 
 def prove_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Refuse a model that holds a weight in another dtype than was asked for, the router's gates aside.
+    """Refuse a model with a weight in another dtype than requested, router gates excepted.
 
     Raises:
-        GoldenRefusedError: It does.
+        GoldenRefusedError: It has one.
     """
     for name, parameter in model.named_parameters():
         if parameter.dtype != dtype and not name.endswith(_ROUTER_GATE):
@@ -166,10 +164,10 @@ def prove_rotary_width(model: torch.nn.Module, spec: ModelSpec) -> None:
 
 
 def prove_float32_router(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> None:
-    """Refuse a layer whose gate or correction bias is not the checkpoint's float32 value, bit for bit.
+    """Refuse a layer whose gate or correction bias is not bit-equal to the checkpoint's float32 value.
 
     Raises:
-        GoldenRefusedError: One is not.
+        GoldenRefusedError: One differs.
     """
     moe = layer.get_submodule("mlp")
     loaded = {
@@ -197,7 +195,7 @@ def prove_weights(
 ) -> None:
     """Refuse a layer whose weights are not the checkpoint's, dequantised in float32 and rounded once.
 
-    Attention and norms are compared whole; of the experts, which share their shapes, the first and the last.
+    Attention and norms are compared whole. The first and the last expert stand for all, which share their shapes.
 
     Args:
         layer: transformers' layer.
@@ -206,7 +204,7 @@ def prove_weights(
         experts: The experts that are loaded; None for all.
 
     Raises:
-        GoldenRefusedError: One is not.
+        GoldenRefusedError: One differs.
     """
     for name, value in _weights(layer, experts):
         expected = tensors[name]
@@ -219,7 +217,7 @@ def prove_weights(
 
 
 def _weights(layer: torch.nn.Module, loaded: tuple[int, ...] | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names, as the hub spells them, and values of the weights to compare."""
+    """Yield the weights to compare, by the hub's names."""
     for name in ATTENTION_AND_NORM_NAMES:
         path, _, weight = name.rpartition(".")
         yield name, weight_of(layer.get_submodule(path), weight)

@@ -1,4 +1,4 @@
-"""Offloading: weights that accelerate keeps off their device until a module runs, read and replaced."""
+"""Weights that accelerate keeps off their device until a module runs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 def weight_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """The weight that `module` computes with; one that is offloaded is fetched, in the dtype it runs in."""
+    """Return the weight that a module computes with; fetch it, in the dtype it runs in, if it is offloaded."""
     weight: torch.Tensor = getattr(module, name)
     if not weight.is_meta:
         return weight.detach()
-    # accelerate casts what it fetches to the dtype of the placeholder that it fetches it for.
+    # accelerate casts a fetched weight to the dtype of its placeholder.
     fetched: torch.Tensor = _hook(module).weights_map[name]
     return fetched.to(weight.dtype)
 
 
 def hold_weight(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Give `module` another weight, on the device where it runs; from now on it is not offloaded.
+    """Replace a module's weight, on the device where it runs; the weight is no longer offloaded.
 
     Args:
-        module: A module whose only parameter is that weight.
+        module: A module whose only parameter is the weight.
         name: The weight's name in it.
         value: The new weight; its dtype is kept.
     """
@@ -34,7 +34,7 @@ def hold_weight(module: torch.nn.Module, name: str, value: torch.Tensor) -> None
         remove_hook_from_module(module)
     setattr(module, name, torch.nn.Parameter(value.to(device), requires_grad=False))
     if is_offloaded:
-        # Its inputs are still to be moved to where it runs.
+        # Its inputs must still be moved to where it runs.
         add_hook_to_module(module, AlignDevicesHook(execution_device=device))
 
 

@@ -1,4 +1,4 @@
-"""Placement: which device holds which part of the golden model, as accelerate understands it."""
+"""The devices that hold the parts of the golden model, in accelerate's terms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _DEVICE = re.compile(r"cpu|disk|cuda(:\d+)?|\d+")
 _LAYER = re.compile(r"model\.layers\.(\d+)")
-# Of the free memory, what weights may take: converting them needs some beside them.
+# Share of the free memory for weights; converting them needs the rest.
 _CPU_SHARE = 0.9
 
 DeviceMap = str | dict[str, int | str]
@@ -35,12 +35,12 @@ MaxMemory = Mapping[int | str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where to put the golden model.
+    """The devices and limits of the golden model.
 
     Args:
         device_map: A strategy of accelerate, or a map from module names to devices.
-        max_memory: Memory limit per device in bytes, or None for what is free.
-        offload_folder: Where modules go that fit nowhere else.
+        max_memory: Limit per device in bytes; None for what is free.
+        offload_folder: Folder of modules that fit nowhere else.
     """
 
     device_map: DeviceMap
@@ -48,10 +48,10 @@ class Placement:
     offload_folder: Path | None = None
 
     def loading_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `from_pretrained`."""
+        """Return the keyword arguments of `from_pretrained`."""
         arguments: dict[str, Any] = {"device_map": self.device_map}
         if self.max_memory is not None:
-            # A copy: accelerate writes into it.
+            # accelerate writes into it, so it gets a copy.
             arguments["max_memory"] = dict(self.max_memory)
         if self.offload_folder is not None:
             arguments["offload_folder"] = str(self.offload_folder)
@@ -61,9 +61,8 @@ class Placement:
 def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: Path | None) -> Placement:
     """Read `--device-map`, `--max-memory` and `--offload-folder`.
 
-    One size for `--max-memory` is that of each GPU, what is free of the CPU's memory coming after them;
-    without a GPU it is the CPU's. Without a GPU every strategy means the CPU, unless limits ask for a split
-    with the disk.
+    A single size for `--max-memory` limits each GPU; the CPU gets its free memory. Without a GPU it limits the CPU.
+    Every strategy then means the CPU, unless limits ask for a split with the disk.
 
     Raises:
         UsageError: A value cannot be read, or has no effect.
@@ -86,10 +85,10 @@ def parse_placement(device_map: str, *, max_memory: str | None, offload_folder: 
 
 
 def verify_device_map(device_map: DeviceMap, model: torch.nn.Module) -> None:
-    """Check that a map names modules that `model` has, and all of them; accelerate's strategies always do.
+    """Verify that a map names modules of `model`, and covers all of its weights.
 
     Raises:
-        UsageError: It does not; transformers would put what is left out on the CPU, without a word.
+        UsageError: It does not. transformers would silently put the rest on the CPU.
     """
     if isinstance(device_map, str):
         return
@@ -110,7 +109,7 @@ def verify_device_map(device_map: DeviceMap, model: torch.nn.Module) -> None:
 
 
 def describe_placement(model: PreTrainedModel) -> list[str]:
-    """A line per device: a GPU's name and memory, the modules placed there, the memory in use."""
+    """Return a line per device: its modules and, for a GPU, name, size and memory in use."""
     names_on: dict[str, list[str]] = {}
     for name, device in _device_map(model).items():
         names_on.setdefault(device, []).append(name)
@@ -129,7 +128,7 @@ def describe_placement(model: PreTrainedModel) -> list[str]:
 
 
 def describe_devices(model: PreTrainedModel) -> tuple[str, str]:
-    """What the model computes on: the backend, `cuda` or `cpu`, and its devices in words."""
+    """Return the backend that computes, `cuda` or `cpu`, and its devices in words."""
     gpus = sorted({device for device in _device_map(model).values() if device.startswith("cuda")})
     if not gpus:
         return "cpu", "cpu"
@@ -138,9 +137,9 @@ def describe_devices(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where the model takes its token ids.
+    """Return the device that takes the model's token ids.
 
-    Streamed, they go to the one device there is; offloaded, accelerate moves them to where the embedding runs.
+    It is the device of a streamed model. For an offloaded embedding, accelerate moves the ids on from there.
     """
     device = model.get_submodule("model.embed_tokens").get_parameter("weight").device
     if device.type != "meta":
@@ -151,10 +150,10 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 @contextmanager
 def watched_memory() -> Iterator[None]:
-    """Turn a GPU's running out of memory within the block into an error that says what to do.
+    """Translate a GPU's out-of-memory error within the block.
 
     Raises:
-        BackendError: It ran out.
+        BackendError: A GPU ran out of memory.
     """
     try:
         yield
@@ -167,7 +166,7 @@ def watched_memory() -> Iterator[None]:
 
 
 def _device_map(model: PreTrainedModel) -> dict[str, str]:
-    """Module names to `cuda:N`, `cpu` or `disk`; the empty name is the whole model."""
+    """Return each module's device, `cuda:N`, `cpu` or `disk`; the empty name is the whole model."""
     placed: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {"": model.device}
     named = {name: str(device) for name, device in placed.items()}
     return {

@@ -1,4 +1,4 @@
-"""Where a golden's weights are while it runs: what its float32 twins compute with."""
+"""The weights of a golden while it runs, for its float32 twins."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
 
 class TwinWeights(Protocol):
-    """Gives the weights that the golden computes with."""
+    """A source of the weights that a golden computes with."""
 
     def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
-        """A layer's weights by the hub's relative names, as the golden holds them; good until the next layer runs."""
+        """Return a layer's weights by the hub's relative names; valid until the next layer runs."""
 
     def head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The final norm's weight [H] and the lm_head's [vocab,H], as the golden holds them."""
+        """Return the weights of the final norm [H] and the lm_head [vocab,H]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointTwinWeights:
-    """The weights of a golden that was loaded whole, read from the checkpoint once more.
+    """The weights of a golden that was loaded whole, read again from the checkpoint.
 
     Args:
         reader: The checkpoint.
@@ -39,10 +39,10 @@ class CheckpointTwinWeights:
     dtype: torch.dtype
 
     def layer(self, layer: int) -> Mapping[str, torch.Tensor]:
-        """The layer's tensors, each read when it is asked for."""
+        """Return the layer's tensors; each is read when it is looked up."""
         return LayerTensors.open(self.reader, self.spec, layer, self.dtype)
 
     def head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final norm and lm_head, read now."""
+        """Read the final norm [H] and the lm_head [vocab,H]."""
         lm_head = head_name(self.spec)
         return self.reader.read_weight(FINAL_NORM, self.dtype), self.reader.read_weight(lm_head, self.dtype)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gpu_reference.golden.golden import Golden
 from gpu_reference.ranks.ranks import RankGroup
@@ -21,6 +20,7 @@ from minimax_tools.capture.sharing import SETTLING_S, require_shared
 from minimax_tools.capture.writer import CaptureWriter, open_capture
 from minimax_tools.checkpoint.index import digest_shapes
 from minimax_tools.errors import CannotRunError, CaptureError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.partition.plan import PartitionPlan
 
@@ -49,20 +49,6 @@ class Introduction:
             shapes={name: entry.shape for name, entry in entries.items() if layer_of(name) is None},
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """The introduction as it is told."""
-        shapes = {name: list(shape) for name, shape in self.shapes.items()}
-        return {"plan": self.plan, "description": self.description.as_json(), "shapes": shapes}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Introduction:
-        """The introduction that was told."""
-        return cls(
-            plan=record["plan"],
-            description=Description.from_json(record["description"]),
-            shapes={name: tuple(shape) for name, shape in record["shapes"].items()},
-        )
-
 
 @contextmanager
 def open_together(
@@ -86,16 +72,16 @@ def open_together(
         CaptureError: The directory is in use or not shared, holds something else, or the disk is full.
         CannotRunError: The ranks go by different plans, or would make different captures.
     """
-    ranks.say(f"introduction/{ranks.rank}", introduction.as_json())
+    ranks.say(f"introduction/{ranks.rank}", encode(introduction))
     if ranks.rank > 0:
-        manifest = Manifest.from_json(ranks.ask("opening"))
+        manifest = decode(Manifest, ranks.ask("opening"))
         _require_shared(ranks, directory, patience_s)
         yield CaptureWriter(directory, manifest, manifest_name=part_name(ranks.rank))
         return
     told = [ranks.ask(f"introduction/{rank}") for rank in range(ranks.num_ranks)]
-    merged = merge_introductions(ranks, [Introduction.from_json(record) for record in told])
+    merged = merge_introductions(ranks, decode(list[Introduction], told))
     with open_capture(directory, merged, inputs=golden.request.inputs, owner=ranks.nonce) as writer:
-        ranks.say("opening", writer.manifest.as_json())
+        ranks.say("opening", encode(writer.manifest))
         yield writer
 
 

@@ -45,6 +45,7 @@ from minimax_tools.capture.sharing import read_shared, refuse_other_owner
 from minimax_tools.capture.writer import CaptureWriter
 from minimax_tools.command_line.progress import Progress
 from minimax_tools.errors import CannotRunError, CaptureError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import head_name
@@ -259,7 +260,7 @@ class _RankRun:
         self._golden_writer.write_layer(layer, captured, device)
         if layer == 0:
             entry = self._stored_entry(0, Site.INPUT)
-            self._ranks.say(_FIRST_INPUT, entry.as_json())
+            self._ranks.say(_FIRST_INPUT, encode(entry))
 
     def _write_model(
         self, captured: Mapping[ModelSite, torch.Tensor], hidden_states: torch.Tensor | None
@@ -276,7 +277,7 @@ class _RankRun:
         """The first layer's input, once the rank that has the first layer wrote it."""
         if 0 in self._writer.complete_layers:
             return self._read_stored(0, Site.INPUT)
-        entry = Entry.from_json(self._ranks.ask(_FIRST_INPUT))
+        entry = decode(Entry, self._ranks.ask(_FIRST_INPUT))
         return read_shared(self._writer.directory, self._writer.manifest, entry)
 
     def _read_stored(self, layer: int, site: Site) -> torch.Tensor:
@@ -351,9 +352,9 @@ def _read_earlier(folder: Path, own: ReadRecord) -> ReadRecord:
 def _gather_parts(ranks: RankGroup, own: Manifest) -> list[Manifest]:
     """Tell what this rank wrote; on rank 0, what all others wrote, once they are done."""
     if ranks.rank > 0:
-        ranks.say(f"written/{ranks.rank}", own.as_json())
+        ranks.say(f"written/{ranks.rank}", encode(own))
         return []
-    return [Manifest.from_json(ranks.ask(f"written/{rank}")) for rank in range(1, ranks.num_ranks)]
+    return [decode(Manifest, ranks.ask(f"written/{rank}")) for rank in range(1, ranks.num_ranks)]
 
 
 def _require_whole(manifest: Manifest, run: Run, directory: Path) -> None:

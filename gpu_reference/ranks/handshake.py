@@ -17,6 +17,7 @@ from gpu_reference.ranks.process import Process
 from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.ranks.watch import ALIVE, status_key
 from minimax_tools.errors import CannotRunError
+from minimax_tools.json_codec import decode, encode
 
 _POLL_S = 0.02
 # torchrun starts the ranks of all machines together; what lies between is the import of torch.
@@ -48,7 +49,7 @@ def meet(store: Any, place: RankPlace, *, patience_s: float = ARRIVAL_S) -> Meet
     Raises:
         CannotRunError: Somebody did not come.
     """
-    own = {"id": uuid.uuid4().hex, **Process.current().as_json()}
+    own = {"id": uuid.uuid4().hex, **encode(Process.current())}
     store.set(_hello_key(place.rank), json.dumps(own))
     deadline = time.monotonic() + patience_s
     if place.rank == 0:
@@ -97,7 +98,7 @@ def _answer(store: Any, rank: int, own: dict[str, Any], deadline: float, in_time
 
 
 def _meeting(nonce: str, hellos: list[Any]) -> Meeting:
-    return Meeting(nonce=nonce, processes=tuple(map(Process.from_json, hellos)))
+    return Meeting(nonce=nonce, processes=decode(tuple[Process, ...], hellos))
 
 
 def _hello_key(rank: int) -> str:

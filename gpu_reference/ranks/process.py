@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +24,6 @@ class Process:
     def current(cls) -> Process:
         """This one."""
         return cls(pid=os.getpid(), place=_place())
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Process:
-        """The process that `as_json` told of."""
-        return cls(pid=int(record["pid"]), place=str(record["place"]))
-
-    def as_json(self) -> dict[str, Any]:
-        """The process as others are told of it."""
-        return asdict(self)
 
     @property
     def is_gone(self) -> bool:

@@ -1,1 +1,6 @@
-"""Room."""
+"""A golden model run with one layer's weights in memory, or with one slice of a plan.
+
+- `streaming`: transformers' model without weights, filled layer by layer as it runs
+- `stream_choice`: the choice between loading whole and streaming
+- `once_reader`: a checkpoint reader that reads each tensor once
+"""

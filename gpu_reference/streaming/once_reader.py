@@ -1,4 +1,4 @@
-"""OnceReader: a checkpoint's tensors, each read once however often it is asked for, and which those were."""
+"""A checkpoint reader that reads each tensor once, and records what it read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 
 
 class OnceReader(CheckpointReader):
-    """Keeps the stored bytes of what will be asked for again, as long as it will.
+    """A checkpoint reader that keeps tensors in memory until they are needed again.
 
-    A golden asks for some tensors several times: norms and router tell the model from others, and the first layer is
-    proved against the checkpoint after it was loaded. What `expect_again` announced comes from memory then.
+    A golden needs some tensors twice: norms and router for the model's fingerprint, and the first layer for its proof.
+    `expect_again` announces them; the second read then comes from memory.
 
     Args:
         folder: The checkpoint folder.
-        index: Its index; what is not in it cannot be read.
+        index: Its index; other tensors cannot be read.
     """
 
     def __init__(self, folder: Path, *, index: TensorIndex) -> None:
@@ -35,23 +35,23 @@ class OnceReader(CheckpointReader):
 
     @property
     def sizes_read(self) -> Mapping[str, int]:
-        """Bytes of every tensor that was asked for, each counted once, by name."""
+        """Bytes of every tensor that was read, by name; each counts once."""
         return dict(self._sizes)
 
     @property
     def bytes_read_by_name(self) -> Mapping[str, int]:
-        """Bytes that came from the files, by tensor: what was read twice counts twice."""
+        """Bytes read from the files, by tensor name; a tensor read twice counts twice."""
         return dict(self._bytes_read)
 
     def expect_again(self, names: Iterable[str]) -> None:
-        """Announce, before they are read, that each of these will be asked for once more.
+        """Announce, before they are read, tensors that will be read once more.
 
-        What is announced and not asked for stays in memory to the end.
+        A tensor that is announced and not read again stays in memory to the end.
         """
         with self._keeping:
             self._repeats.update(name for name in names if name in self.index)
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         with self._keeping:
             kept = self._kept.get(entry.name)
             if kept is not None:
@@ -61,7 +61,7 @@ class OnceReader(CheckpointReader):
         if kept is not None:
             out.view(-1).view(torch.uint8).copy_(kept)
             return
-        super()._fill(entry, out, past_cache=past_cache)
+        super()._fill(entry, out)
         with self._keeping:
             self._sizes[entry.name] = entry.size_bytes
             self._bytes_read[entry.name] += entry.size_bytes

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from minimax_tools.json_codec import encode_fields
+
 
 class Outcome(str, Enum):
     """What became of a check."""
@@ -36,21 +38,6 @@ class Check:
     found: str
     figure: float | None = None
     limit: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The check as it stands in a manifest."""
-        return {
-            "name": self.name,
-            "outcome": str(self.outcome),
-            "found": self.found,
-            "figure": self.figure,
-            "limit": self.limit,
-        }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Check:
-        """The check that stands in a manifest."""
-        return cls(**{**record, "outcome": Outcome(record["outcome"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,25 +80,9 @@ class Certificate:
             parts.append(f"not checked: {_names(self.not_checked)}")
         return "; ".join(parts)
 
-    def as_json(self) -> dict[str, Any]:
-        """The certificate as it stands in a manifest."""
-        return {
-            "passed": self.has_passed,
-            "checks": [check.as_json() for check in self.checks],
-            "content": self.content,
-            "files": dict(self.files),
-            "versions": dict(self.versions),
-        }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Certificate:
-        """The certificate that stands in a manifest."""
-        return cls(
-            checks=tuple(Check.from_json(check) for check in record["checks"]),
-            content=record["content"],
-            files=dict(record["files"]),
-            versions=dict(record["versions"]),
-        )
+    def to_json(self) -> dict[str, Any]:
+        """Return the certificate as a manifest holds it."""
+        return {"passed": self.has_passed, **encode_fields(self)}
 
 
 def _names(checks: tuple[Check, ...]) -> str:

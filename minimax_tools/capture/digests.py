@@ -7,8 +7,10 @@ that is stored beside them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from minimax_tools.json_codec import decode, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,22 +42,9 @@ class FileDigests:
         """Digests by name, in whatever order."""
         return cls(file=file, tensors=tuple(sorted(tensors.items())))
 
-    def as_json(self) -> dict[str, Any]:
-        """Digests by name, as they stand in a manifest."""
-        return {name: asdict(digest) for name, digest in self.tensors}
-
-    @classmethod
-    def from_json(cls, file: str, record: Mapping[str, Mapping[str, Any]]) -> FileDigests:
-        """Read what `as_json` gave."""
-        tensors = {
-            name: TensorDigest(
-                dtype=str(one["dtype"]),
-                shape=tuple(int(size) for size in one["shape"]),
-                sha256=str(one["sha256"]),
-            )
-            for name, one in record.items()
-        }
-        return cls.of(file, tensors)
+    def to_json(self) -> dict[str, Any]:
+        """Return the digests by name, as a manifest holds them."""
+        return {name: encode(digest) for name, digest in self.tensors}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +72,19 @@ class Digests:
         """Digests of the files of a layer (`layer_7`) or of the sites outside the layers (`model`)."""
         return tuple(one for one in self.tensors if one.file.startswith(f"{group}."))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the digests of tensors by file and name, as a manifest holds them."""
+        return {one.file: encode(one) for one in self.tensors}
+
     @classmethod
-    def from_json(
-        cls, tensors: Mapping[str, Mapping[str, Mapping[str, Any]]], texts: Mapping[str, str]
-    ) -> Digests:
-        """Read what stands in a manifest: digests by file and name, and digests of JSON files by name."""
-        files = (FileDigests.from_json(file, record) for file, record in tensors.items())
+    def decode(cls, tensors: Any, texts: Any) -> Digests:
+        """Return the digests of a manifest: of tensors by file and name, and of JSON files by name.
+
+        Raises:
+            DecodeError: They are of another form.
+        """
+        files = decode(dict[str, dict[str, TensorDigest]], tensors)
         return cls(
-            tensors=tuple(sorted(files, key=lambda one: one.file)),
-            texts=tuple(sorted((name, str(sha256)) for name, sha256 in texts.items())),
+            tensors=tuple(FileDigests.of(file, files[file]) for file in sorted(files)),
+            texts=tuple(sorted(decode(dict[str, str], texts).items())),
         )

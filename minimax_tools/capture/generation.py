@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.errors import CaptureError
+from minimax_tools.json_codec import decode, omit_default
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.text.tokenizer import decode_rows, has_tokenizer
 
@@ -31,6 +32,16 @@ class Likely:
     token: int
     behind: float
 
+    def to_json(self) -> list[Any]:
+        """Return the token as a pair: there are many of them."""
+        return [self.token, self.behind]
+
+    @classmethod
+    def from_json(cls, record: Any) -> Likely:
+        """Return the token of a pair."""
+        token, behind = decode(tuple[int, float], record)
+        return cls(token=token, behind=behind)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
@@ -50,17 +61,20 @@ class Continuation:
     likeliest: tuple[tuple[Likely, ...], ...] = ()
 
 
+omit_default(Continuation, "likeliest")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """How all rows go on.
 
     Args:
-        rows: One for each prompt.
         sampling: How the next token was chosen, by the names of transformers.
+        rows: One for each prompt.
     """
 
-    rows: tuple[Continuation, ...]
     sampling: Mapping[str, Any]
+    rows: tuple[Continuation, ...]
 
     @classmethod
     def of(
@@ -110,21 +124,7 @@ class Generation:
         path = directory / GENERATION_NAME
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                rows=tuple(
-                    Continuation(
-                        prompt_ids=tuple(row["prompt_ids"]),
-                        generated_ids=tuple(row["generated_ids"]),
-                        text=row["text"],
-                        likeliest=tuple(
-                            tuple(Likely(token=token, behind=behind) for token, behind in tokens)
-                            for tokens in row.get("likeliest", ())
-                        ),
-                    )
-                    for row in record["rows"]
-                ),
-                sampling=record["sampling"],
-            )
+            return decode(cls, record)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -146,21 +146,6 @@ class Generation:
             for mine, theirs in zip(self.rows, other.rows, strict=True)
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """As it is stored."""
-        return {
-            "sampling": dict(self.sampling),
-            "rows": [
-                {
-                    "prompt_ids": list(row.prompt_ids),
-                    "generated_ids": list(row.generated_ids),
-                    "text": row.text,
-                    **_likeliest_json(row),
-                }
-                for row in self.rows
-            ],
-        }
-
     def __str__(self) -> str:
         return "".join(
             f"\nRow {index} continues with {len(row.generated_ids)} token{'s' * (len(row.generated_ids) != 1)}\n"
@@ -168,10 +153,3 @@ class Generation:
             f"  text  {row.text if row.text is not None else 'unknown: the checkpoint has no tokenizer'}\n"
             for index, row in enumerate(self.rows)
         )
-
-
-def _likeliest_json(row: Continuation) -> dict[str, Any]:
-    """Nothing where it was not kept."""
-    if not row.likeliest:
-        return {}
-    return {"likeliest": [[[one.token, one.behind] for one in tokens] for tokens in row.likeliest]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from minimax_tools.capture.certificate import Certificate
 from minimax_tools.capture.digests import Digests, FileDigests, TensorDigest
 from minimax_tools.errors import CaptureError, Mm2Error
+from minimax_tools.json_codec import decode, encode, omit_default
 from minimax_tools.metrics.pair_metrics import TensorStatistics, measure_tensor
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import Site, parse_site
@@ -61,16 +62,6 @@ class Entry:
         """Its dtype, shape and sha256."""
         return TensorDigest(dtype=self.dtype, shape=self.shape, sha256=self.sha256)
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Entry:
-        """The entry that stands in a manifest."""
-        shape, statistics = tuple(record["shape"]), TensorStatistics(**record["statistics"])
-        return cls(**{**record, "shape": shape, "statistics": statistics})
-
-    def as_json(self) -> dict[str, Any]:
-        """The entry as it stands in a manifest."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
@@ -94,35 +85,13 @@ class Description:
     noise_floor: str = "off"
     floor_variants: tuple[str, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """The description as it stands in a manifest."""
-        return {
-            "side": self.side,
-            "run": self.run.as_json(),
-            "provenance": self.provenance.as_json(),
-            "inputs_digest": self.inputs_digest,
-            "input_source": self.input_source,
-            "noise_floor": self.noise_floor,
-            # Absent, not empty: without any a manifest is what it was before there were variants.
-            **({"floor_variants": list(self.floor_variants)} if self.floor_variants else {}),
-        }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Description:
-        """The description that stands in a manifest."""
-        return cls(
-            side=record["side"],
-            run=Run.from_json(record["run"]),
-            provenance=Provenance.from_json(record["provenance"]),
-            inputs_digest=record["inputs_digest"],
-            input_source=record["input_source"],
-            noise_floor=record["noise_floor"],
-            floor_variants=tuple(record.get("floor_variants", ())),
-        )
-
     def differences(self, other: Description) -> list[str]:
         """Where `other` is another capture, such as `options.attn_implementation`; none if it may resume."""
-        return _differences(self.as_json(), other.as_json())
+        return _differences(encode(self), encode(other))
+
+
+# Without any a manifest is what it was before there were variants.
+omit_default(Description, "floor_variants")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +129,7 @@ class Manifest:
         if self.digests is not None:
             for text in (*_digest_lines(self.digests), _as_text(dict(self.digests.texts))):
                 digest.update(text.encode())
-            digest.update(json.dumps(self.description.as_json(), sort_keys=True).encode())
+            digest.update(json.dumps(encode(self.description), sort_keys=True).encode())
         return digest.hexdigest()
 
     def with_layer(
@@ -195,14 +164,10 @@ class Manifest:
         """This manifest with other digests of what no entry describes."""
         return replace(self, digests=digests)
 
-    def as_json(self) -> dict[str, Any]:
-        """The manifest as JSON values."""
-        digests = {} if self.digests is None else {one.file: one.as_json() for one in self.digests.tensors}
-        return {
-            **self._frame(),
-            **({} if self.digests is None else {"digests": digests}),
-            "entries": [entry.as_json() for entry in self.entries],
-        }
+    def to_json(self) -> dict[str, Any]:
+        """Return the manifest as JSON values."""
+        digests = {} if self.digests is None else {"digests": encode(self.digests)}
+        return {**self._frame(), **digests, "entries": encode(self.entries)}
 
     def as_text(self) -> str:
         """The manifest as it is written, an entry or a file a line: one more layer costs little beside the others."""
@@ -217,15 +182,13 @@ class Manifest:
         """All but the entries, and the digests of tensors."""
         return {
             "schema_version": _WITHOUT_DIGESTS if self.digests is None else SCHEMA_VERSION,
-            **self.description.as_json(),
-            "not_exposed": {
-                str(layer): [str(site) for site in sites] for layer, sites in self.not_exposed.items()
-            },
+            **encode(self.description),
+            "not_exposed": {str(layer): encode(sites) for layer, sites in self.not_exposed.items()},
             "observed_dtypes": dict(self.observed_dtypes),
             "complete_layers": list(self.complete_layers),
             "complete": self.is_complete,
             # Absent, not null: without one a manifest is what it was before there were any.
-            **({} if self.certificate is None else {"certificate": self.certificate.as_json()}),
+            **({} if self.certificate is None else {"certificate": encode(self.certificate)}),
             **({} if self.digests is None else {"text_digests": dict(self.digests.texts)}),
         }
 
@@ -265,29 +228,26 @@ class Manifest:
                 next_step="Read it with the mm2 that wrote it, or run the capture again.",
             )
         try:
-            return cls.from_json(record)
+            return decode(cls, record)
         except (AttributeError, KeyError, TypeError, ValueError, Mm2Error) as error:
             raise _damaged(path, f"{type(error).__name__}: {error}") from error
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Manifest:
-        """The manifest that `as_json` gave."""
+        """Return the manifest that `to_json` gave."""
         return cls(
-            description=Description.from_json(record),
-            entries=tuple(Entry.from_json(entry) for entry in record["entries"]),
+            description=decode(Description, record),
+            entries=decode(tuple[Entry, ...], record["entries"]),
             digests=(
                 None
                 if record["schema_version"] == _WITHOUT_DIGESTS
-                else Digests.from_json(record["digests"], record["text_digests"])
+                else Digests.decode(record["digests"], record["text_digests"])
             ),
-            not_exposed={
-                int(layer): tuple(parse_site(name) for name in names)
-                for layer, names in record["not_exposed"].items()
-            },
-            observed_dtypes=record["observed_dtypes"],
-            complete_layers=tuple(record["complete_layers"]),
-            is_complete=record["complete"],
-            certificate=(Certificate.from_json(record["certificate"]) if "certificate" in record else None),
+            not_exposed=decode(dict[int, tuple[Site, ...]], record["not_exposed"]),
+            observed_dtypes=decode(dict[str, str], record["observed_dtypes"]),
+            complete_layers=decode(tuple[int, ...], record["complete_layers"]),
+            is_complete=decode(bool, record["complete"]),
+            certificate=(decode(Certificate, record["certificate"]) if "certificate" in record else None),
         )
 
     @staticmethod
@@ -326,13 +286,13 @@ def _as_text(value: object) -> str:
 @lru_cache(maxsize=1 << 14)
 def _entry_text(entry: Entry) -> str:
     """Made once: an entry never changes, and stands in the manifest of every layer after it."""
-    return _as_text(entry.as_json())
+    return _as_text(encode(entry))
 
 
 @lru_cache(maxsize=1 << 10)
 def _file_text(file: FileDigests) -> str:
     """Made once, as that of an entry is."""
-    return f"{_as_text(file.file)}: {_as_text(file.as_json())}"
+    return f"{_as_text(file.file)}: {_as_text(encode(file))}"
 
 
 def _digest_lines(digests: Digests) -> list[str]:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimax_tools.errors import CannotRunError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.whole_file import whole_file
 
 RECORDS_FOLDER = "read_records"
@@ -93,18 +94,10 @@ class ReadRecord:
             CannotRunError: It cannot be written.
         """
         path = folder / f"{self.node}.json"
-        values = {
-            "node": self.node,
-            "tensors": list(self.tensors),
-            "bytes_read": self.bytes_read,
-            "bytes_asked": self.bytes_asked,
-            "bytes_read_again": self.bytes_read_again,
-            "plan": self.plan,
-        }
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as file:
-                file.write(json.dumps(values, indent=1) + "\n")
+                file.write(json.dumps(encode(self), indent=1) + "\n")
         except OSError as error:
             raise CannotRunError(
                 f"cannot write the read record {path}",
@@ -121,18 +114,10 @@ class ReadRecord:
             CannotRunError: The file is no such record.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                node=str(values["node"]),
-                tensors=tuple(map(str, values["tensors"])),
-                bytes_read=int(values["bytes_read"]),
-                bytes_asked=int(values["bytes_asked"]),
-                bytes_read_again=int(values.get("bytes_read_again", 0)),
-                plan=str(values.get("plan", "")),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return decode(cls, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
             raise CannotRunError(
-                f"{path} is no read record", found=repr(error), next_step="Write it anew: run the rank again."
+                f"{path} is no read record", found=str(error), next_step="Write it anew: run the rank again."
             ) from error
 
 

@@ -1,7 +1,7 @@
-"""ModelFingerprint: tells one model from another without reading all of it, stored as FP8 or not.
+"""Digests that tell models apart without reading all of their weights.
 
-M2, M2.1 and M2.5 share config and tensor names: only values tell them apart, and norms, router gate and bias
-are the few that are stored unquantised in an FP8 copy too.
+M2, M2.1 and M2.5 share config and tensor names, so values decide. Norms, router gate and bias are digested: an FP8
+copy stores them unquantised too.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CaptureError
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
@@ -35,14 +33,13 @@ FINGERPRINTED_NAMES = (INPUT_NORM, POST_NORM, Q_NORM, K_NORM, GATE, CORRECTION_B
 class ModelFingerprint:
     """sha256 digests of a model's config, of tensors' names and shapes, and of some values of each layer.
 
-    Where one side lacks a layer, or the shards of the tensors outside all layers, that is not compared: a folder
-    that holds a few layers of a model agrees with the whole one.
+    Parts that one side lacks are not compared: a folder with some layers of a model agrees with the whole model.
 
     Args:
-        spec_digest: Of what config.json says, the number of layers among it.
-        tensors_digest: Of names and shapes of the tensors outside all layers; None where the folder lacks some.
-        layers: Of each layer's norms, router gate and bias.
-        layer_tensors: Of names and shapes of each layer's tensors.
+        spec_digest: Digest of the quantities in config.json, number of layers included.
+        tensors_digest: Digest of names and shapes of the tensors outside all layers; None if the folder lacks some.
+        layers: Digests of each layer's norms, router gate and bias.
+        layer_tensors: Digests of names and shapes of each layer's tensors.
     """
 
     spec_digest: str
@@ -52,9 +49,9 @@ class ModelFingerprint:
 
     @classmethod
     def of(cls, reader: CheckpointReader, spec: ModelSpec, layers: Span | range) -> ModelFingerprint:
-        """The fingerprint of a checkpoint with these layers.
+        """Compute the fingerprint of some layers of a checkpoint.
 
-        Other layers are left out, here or not: it stays the same when more shards are fetched.
+        Other layers are left out, so further shards do not change it.
 
         Raises:
             CheckpointError: A layer's norms, router gate or bias cannot be read.
@@ -67,42 +64,14 @@ class ModelFingerprint:
             layer_tensors=MappingProxyType({layer: digest for layer, digest in shapes.items() if digest}),
         )
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ModelFingerprint:
-        """The fingerprint that `as_json` gave.
-
-        Raises:
-            CaptureError: `data` is not of that form.
-        """
-        try:
-            return cls(
-                spec_digest=str(data["spec_digest"]),
-                tensors_digest=None if data["tensors_digest"] is None else str(data["tensors_digest"]),
-                layers=_by_layer(data["layers"]),
-                layer_tensors=_by_layer(data["layer_tensors"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CaptureError(
-                "a model fingerprint cannot be read", found=repr(error), next_step="Make the capture again."
-            ) from error
-
-    def as_json(self) -> dict[str, Any]:
-        """The fingerprint as plain JSON values; layer numbers become strings, as JSON's keys must be."""
-        return {
-            "spec_digest": self.spec_digest,
-            "tensors_digest": self.tensors_digest,
-            "layers": {str(layer): digest for layer, digest in self.layers.items()},
-            "layer_tensors": {str(layer): digest for layer, digest in self.layer_tensors.items()},
-        }
-
     def differences(self, other: ModelFingerprint) -> list[str]:
-        """One sentence for each difference between the models, in what both have."""
+        """Return one sentence for each difference between the models, in the parts that both have."""
         sentences = []
         if self.spec_digest != other.spec_digest:
             sentences.append(f"config.json differs ({_pair(self.spec_digest, other.spec_digest)})")
-        mine, theirs = self.tensors_digest, other.tensors_digest
-        if mine is not None and theirs is not None and mine != theirs:
-            sentences.append(f"tensor names or shapes outside the layers differ ({_pair(mine, theirs)})")
+        first, second = self.tensors_digest, other.tensors_digest
+        if first is not None and second is not None and first != second:
+            sentences.append(f"tensor names or shapes outside the layers differ ({_pair(first, second)})")
         sentences += _differing(
             self.layer_tensors, other.layer_tensors, "layer {} has other tensor names or shapes"
         )
@@ -114,22 +83,18 @@ class ModelFingerprint:
 def _layer_digest(reader: CheckpointReader, layer: int) -> str:
     digest = hashlib.sha256()
     for name in FINGERPRINTED_NAMES:
-        # float32 holds BF16 exactly: a copy that stores a norm in the other dtype gives the same bytes.
+        # float32 holds BF16 exactly: copies in either dtype give the same bytes.
         values = reader.read_weight(layer_prefix(layer) + name, torch.float32)
         digest.update(f"{name} {list(values.shape)}\n".encode())
         digest.update(values.numpy().data)
     return digest.hexdigest()
 
 
-def _by_layer(data: Mapping[str, Any]) -> Mapping[int, str]:
-    return MappingProxyType({int(layer): str(digest) for layer, digest in data.items()})
-
-
-def _differing(mine: Mapping[int, str], theirs: Mapping[int, str], sentence: str) -> list[str]:
+def _differing(first: Mapping[int, str], second: Mapping[int, str], sentence: str) -> list[str]:
     return [
-        f"{sentence.format(layer)} ({_pair(mine[layer], theirs[layer])})"
-        for layer in sorted(mine.keys() & theirs.keys())
-        if mine[layer] != theirs[layer]
+        f"{sentence.format(layer)} ({_pair(first[layer], second[layer])})"
+        for layer in sorted(first.keys() & second.keys())
+        if first[layer] != second[layer]
     ]
 
 

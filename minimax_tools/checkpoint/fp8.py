@@ -19,14 +19,14 @@ BFloat16Bits = np.ndarray[tuple[int, int], np.dtype[np.uint16]]
 
 
 def scale_shape(weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a weight [R,C]: one per block, ragged blocks included."""
+    """Return the shape of the scales of a weight [R,C]: one per block, ragged blocks included."""
     return tuple(-(-size // BLOCK_SIZE) for size in weight_shape)
 
 
 def find_ragged_widths(spec: ModelSpec) -> list[str]:
-    """Widths of a model, in words, that are over a block and no multiple of one.
+    """List the widths of a model, in words, that exceed a block without being a multiple of it.
 
-    Readers that derive the block from the shapes of weight and scales get those wrong.
+    Readers that derive the block from the shapes of weight and scales get these wrong.
     """
     widths = {
         "hidden_size": spec.hidden_size,
@@ -42,16 +42,16 @@ def find_ragged_widths(spec: ModelSpec) -> list[str]:
 def dequantise(
     weight_fp8: torch.Tensor, scale_inv: torch.Tensor, *, out: torch.Tensor | None = None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight [R,C] in `dtype`: codes times block scales in float32, rounded once; NaN codes stay NaN.
+    """Return the weight [R,C] in `dtype`: codes times block scales in float32, rounded once; NaN codes stay NaN.
 
     Args:
-        weight_fp8: float8_e4m3fn [R,C], on any device; fast on the CPU.
-        scale_inv: float32 [ceil(R/128), ceil(C/128)], to be multiplied; on the same device.
-        out: Where the result goes, [R,C] of `dtype`, there too; made where absent.
-        dtype: Of the result.
+        weight_fp8: Codes, float8_e4m3fn [R,C], on any device; fast on the CPU.
+        scale_inv: Factors, float32 [ceil(R/128), ceil(C/128)], on the same device.
+        out: Tensor for the result, [R,C] in `dtype`, on the same device. Default: a new one.
+        dtype: Dtype of the result.
 
     Raises:
-        ValueError: A dtype or shape is not as above.
+        ValueError: A dtype or shape differs from the above.
     """
     _check(weight_fp8, scale_inv)
     result = torch.empty(weight_fp8.shape, dtype=dtype, device=weight_fp8.device) if out is None else out
@@ -97,24 +97,23 @@ def _to_float32(weight_fp8: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply_quickly(weight_fp8: torch.Tensor, scale_inv: torch.Tensor, result: torch.Tensor) -> None:
-    """The same on the CPU, into contiguous BF16."""
+    """Dequantise on the CPU into contiguous BF16."""
     codes, scales = weight_fp8.contiguous().view(torch.uint8), scale_inv.contiguous()
     _multiply_codes(codes.numpy(), scales.numpy(), result.view(torch.uint16).numpy())
 
 
 @compiled("(uint8[:, ::1], float32[:, ::1], uint16[:, ::1])")
 def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
-    """The rounded product of [R,C] codes and their scales.
+    """Write the rounded products of [R,C] codes and their scales.
 
-    A code is sign, four bits of exponent (bias 7) and three of mantissa. Those of a normal number, moved to where a
-    float32 (bias 127) has them, lack 120 in the exponent; a subnormal one, below 8, counts units of 2⁻⁹.
+    A code is a sign, four bits of exponent (bias 7) and three of mantissa. In the place of float32 (bias 127) a normal
+    number lacks 120 in the exponent. A subnormal number, below 8, counts units of 2⁻⁹.
     """
     for row in range(codes.shape[0]):
         for block in range(scales.shape[1]):
             scale = scales[row // BLOCK_SIZE, block]
             start = block * BLOCK_SIZE
-            # Views that begin at 0, so that the loop runs on several lanes at once; the same is why every step is
-            # held to 32 bits: numba would widen it to 64.
+            # For vector instructions views begin at 0, and every step is held to 32 bits: numba would widen to 64.
             block_codes = codes[row, start : start + BLOCK_SIZE]
             block_result = result[row, start : start + BLOCK_SIZE]
             for column in range(block_codes.size):
@@ -125,7 +124,7 @@ def _multiply_codes(codes: Codes, scales: Scales, result: BFloat16Bits) -> None:
                 number = normal if rest >= 8 else np.float32(np.float32(rest) * np.float32(2.0**-9))
                 product = np.float32(number * scale)
                 product_bits = np.uint32(product.view(np.uint32) ^ np.uint32(sign << 24))
-                # To the nearest BF16, of two the even one.
+                # Round to the nearest BF16, ties to even.
                 is_odd = np.uint32(np.uint32(product_bits >> 16) & 1)
                 rounded = np.uint32(np.uint32(product_bits + np.uint32(0x7FFF)) + is_odd) >> 16
                 is_nan = (rest == 0x7F) | np.isnan(product)

@@ -18,7 +18,7 @@ from minimax_tools.errors import CheckpointError
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 _METADATA = "__metadata__"
-# Where the data begin: safetensors reads tensors where they lie.
+# Alignment of the data: safetensors maps tensors in place.
 _ALIGNMENT = 8
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -41,28 +41,28 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name,
 
 
 class DescribedTensor(Protocol):
-    """A tensor as a header tells of it, its place aside."""
+    """A tensor as a header describes it, without its offset."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its elements are stored as."""
+        """Stored dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the tensor."""
 
     @property
     def size_bytes(self) -> int:
-        """Size of its data."""
+        """Size of the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Where one stored tensor lies: `offset` is absolute in `file`, both sizes are in bytes."""
+    """A stored tensor; `offset` counts from the begin of `file`, both sizes are in bytes."""
 
     name: str
     file: Path
@@ -73,15 +73,15 @@ class TensorEntry:
 
     @property
     def position(self) -> tuple[Path, int]:
-        """Sorts tensors as they lie in their files."""
+        """Sort key: the order of tensors in their files."""
         return self.file, self.offset
 
 
 def read_header(path: Path) -> tuple[TensorEntry, ...]:
-    """The tensors that the shard's header declares, in the order of their data; no data is read.
+    """Read a shard's header: its tensors in the order of their data, which is not read.
 
     Raises:
-        CheckpointError: The header is damaged, or the file's size is not what the header adds up to.
+        CheckpointError: The header is damaged, or the file's size contradicts it.
     """
     try:
         file_size_bytes = path.stat().st_size
@@ -95,7 +95,7 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
 
 
 def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
-    """Where a shard's data begin, as its first `LENGTH_BYTES` bytes say; the header's text lies between.
+    """Return the offset of a shard's data, from its first `LENGTH_BYTES` bytes; the header's text lies between.
 
     Raises:
         CheckpointError: The file is too short for such a header.
@@ -109,15 +109,15 @@ def data_start_of(path: Path, prefix: bytes, *, file_size_bytes: int) -> int:
 
 
 def parse_header(path: Path, text: bytes, *, file_size_bytes: int) -> tuple[TensorEntry, ...]:
-    """The tensors that a header's text declares, in the order of their data, wherever the text came from.
+    """Parse a header's text: the tensors in the order of their data.
 
     Args:
-        path: The shard, which need not be here.
+        path: The shard, which may be missing here.
         text: The whole header, without the length before it.
         file_size_bytes: The shard's size.
 
     Raises:
-        CheckpointError: The header is damaged, or the file's size is not what it adds up to.
+        CheckpointError: The header is damaged, or the file's size contradicts it.
     """
     data_start = LENGTH_BYTES + len(text)
     entries = _parse(path, text, data_start)
@@ -126,7 +126,7 @@ def parse_header(path: Path, text: bytes, *, file_size_bytes: int) -> tuple[Tens
 
 
 def encode_header(tensors: Sequence[DescribedTensor], *, alignment: int = _ALIGNMENT) -> bytes:
-    """The header of a shard that holds `tensors`, filled up with spaces so that the data begin on `alignment`."""
+    """Return the header of a shard of `tensors`, padded with spaces so that the data begin on `alignment`."""
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     position = 0
     for tensor in tensors:

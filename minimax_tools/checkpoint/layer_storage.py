@@ -8,13 +8,11 @@ E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
 from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     EXPERT_DOWN,
@@ -33,93 +31,71 @@ _HUB_MOE, _MODULE_MOE = "block_sparse_moe.", "mlp."
 PACKED_DTYPE = torch.float8_e4m3fn
 
 
-class LayerStorage(Protocol):
-    """What holds one layer."""
-
-    @property
-    def places(self) -> Mapping[str, torch.Tensor]:
-        """Where each tensor of the checkpoint goes, by its name relative to the layer.
-
-        A place of `PACKED_DTYPE` takes the stored bytes as they are, any other the weight's values.
-        """
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The layer's weights by the hub's relative names, in the run's dtype."""
-
-    @property
-    def modules(self) -> Mapping[str, torch.Tensor | PackedMatrices]:
-        """What transformers' decoder layer computes with, by its own names."""
-
-
-class GroupedStorage:
-    """A layer's weights in the run's dtype: `gate_up_proj` [E,2·I,H], gate rows first, and `down_proj` [E,H,I].
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerStorage:
+    """Storage of one layer's weights.
 
     Args:
-        spec: The model.
-        dtype: Of the weights; router gate and correction bias are float32.
-        device: Where they lie.
+        places: Place of each tensor of the checkpoint, by its name relative to the layer. A place of `PACKED_DTYPE`
+            takes the stored bytes, any other place the weight's values.
+        weights: The layer's weights by the same names, in the run's dtype.
+        modules: Weights as transformers' decoder layer holds them, by its names.
     """
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-        gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
-        down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
-        small = _small_tensors(spec, dtype=dtype, device=device)
-        experts = range(num_experts)
-        self.places: Mapping[str, torch.Tensor] = MappingProxyType(
-            {
-                **small,
-                **gate_up_places(experts, gate_up, dtype=dtype),
-                **down_places(experts, down, dtype=dtype),
-            }
-        )
-        self.weights = self.places
-        self.modules: Mapping[str, torch.Tensor | PackedMatrices] = MappingProxyType(
-            {**_module_names(small), _GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}
-        )
+    places: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+    modules: Mapping[str, torch.Tensor | PackedMatrices]
 
 
-class PackedStorage:
-    """A layer whose experts stay FP8, codes and block scales, and are dequantised when they are used.
+def grouped_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> LayerStorage:
+    """Allocate a layer in `dtype`, its experts as `gate_up_proj` [E,2·I,H], gate rows first, and `down_proj` [E,H,I].
 
-    Args:
-        spec: The model; its checkpoint stores the experts in FP8.
-        dtype: Of the weights but the experts, and of the experts when they are used.
-        device: Where they lie.
+    Router gate and correction bias are float32.
     """
+    num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+    gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
+    down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
+    small = _small_tensors(spec, dtype=dtype, device=device)
+    experts = range(num_experts)
+    places = {
+        **small,
+        **gate_up_places(experts, gate_up, dtype=dtype),
+        **down_places(experts, down, dtype=dtype),
+    }
+    modules = {**_module_names(small), _GATE_UP_PROJ: gate_up, _DOWN_PROJ: down}
+    return LayerStorage(places=places, weights=places, modules=modules)
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
-        small = _small_tensors(spec, dtype=dtype, device=device)
-        shapes = {
-            EXPERT_GATE: (intermediate, hidden),
-            EXPERT_UP: (intermediate, hidden),
-            EXPERT_DOWN: (hidden, intermediate),
-        }
-        codes = {
-            name: torch.empty(num_experts, *shape, dtype=PACKED_DTYPE, device=device)
-            for name, shape in shapes.items()
-        }
-        scales = {
-            name: torch.empty(num_experts, *scale_shape(shape), dtype=torch.float32, device=device)
-            for name, shape in shapes.items()
-        }
-        places = dict(small)
-        for expert in range(num_experts):
-            for name in shapes:
-                places[expert_weight(expert, name)] = codes[name][expert]
-                places[scale_name(expert_weight(expert, name))] = scales[name][expert]
-        self.places: Mapping[str, torch.Tensor] = MappingProxyType(places)
-        self.weights: Mapping[str, torch.Tensor] = _Dequantised(self.places, dtype=dtype)
-        packed = {name: (codes[name], scales[name]) for name in shapes}
-        self.modules: Mapping[str, torch.Tensor | PackedMatrices] = MappingProxyType(
-            {
-                **_module_names(small),
-                _GATE_UP_PROJ: PackedMatrices((packed[EXPERT_GATE], packed[EXPERT_UP]), dtype=dtype),
-                _DOWN_PROJ: PackedMatrices((packed[EXPERT_DOWN],), dtype=dtype),
-            }
+
+def packed_storage(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> LayerStorage:
+    """Allocate a layer whose experts stay FP8, codes and block scales, to be dequantised to `dtype` at each use.
+
+    The checkpoint must store the experts in FP8. Other weights are as in `grouped_storage`.
+    """
+    num_experts, hidden, intermediate = spec.num_local_experts, spec.hidden_size, spec.intermediate_size
+    shapes = {
+        EXPERT_GATE: (intermediate, hidden),
+        EXPERT_UP: (intermediate, hidden),
+        EXPERT_DOWN: (hidden, intermediate),
+    }
+    packed = {
+        name: (
+            torch.empty(num_experts, *shape, dtype=PACKED_DTYPE, device=device),
+            torch.empty(num_experts, *scale_shape(shape), dtype=torch.float32, device=device),
         )
+        for name, shape in shapes.items()
+    }
+    small = _small_tensors(spec, dtype=dtype, device=device)
+    places = dict(small)
+    for expert in range(num_experts):
+        for name, (codes, scales) in packed.items():
+            places[expert_weight(expert, name)] = codes[expert]
+            places[scale_name(expert_weight(expert, name))] = scales[expert]
+    modules = {
+        **_module_names(small),
+        _GATE_UP_PROJ: PackedMatrices((packed[EXPERT_GATE], packed[EXPERT_UP]), dtype=dtype),
+        _DOWN_PROJ: PackedMatrices((packed[EXPERT_DOWN],), dtype=dtype),
+    }
+    return LayerStorage(places=places, weights=_Dequantised(places, dtype=dtype), modules=modules)
 
 
 class PackedMatrices:
@@ -182,3 +158,40 @@ def _small_tensors(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device)
 
 def _module_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | PackedMatrices]:
     return {name.replace(_HUB_MOE, _MODULE_MOE): tensor for name, tensor in tensors.items()}
+
+
+def gate_up_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the places [I,H] of gate (w1) and up (w3) matrices in `out` [E,2·I,H], gate rows first, by name.
+
+    For storage of transposed matrices, [E,H,2·I], give its view `.mT`.
+
+    Args:
+        experts: Numbers of the experts, in the order of the storage.
+        out: The storage.
+        dtype: Expected dtype of the storage.
+
+    Raises:
+        ValueError: The storage has another dtype or shape.
+    """
+    _check_storage(experts, out, dtype=dtype)
+    if out.shape[1] % 2:
+        raise ValueError(f"gate_up storage is {list(out.shape)}, expected gate and up rows of one height")
+    matrices = out.unflatten(1, (2, -1))
+    return {
+        expert_weight(expert, name): matrices[index, part]
+        for index, expert in enumerate(experts)
+        for part, name in enumerate((EXPERT_GATE, EXPERT_UP))
+    }
+
+
+def down_places(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the places [H,I] of down (w2) matrices in `out` [E,H,I], by name; see `gate_up_places`."""
+    _check_storage(experts, out, dtype=dtype)
+    return {expert_weight(expert, EXPERT_DOWN): out[index] for index, expert in enumerate(experts)}
+
+
+def _check_storage(experts: range, out: torch.Tensor, *, dtype: torch.dtype) -> None:
+    if out.dtype != dtype:
+        raise ValueError(f"the storage is {out.dtype}, expected {dtype}: another dtype gives other results")
+    if out.dim() != 3 or out.shape[0] != len(experts):
+        raise ValueError(f"the storage is {list(out.shape)}, expected 3 dims, {len(experts)} experts first")

@@ -1,7 +1,7 @@
-"""LayerTensors: one decoder layer's tensors as a mapping, read from the checkpoint when they are asked for.
+"""The tensors of a decoder layer as a mapping, each read from the checkpoint at its access.
 
-It is what a port's `convert_state_dict` gets: it may be read, popped from, added to and copied like a dict,
-while a layer of true size (7 GB) never has to lie in memory.
+A port's `convert_state_dict` gets this mapping. It can be read, popped from, added to and copied like a dict, but a
+full-size layer (7 GB) never lies in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 class LayerTensors(MutableMapping[str, torch.Tensor]):
     """A decoder layer's tensors by the hub's names relative to the layer, experts in integer order.
 
-    FP8 is already dequantised and its scales are hidden. Values come on the CPU in `dtype`, router gate and
-    correction bias in float32. What is read is not kept: two accesses give two tensors. What is set is kept,
-    and given back as it is.
+    FP8 is dequantised and its scales are hidden. Values come on the CPU in `dtype`, router gate and correction bias in
+    float32. Tensors that were read are not kept: two accesses give two tensors. Values that were set are kept.
     """
 
     def __init__(
@@ -42,16 +41,16 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         self.dtype = dtype
         self._reader = reader
         self._stored = stored
-        # None stands for a tensor that is still only in the checkpoint.
+        # None: the tensor is only in the checkpoint.
         self._present = dict(present)
 
     @classmethod
     def open(cls, reader: CheckpointReader, spec: ModelSpec, layer: int, dtype: torch.dtype) -> LayerTensors:
-        """The tensors of `layer`, all checked against `spec` by their headers; no data is read.
+        """Return the tensors of `layer` after checking their headers against `spec`; no data is read.
 
         Raises:
-            CheckpointError: Listing every fault at once: a tensor or its scales are missing, have another
-                shape or a dtype that mm2 cannot read, or the layer holds a tensor that no MiniMax-M2 has.
+            CheckpointError: A tensor or its scales are missing, have another shape or an unreadable dtype, or the
+                layer holds a tensor that no MiniMax-M2 has. Every fault is listed.
             ValueError: `dtype` is neither bfloat16 nor float32.
         """
         if dtype not in _DTYPES:
@@ -73,7 +72,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         return self._reader
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which the checkpoint stores the tensor, whatever was set over it.
+        """Return the dtype in which the checkpoint stores a tensor, whatever was set in its place.
 
         Raises:
             KeyError: The checkpoint's layer has no such tensor.
@@ -84,7 +83,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
             raise self._unknown(name) from None
 
     def given_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which an access gives the tensor.
+        """Return the dtype of an access to a tensor.
 
         Raises:
             KeyError: There is no such tensor.
@@ -95,7 +94,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         return torch.float32 if name in FLOAT32_NAMES else self.dtype
 
     def given_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of what an access gives.
+        """Return the shape of an access to a tensor.
 
         Raises:
             KeyError: There is no such tensor.
@@ -106,11 +105,11 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         )
 
     def is_stored(self, name: str) -> bool:
-        """Whether the tensor lies in the checkpoint alone: nothing was set over it."""
+        """Decide whether a tensor comes from the checkpoint: nothing was set in its place."""
         return name in self._present and self._present[name] is None
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, of the tensor's shape, casting to its dtype; at most one matrix is float32 meanwhile.
+        """Fill `out`, of the tensor's shape, with its values cast to the dtype of `out`.
 
         Raises:
             KeyError: There is no such tensor.
@@ -125,7 +124,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
     def read_rows_into(
         self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
     ) -> None:
-        """Fill `out` with some rows of the tensor, or some of their columns; no other rows are read.
+        """Fill `out` with rows of a tensor, or with some of their columns; other rows are not read.
 
         Raises:
             KeyError: There is no such tensor.
@@ -139,7 +138,7 @@ class LayerTensors(MutableMapping[str, torch.Tensor]):
         copy_weight(name, part if columns is None else part[:, columns.start : columns.stop], out)
 
     def copy(self) -> LayerTensors:
-        """A second mapping over the same checkpoint: setting or removing in one leaves the other alone."""
+        """Return a second mapping over the same checkpoint; changes to one do not affect the other."""
         return LayerTensors(
             self._reader, layer=self.layer, dtype=self.dtype, stored=self._stored, present=self._present
         )

@@ -1,7 +1,7 @@
-"""ReadAhead: layers' bytes fetched from the disk before they are asked for, into the system's page cache.
+"""Layers fetched from the disk into the system's page cache before they are needed.
 
-Who reads them then finds them in memory. This process holds nothing of them, so it works for every reader, also for
-one whose own code asks for tensors in an order of its own; the system drops the pages where it needs the room.
+Any reader then finds them in memory, in whatever order a port asks for tensors. The process itself holds nothing: the
+system drops pages when it needs room.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.shard_files import is_cached
@@ -23,10 +21,10 @@ _PIECE_BYTES = 4 << 20
 
 
 class ReadAhead:
-    """Fetches the layers that are requested, one after the other, in a thread of its own.
+    """Fetches requested layers one after the other, in one thread.
 
     Args:
-        index: Of the checkpoint.
+        index: Index of the checkpoint.
     """
 
     def __init__(self, index: TensorIndex) -> None:
@@ -36,10 +34,9 @@ class ReadAhead:
         self._is_closed = threading.Event()
 
     def request(self, layer: int) -> Future[None]:
-        """Fetch a layer after those requested before, once; what is given back is done when it is fetched.
+        """Fetch a layer once, after the layers requested before; return the job.
 
-        A file that cannot be read ends the fetching without an error: whoever reads the layer meets it too, and
-        knows what it means.
+        An unreadable file ends the job without an error: whoever reads the layer meets the error too.
         """
         if layer not in self._requested:
             logger.debug("Reading layer %d ahead.", layer)
@@ -47,16 +44,14 @@ class ReadAhead:
         return self._requested[layer]
 
     def close(self) -> None:
-        """Stop in the middle of a layer, and end the thread."""
+        """Stop, even in the middle of a layer, and end the thread."""
         self._is_closed.set()
         self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> ReadAhead:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _fetch(self, layer: int) -> None:
@@ -66,8 +61,7 @@ class ReadAhead:
                 with file.open("rb", buffering=0) as shard:
                     while start < stop and not self._is_closed.is_set():
                         piece = scratch[: stop - start]
-                        # Copying what is there would only cost time. What is not, though it passes for it, the
-                        # system fetches meanwhile.
+                        # Copying cached bytes would only cost time. If the probe was wrong, the system fetches them.
                         if is_cached(shard.fileno(), start, start + len(piece)):
                             os.posix_fadvise(shard.fileno(), start, len(piece), os.POSIX_FADV_WILLNEED)
                             start += len(piece)
@@ -81,21 +75,16 @@ class ReadAhead:
 
 
 def stored_layer_bytes(index: TensorIndex, layer: int) -> int:
-    """What a layer takes on the disk, block scales included."""
+    """Return the size of a layer on the disk, block scales included."""
     return sum(index[name].size_bytes for name in index.layer_names(layer))
 
 
-def _ranges(index: TensorIndex, layer: int) -> Iterator[tuple[Path, int, int]]:
-    """Where a layer's bytes lie: file, start and stop, neighbours joined, from front to back."""
-    entries = sorted((index[name] for name in index.layer_names(layer)), key=lambda entry: entry.position)
-    joined: tuple[Path, int, int] | None = None
-    for entry in entries:
+def _ranges(index: TensorIndex, layer: int) -> list[tuple[Path, int, int]]:
+    """Return the file, start and stop of a layer's bytes, neighbours joined, from front to back."""
+    ranges: list[tuple[Path, int, int]] = []
+    for entry in sorted(map(index.__getitem__, index.layer_names(layer)), key=lambda entry: entry.position):
         start, stop = entry.offset, entry.offset + entry.size_bytes
-        if joined is not None and joined[0] == entry.file and joined[2] == start:
-            joined = (entry.file, joined[1], stop)
-            continue
-        if joined is not None:
-            yield joined
-        joined = (entry.file, start, stop)
-    if joined is not None:
-        yield joined
+        if ranges and ranges[-1][0] == entry.file and ranges[-1][2] == start:
+            start = ranges.pop()[1]
+        ranges.append((entry.file, start, stop))
+    return ranges

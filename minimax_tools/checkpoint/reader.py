@@ -1,7 +1,8 @@
-"""CheckpointReader: tensors read byte-exactly from a checkpoint folder, one at a time, files not mapped."""
+"""Tensors of a checkpoint folder, read exactly, one at a time, without mapping files."""
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
@@ -9,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -21,7 +21,7 @@ from minimax_tools.checkpoint.transpose import copy_matrix, is_transposed
 from minimax_tools.errors import CheckpointError
 from minimax_tools.model.weight_names import scale_name
 
-# What a weight may be stored as; other types hold codes whose meaning mm2 does not know.
+# Stored dtypes of weights; other dtypes hold codes that mm2 cannot read.
 WEIGHT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -34,14 +34,13 @@ class CheckpointReader:
     | a weight's values, FP8 times its scales | `read_weight(name, dtype)`, `read_weight_into(name, out)` |
     | the values of some of its rows | `read_weight_rows_into(name, rows, out)` |
 
-    Opened shards stay open until `close`, or the end of a `with` block. FP8 codes, and what is to be transposed, pass
+    Opened shards stay open until `close`, or the end of a `with` block. FP8 codes, and matrices to be transposed, pass
     through buffers that each thread keeps: fresh memory for every matrix would cost more than the arithmetic.
 
     Args:
         folder: The checkpoint folder.
-        index: Its index, where it was read already.
-        layers: The decoder layers that will be read, where the folder may lack the shards of others (see
-            `TensorIndex.from_folder`).
+        index: Its index. Default: read from the folder.
+        layers: Decoder layers that will be read; shards of others may be missing (see `TensorIndex.from_folder`).
 
     Raises:
         CheckpointError: The folder's shards have faults (see `TensorIndex.from_folder`).
@@ -52,46 +51,53 @@ class CheckpointReader:
     ) -> None:
         self.index = TensorIndex.from_folder(folder, layers=layers) if index is None else index
         self._files = ShardFiles()
-        self._lock = threading.Lock()
+        self._is_past_cache = False
         self._staging = threading.local()
-        self._num_bytes_read = 0
-        self._reading_s = self._converting_s = 0.0
+        self._totals = _Totals()
 
     @property
     def num_bytes_read(self) -> int:
         """Bytes of tensors read so far, headers aside."""
-        return self._num_bytes_read
+        return self._totals.num_bytes
 
     @property
     def reading_s(self) -> float:
-        """Seconds spent so far on reading bytes, of all threads together."""
-        return self._reading_s
+        """Seconds spent so far on reading bytes, summed over all threads."""
+        return self._totals.reading_s
 
     @property
     def converting_s(self) -> float:
-        """Seconds spent so far on getting weights, reading their bytes included, of all threads together."""
-        return self._converting_s
+        """Seconds spent so far on weights, reading their bytes included, summed over all threads."""
+        return self._totals.converting_s
 
     @property
     def folder(self) -> Path:
         """The checkpoint folder."""
         return self.index.folder
 
+    def past_cache(self) -> CheckpointReader:
+        """Return this reader for tensors that are needed once: it adds nothing to the system's page cache.
+
+        Files, buffers and totals are shared; close the original only.
+        """
+        reader = copy.copy(self)
+        reader._is_past_cache = True
+        return reader
+
     def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU in its stored dtype; only its own bytes are read, into fresh memory.
+        """Read a tensor into fresh CPU memory, in its stored dtype; no other bytes are read.
 
         Raises:
             CheckpointError: There is no such tensor, or its shard became shorter or unreadable.
         """
-        return self._read(self.index[name], past_cache=False)
+        return self._read(self.index[name])
 
-    def read_into(self, name: str, out: torch.Tensor, *, past_cache: bool = False) -> None:
-        """Fill `out`, contiguous on the CPU and of the stored shape and dtype, with the tensor's bytes.
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with a tensor's stored bytes.
 
         Args:
             name: The tensor.
-            out: Where its bytes go.
-            past_cache: Whether to leave the page cache as it is (see `ShardFiles`): for what is read once.
+            out: A contiguous CPU tensor of the stored shape and dtype.
 
         Raises:
             CheckpointError: As for `read`.
@@ -101,28 +107,25 @@ class CheckpointReader:
         _check_out(entry, out)
         if out.dtype != entry.dtype or not _is_fillable(out):
             raise ValueError(f"{name} is {entry.dtype}: out must be the same, contiguous and on the CPU")
-        self._fill(entry, out, past_cache=past_cache)
+        self._fill(entry, out)
 
     def read_weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor's values on the CPU in `dtype`: FP8 times its scales in float32, then rounded once.
+        """Read a weight's values into fresh CPU memory in `dtype`: FP8 times its scales in float32, rounded once.
 
         Raises:
-            CheckpointError: As for `read`; or the scales of an FP8 weight are missing or do not fit it; or
-                the tensor is stored in a dtype that holds no weight.
+            CheckpointError: As for `read`. Or the scales of an FP8 weight are missing or do not fit. Or the stored
+                dtype holds no weight.
         """
         out = torch.empty(self.index[name].shape, dtype=dtype)
         self.read_weight_into(name, out)
         return out
 
-    def read_weight_into(self, name: str, out: torch.Tensor, *, past_cache: bool = False) -> None:
-        """Fill `out`, of the stored shape and any float dtype, with the tensor's values (see `read_weight`).
-
-        `out` may be a transposed view of where the values go: then they are written as columns.
+    def read_weight_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with a weight's values (see `read_weight`).
 
         Args:
             name: The tensor.
-            out: Where its values go.
-            past_cache: As for `read_into`.
+            out: A tensor of the stored shape and any float dtype; a transposed view is written as columns.
 
         Raises:
             CheckpointError: As for `read_weight`.
@@ -131,21 +134,24 @@ class CheckpointReader:
         entry = self.index[name]
         _check_out(entry, out)
         _check_weight(entry)
-        with self._converting():
-            self._read_values(entry, out, past_cache=past_cache)
+        with self._writing_values(entry.shape, out) as values:
+            if entry.dtype == torch.float8_e4m3fn:
+                self._dequantise_into(entry, values)
+            else:
+                self._fill_weight(entry, values)
 
     def read_weight_rows_into(
         self, name: str, rows: range, out: torch.Tensor, *, columns: range | None = None
     ) -> None:
-        """Fill `out` with the values of some rows of a weight, in any float dtype; other rows' bytes are not read.
+        """Fill `out` with the values of neighbouring rows of a weight; other rows are not read.
 
-        Of an FP8 weight the rows and columns that share a scale with them are read and weighed too.
+        For an FP8 weight all rows that share a scale with them are read.
 
         Args:
             name: The tensor.
-            rows: Which, side by side.
-            out: On the CPU, of the stored shape but for the number of rows and columns.
-            columns: Which of their columns, side by side, of a matrix; None for all.
+            rows: The rows.
+            out: On the CPU, of the stored shape but for the number of rows and columns, in any float dtype.
+            columns: Neighbouring columns of a matrix; None for all.
 
         Raises:
             CheckpointError: As for `read_weight`.
@@ -159,93 +165,74 @@ class CheckpointReader:
         if tuple(out.shape) != shape:
             raise ValueError(f"{name} has a part of {list(shape)}, out has {list(out.shape)}")
         _check_weight(entry)
-        with self._converting():
+        with self._writing_values(shape, out) as values:
             if entry.dtype == torch.float8_e4m3fn:
-                self._dequantise_part_into(entry, rows, columns or range(entry.shape[1]), out)
+                self._dequantise_into(entry, values, rows, columns)
             elif columns is None:
-                self._fill_weight(part, out, past_cache=False)
+                self._fill_weight(part, values)
             else:
                 whole_rows = self._staged("rows", part.shape, part.dtype)
-                self._fill(part, whole_rows, past_cache=False)
-                out.copy_(whole_rows[:, columns.start : columns.stop])
+                self._fill(part, whole_rows)
+                values.copy_(whole_rows[:, columns.start : columns.stop])
 
     def close(self) -> None:
-        """Close every shard that was opened; reading again opens it anew."""
+        """Close every open shard; further reads open them again."""
         self._files.close()
 
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _read(self, entry: TensorEntry, *, past_cache: bool) -> torch.Tensor:
+    def _read(self, entry: TensorEntry) -> torch.Tensor:
         out = torch.empty(entry.shape, dtype=entry.dtype)
-        self._fill(entry, out, past_cache=past_cache)
+        self._fill(entry, out)
         return out
 
-    def _read_values(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
-        """Fill `out`, contiguous or not, with a weight's values."""
-        if is_transposed(out):
-            rows = self._staged("rows", entry.shape, out.dtype)
-            self._read_values(entry, rows, past_cache=past_cache)
-            copy_matrix(rows, out)
-        elif entry.dtype == torch.float8_e4m3fn:
-            scale_inv = self._read(find_scale(self.index, entry), past_cache=past_cache)
-            self._dequantise_into(entry, scale_inv, out, past_cache=past_cache)
-        else:
-            self._fill_weight(entry, out, past_cache=past_cache)
+    @contextmanager
+    def _writing_values(self, shape: tuple[int, ...], out: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield `out`, or a buffer that is copied to a transposed `out` at the end; count the time."""
+        started = time.perf_counter()
+        values = self._staged("values", shape, out.dtype) if is_transposed(out) else out
+        yield values
+        if values is not out:
+            copy_matrix(values, out)
+        self._totals.add(converting_s=time.perf_counter() - started)
 
-    def _fill_weight(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _fill_weight(self, entry: TensorEntry, out: torch.Tensor) -> None:
         if entry.dtype == out.dtype and _is_fillable(out):
-            self._fill(entry, out, past_cache=past_cache)
+            self._fill(entry, out)
         else:
-            out.copy_(self._read(entry, past_cache=past_cache))
+            out.copy_(self._read(entry))
 
-    def _dequantise_part_into(
-        self, entry: TensorEntry, rows: range, columns: range, out: torch.Tensor
+    def _dequantise_into(
+        self, entry: TensorEntry, out: torch.Tensor, rows: range | None = None, columns: range | None = None
     ) -> None:
+        """Fill `out` with rows and columns of an FP8 weight, by default all."""
+        scale_inv = self._read(find_scale(self.index, entry))
         if not out.numel():
             return
-        scale_inv = self._read(find_scale(self.index, entry), past_cache=False)
-        (row_blocks, all_rows), (column_blocks, all_columns) = (
-            _blocks_of(part, size) for part, size in zip((rows, columns), entry.shape, strict=True)
-        )
+        num_rows, num_columns = entry.shape
+        rows, columns = rows or range(num_rows), columns or range(num_columns)
+        row_blocks, all_rows = _blocks_of(rows, num_rows)
+        column_blocks, all_columns = _blocks_of(columns, num_columns)
         covered = _rows_of(entry, all_rows)
         codes = self._staged("codes", covered.shape, covered.dtype)
-        self._fill(covered, codes, past_cache=False)
+        self._fill(covered, codes)
+        is_direct = (all_rows, all_columns) == (rows, columns) and out.device.type == "cpu"
         values = dequantise(
             codes[:, all_columns.start : all_columns.stop].contiguous(),
             scale_inv[row_blocks, column_blocks],
-            out=out if (all_rows, all_columns) == (rows, columns) else None,
+            out=out if is_direct else None,
             dtype=out.dtype,
         )
         if values is not out:
             first_row, first_column = rows.start - all_rows.start, columns.start - all_columns.start
             out.copy_(values[first_row:, first_column:][: len(rows), : len(columns)])
 
-    @contextmanager
-    def _converting(self) -> Iterator[None]:
-        """Count the time of the block as spent on weights."""
-        started = time.perf_counter()
-        yield
-        with self._lock:
-            self._converting_s += time.perf_counter() - started
-
-    def _dequantise_into(
-        self, entry: TensorEntry, scale_inv: torch.Tensor, out: torch.Tensor, *, past_cache: bool
-    ) -> None:
-        weight_fp8 = self._staged("codes", entry.shape, entry.dtype)
-        self._fill(entry, weight_fp8, past_cache=past_cache)
-        if out.device.type == "cpu":
-            dequantise(weight_fp8, scale_inv, out=out, dtype=out.dtype)
-        else:
-            out.copy_(dequantise(weight_fp8, scale_inv, dtype=out.dtype))
-
     def _staged(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """This thread's buffer for a use, as a tensor of that shape and dtype, its content left over."""
+        """Return this thread's buffer for a use as a tensor; its content is undefined."""
         num_bytes = math.prod(shape) * dtype.itemsize
         buffer: torch.Tensor | None = getattr(self._staging, use, None)
         if buffer is None or buffer.numel() < num_bytes:
@@ -253,24 +240,37 @@ class CheckpointReader:
             setattr(self._staging, use, buffer)
         return buffer[:num_bytes].view(dtype).view(shape)
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         if entry.size_bytes == 0:
             return
         memory = out.view(-1).view(torch.uint8)
         started = time.perf_counter()
         try:
-            count = self._files.read_into(entry.file, entry.offset, memory, past_cache=past_cache)
+            count = self._files.read_into(entry.file, entry.offset, memory, past_cache=self._is_past_cache)
         except OSError as error:
             raise _unreadable(entry, str(error)) from error
         if count < entry.size_bytes:
             raise _unreadable(entry, f"the file ends after {count} of {entry.size_bytes} bytes")
+        self._totals.add(num_bytes=count, reading_s=time.perf_counter() - started)
+
+
+class _Totals:
+    """Sums over all threads."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.reading_s = self.converting_s = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, *, num_bytes: int = 0, reading_s: float = 0.0, converting_s: float = 0.0) -> None:
         with self._lock:
-            self._num_bytes_read += count
-            self._reading_s += time.perf_counter() - started
+            self.num_bytes += num_bytes
+            self.reading_s += reading_s
+            self.converting_s += converting_s
 
 
 def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
-    """The entry of the block scales that belong to an FP8 weight.
+    """Find the block scales of an FP8 weight.
 
     Raises:
         CheckpointError: There are none, or they are not float32 with one value per block.
@@ -296,7 +296,7 @@ def find_scale(index: TensorIndex, entry: TensorEntry) -> TensorEntry:
 
 
 def _rows_of(entry: TensorEntry, rows: range) -> TensorEntry:
-    """Some rows of a tensor, as an entry of their own.
+    """Return rows of a tensor as an entry.
 
     Raises:
         ValueError: There are no such rows.
@@ -317,7 +317,7 @@ def _check_range(part: range, size: int, what: str, unit: str) -> None:
 
 
 def _blocks_of(part: range, size: int) -> tuple[slice, range]:
-    """The blocks of an FP8 weight's dim that hold a part of it, and the indices that these cover."""
+    """Return the blocks along an FP8 weight's dim that hold a part of it, and the indices that they cover."""
     start, stop = part.start // BLOCK_SIZE, -(-part.stop // BLOCK_SIZE)
     return slice(start, stop), range(start * BLOCK_SIZE, min(stop * BLOCK_SIZE, size))
 

@@ -1,7 +1,7 @@
-"""Transposed copies: a matrix written as columns, as fast as that goes.
+"""Fast transposed copies: a matrix written as columns.
 
-Kernels that want an expert's weights as [in, out] hold them transposed to the checkpoint. Copied as it is, a transposed
-view jumps by whole rows, which lie a multiple of a page apart and fall into the same few cache lines.
+Kernels with expert weights as [in, out] hold them transposed to the checkpoint. A plain copy to a transposed view
+jumps by whole rows. These lie a multiple of a page apart and fall into the same few cache lines.
 R rows, C columns.
 """
 
@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import torch
 
-# Rows copied at a time: what they take stays in a core's second-level cache.
+# Rows copied at a time: they stay in a core's second-level cache.
 _NUM_ROWS = 512
 _CACHE_BYTES = 3 << 20
-# Between the rows, so that one column's values fall into different cache lines.
+# Gap between rows, so that the values of a column fall into different cache lines.
 _GAP_BYTES = 64
 
 
 def is_transposed(matrix: torch.Tensor) -> bool:
-    """Whether it is a view [R,C] whose columns, not its rows, lie together."""
+    """Decide whether a matrix is a view [R,C] whose columns, not rows, are contiguous."""
     return matrix.dim() == 2 and matrix.stride(0) == 1 and matrix.stride(1) > 1 and matrix.shape[1] > 1
 
 
 def copy_matrix(source: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy `source` to `out`, of its shape, cast to its dtype; bit for bit `out.copy_(source)`.
+    """Copy `source` to `out` of the same shape, cast to its dtype; bit for bit `out.copy_(source)`.
 
-    Where `out` is a transposed view of host memory, some rows at a time go through a buffer with gaps between them,
-    at a quarter of the time.
+    If `out` is a transposed view in host memory, rows go through a buffer with gaps, in a quarter of the time.
     """
     is_plain = source.shape == out.shape and source.device.type == out.device.type == "cpu"
     if not is_plain or not is_transposed(out):

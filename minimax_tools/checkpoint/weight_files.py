@@ -1,32 +1,35 @@
-"""WeightFiles: which files of a checkpoint hold its weights, told by their names, in a folder or on the hub."""
+"""The weight files of a checkpoint, in a folder or on the hub, and the claims of its index about them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from minimax_tools.checkpoint.index import INDEX_FILE
+from minimax_tools.checkpoint.header import TensorEntry
+from minimax_tools.errors import CheckpointError, list_faults
 
 PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_SUFFIX = ".safetensors"
 
-# Others of that ending, such as training_args.bin and optimizer.bin, hold no weights.
+# Other .bin files, such as training_args.bin and optimizer.bin, hold no weights.
 _PICKLED_FILE = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
-# How shards are named, as in model-00001-of-00004.safetensors.
+# Numbered shards, as in model-00001-of-00004.safetensors.
 _NUMBERED = re.compile(r"-of-([0-9]+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """The files that hold a checkpoint's weights: safetensors where there are any, else PyTorch's `.bin`.
+    """The weight files of a checkpoint: safetensors if there are any, else PyTorch's `.bin`.
 
     Args:
-        index_file: Name of the index; None where the checkpoint has none.
-        shards: Names of the weight files that are there, sorted; where there is an index, it decides.
+        index_file: Name of the index; None if the checkpoint has none.
+        shards: Names of the weight files that are present, sorted. If there is an index, it decides.
     """
 
     index_file: str | None
@@ -34,36 +37,138 @@ class WeightFiles:
 
     @classmethod
     def in_folder(cls, folder: Path) -> WeightFiles | None:
-        """The weight files that lie in a folder, or whose index does; None where there are none."""
+        """Find the weight files in a folder, present or named by an index; None if there are none."""
         return cls.among([path.name for path in folder.iterdir() if path.is_file()])
 
     @classmethod
     def among(cls, names: Collection[str]) -> WeightFiles | None:
-        """The weight files among the names of a checkpoint's files; None where there are none."""
+        """Find the weight files among the names of a checkpoint's files; None if there are none."""
         safetensors = sorted(name for name in names if name.endswith(SAFETENSORS_SUFFIX) and "/" not in name)
         pickled = cls.pickled_among(names)
-        # A folder that was fetched without its safetensors may well hold their index.
+        # A folder fetched without its safetensors may still hold their index.
         if safetensors or (INDEX_FILE in names and (pickled is None or not pickled.shards)):
             if INDEX_FILE in names:
                 return cls(index_file=INDEX_FILE, shards=tuple(safetensors))
-            # Beside it lie adapters, and copies under other names.
+            # Other safetensors beside it are adapters or copies.
             whole = SAFETENSORS_FILE in safetensors
             return cls(index_file=None, shards=(SAFETENSORS_FILE,) if whole else tuple(safetensors))
         return pickled
 
     @classmethod
     def pickled_among(cls, names: Collection[str]) -> WeightFiles | None:
-        """The same, where safetensors are not looked at."""
+        """Find the `.bin` files among the names of a checkpoint's files; None if there are none."""
         shards = tuple(sorted(name for name in names if _PICKLED_FILE.fullmatch(name)))
         index_file = PICKLED_INDEX_FILE if PICKLED_INDEX_FILE in names else None
         return cls(index_file=index_file, shards=shards) if shards or index_file else None
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weights are spread over files: there is an index, several files, or one of several."""
+        """True if the weights are spread over files: there is an index, several files, or one of several."""
         return self.index_file is not None or len(self.shards) > 1 or any(map(_is_one_of_many, self.shards))
 
 
 def _is_one_of_many(name: str) -> bool:
     match = _NUMBERED.search(name)
     return match is not None and int(match[1]) > 1
+
+
+_NUM_NAMES_SHOWN = 12
+
+
+def read_index_json(path: Path) -> dict[str, Any]:
+    """Read an index file: `weight_map` maps tensors to plain file names, `metadata` is a dict.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or its weight_map is not such a mapping.
+    """
+    weight_map = read_weight_map(path)
+    index_json = json.loads(path.read_text(encoding="utf-8"))
+    strange = sorted({repr(file) for file in weight_map.values() if not _is_plain(file)})
+    if strange:
+        raise CheckpointError(
+            f"{path} names files that do not lie beside it",
+            found=", ".join(strange[:_NUM_NAMES_SHOWN]),
+            next_step="Fetch the file again from a source that you trust.",
+        )
+    # Some tools write null there.
+    return {**index_json, "metadata": index_json.get("metadata") or {}}
+
+
+def weight_map_of(headers: Iterable[TensorEntry], *, folder: Path) -> dict[str, str]:
+    """Build a weight_map from the headers of a checkpoint's files.
+
+    Raises:
+        CheckpointError: A tensor lies in two files, or there is none at all.
+    """
+    weight_map: dict[str, str] = {}
+    faults = []
+    for entry in headers:
+        first = weight_map.setdefault(entry.name, entry.file.name)
+        if first != entry.file.name:
+            faults.append(f"{entry.name} is both in {first} and in {entry.file.name}")
+    if not weight_map:
+        faults.append("its files hold no tensor")
+    if faults:
+        raise faulty_checkpoint(folder, faults)
+    return weight_map
+
+
+def contradictions(weight_map: Mapping[str, str], headers: Mapping[str, Iterable[TensorEntry]]) -> list[str]:
+    """Return one sentence for each disagreement between the index and a shard's header about a tensor.
+
+    Args:
+        weight_map: Shard of each tensor, according to the index.
+        headers: Headers by shard; tensors of other shards are not judged.
+    """
+    claimed: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        claimed.setdefault(shard, []).append(name)
+    faults = []
+    for shard, header in headers.items():
+        held = {entry.name for entry in header}
+        faults += [
+            f"the index places {name} in {shard}, whose header lacks it"
+            for name in sorted(claimed.get(shard, ()))
+            if name not in held
+        ]
+        for name in sorted(name for name in held if weight_map.get(name) != shard):
+            says = f"places it in {weight_map[name]}" if name in weight_map else "lacks it"
+            faults.append(f"{shard} holds {name}, the index {says}")
+    return faults
+
+
+def faulty_checkpoint(folder: Path, faults: list[str]) -> CheckpointError:
+    """Return the error that lists the faults of a checkpoint."""
+    return CheckpointError(
+        f"the checkpoint at {folder} has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
+        found=list_faults(faults),
+        next_step="Fetch the named files again; if only the index is wrong, fetch or remove that.",
+    )
+
+
+def _is_plain(file: Any) -> bool:
+    # A downloaded index must not lead out of the checkpoint.
+    return isinstance(file, str) and file not in ("", ".", "..") and file == PurePosixPath(file).name
+
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Read the weight_map of an index file: each tensor's shard.
+
+    Raises:
+        CheckpointError: The file is missing or no index.
+    """
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected="JSON with a weight_map",
+            found=repr(error),
+            next_step="Fetch the file again, or remove it: the shards' headers suffice.",
+        ) from error
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{path} has a weight_map that does not map tensors to files")
+    return weight_map

@@ -1,4 +1,4 @@
-"""The border between the commands and the terminal: exit codes, error text, progress on stderr."""
+"""The commands' way to the terminal: exit codes, errors, JSON, and log messages on stderr."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _PACKAGES = ("minimax_tools", "neuron", "gpu_reference", "compare", "reports")
 
 
 class CommandEnd(SystemExit):
-    """The end that a command of mm2 gives itself; raised by `end_command`."""
+    """The deliberate end of a command; raised by `end_command`."""
 
 
 def end_command(exit_code: int) -> NoReturn:
-    """End the command that runs. Any other exit from it is code that mm2 ran, and no verdict."""
+    """End the running command. Any other exit comes from code that mm2 ran, and is no verdict."""
     raise CommandEnd(exit_code)
 
 
 class Mm2Command(click.Command):
     """A command whose errors become one message on stderr and the exit code of their class.
 
-    No error leaves with exit code 1, which says that a port differs. `--debug` shows the traceback too. Code of a port
+    No error leaves with exit code 1, which means that a port differs. `--debug` prints the traceback too. A port's code
     that exits is an error as well.
     """
 
@@ -51,14 +51,14 @@ class Mm2Command(click.Command):
 
 
 class Mm2Group(click.Group):
-    """A group of such commands."""
+    """A group of `Mm2Command`s."""
 
     command_class = Mm2Command
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """The context, which remembers what was given: a command may start itself again, as several ranks."""
+        """Return the context, with the given arguments: a command may start itself again as several ranks."""
         given = tuple(args)
         context = super().make_context(info_name, args, parent, **extra)
         context.meta[_ARGUMENTS] = given
@@ -66,42 +66,42 @@ class Mm2Group(click.Group):
 
 
 def given_arguments() -> tuple[str, ...]:
-    """What the command that runs was given on its command line, without its own name."""
+    """Return the arguments of the running command, without its name."""
     arguments: tuple[str, ...] = click.get_current_context().meta[_ARGUMENTS]
     return arguments
 
 
 def speak_as(speaker: str) -> None:
-    """Begin the error of the command that runs with who it is: one of several that share a terminal."""
+    """Prefix the running command's error with a name, where several processes share a terminal."""
     click.get_current_context().meta[_SPEAKER] = speaker
 
 
 def remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    """Click callback of `--debug`: tracebacks and debug messages for this run."""
+    """Switch on tracebacks and debug messages (click callback of `--debug`)."""
     ctx.meta[_DEBUG] = value
 
 
 def remember_json(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-    """Click callback of `--json`: errors become JSON on stdout too."""
+    """Print errors as JSON on stdout too (click callback of `--json`)."""
     ctx.meta[_JSON] = value
     return value
 
 
 def show_progress(ctx: click.Context, _: click.Parameter, quiet: bool) -> bool:
-    """Click callback of `--quiet`: send the libraries' log messages to stderr, warnings only if quiet."""
+    """Send log messages to stderr, only warnings if quiet (click callback of `--quiet`)."""
     handler = _StderrHandler()
     level = logging.DEBUG if ctx.meta.get(_DEBUG) else logging.WARNING if quiet else logging.INFO
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.handlers[:] = [handler]
         logger.setLevel(level)
-        # Libraries that set up the root logger would print every line again.
+        # A library that sets up the root logger would print every line again.
         logger.propagate = False
     return quiet
 
 
 def show_warnings_only() -> None:
-    """Silence what is no warning: of several ranks one tells of the progress of all."""
+    """Log only warnings; one of several ranks reports the progress of all."""
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(logging.WARNING)
 
@@ -112,12 +112,12 @@ def print_json(value: Any) -> None:
 
 
 def print_error(error: BaseException, *, as_json: bool, speaker: str | None = None) -> int:
-    """Print an error as a command does that it ended, and return its exit code.
+    """Print an error that ends a command, and return its exit code.
 
     Args:
-        error: One of mm2's own, or any other.
-        as_json: Whether it stands for the JSON object that was asked for, too.
-        speaker: Who says it, of several that share a terminal; None for the only one.
+        error: An error of mm2, or any other.
+        as_json: Also print it as JSON on stdout.
+        speaker: Name of the process, where several share a terminal; None for the only one.
     """
     message, exit_code = _describe(error)
     if as_json:
@@ -133,7 +133,7 @@ class _StderrHandler(logging.Handler):
 
 def _fail(ctx: click.Context, error: BaseException) -> NoReturn:
     if isinstance(error, BrokenPipeError):
-        # Nobody reads on, as after `| head`; Python would complain again when it flushes.
+        # The reader has gone, as after `| head`. Without this, Python would complain again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         ctx.exit(CannotRunError.exit_code)
     if ctx.meta.get(_DEBUG):
@@ -153,22 +153,22 @@ def _describe(error: BaseException) -> tuple[str, int]:
 
 
 def _no_verdict(exit_code: int) -> dict[str, Any]:
-    """What a comparison that could not run prints in place of its verdict."""
+    """Return the JSON keys of a comparison that could not run; {} for other exit codes."""
     if exit_code != CannotRunError.exit_code:
         return {}
     return {"verdict": "incomparable", "compared": 0, "of": 0, "blame": []}
 
 
-# From this level of the variable DEBUG on every section is shown.
+# Level of the variable DEBUG from which every section is shown.
 DETAILED_LEVEL = 11
 
 
 def shows_details() -> bool:
-    """Whether the variable DEBUG asks for every section."""
+    """Decide whether the variable DEBUG asks for every section."""
     text = os.environ.get("DEBUG", "")
     return text.isdecimal() and int(text) >= DETAILED_LEVEL
 
 
 def shows_pictures(stream: TextIO) -> bool:
-    """Whether a stream can draw more than ASCII."""
+    """Decide whether a stream can show more than ASCII."""
     return (getattr(stream, "encoding", None) or "").lower().replace("-", "") == "utf8"

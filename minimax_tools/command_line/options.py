@@ -1,29 +1,36 @@
-"""The options that mean the same in every command, declared once.
+"""Command-line options that mean the same in every command, declared once.
 
-| decorator | options |
-|---|---|
-| `model_option`, `optional_model_option` | --model (env MM2_MODEL) |
-| `captures_option` | --captures (env MM2_CAPTURES) |
-| `store_options` | --captures, --output-dir |
-| `run_options` | --sites, --dtype, --seed |
-| `input_options` | --prompt, --prompts-file, --chat, --input-ids, --seq-len, --batch-size, |
-| | --padding-side, --pad-to, --max-length, --start-positions |
-| `span_options` | --start-layer, --end-layer, --layers |
-| `layer_option` | --layer |
-| `memory_budget_option` | --memory-budget |
-| `reading_options` | --format, --map |
-| `output_options` | --json, --quiet, --debug |
+A decorator below adds its options to a command. A command gets some of them as one value:
+
+| decorator | options | value |
+|---|---|---|
+| `model_option`, `optional_model_option` | --model (env MM2_MODEL) | |
+| `captures_option` | --captures (env MM2_CAPTURES) | |
+| `store_options` | --captures, --output-dir | `store`: CaptureStore |
+| `run_options` | --sites, --dtype, --seed | |
+| `input_options` | --prompt, --prompts-file, --chat, --input-ids, | `inputs`: InputRequest, with --seed |
+| | --seq-len, --batch-size, --padding-side, --pad-to, | |
+| | --max-length, --start-positions | |
+| `span_options` | --start-layer, --end-layer, --layers | `span`: Span or None |
+| `layer_option` | --layer | |
+| `memory_budget_option` | --memory-budget | |
+| `reading_options` | --format, --map | `reading`: DumpReading |
+| `output_options` | --json, --quiet, --debug | |
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import torch
 
+from minimax_tools.capture.store import capture_directory
 from minimax_tools.command_line.console import remember_debug, remember_json, show_progress
 from minimax_tools.dumps.formats import FORMATS
 from minimax_tools.dumps.name_map import NameMap
@@ -41,7 +48,7 @@ DEFAULT_CAPTURES = Path("mm2-captures")
 
 
 def stack_options(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several options as one decorator, shown in the order given."""
+    """Return one decorator for several options, shown in the order given."""
 
     def decorate(command: Command) -> Command:
         for decorator in reversed(decorators):
@@ -51,204 +58,52 @@ def stack_options(*decorators: Callable[[Command], Command]) -> Callable[[Comman
     return decorate
 
 
-def _parse_dtype(_: click.Context, __: click.Parameter, value: str) -> torch.dtype:
-    return DTYPES[value]
+def grouped_as(name: str, build: Callable[..., Any], *, prefix: str = "") -> Callable[[Command], Command]:
+    """Return a decorator that gives a command one value in place of the options it is built from.
 
-
-def parse_lengths(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    """Click callback: `96,61` as a tuple of positive lengths; empty where the option is absent."""
-    if value is None:
-        return ()
-    try:
-        lengths = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        lengths = (0,)
-    if min(lengths) < 1:
-        raise click.BadParameter(f"{value!r}: expected positive lengths, for example 96,61", param=parameter)
-    return lengths
-
-
-def parse_start_positions(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
-    """Click callback: `0,4096` as a tuple of positions from 0 on; empty where the option is absent."""
-    if value is None:
-        return ()
-    try:
-        positions = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        positions = (-1,)
-    if min(positions) < 0:
-        raise click.BadParameter(
-            f"{value!r}: expected positions from 0 on, for example 0,4096,65536", param=parameter
-        )
-    return positions
-
-
-def parse_size_option(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Click callback: `2GB` as bytes, at least one; None where the option is absent."""
-    if value is None:
-        return None
-    try:
-        size_bytes = parse_size(value)
-    except ValueError:
-        size_bytes = 0
-    if size_bytes < 1:
-        raise click.BadParameter(
-            f"{value!r}: expected a size, for example 500MB, 2GB or 64MiB", param=parameter
-        )
-    return size_bytes
-
-
-model_option = click.option(
-    "--model",
-    envvar="MM2_MODEL",
-    required=True,
-    metavar="FOLDER|HUB_ID",
-    help="Checkpoint: a folder or a hub id [env: MM2_MODEL].",
-)
-# Where something else, such as a plan, tells the model if nobody does.
-optional_model_option = click.option(
-    "--model",
-    envvar="MM2_MODEL",
-    metavar="FOLDER|HUB_ID",
-    help="Checkpoint: a folder or a hub id [env: MM2_MODEL].",
-)
-captures_option = click.option(
-    "--captures",
-    type=click.Path(path_type=Path, file_okay=False),
-    envvar="MM2_CAPTURES",
-    default=DEFAULT_CAPTURES,
-    show_default=True,
-    help="Folder that holds all captures [env: MM2_CAPTURES].",
-)
-store_options = stack_options(
-    captures_option,
-    click.option(
-        "--output-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Capture directory of this run, instead of one under --captures.",
-    ),
-)
-dtype_option = click.option(
-    "--dtype",
-    type=click.Choice(list(DTYPES)),
-    default="bfloat16",
-    show_default=True,
-    callback=_parse_dtype,
-    help="Dtype of weights and activations.",
-)
-run_options = stack_options(
-    click.option(
-        "--sites",
-        "sites_level",
-        type=click.Choice(list(SITE_LEVELS)),
-        default="all",
-        show_default=True,
-        help="Which points of a layer to capture.",
-    ),
-    dtype_option,
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random number."),
-)
-input_options = stack_options(
-    click.option("--prompt", "prompts", multiple=True, help="A prompt; repeat for several rows."),
-    click.option(
-        "--prompts-file",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="Prompts: one a line, or a JSON list of strings.",
-    ),
-    click.option(
-        "--chat", is_flag=True, help="Apply the tokenizer's chat template; the default is raw text."
-    ),
-    click.option(
-        "--input-ids", multiple=True, metavar="1,2,3|FILE", help="Token ids of a row, or a JSON file of rows."
-    ),
-    click.option(
-        "--seq-len",
-        "seq_lens",
-        callback=parse_lengths,
-        metavar="96,61",
-        help="Random ids: one row per length.",
-    ),
-    click.option(
-        "--batch-size", type=click.IntRange(min=1), default=1, help="Repeat the random rows so many times."
-    ),
-    click.option(
-        "--padding-side",
-        type=click.Choice(["left", "right"]),
-        default="right",
-        show_default=True,
-        help="Where shorter rows are padded.",
-    ),
-    click.option(
-        "--pad-to", callback=parse_lengths, metavar="128,512", help="Pad to the smallest bucket that fits."
-    ),
-    click.option("--max-length", type=click.IntRange(min=1), help="Truncate every row to so many tokens."),
-    click.option(
-        "--start-positions",
-        callback=parse_start_positions,
-        metavar="0,4096,65536",
-        help="Position of each row's first token: one for each row, or one for all; default 0.",
-    ),
-)
-layer_option = click.option("--layer", type=click.IntRange(min=0), required=True, help="The layer, from 0.")
-span_options = stack_options(
-    click.option("--start-layer", type=click.IntRange(min=0), help="First layer."),
-    click.option("--end-layer", type=click.IntRange(min=0), help="Last layer, included."),
-    click.option("--layers", metavar="A:B", help="Layers A to B-1 (half-open), instead of the two above."),
-)
-memory_budget_option = click.option(
-    "--memory-budget",
-    callback=parse_size_option,
-    metavar="12GB|12GiB",
-    help="Stop before this process's own memory, mapped files not counted, would pass this; else no limit.",
-)
-
-
-def reading_options(side: str = "", whose: str = "") -> Callable[[Command], Command]:
-    """--format and --map, or, for one of two sides, such as --gpu-format and --gpu-map."""
-    return stack_options(
-        click.option(
-            f"--{side}format",
-            type=click.Choice(list(FORMATS)),
-            help=f"Which tool wrote {whose or 'the directory'}, where its files do not tell.",
-        ),
-        click.option(
-            f"--{side}map",
-            type=click.Path(path_type=Path, exists=True, dir_okay=False),
-            metavar="FILE.yaml",
-            help=f"Where sites lie in {whose or 'the directory'}, if another tool wrote it.",
-        ),
-    )
-
-
-output_options = stack_options(
-    click.option(
-        "--debug",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=remember_debug,
-        help="Show tracebacks.",
-    ),
-    click.option(
-        "--json", "as_json", is_flag=True, is_eager=True, callback=remember_json, help="Print JSON."
-    ),
-    click.option(
-        "--quiet", is_flag=True, expose_value=False, callback=show_progress, help="Print no progress."
-    ),
-)
-
-
-def read_reading(format_name: str | None, map_path: Path | None) -> DumpReading:
-    """How another tool's directory is to be read, as the reading options say.
-
-    Raises:
-        UsageError: The map is wrong.
+    Args:
+        name: The command's parameter that gets the value.
+        build: Makes the value. Its parameters bear the names of the options that it takes. Decorators above this one
+            take their options first.
+        prefix: Begins the options' names, before the names of the parameters.
     """
-    return DumpReading(format=format_name, names=NameMap() if map_path is None else NameMap.read(map_path))
+    parameters = tuple(inspect.signature(build).parameters)
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            given = {
+                parameter: values.pop(prefix + parameter)
+                for parameter in parameters
+                if prefix + parameter in values
+            }
+            return command(**values, **{name: build(**given)})
+
+        decorated: Command = run  # type: ignore[assignment]  # functools.wraps keeps what click reads
+        return decorated
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureStore:
+    """The place of a run's capture, as the user chose it.
+
+    Args:
+        captures: Folder of all captures.
+        output_dir: Capture directory of this run; None for one under `captures`.
+    """
+
+    captures: Path
+    output_dir: Path | None = None
+
+    def directory(self, side: str, run_name: str) -> Path:
+        """Return the capture directory of a run of one side."""
+        return self.output_dir or capture_directory(self.captures, side, run_name)
 
 
 def read_span(start_layer: int | None, end_layer: int | None, layers: str | None) -> Span | None:
-    """The span that the span options describe; None where none was given.
+    """Read the span options; None if none was given.
 
     Raises:
         UsageError: Both notations were used, or only one end was given.
@@ -268,31 +123,207 @@ def read_span(start_layer: int | None, end_layer: int | None, layers: str | None
     return Span.inclusive(start_layer, end_layer)
 
 
-def read_input_request(options: dict[str, Any]) -> InputRequest:
-    """The input options of a command as one value.
+def _read_dump_reading(format_name: str | None, map_path: Path | None) -> DumpReading:
+    """Read --format and --map.
 
     Raises:
-        UsageError: They contradict each other.
+        UsageError: The map is wrong.
     """
-    return InputRequest(
-        prompts=options["prompts"],
-        prompts_file=options["prompts_file"],
-        chat=options["chat"],
-        input_ids=options["input_ids"],
-        seq_lens=options["seq_lens"],
-        batch_size=options["batch_size"],
-        padding_side=options["padding_side"],
-        pad_to=options["pad_to"],
-        max_length=options["max_length"],
-        start_positions=options["start_positions"],
-        seed=options["seed"],
+    return DumpReading(format=format_name, names=NameMap() if map_path is None else NameMap.read(map_path))
+
+
+def _parse_numbers(*, least: int, expected: str) -> Callable[..., tuple[int, ...]]:
+    """Return a click callback that reads integers such as `96,61`; () if the option is absent."""
+
+    def parse(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+        if value is None:
+            return ()
+        try:
+            numbers = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            numbers = (least - 1,)
+        if min(numbers) < least:
+            raise click.BadParameter(f"{value!r}: expected {expected}", param=parameter)
+        return numbers
+
+    return parse
+
+
+parse_lengths = _parse_numbers(least=1, expected="positive lengths, for example 96,61")
+_parse_start_positions = _parse_numbers(least=0, expected="positions from 0 on, for example 0,4096,65536")
+
+
+def parse_size_option(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Read a size such as `2GB` as bytes (a click callback); None if the option is absent."""
+    if value is None:
+        return None
+    try:
+        size_bytes = parse_size(value)
+    except ValueError:
+        size_bytes = 0
+    if size_bytes < 1:
+        raise click.BadParameter(
+            f"{value!r}: expected a size, for example 500MB, 2GB or 64MiB", param=parameter
+        )
+    return size_bytes
+
+
+def _model_option(*, required: bool) -> Callable[[Command], Command]:
+    return click.option(
+        "--model",
+        envvar="MM2_MODEL",
+        required=required,
+        metavar="FOLDER|HUB_ID",
+        help="Checkpoint: a folder or a hub id [env: MM2_MODEL].",
     )
 
 
-plan_option = click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    required=True,
-    help="The plan: a file that mm2-split plan wrote.",
+model_option = _model_option(required=True)
+# For commands that can learn the model from a plan, or do without one.
+optional_model_option = _model_option(required=False)
+captures_option = click.option(
+    "--captures",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="MM2_CAPTURES",
+    default=DEFAULT_CAPTURES,
+    show_default=True,
+    help="Folder of all captures [env: MM2_CAPTURES].",
+)
+store_options = stack_options(
+    captures_option,
+    click.option(
+        "--output-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Capture directory of this run. Default: one under --captures.",
+    ),
+    grouped_as("store", CaptureStore),
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    default="bfloat16",
+    show_default=True,
+    callback=lambda _, __, name: DTYPES[name],
+    help="Dtype of weights and activations.",
+)
+run_options = stack_options(
+    click.option(
+        "--sites",
+        "sites_level",
+        type=click.Choice(list(SITE_LEVELS)),
+        default="all",
+        show_default=True,
+        help="Sites to capture in each layer.",
+    ),
+    dtype_option,
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random numbers."),
+)
+input_options = stack_options(
+    click.option("--prompt", "prompts", multiple=True, help="Text of a row. Repeat for several rows."),
+    click.option(
+        "--prompts-file",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="File of prompts: one per line, or a JSON list of strings.",
+    ),
+    click.option("--chat", is_flag=True, help="Apply the tokenizer's chat template. Default: raw text."),
+    click.option(
+        "--input-ids",
+        multiple=True,
+        metavar="1,2,3|FILE",
+        help="Token ids of a row, or a JSON file of rows. Repeat for several rows.",
+    ),
+    click.option(
+        "--seq-len",
+        "seq_lens",
+        callback=parse_lengths,
+        metavar="96,61",
+        help="Rows of random token ids, one per length in tokens.",
+    ),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), default=1, help="Copies of each random row. Default: 1."
+    ),
+    click.option(
+        "--padding-side",
+        type=click.Choice(["left", "right"]),
+        default="right",
+        show_default=True,
+        help="Side on which shorter rows are padded.",
+    ),
+    click.option(
+        "--pad-to",
+        callback=parse_lengths,
+        metavar="128,512",
+        help="Bucket lengths in tokens; rows are padded to the smallest that fits. Default: the longest row.",
+    ),
+    click.option(
+        "--max-length",
+        type=click.IntRange(min=1),
+        help="Longest row in tokens; longer rows are cut. Default: no limit.",
+    ),
+    click.option(
+        "--start-positions",
+        callback=_parse_start_positions,
+        metavar="0,4096,65536",
+        help="Position of each row's first token: one per row, or one for all. Default: 0.",
+    ),
+    grouped_as("inputs", InputRequest),
+)
+layer_option = click.option("--layer", type=click.IntRange(min=0), required=True, help="Layer, from 0.")
+span_options = stack_options(
+    click.option("--start-layer", type=click.IntRange(min=0), help="First layer, from 0."),
+    click.option("--end-layer", type=click.IntRange(min=0), help="Last layer, included."),
+    click.option(
+        "--layers", metavar="A:B", help="Layers A to B-1, instead of the two options above. Default: all."
+    ),
+    grouped_as("span", read_span),
+)
+memory_budget_option = click.option(
+    "--memory-budget",
+    callback=parse_size_option,
+    metavar="12GB|12GiB",
+    help="Abort before anonymous memory exceeds this size. Default: no limit.",
+)
+
+
+def reading_options(side: str = "", whose: str = "the directory") -> Callable[[Command], Command]:
+    """Return --format and --map, given to the command as `reading`.
+
+    Args:
+        side: Begins the options' names where a command has several sides, such as `gpu-`; `gpu_reading` then.
+        whose: The side in words, for the help.
+    """
+    prefix = side.replace("-", "_")
+    return stack_options(
+        click.option(
+            f"--{side}format",
+            f"{prefix}format_name",
+            type=click.Choice(list(FORMATS)),
+            help=f"Tool that wrote {whose}. Default: recognised from the files.",
+        ),
+        click.option(
+            f"--{side}map",
+            f"{prefix}map_path",
+            type=click.Path(path_type=Path, exists=True, dir_okay=False),
+            metavar="FILE.yaml",
+            help=f"Map from sites to tensors in {whose}, for another tool's dump.",
+        ),
+        grouped_as(f"{prefix}reading", _read_dump_reading, prefix=prefix),
+    )
+
+
+output_options = stack_options(
+    click.option(
+        "--debug",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=remember_debug,
+        help="Print tracebacks and debug messages.",
+    ),
+    click.option(
+        "--json", "as_json", is_flag=True, is_eager=True, callback=remember_json, help="Print JSON."
+    ),
+    click.option(
+        "--quiet", is_flag=True, expose_value=False, callback=show_progress, help="Print no progress."
+    ),
 )

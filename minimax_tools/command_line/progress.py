@@ -1,6 +1,6 @@
-"""Progress of a run over layers: a bar in a terminal, a line per layer in a log, nothing where nobody watches.
+"""Progress of a run over layers: a bar in a terminal, a line per layer in a log.
 
-A library takes a `Progress` and tells it what is done; the command makes the one that shows it:
+A library reports to a `Progress`; the command makes the one that shows it:
 
     with LayerProgress(len(span), label="Golden") as progress:
         stream(..., progress=progress)
@@ -30,36 +30,36 @@ _REFRESHES_PER_SECOND = 4
 
 
 class Progress(Protocol):
-    """What a run over layers tells whoever watches it; any thread may call."""
+    """A receiver of the progress of a run over layers; any thread may call it."""
 
     def advance(self, layer: int, *, num_bytes: int) -> None:
-        """Layer `layer` is done; `num_bytes` of the checkpoint were read for it."""
+        """Report a layer that is done, and the bytes of the checkpoint that were read for it."""
 
     def skip(self, layer: int) -> None:
-        """Layer `layer` was done by an earlier run: it counts as done, but not in rate and time left."""
+        """Report a layer that an earlier run did; it does not count in rate and time left."""
 
 
 class NoProgress:
-    """Nobody watches."""
+    """A progress that shows nothing."""
 
     def advance(self, layer: int, *, num_bytes: int) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def skip(self, layer: int) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
 class LayerProgress:
-    """Shows layer, bytes per second, memory in use and time left on stderr, while its block runs.
+    """A progress that shows layer, bytes per second, memory in use and time left on stderr while its block runs.
 
-    In a terminal it is a bar, and whatever else is written to `sys.stderr` appears above it; elsewhere it is one
-    log line per layer. `--quiet` silences both, since both follow this module's logger: it must let INFO pass.
+    In a terminal it is a bar, and other output to `sys.stderr` appears above it. Elsewhere it is one log line per
+    layer. Both need INFO of this module's logger, which `--quiet` switches off.
 
     Args:
-        num_layers: How many layers the run has, those done before included.
-        label: What stands before the bar.
-        unit: What the run goes over, where that is no layers.
-        clock: Tells seconds.
+        num_layers: Number of layers of the run, those done before included.
+        label: Text before the bar.
+        unit: Name of one step, if it is no layer.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LayerProgress:
             self._bar = None
 
     def advance(self, layer: int, *, num_bytes: int) -> None:
-        """Layer `layer` is done; `num_bytes` of the checkpoint were read for it."""
+        """Report a layer that is done, and the bytes of the checkpoint that were read for it."""
         with self._lock:
             self._layer = layer
             self._num_done += 1
@@ -111,12 +111,12 @@ class LayerProgress:
             logger.info(line)
 
     def skip(self, layer: int) -> None:
-        """Layer `layer` was done by an earlier run: it counts as done, but not in rate and time left."""
+        """Report a layer that an earlier run did; it does not count in rate and time left."""
         with self._lock:
             self._layer = layer
             self._num_done += 1
             if not self._num_fresh:
-                # What it took to look at layers done before tells nothing about those to come.
+                # The time to check layers done before says nothing about the next ones.
                 self._begun_s = self._latest_s = self._clock()
             line = f"{self._place(layer)}: done before"
         if self._bar is None:
@@ -129,7 +129,7 @@ class LayerProgress:
         console = Console(file=sys.stderr)
         if not console.is_interactive:
             return
-        # Not redirected by rich: stdout carries results, and click writes past what rich puts before stderr.
+        # No redirection by rich: stdout carries results, and click bypasses rich's stand-in for stderr.
         live = Live(
             get_renderable=self._render,
             console=console,
@@ -162,7 +162,7 @@ class LayerProgress:
         return f"{self._unit.capitalize()} {layer} ({self._num_done} of {self._num_layers})"
 
     def _words(self) -> list[str]:
-        """Time, rate and memory in use, as far as they are known: the first are cut last in a narrow terminal."""
+        """Return time, rate and memory in use, as far as known; a narrow terminal cuts the last ones first."""
         words = []
         spent_s = self._latest_s - self._begun_s
         num_left = self._num_layers - self._num_done
@@ -182,9 +182,9 @@ class LayerProgress:
 
 
 class AboveBar:
-    """Stands in for `sys.stderr` while a bar is live, and prints every whole line above the bar.
+    """A stand-in for `sys.stderr` while a bar is live: prints every whole line above the bar.
 
-    Rich's own stand-in is bypassed by click and breaks long lines; this one does neither.
+    click bypasses rich's own stand-in, which also breaks long lines.
     """
 
     def __init__(self, stream: TextIO, *, console: Console) -> None:
@@ -211,7 +211,7 @@ class AboveBar:
             self.write("\n")
 
     def write(self, text: str) -> int:
-        """Print the lines that end within `text`, and keep the rest for the next call."""
+        """Print the lines that `text` completes, and keep the rest for the next call."""
         from rich.text import Text
 
         if not isinstance(text, str):
@@ -219,20 +219,20 @@ class AboveBar:
         with self._lock:
             *lines, self._begun_line = (self._begun_line + text).split("\n")
             for line in lines:
-                # Of a line that rewrote itself, its last state.
+                # A line that rewrote itself shows its last state.
                 self._console.print(Text.from_ansi(line.rstrip("\r").rpartition("\r")[2]), soft_wrap=True)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each."""
+        """Write all lines."""
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """Do nothing: whole lines are out already."""
+        """Do nothing: whole lines are printed already."""
 
 
 def word_duration(duration_s: float) -> str:
-    """A duration as `4:15` or `1:02:03`: minutes and seconds, and hours where there are some."""
+    """Return a duration as `4:15` (minutes:seconds), or `1:02:03` from one hour on."""
     minutes, seconds = divmod(round(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,1 +1,10 @@
-"""The commands of `mm2-split`, one a file; `minimax_tools.cli` puts them together."""
+"""Commands of `mm2-split`, registered in `minimax_tools.cli`.
+
+- `synthesize`: a checkpoint of random numbers
+- `train`: a checkpoint of a small model trained on text
+- `plan`: a model divided among machines; `plan_text`: the plan as text and as JSON
+- `extract`: slices cut out of a checkpoint
+- `fetch`: a slice fetched from a hub
+- `verify`: the proof that each node loads its slice
+- `options`: options that several of them share
+"""

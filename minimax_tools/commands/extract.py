@@ -1,4 +1,4 @@
-"""`mm2-split extract`: slices cut out of a checkpoint along a plan."""
+"""`mm2-split extract`: slices of a plan, cut out of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from minimax_tools.command_line.console import Mm2Command, print_json
-from minimax_tools.command_line.options import output_options, parse_size_option, plan_option
+from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.commands.options import plan_model_option, plan_option, shard_size_option
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan
@@ -22,16 +23,15 @@ from minimax_tools.slices.stored_weights import StoredWeights
 
 @click.command("extract", cls=Mm2Command)
 @plan_option
-@click.option("--node", "nodes", multiple=True, metavar="NAME", help="Whose slice; repeat for several.")
-@click.option("--all-nodes", is_flag=True, help="The slices of all nodes that hold something.")
 @click.option(
-    "--model", metavar="FOLDER|HUB_ID", help="The checkpoint, where it lies elsewhere than the plan says."
+    "--node", "nodes", multiple=True, metavar="NAME", help="Node whose slice is cut. Repeat for several."
 )
+@click.option("--all-nodes", is_flag=True, help="Cut the slices of all nodes that hold something.")
+@plan_model_option
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The slice's folder; of several slices the folder of their folders. "
-    f"[default: ./{DEFAULT_FOLDER}/NODE]",
+    help=f"Folder of the slice; of several slices, their parent folder. Default: ./{DEFAULT_FOLDER}/NODE.",
 )
 @click.option(
     "--format",
@@ -39,17 +39,14 @@ from minimax_tools.slices.stored_weights import StoredWeights
     type=click.Choice([file_format.value for file_format in FileFormat]),
     default=FileFormat.SAFETENSORS.value,
     show_default=True,
-    help="How tensors are stored: a safetensors checkpoint, or one PyTorch state dict.",
+    help="Files to write: a safetensors checkpoint, or one PyTorch state dict.",
 )
+@shard_size_option("one shard per shard of the checkpoint")
 @click.option(
-    "--shard-size",
-    "shard_size_bytes",
-    callback=parse_size_option,
-    metavar="500MB|2GB",
-    help="Most a shard holds; else one shard for each of the checkpoint's.",
-)
-@click.option(
-    "--digests", "with_digests", is_flag=True, help="Note each tensor's sha256, which reads it once more."
+    "--digests",
+    "with_digests",
+    is_flag=True,
+    help="Record each tensor's sha256. Reads every tensor once more.",
 )
 @output_options
 def extract_command(
@@ -63,19 +60,19 @@ def extract_command(
     with_digests: bool,
     as_json: bool,
 ) -> None:
-    """Cut nodes' slices out of a checkpoint, byte for byte, into folders of their own.
+    """Cut nodes' slices out of a checkpoint, byte for byte, each into its own folder.
 
-    A node's slice is held against the headers of its own files; --all-nodes holds the whole plan against all.
+    --node verifies the slice against the headers of its files; --all-nodes verifies the whole plan against all files.
 
     Example: mm2-split extract --plan plan.json --node a100
     """
     if bool(nodes) == all_nodes:
-        raise UsageError("whose slice?", expected="--node NAME or --all-nodes")
+        raise UsageError("name the slices to cut in one way", expected="--node NAME or --all-nodes")
     whole = _read_whole(plan_file, model) if all_nodes else None
     names = nodes if whole is None else [slice_.node.name for slice_ in whole.used]
     slices = []
     for name in dict.fromkeys(names):
-        # Where not all are checked, one slice's tensors at a time: those of all take a hundred megabytes.
+        # The tensor lists of all slices take a hundred megabytes, so one slice is read at a time.
         plan = whole or PartitionPlan.read(plan_file, tensors_of=name)
         source = StoredWeights.of_slice(model or plan.model, plan.slice_of(name))
         cut = cut_slice(
@@ -92,7 +89,7 @@ def extract_command(
 
 
 def _read_whole(plan_file: Path, model: str | None) -> PartitionPlan:
-    """A plan that is whole, and this checkpoint's."""
+    """Read a plan, and verify that it covers the whole checkpoint."""
     plan = PartitionPlan.read(plan_file)
     source = open_source(model or plan.model)
     plan.validate(source.entries, source.architecture, folder=source.folder)

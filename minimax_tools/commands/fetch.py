@@ -1,4 +1,4 @@
-"""`mm2-split fetch`: what a node needs of a hub's model, and nothing else."""
+"""`mm2-split fetch`: the files or bytes of a hub's model that one node needs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from minimax_tools.command_line.console import Mm2Command, print_json, shows_details, shows_pictures
-from minimax_tools.command_line.options import output_options, plan_option
+from minimax_tools.command_line.options import output_options
 from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.commands.options import plan_option
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan, Slice
@@ -25,17 +26,17 @@ from minimax_tools.slices.verification_text import render_completion, render_dow
 
 @click.command("fetch", cls=Mm2Command)
 @plan_option
-@click.option("--node", required=True, metavar="NAME", help="Whose slice.")
-@click.option("--model", metavar="HUB_ID", help="The hub's model, where it is another than the plan's.")
+@click.option("--node", required=True, metavar="NAME", help="Node whose slice is fetched.")
+@click.option("--model", metavar="HUB_ID", help="Model on the hub. Default: the plan's.")
 @click.option(
     "--byte-ranges",
     is_flag=True,
-    help="Fetch only the bytes of the slice's tensors, into a folder as mm2-split extract writes it.",
+    help="Fetch only the bytes of the slice's tensors, and write the slice as mm2-split extract does.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help=f"The slice's folder, with --byte-ranges. [default: ./{DEFAULT_FOLDER}/NODE]",
+    help=f"Folder of the slice, with --byte-ranges. Default: ./{DEFAULT_FOLDER}/NODE.",
 )
 @output_options
 def fetch_command(
@@ -43,7 +44,7 @@ def fetch_command(
 ) -> None:
     """Fetch the files that hold a node's tensors into the hub's cache, or only the tensors' bytes.
 
-    With DEBUG=11 every section of mm2-split verify --verbose that tells of it is shown while it runs.
+    With DEBUG=11, the download sections of mm2-split verify --verbose are printed too.
 
     Example: mm2-split fetch --plan plan.json --node a100
     """
@@ -98,7 +99,7 @@ def _show_completion(plan: PartitionPlan, slice_: Slice, source: SliceSource, fe
 
 
 def _find_tensors(fetched: FetchedSlice, sizes: Mapping[str, int]) -> Iterator[DownloadedFile]:
-    """A slice's own files, which no repository has: as large as their tensors, each as its source gives it."""
+    """Yield the files of a fetched slice, with the sizes of their tensors here and in the source."""
     with open_slice(fetched.folder) as reader:
         entries = tuple(reader.index.entries.values())
     for file in fetched.files:

@@ -1,4 +1,4 @@
-"""`mm2-split plan`: who holds what of a model, worked out before anything is downloaded."""
+"""`mm2-split plan`: a model divided among machines before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -24,32 +24,40 @@ from minimax_tools.slices.source import open_source
     "node_texts",
     multiple=True,
     metavar="NAME:memory=40GB,tflops=312",
-    help="A machine and what a slice may take of it; repeat for several. tflops for compute and balanced, "
-    "layers=A:B (half-open) for manual.",
+    help="Machine, and the memory that its slice may take. Repeat for several. Planners compute and balanced need "
+    "tflops; manual needs layers=A:B (A to B-1).",
 )
 @click.option(
     "--nodes-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help='Further machines: a JSON list of {"name": …, "memory": "40GB", "tflops": 312}.',
+    help='JSON file of further machines: a list of {"name": …, "memory": "40GB", "tflops": 312}.',
 )
 @click.option(
     "--planner",
     type=click.Choice(list(PLANNERS)),
     default="memory",
     show_default=True,
-    help="Layers by memory, by throughput, for the fastest slowest stage, or by hand.",
+    help="Divide layers by memory, by throughput (compute), by the slowest stage (balanced), or by hand (manual).",
 )
 @click.option(
     "--context-length",
     type=click.IntRange(min=1),
     default=4096,
     show_default=True,
-    help="Tokens of a row that keys, values and activations are to be kept for.",
+    help="Tokens per row, for the memory of keys, values and activations.",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Rows.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Rows, for the same memory.",
+)
 @dtype_option
 @click.option(
-    "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan here, as JSON."
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write the plan to, as JSON. Default: none.",
 )
 @output_options
 def plan_command(
@@ -63,9 +71,9 @@ def plan_command(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Divide a model among machines: layers, bytes, memory and time of each.
+    """Divide a model among machines, and print layers, bytes, memory and time of each.
 
-    Headers and config.json are all that is read; of a hub's MiniMax-M2 no weight is downloaded.
+    Only headers and config.json are read; no weight of a hub's model is downloaded.
 
     Example: mm2-split plan --model MiniMaxAI/MiniMax-M2 --node a:memory=640GB --node b:memory=80GB --output plan.json
     """
@@ -74,7 +82,7 @@ def plan_command(
     check_nodes(nodes)
     source = open_source(model, headers=True)
     workload = Workload(context_length=context_length, batch_size=batch_size, dtype=dtype)
-    # Once: where config.json alone tells them, they are made anew each time they are asked for.
+    # Read once: a source with config.json alone builds them on every access.
     tensors = source.tensors
     cost = measure_costs(tensors, source.architecture, source.config, workload)
     plan = assign_tensors(

@@ -1,4 +1,4 @@
-"""A plan for people and for machines: what each node holds, what the parts cost, and what bounds the whole."""
+"""A partition plan as text and as JSON: the nodes' slices, the parts' costs, and the slowest node."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from minimax_tools.json_codec import encode
 from minimax_tools.machine.size import word_size
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost
@@ -20,7 +21,7 @@ _WORDS = ("node", "holds", "part")
 
 
 def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> str:
-    """The plan in tables: nodes, the files that they touch, the model's parts, the slowest stage."""
+    """Return the plan as tables of nodes and of the model's parts, with files and the slowest node."""
     blocks = [
         f"{plan.model}: {plan.num_hidden_layers} layers on {len(plan.used)} of {len(plan.slices)} nodes, "
         f"by {plan.planner}",
@@ -34,8 +35,8 @@ def describe_plan(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) 
 
 
 def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) -> dict[str, Any]:
-    """The plan as JSON: all but the tensors themselves, which are in its file."""
-    values = plan.to_values()
+    """Return the plan as JSON, without the tensors, which its file lists."""
+    values = encode(plan)
     slowest = _slowest(plan)
     nodes = [
         {
@@ -61,20 +62,8 @@ def plan_values(plan: PartitionPlan, cost: ModelCost, *, output: Path | None) ->
 def _node_row(plan: PartitionPlan, slice_: Slice) -> tuple[str, ...]:
     cost, node = slice_.cost, slice_.node
     if not slice_.stage.is_used:
-        return (
-            node.name,
-            "idle",
-            "",
-            "",
-            "",
-            "",
-            "",
-            f"0 B of {word_size(node.memory_bytes)}",
-            "",
-            "",
-            "",
-            "",
-        )
+        memory = f"0 B of {word_size(node.memory_bytes)}"
+        return (node.name, "idle", "", *("" for _ in _SIZES), memory, *("" for _ in _WORK), "", "")
     seconds = slice_.seconds_per_token
     return (
         node.name,
@@ -156,14 +145,14 @@ def _notes(plan: PartitionPlan) -> Iterator[str]:
 
 
 def _slowest(plan: PartitionPlan) -> Slice | None:
-    """The node that bounds the pipeline; None where not every throughput is known."""
+    """Return the node that bounds the pipeline; None if a node's throughput is unknown."""
     if any(slice_.seconds_per_token is None for slice_ in plan.used):
         return None
     return max(plan.used, key=lambda slice_: slice_.seconds_per_token or 0.0)
 
 
 def _draw(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows in columns, words to the left and numbers to the right."""
+    """Yield the rows in columns; words are aligned left, numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -1,57 +1,30 @@
-"""`mm2-split train`: a small MiniMax-M2 that has learnt from text, as a checkpoint."""
+"""`mm2-split train`: a checkpoint of a small MiniMax-M2 trained on text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
 
 from minimax_tools.command_line.console import Mm2Command, print_json
-from minimax_tools.command_line.options import output_options
+from minimax_tools.command_line.options import grouped_as, output_options
+from minimax_tools.commands.options import new_folder_option, size_options, stored_dtype_option
 from minimax_tools.synthetic.corpus import CORPORA
 from minimax_tools.synthetic.learned import LearnedModel, train_checkpoint, training_record
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.training import TrainingOptions
 
-_STORED_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 _DEFAULTS = SyntheticModel(num_hidden_layers=5, num_local_experts=16, intermediate_size=64, vocab_size=262)
-_QUANTITIES = {
-    "num_hidden_layers": "Number of layers",
-    "hidden_size": "Width of the residual stream",
-    "num_attention_heads": "Number of query heads",
-    "num_key_value_heads": "Number of key and value heads",
-    "head_dim": "Width of a head",
-    "rotary_dim": "How much of a head is rotated",
-    "num_local_experts": "Number of experts",
-    "num_experts_per_tok": "Number of experts a token takes",
-    "intermediate_size": "Width of an expert",
-    "vocab_size": "Number of token ids; 262 are the bytes and the special tokens",
-}
+_DEFAULT_MINUTES = 10.0
 _LEARNING_RATE_OF_WIDTH = 0.5
 
 
-def _quantities(command: Any) -> Any:
-    for name, text in reversed(_QUANTITIES.items()):
-        command = click.option(
-            f"--{name.replace('_', '-')}",
-            name,
-            type=click.IntRange(min=1),
-            default=getattr(_DEFAULTS, name),
-            show_default=True,
-            help=f"{text}.",
-        )(command)
-    return command
-
-
 @click.command("train", cls=Mm2Command)
-@click.option(
-    "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="A new folder."
-)
+@new_folder_option
 @click.option(
     "--text",
     "texts",
@@ -59,32 +32,34 @@ def _quantities(command: Any) -> Any:
     default=("prose",),
     show_default=True,
     metavar="NAME|FILE",
-    help=f"Text to train on; repeat for several. {', '.join(CORPORA)}, or a UTF-8 file.",
+    help=f"Training text: {', '.join(CORPORA)}, or a UTF-8 file. Repeat for several.",
 )
-@click.option("--steps", "num_steps", type=click.IntRange(min=1), help="Number of training steps.")
+@click.option(
+    "--steps",
+    "num_steps",
+    type=click.IntRange(min=1),
+    help="Number of training steps. Default: see --minutes.",
+)
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True),
-    help="Time to train for, instead of --steps: the first steps tell how many fit. Default: 10.",
+    help="Training time in minutes, instead of --steps. Default: 10.",
 )
-@_quantities
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Rows of a step."
-)
-@click.option(
-    "--seq-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a row."
-)
+@size_options(_DEFAULTS)
+@grouped_as("model", SyntheticModel)
+@click.option("--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Rows per step.")
+@click.option("--seq-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
 @click.option(
     "--learning-rate",
     type=click.FloatRange(min=0, min_open=True),
-    help="AdamW's highest rate. Default: 0.5 / hidden size.",
+    help="Highest learning rate of AdamW. Default: 0.5 / hidden size.",
 )
 @click.option(
     "--bias-rate",
     type=click.FloatRange(min=0),
     default=0.003,
     show_default=True,
-    help="Most that a step moves an expert's correction bias.",
+    help="Largest change of an expert's correction bias per step.",
 )
 @click.option(
     "--massive-channels",
@@ -92,62 +67,60 @@ def _quantities(command: Any) -> Any:
     type=click.IntRange(min=0, max=16),
     default=0,
     show_default=True,
-    help="Channels of the residual stream that are massive from the start.",
+    help="Number of channels of the residual stream that start massive.",
 )
-@click.option(
-    "--storage",
-    type=click.Choice(list(_STORED_DTYPES)),
-    default="bf16",
-    show_default=True,
-    help="How linear layers are stored.",
-)
+@stored_dtype_option("--storage", _DTYPES, default="bf16")
 @click.option(
     "--fp8-output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="A further new folder: the same model in block FP8.",
+    help="Second new folder, for the same model in block FP8. Default: none.",
 )
 @click.option(
     "--num-threads",
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Threads to train with; other numbers give other last bits.",
+    help="Training threads. Another number changes the last bits of the weights.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and rows.")
 @output_options
 def train_command(
+    *,
     output: Path,
     texts: tuple[str, ...],
     num_steps: int | None,
     minutes: float | None,
-    storage: str,
+    model: SyntheticModel,
+    batch_size: int,
+    seq_len: int,
+    learning_rate: float | None,
+    bias_rate: float,
+    num_massive_channels: int,
+    storage: torch.dtype,
     fp8_output: Path | None,
     num_threads: int,
-    learning_rate: float | None,
-    num_massive_channels: int,
+    seed: int,
     as_json: bool,
-    **values: Any,
 ) -> None:
-    """Train a small MiniMax-M2 on text and write it as a checkpoint, with prompts that it never saw.
+    """Train a small MiniMax-M2 on text, and write a checkpoint with held-out prompts.
 
-    transformers' own model is trained, in float32 on the CPU (extra golden). One seed, torch version and number of
+    transformers' model is trained in float32 on the CPU (extra golden). The same seed, torch version and number of
     threads give the same weights.
 
     Example: mm2-split train --output learned --text prose --minutes 10
     """
     if num_steps is not None and minutes is not None:
         raise click.UsageError("--steps and --minutes exclude each other.")
-    model = SyntheticModel(**{field.name: values[field.name] for field in fields(SyntheticModel)})
     options = TrainingOptions(
         num_steps=num_steps,
-        minutes=minutes if minutes is not None or num_steps is not None else 10.0,
-        batch_size=values["batch_size"],
-        seq_len=values["seq_len"],
+        minutes=_DEFAULT_MINUTES if num_steps is None and minutes is None else minutes,
+        batch_size=batch_size,
+        seq_len=seq_len,
         learning_rate=learning_rate or _LEARNING_RATE_OF_WIDTH / model.hidden_size,
-        bias_rate=values["bias_rate"],
-        seed=values["seed"],
+        bias_rate=bias_rate,
+        seed=seed,
     )
-    outputs = {output: _STORED_DTYPES[storage]}
+    outputs = {output: storage}
     if fp8_output is not None:
         outputs[fp8_output] = torch.float8_e4m3fn
     with _threads(num_threads):
@@ -163,7 +136,7 @@ def train_command(
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """Let torch compute with so many threads while the block lasts."""
+    """Set the number of torch's threads while the block lasts."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -1,4 +1,4 @@
-"""`mm2-split verify`: who loads which slice, and whether that is so."""
+"""`mm2-split verify`: the proof that each node loads its own slice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from minimax_tools.command_line.console import (
     shows_details,
     shows_pictures,
 )
-from minimax_tools.command_line.options import output_options, plan_option
+from minimax_tools.command_line.options import output_options
+from minimax_tools.commands.options import plan_model_option, plan_option
+from minimax_tools.json_codec import encode
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.verification_text import render_details, render_summary
 from minimax_tools.slices.verify import verify
@@ -22,19 +24,19 @@ from minimax_tools.slices.verify import verify
 
 @click.command("verify", cls=Mm2Command)
 @plan_option
-@click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only this node; repeat for several.")
 @click.option(
-    "--model", metavar="FOLDER|HUB_ID", help="The checkpoint, where it lies elsewhere than the plan says."
+    "--node", "nodes", multiple=True, metavar="NAME", help="Node to verify. Repeat for several. Default: all."
 )
+@plan_model_option
 @click.option(
     "--slices",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The folder of the slices' folders: every byte of them is read and held against the checkpoint.",
+    help="Parent folder of the slices. Every byte in it is compared with the checkpoint.",
 )
 @click.option(
     "--records",
     type=click.Path(path_type=Path, file_okay=False),
-    help="A run's capture directory, or its folder of read records: what each node read.",
+    help="Capture directory of a run, or its folder of read records. Verifies what each node read.",
 )
 @click.option("--verbose", is_flag=True, help=f"Show every section, as DEBUG={DETAILED_LEVEL} does.")
 @output_options
@@ -49,16 +51,16 @@ def verify_command(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Prove that each node loads its own slice, that all slices make up the model, and that no byte is wrong.
+    """Prove that each node loads its slice, that the slices make up the model, and that no byte is wrong.
 
-    Exits with 1 where a verdict fails.
+    Exits with 1 if a verdict fails.
 
     Example: mm2-split verify --plan plan.json --slices model_shards
     """
     plan = PartitionPlan.read(plan_file)
     verification = verify(plan, nodes=nodes, model=model, slices=slices, records=records)
     if as_json:
-        print_json(verification.to_values())
+        print_json(encode(verification))
     else:
         render = render_details if verbose or shows_details() else render_summary
         click.echo(render(verification, with_marks=shows_pictures(sys.stdout)))

@@ -12,7 +12,7 @@ from minimax_tools.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubAccess:
-    """How to reach a hub.
+    """Access to a hub: endpoint, token, cache and patience.
 
     Args:
         endpoint: Its address, without a slash at the end.
@@ -40,7 +40,7 @@ class HubAccess:
 
     @classmethod
     def from_environment(cls) -> HubAccess:
-        """The access that huggingface_hub's variables ask for (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`, …).
+        """Read the access from huggingface_hub's variables (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_OFFLINE`, …).
 
         Raises:
             CheckpointError: huggingface_hub cannot be imported.

@@ -39,7 +39,7 @@ class Attempts:
         self._num_failed = 0
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which is called until it succeeds.
+        """Return the result of `work`, which is called until it succeeds.
 
         Raises:
             FetchStoppedError: `stop` was set.
@@ -52,7 +52,7 @@ class Attempts:
                 self.fail(error)
 
     def progress(self) -> None:
-        """Something has come: earlier failures no longer count."""
+        """Forget earlier failures: data has arrived."""
         self._num_failed = 0
 
     def fail(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder given as such, or a model id that is fetched from the Hugging Face hub.
+"""The folder of a checkpoint: a local one, or a model id that is fetched from the Hugging Face hub.
 
 An id is `owner/name` or `owner/name@revision`. Of a sharded model only the shards that hold what is asked for are
 fetched. A folder wins over an id that reads the same.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from minimax_tools.checkpoint.index import INDEX_FILE, read_weight_map
+from minimax_tools.checkpoint.weight_files import INDEX_FILE, read_weight_map
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.snapshot import HubSnapshot, with_snapshot
@@ -31,7 +31,7 @@ _DEFAULT_REVISION = "main"
 
 
 def resolve_model(model: str, *, layers: range | None = None, access: HubAccess | None = None) -> Path:
-    """The folder of a checkpoint, fetched where `model` is a hub's id.
+    """Return the folder of a checkpoint, fetched where `model` is a hub's id.
 
     Args:
         model: A folder, `owner/name` or `owner/name@revision`.
@@ -48,7 +48,7 @@ def resolve_model(model: str, *, layers: range | None = None, access: HubAccess 
 
 
 def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
-    """The folder of a checkpoint as `resolve_model` gives it, of whose files the shards may not be here yet.
+    """Return the folder of a checkpoint as `resolve_model` does; its shards may not be there yet.
 
     Raises:
         CheckpointError: As for `resolve_model`.
@@ -62,14 +62,14 @@ def resolve_config(model: str, *, access: HubAccess | None = None) -> Path:
 
 
 def is_on_hub(model: str) -> bool:
-    """Whether a model is asked for by a hub's id: a folder wins over an id that reads the same."""
+    """Decide whether a model is named by a hub's id: an existing folder of that name wins."""
     return not model or not Path(model).expanduser().is_dir()
 
 
 def work_on_hub(
     model: str, work: Callable[[HubSnapshot], Result], *, access: HubAccess | None = None
 ) -> Result:
-    """The result of `work` on the snapshot of a hub's model, its description fetched.
+    """Return the result of `work` on the snapshot of a hub's model, its description fetched.
 
     Raises:
         UsageError: The model is a folder.
@@ -167,7 +167,7 @@ def _fetch_description(snapshot: HubSnapshot) -> None:
 
 
 def find_shards(snapshot: HubSnapshot, layers: range | None) -> set[str]:
-    """The shards to fetch; whatever an index does not name belongs to another format or another use."""
+    """Return the shards to fetch; files that no index names belong to another format or use."""
     for suffix in _SHARD_SUFFIXES:
         index_file = _INDEX_FILES[suffix]
         shards = {name for name in snapshot.files if "/" not in name and name.endswith(suffix)}

@@ -1,4 +1,4 @@
-"""What goes wrong between here and a hub: what may pass by itself, and what to tell the user.
+"""Failures of requests to a hub: which may pass by themselves, and what to tell the user.
 
 huggingface_hub speaks through requests before 1.0, through httpx before 2.0 and through httpx2 since: their
 errors have no common class, so they are told by the library they come from.
@@ -25,7 +25,7 @@ class BrokenTransferError(ConnectionError):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later: no connection, a timeout, a busy or failing server."""
+    """Decide whether a request may succeed later: no connection, a timeout, a busy or failing server."""
     error = _root(error)
     status = _status(error)
     if status is not None:
@@ -46,7 +46,7 @@ def asked_delay_s(error: BaseException) -> float:
 def translate(
     error: BaseException, *, model: str, revision: str, access: HubAccess, file: str | None = None
 ) -> CheckpointError:
-    """The error to show for a request about `model` (or one `file` of it) that failed for good."""
+    """Build the error for a request about `model` (or one `file` of it) that failed for good."""
     error = _root(error)
     if isinstance(error, CheckpointError):
         return error
@@ -126,7 +126,7 @@ def _found(error: BaseException) -> str:
 
 
 def _seconds(retry_after: str) -> float:
-    """The header Retry-After, which holds seconds or a date."""
+    """Read the header Retry-After, which holds seconds or a date."""
     if retry_after.strip().isdigit():
         return float(retry_after)
     try:

@@ -13,9 +13,14 @@ from minimax_tools.checkpoint.header import (
     parse_header,
     read_header,
 )
-from minimax_tools.checkpoint.index import INDEX_FILE, read_weight_map
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX
-from minimax_tools.checkpoint.weight_map import contradictions, faulty_checkpoint, weight_map_of
+from minimax_tools.checkpoint.weight_files import (
+    INDEX_FILE,
+    SAFETENSORS_SUFFIX,
+    contradictions,
+    faulty_checkpoint,
+    read_weight_map,
+    weight_map_of,
+)
 from minimax_tools.errors import CheckpointError
 from minimax_tools.hub.checkpoint_folder import find_shards
 from minimax_tools.hub.ranges import HubRanges, NoRangesError
@@ -27,7 +32,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
-    """Every tensor of a hub's model by name; of shards that are not here two short ranges each are fetched.
+    """Read every tensor's entry of a hub's model by name; two short ranges of each missing shard are fetched.
 
     Args:
         snapshot: Its description is here already.
@@ -57,7 +62,7 @@ def read_hub_headers(snapshot: HubSnapshot) -> Mapping[str, TensorEntry]:
 
 
 def read_shard_headers(snapshot: HubSnapshot, shards: Iterable[str]) -> Mapping[str, tuple[TensorEntry, ...]]:
-    """The tensors of some shards of a hub's model, by shard; of those that are not here by byte ranges.
+    """Read the tensors of some shards of a hub's model, by shard; byte ranges serve for shards that are not here.
 
     Raises:
         NoRangesError: The server sends whole files only.

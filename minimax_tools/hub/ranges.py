@@ -45,7 +45,7 @@ class HubRanges:
         return b"".join(self.stream(file, start, stop))
 
     def stream(self, file: HubFile, start: int, stop: int) -> Iterator[bytes]:
-        """The same bytes piece by piece; a transfer that breaks off goes on where it was.
+        """Yield the bytes piece by piece; a transfer that breaks off goes on where it was.
 
         Raises:
             NoRangesError: The server sends whole files only.
@@ -65,7 +65,7 @@ class HubRanges:
                 pieces.close()
 
     def _next(self, pieces: Iterator[bytes], attempts: Attempts, file: HubFile) -> bytes | None:
-        """The next piece; None where there is none, or another attempt is due."""
+        """Return the next piece; None where there is none, or another attempt is due."""
         try:
             return next(pieces, None)
         except Exception as error:
@@ -85,7 +85,7 @@ class HubRanges:
             ) from last
 
     def _stream_once(self, file: HubFile, start: int, stop: int) -> Generator[bytes, None, None]:
-        """One answer's bytes, no more than were asked for."""
+        """Yield one answer's bytes, no more than were asked for."""
         missing = stop - start
         with open_body(self._commit, file.name, byte_range=f"bytes={start}-{stop - 1}") as (answer, pieces):
             self._require_part(answer, file, start)

@@ -48,11 +48,11 @@ class HubSnapshot:
 
     @property
     def folder(self) -> Path:
-        """Where the fetched files lie under their names."""
+        """Folder in which the fetched files lie under their names."""
         return self.commit.folder
 
     def fetch(self, names: Iterable[str]) -> dict[str, Path]:
-        """The files' paths by name, fetched where the cache lacks them.
+        """Return the files' paths by name, fetched where the cache lacks them.
 
         Raises:
             NotCachedError: The cache lacks some, and the hub is not asked.
@@ -69,7 +69,7 @@ class HubSnapshot:
         return {name: self.folder / name for name in wanted}
 
     def lacking(self, missing: Sequence[str]) -> CheckpointError:
-        """The error for files that are needed and cannot be had: there are none, or only the hub has them."""
+        """Build the error for files that are needed and cannot be had: nobody has them, or the hub alone."""
         shown = ", ".join(missing[:_NUM_NAMES_SHOWN])
         more = f" and {len(missing) - _NUM_NAMES_SHOWN} more" if len(missing) > _NUM_NAMES_SHOWN else ""
         if self.is_listed:
@@ -141,7 +141,7 @@ class HubSnapshot:
 def with_snapshot(
     model: str, revision: str, *, access: HubAccess, work: Callable[[HubSnapshot], Result]
 ) -> Result:
-    """The result of `work` on the model's snapshot; the cache's, where the hub is not or need not be asked.
+    """Return the result of `work` on the model's snapshot; on the cache's, where the hub cannot or need not be asked.
 
     Raises:
         CheckpointError: What `work` raises; or the hub cannot be reached, or has no such model or revision,
@@ -162,7 +162,7 @@ def with_snapshot(
 
 
 def _work_unreached(cached: HubSnapshot, error: Exception, work: Callable[[HubSnapshot], Result]) -> Result:
-    """The result of `work` on what is cached, or, where that does not suffice, with more patience."""
+    """Return the result of `work` on what is cached, or, where that does not suffice, with more patience."""
     commit = cached.commit
     try:
         result = work(cached)
@@ -208,7 +208,7 @@ def _read_listing(model: str, revision: str, access: HubAccess) -> HubSnapshot:
 
 
 def _cached_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapshot | None:
-    """The revision as the cache knows it; None where it knows nothing of it."""
+    """Return the revision as the cache knows it; None where it is unknown there."""
     commit = HubCommit(model=model, revision=revision, commit=revision, access=access)
     if _COMMIT.fullmatch(revision) is None:
         try:
@@ -231,7 +231,7 @@ def _empty_snapshot(model: str, revision: str, access: HubAccess) -> HubSnapshot
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name stays in the snapshot's folder, whatever the hub says."""
+    """Decide whether a name stays in the snapshot's folder, whatever the hub says."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\\" not in name
 

@@ -1,8 +1,8 @@
-"""HubTransfer: brings single files of one commit into the cache, resumed by range and verified by hash.
+"""Transfers of single files of one commit into the cache, resumed by range and verified by hash.
 
-huggingface_hub does the talking, the cache and the xet protocol. What it does not do in all its versions is done
-here: from 2.0 on it drops the part of a file that has come when the connection breaks, and none compares hashes.
-So a file that comes over plain HTTP is written beside the cache's blobs, verified, and only then made one.
+huggingface_hub does the talking, the cache and the xet protocol. Two things it does not do in all its versions. From
+2.0 on it drops the received part of a file when the connection breaks. No version compares hashes. So a file that
+arrives over plain HTTP is written beside the cache's blobs, verified, and only then made one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HASHED_AT_ONCE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
-    """One file of a hub's model.
+    """A file of a hub's model.
 
     Args:
         name: Its path in the repository.
@@ -46,7 +46,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubCommit:
-    """One commit of a hub's model, and where the cache keeps it.
+    """A commit of a hub's model, and its place in the cache.
 
     Args:
         model: `owner/name`.
@@ -71,15 +71,15 @@ class HubCommit:
         return self.cache / "snapshots" / self.commit
 
     def blob(self, content_hash: str) -> Path:
-        """Where the cache keeps content of that hash."""
+        """Return the cache's path for content of a hash."""
         return self.cache / "blobs" / content_hash
 
     def part(self, content_hash: str) -> Path:
-        """Where content of that hash is while it is coming."""
+        """Return the path for content of a hash while it is arriving."""
         return self.blob(content_hash).with_name(f"{content_hash}.incomplete")
 
     def holds(self, file: HubFile) -> bool:
-        """Whether the snapshot has the file, in its right size."""
+        """Decide whether the snapshot has the file, in its right size."""
         path = self.folder / file.name
         return path.is_file() and file.size_bytes in (None, path.stat().st_size)
 
@@ -102,7 +102,7 @@ class HubTransfer:
         self._on_bytes = on_bytes
 
     def fetch(self, file: HubFile) -> Path:
-        """The file's path in the snapshot, fetched anew if it is absent or has another size.
+        """Return the file's path in the snapshot, fetched anew if it is absent or has another size.
 
         Raises:
             CheckpointError: It could not be fetched or stored, or is corrupted twice.
@@ -172,7 +172,7 @@ class HubTransfer:
         return Path(path)
 
     def _fetch_by_xet(self, file: HubFile) -> Path | None:
-        """The file in the snapshot, or None where plain HTTP has to do."""
+        """Return the file in the snapshot, or None where plain HTTP has to do."""
         try:
             path = self._link(file)
             found = _measure(path, file)
@@ -267,7 +267,7 @@ class HubTransfer:
 def open_body(
     commit: HubCommit, name: str, *, byte_range: str | None = None
 ) -> Iterator[tuple[Any, Iterator[bytes]]]:
-    """The answer to a request for a file, and its body piece by piece as it comes.
+    """Open the answer to a request for a file, its body piece by piece as it arrives.
 
     It goes through huggingface_hub's session: of requests before 1.0, of httpx since.
 
@@ -305,7 +305,7 @@ def _speaks_xet() -> bool:
 
 
 def _measure(path: Path, file: HubFile) -> str | None:
-    """What is wrong with the file at `path`, in words; None if nothing is."""
+    """Describe what is wrong with the file at `path`; None if nothing is."""
     size_bytes = path.stat().st_size
     if file.size_bytes not in (None, size_bytes):
         return f"{size_bytes} bytes"

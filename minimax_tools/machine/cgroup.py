@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
-    """Where one version of cgroups keeps what."""
+    """Places of limits and usage in one version of cgroups."""
 
     folder: str
     limits: tuple[str, ...]
@@ -32,7 +32,7 @@ _V2 = _Version(
 
 
 def cgroup_headroom_bytes(*, root: Path = Path("/")) -> int | None:
-    """What this process's cgroup and those above it still allow, in bytes; None where none limits it.
+    """Return the bytes that this process's cgroup and those above it still allow; None where none limits it.
 
     The page cache counts as free: the kernel drops it before it refuses memory.
 
@@ -62,7 +62,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[_Version, str]]:
 
 
 def _upward(mount: Path, group: str) -> Iterator[Path]:
-    """The group's folder and those above it; within a container the path may lead to nothing, the mount does."""
+    """Return the group's folder and those above it; in a container the path may not exist, but the mount does."""
     folder = mount / group.strip("/")
     yield folder
     while folder != mount:
@@ -88,7 +88,7 @@ def _cached_bytes(folder: Path, version: _Version) -> int:
 
 
 def _read_number(path: Path) -> int | None:
-    """A limit or an amount; None where the file is missing or says `max`."""
+    """Read a limit or an amount in bytes; None where the file is missing or says `max`."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:

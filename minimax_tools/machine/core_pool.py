@@ -29,5 +29,5 @@ class CorePool(ThreadPoolExecutor):
 
 
 def _compute_alone() -> None:
-    """Each thread is one of as many as there are cores: torch must not start more in it."""
+    """Keep torch to one thread: the pool already has one for each core."""
     torch.set_num_threads(1)

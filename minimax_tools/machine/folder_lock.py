@@ -54,7 +54,7 @@ def locked_directory(directory: Path, *, owner: str = "") -> Iterator[None]:
 
 
 def read_owner(directory: Path) -> str | None:
-    """The run that writes in `directory`, or wrote there last and was killed; None where none is to be seen."""
+    """Return the run that writes in `directory`, or the killed one that wrote there last; None without a trace."""
     try:
         return (directory / LOCK_NAME).read_text(encoding="utf-8")
     except OSError:

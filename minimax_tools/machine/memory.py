@@ -44,7 +44,7 @@ __all__ = [
 
 
 class MemoryBudgetError(CannotRunError):
-    """What comes next would take the process above its memory budget; nothing was allocated for it yet.
+    """A step that would take the process above its memory budget; nothing was allocated for it yet.
 
     Args:
         purpose: What the memory is for, as in "reading layer 7".
@@ -79,7 +79,7 @@ class MemoryBudgetError(CannotRunError):
 
 
 def available_bytes(*, root: Path = Path("/")) -> int:
-    """Memory that this process can still take without swapping: the machine's, or its cgroup's if that is less.
+    """Return the bytes that this process can still take without swapping: the machine's, or its cgroup's if less.
 
     Args:
         root: Where `proc` and `sys` lie.
@@ -98,9 +98,9 @@ class MemoryTracker:
             tracker.snapshot("loaded")
         print(tracker.summary())
 
-    It prints nothing: texts and values go to the caller. While it is started, a thread samples the host's memory,
-    so that a peak counts that is gone before the next snapshot; what comes and goes within `interval_s`, or within
-    one call that holds Python's lock, may be missed. Without `start`, snapshots alone are seen.
+    It prints nothing: texts and values go to the caller. While it is started, a thread samples the host's memory, so
+    that a peak between two snapshots counts. A peak shorter than `interval_s`, or within one call that holds Python's
+    lock, may be missed. Without `start`, only the snapshots count.
 
     Args:
         interval_s: Seconds between samples; at a hundred a second they take one or two percent of a core.
@@ -174,7 +174,7 @@ class MemoryTracker:
         return self._peak
 
     def get_current_usage(self) -> dict[str, int]:
-        """The memory now, in bytes: of the process in all, its kinds, its devices, and what it could still take."""
+        """Return the memory now, in bytes: the process in all, its kinds, its devices, and what it could still take."""
         usage = MemoryUsage.current()
         return {
             "ram_bytes": usage.resident_bytes,
@@ -186,14 +186,14 @@ class MemoryTracker:
         }
 
     def report(self) -> str:
-        """The latest snapshot and its change from the one before, or from the tracker's making, in a few lines."""
+        """Describe the latest snapshot and its change from the one before, in a few lines."""
         if not self.snapshots:
             return word_change("now", self.baseline, MemoryUsage.current())
         before = self.snapshots[-2].usage if len(self.snapshots) > 1 else self.baseline
         return word_change(self.snapshots[-1].label, before, self.snapshots[-1].usage)
 
     def summary(self) -> str:
-        """The peaks, and every snapshot on a line of its own."""
+        """Describe the peaks, and every snapshot on a line of its own."""
         notes = []
         if not self._was_sampled:
             notes.append("Seen at snapshots only: nothing was sampled between them.")
@@ -239,12 +239,12 @@ class MemoryBudget:
 
     @classmethod
     def unlimited(cls) -> MemoryBudget:
-        """A budget that nothing breaks."""
+        """Return a budget without a limit."""
         return cls(None)
 
     @property
     def left_bytes(self) -> int | None:
-        """What could be asked for now; None where there is no limit."""
+        """Return the bytes that could be reserved now; None where there is no limit."""
         if self.limit_bytes is None:
             return None
         with self._lock:
@@ -353,6 +353,6 @@ def give_back_freed_pages() -> None:
 
 
 def _round_up(num_bytes: int) -> str:
-    """The least size that is not below `num_bytes` and has one decimal, as an option takes it: `12.4GB`."""
+    """Round up to one decimal, in the form an option takes: `12.4GB`."""
     step = max(1000 ** ((len(str(num_bytes)) - 1) // 3) // 10, 1)
     return word_size(-(-num_bytes // step) * step).replace(" ", "")

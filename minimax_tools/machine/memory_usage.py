@@ -1,4 +1,4 @@
-"""What a process holds in memory: a reading, a labelled one, the highest of many, and their words."""
+"""Memory of a process: a reading, a labelled one, the highest of many, and their wording."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LABEL_CELLS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsage:
-    """What this process holds at one moment, all in bytes.
+    """Memory that this process holds at one moment, in bytes.
 
     On Linux the numbers are the kernel's own. Elsewhere the system does not tell the kinds apart: then
     `are_kinds_known` is False, `anonymous_bytes` is all resident memory, and so too high rather than too low.
@@ -50,7 +50,7 @@ class MemoryUsage:
 
     @classmethod
     def current(cls) -> MemoryUsage:
-        """This process now, on the host and on every device."""
+        """Read this process's memory, on the host and on every device."""
         # Asking a device for its memory would set CUDA up, which takes hundreds of megabytes.
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
         return replace(
@@ -61,7 +61,7 @@ class MemoryUsage:
 
     @classmethod
     def on_host(cls) -> MemoryUsage:
-        """This process now, on the host alone: some ten microseconds."""
+        """Read this process's memory on the host alone, in some ten microseconds."""
         try:
             return cls.from_status(_STATUS.read_text(encoding="ascii", errors="replace"))
         except (OSError, KeyError):
@@ -85,12 +85,12 @@ class MemoryUsage:
 
     @classmethod
     def undivided(cls) -> MemoryUsage:
-        """This process now, as any system can tell: resident memory as a whole, the host alone."""
+        """Read this process's resident memory as a whole, on systems without /proc."""
         return cls(anonymous_bytes=psutil.Process().memory_info().rss, are_kinds_known=False)
 
     @property
     def resident_bytes(self) -> int:
-        """All of the process that is in the machine's memory: anonymous, file-backed and shared."""
+        """Bytes of the process in the machine's memory: anonymous, file-backed and shared."""
         return self.anonymous_bytes + self.file_bytes + self.shared_bytes
 
     @property
@@ -121,7 +121,7 @@ class MemoryPeak:
         return sum(self.device_bytes.values())
 
     def raised_by(self, usage: MemoryUsage, *, since: MemoryUsage) -> MemoryPeak:
-        """The highest of this peak, of `usage`, and of what the counters in it saw after `since`."""
+        """Return the highest of this peak, of `usage`, and of its counters after `since`."""
         return MemoryPeak(
             anonymous_bytes=max(self.anonymous_bytes, usage.anonymous_bytes),
             file_bytes=max(self.file_bytes, usage.file_bytes),
@@ -173,7 +173,7 @@ def word_change(label: str, before: MemoryUsage, after: MemoryUsage) -> str:
 
 
 def word_summary(peak: MemoryPeak, snapshots: Sequence[MemorySnapshot], *, notes: Sequence[str]) -> str:
-    """The peaks, what must be known about them, and a line per snapshot."""
+    """Describe the peaks, their caveats, and each snapshot on a line."""
     devices = "".join(f", {device} {_gb(num_bytes)}" for device, num_bytes in peak.device_bytes.items())
     lines = [
         "=== Memory Usage Summary ===",
@@ -209,5 +209,5 @@ def _gb(num_bytes: int) -> str:
 
 
 def _if_risen(counted: int | None, before: int | None) -> int:
-    """A counter of the most ever, where it rose since; else it tells of a time before."""
+    """Return a counter's maximum where it rose since an earlier reading; else the maximum is older."""
     return counted if counted is not None and counted > (before or 0) else 0

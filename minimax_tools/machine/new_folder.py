@@ -20,7 +20,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @contextmanager
 def new_folder(output: Path, *, size_bytes: int, remedy: str) -> Iterator[Path]:
-    """An empty folder to be filled, which becomes `output` if the block ends well and is removed if not.
+    """Yield an empty folder, which becomes `output` if the block ends well and is removed if not.
 
     Until then it is `.NAME.partial-…` beside it. What a killed process left under such a name is removed first.
 

@@ -21,7 +21,7 @@ _TEMPORARY = re.compile(r"\..+\.(safetensors|json)(\.[0-9a-f]{8})?\.tmp")
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary sibling of `path` that takes its place once the block has ended well.
+    """Yield a temporary sibling of `path`, which takes its place once the block has ended well.
 
     Raises:
         CaptureError: The disk is full, or cannot be written to.
@@ -50,7 +50,7 @@ def remove_temporaries(directory: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is one that `replacing` made and a killed run left behind."""
+    """Decide whether a file is one that `replacing` made and a killed run left behind."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 

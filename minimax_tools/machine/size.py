@@ -13,7 +13,7 @@ _SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?)\s*({'|'.join(_UNITS)})", re.IGNORECA
 
 
 def parse_size(text: str) -> int:
-    """The whole bytes of a size such as `12GB`, `40 GiB` or `1.5TB`; the unit's case does not matter.
+    """Return the whole bytes of a size such as `12GB`, `40 GiB` or `1.5TB`, in any case.
 
     Raises:
         ValueError: `text` is no number with a unit. A bare number is refused: nobody can tell what 12 counts.

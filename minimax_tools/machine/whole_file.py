@@ -12,7 +12,7 @@ from typing import TextIO
 
 @contextmanager
 def whole_file(path: Path, *, newline: str | None = None) -> Iterator[TextIO]:
-    """A file to write UTF-8 into, which becomes `path` once the block has ended well; the folder must be there.
+    """Open a UTF-8 file for writing, which becomes `path` once the block has ended well; the folder must exist.
 
     Args:
         path: The file.

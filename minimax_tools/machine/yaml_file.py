@@ -11,7 +11,7 @@ from minimax_tools.errors import UsageError
 
 
 def read_yaml(path: Path) -> Any:
-    """The value that a YAML file holds: dicts, lists, strings, numbers, booleans and None.
+    """Read the value of a YAML file: dicts, lists, strings, numbers, booleans and None.
 
     Raises:
         UsageError: The file cannot be read, is no YAML, or names a key twice.
@@ -36,7 +36,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _find_twice(node: Any, *, seen: set[int]) -> Any:
-    """The first key of a mapping that stood in it before; None where there is none."""
+    """Return the first key that a mapping repeats; None where there is none."""
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return None
     seen.add(id(node))

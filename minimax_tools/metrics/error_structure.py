@@ -1,8 +1,8 @@
-"""Structure: ρ of an error seen through averages that noise hardly survives and a systematic mistake does.
+"""Structure of an error: averages in which noise nearly cancels and a systematic mistake does not.
 
-Rounding errors have no direction and no memory: averaged over a token's channels, or over a channel's tokens, they
-all but cancel, on both sides alike. A wrong scale, an offset or a few wrong channels do not, although they may be
-smaller than the noise itself.
+Rounding errors have random signs. Averaged over a token's channels, or over a channel's tokens, they nearly cancel on
+both sides. A wrong scale, an offset or a few wrong channels remain, even where they are smaller than the noise.
+
 Shapes: T judged tokens, F channels of a site.
 """
 
@@ -20,14 +20,14 @@ _BLOCK_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """The target's averages over the golden's; 1 is as good as the golden.
+    """Averages of the target's error over those of the golden's; 1 is as good as the golden.
 
     Args:
-        token_gain: Of the scale of each token, which is all its ordinary channels' error along their value.
-        channel_gain: Of the scale of each channel over the tokens.
-        channel_offset: Of the mean error of each channel over the tokens.
-        channel_worst: Error of the worst channel over all tokens.
-        worst_channel: Which it is.
+        token_gain: Ratio of the gains of the tokens: the part of the error along the value, over ordinary channels.
+        channel_gain: Ratio of the gains of the channels: the part of the error along the value, over tokens.
+        channel_offset: Ratio of the sums of the errors of the channels over tokens.
+        channel_worst: Ratio of the errors of the worst channel over all tokens.
+        worst_channel: Index of the worst channel.
     """
 
     token_gain: float
@@ -37,7 +37,7 @@ class Structure:
     worst_channel: int
 
     def divided(self, divisors: Sequence[float]) -> Structure:
-        """The same, each of `figures` in a unit that is so many times as large."""
+        """Divide each of `figures` by its divisor."""
         token_gain, channel_gain, channel_offset, channel_worst = (
             figure / divisor for figure, divisor in zip(self.figures, divisors, strict=True)
         )
@@ -51,13 +51,13 @@ class Structure:
 
     @property
     def figures(self) -> tuple[float, float, float, float]:
-        """The gains of tokens and of channels, the channels' offset, and the worst channel's error."""
+        """Gains of tokens and of channels, offset of channels, and error of the worst channel."""
         return self.token_gain, self.channel_gain, self.channel_offset, self.channel_worst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Averages:
-    """Of one side's error: gains per token [T], gains, offsets and squared errors per channel [F]; float64."""
+    """Averages of one side's error, float64: gains per token [T], and gains, offsets and squares per channel [F]."""
 
     token_gains: torch.Tensor
     channel_gains: torch.Tensor
@@ -68,20 +68,20 @@ class _Averages:
 def measure_structure(
     twin: torch.Tensor, reference: torch.Tensor, target: torch.Tensor, *, massive: torch.Tensor
 ) -> Structure | None:
-    """The structure of a target's error; None where the golden has no error to hold it against.
+    """Measure the structure of a target's error; None where the golden has no error to compare it with.
 
     Args:
-        twin: float32 [T,F], what both sides approximate.
+        twin: float32 [T,F], the values that both sides approximate.
         reference: [T,F], the golden.
         target: [T,F], the port.
-        massive: bool [F], the massive channels; they would hide the others in a token's scale.
+        massive: bool [F], massive channels; they would hide the others in the gain of a token.
     """
     mine = _average(reference, twin, massive)
     theirs = _average(target, twin, massive)
     floor = mine.channel_squares
     if not float(floor.sum()) > 0.0:
         return None
-    # A channel that happens to be free of noise is held against the median one.
+    # A channel without noise is compared with the median channel.
     ratios = theirs.channel_squares / floor.clamp(min=max(float(floor.median()), _TINY))
     worst = int(ratios.argmax())
     return Structure(
@@ -94,7 +94,7 @@ def measure_structure(
 
 
 def _average(rows: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor) -> _Averages:
-    """A block of rows at a time, in float32: an error has few digits; sums over blocks are float64."""
+    """Average block by block of rows: float32 suffices for an error of few digits, sums over blocks are float64."""
     num_channels = rows.shape[1]
     ordinary = (~massive).to(torch.float32)
     gains = []

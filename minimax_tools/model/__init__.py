@@ -1,1 +1,11 @@
-"""Room."""
+"""The quantities, sites and runs of a MiniMax-M2, without any tensor of a checkpoint.
+
+- `spec`: quantities of config.json, checked
+- `weight_names`: names, shapes and sizes of a layer's tensors
+- `architecture`: module paths of other models, and the part of a model that a tensor belongs to
+- `sites`: named points of a layer and of the model
+- `site_layouts`: assembly of a site from the pieces of several ranks
+- `span`: a range of layers
+- `run`: layers, mode and sites of a run
+- `inputs`: the padded token rows of a run
+"""

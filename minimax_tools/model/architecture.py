@@ -1,7 +1,7 @@
-"""Architecture: under which module paths a model's checkpoint keeps its embeddings, layers, final norm and head.
+"""Module paths of a model: embeddings, decoder layers, final norm and head.
 
-A path is compared segment by segment, so `model.layers.1` is not the beginning of `model.layers.10`, and what
-merely resembles a decoder's layers (`visual.blocks.0`, `encoder.layers.0`, `mtp.layers.0`) is none.
+Paths are compared segment by segment: `model.layers.1` does not contain `model.layers.10`. Modules that merely resemble
+decoder layers (`visual.blocks.0`, `encoder.layers.0`, `mtp.layers.0`) are none.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from types import MappingProxyType
 
 from minimax_tools.errors import UsageError
 
-# ASCII on purpose: int() reads the digits of other scripts too, and no file is named with them.
+# int() would read digits of other scripts too; no checkpoint uses them.
 _NUMBER = re.compile("0|[1-9][0-9]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The module paths of one architecture; where a field holds several, a tensor under any of them counts.
+    """The module paths of one architecture; a tensor under any path of a field counts.
 
     Args:
-        model_type: As config.json calls it.
-        layers: Of the list of decoder layers, without the number.
-        token_embeddings: Of the embedding of token ids, which an absent lm_head is tied to.
-        other_embeddings: Of what is added to it before the first layer, such as learned positions.
-        final_norms: Of the norm behind the last layer.
-        lm_heads: Of the projection to logits.
-        num_layers: How many decoder layers there are, where it is known: some checkpoints store modules for
-            predicting further tokens as layers behind the last one.
+        model_type: Name in config.json.
+        layers: Paths of the list of decoder layers, without the number.
+        token_embeddings: Paths of the token embedding; an absent lm_head is tied to it.
+        other_embeddings: Paths of what is added to it before the first layer, such as learned positions.
+        final_norms: Paths of the norm after the last layer.
+        lm_heads: Paths of the projection to logits.
+        num_layers: Number of decoder layers, if known. Some checkpoints store modules that predict further tokens
+            as layers after the last one.
 
     Raises:
         ValueError: A role has no path, or `num_layers` is no positive number.
@@ -52,10 +52,10 @@ class Architecture:
 
     @classmethod
     def of(cls, model_type: str) -> Architecture:
-        """The architecture of a `model_type` that mm2 knows by heart.
+        """Return the architecture of a `model_type` that mm2 knows.
 
         Raises:
-            UsageError: It is none of them; the known ones are listed.
+            UsageError: The `model_type` is unknown; the known ones are listed.
         """
         try:
             return ARCHITECTURES[model_type]
@@ -69,7 +69,7 @@ class Architecture:
             ) from None
 
     def layer_of(self, name: str) -> int | None:
-        """The decoder layer that a tensor belongs to, its block scales included; None for all other tensors."""
+        """Return the decoder layer that a tensor or its block scales belong to; None for all other tensors."""
         for path in self.layers:
             number, dot, _ = name.removeprefix(path + ".").partition(".")
             if name.startswith(path + ".") and dot and _NUMBER.fullmatch(number):
@@ -79,12 +79,12 @@ class Architecture:
 
 
 def lies_under(name: str, paths: tuple[str, ...]) -> bool:
-    """Whether a tensor belongs to a module at one of `paths`, or is itself at one."""
+    """Decide whether a tensor lies at or below one of `paths`."""
     return any(name == path or name.startswith(path + ".") for path in paths)
 
 
 def _llama_like(model_type: str) -> Architecture:
-    # Bare paths: a checkpoint of the base model alone, saved without the wrapper that has the head.
+    # Bare paths belong to a checkpoint of the base model, saved without the wrapper that has the head.
     return Architecture(
         model_type=model_type,
         layers=("model.layers", "layers"),
@@ -115,37 +115,36 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 class ParamMapper:
-    """Tells the parts of a model apart by the names of their tensors.
+    """The parts of a model, told apart by the names of their tensors.
 
-    `model_type` is what config.json says (see `ARCHITECTURES`), or for any other model its `Architecture`.
-    Block scales and biases belong to the part that their weight belongs to. Every method raises `UsageError`
-    for a `model_type` that is not known.
+    `model_type` comes from config.json (see `ARCHITECTURES`); for other models it is an `Architecture`. Block scales
+    and biases belong to the part of their weight. Every method raises `UsageError` for an unknown `model_type`.
     """
 
     @staticmethod
     def is_embedding(name: str, model_type: str | Architecture) -> bool:
-        """Whether the tensor is needed before the first layer: of token ids, or of positions."""
+        """Decide whether a tensor embeds token ids or positions."""
         architecture = _architecture(model_type)
         return lies_under(name, architecture.token_embeddings + architecture.other_embeddings)
 
     @staticmethod
     def is_token_embedding(name: str, model_type: str | Architecture) -> bool:
-        """Whether the tensor embeds token ids, so that a tied lm_head is the same matrix."""
+        """Decide whether a tensor embeds token ids; a tied lm_head is the same matrix."""
         return lies_under(name, _architecture(model_type).token_embeddings)
 
     @staticmethod
     def get_layer_number(name: str, model_type: str | Architecture) -> int | None:
-        """The decoder layer that the tensor belongs to; None where it belongs to none."""
+        """Return the decoder layer that a tensor belongs to; None if it belongs to none."""
         return _architecture(model_type).layer_of(name)
 
     @staticmethod
     def is_final_norm(name: str, model_type: str | Architecture) -> bool:
-        """Whether the tensor belongs to the norm behind the last layer; a layer's own norms do not."""
+        """Decide whether a tensor belongs to the norm after the last layer."""
         return lies_under(name, _architecture(model_type).final_norms)
 
     @staticmethod
     def is_lm_head(name: str, model_type: str | Architecture) -> bool:
-        """Whether the tensor belongs to the projection to logits; where no tensor does, the head is tied."""
+        """Decide whether a tensor belongs to the projection to logits; if none does, the head is tied."""
         return lies_under(name, _architecture(model_type).lm_heads)
 
 

@@ -1,4 +1,4 @@
-"""Inputs: the token rows of a run, padded to one batch, with what the model needs to know of the padding."""
+"""The token rows of a run, padded to one batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from minimax_tools.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """One batch of token rows.
+    """A batch of token rows.
 
     Args:
         input_ids: int64 [B,S].
         attention_mask: int64 [B,S], 1 on real rows, 0 on padding.
-        position_ids: int64 [B,S], counted over each row's real tokens from its first position on. Padding repeats the
-            row's last position on the right, and its first on the left.
-        source: Where the rows came from, in a few words.
+        position_ids: int64 [B,S], counted over each row's real tokens from its first position on. Right padding
+            repeats the row's last position, left padding its first.
+        source: Origin of the rows, in a few words.
     """
 
     input_ids: torch.Tensor
@@ -63,20 +63,20 @@ class Inputs:
         return self.position_ids.max(dim=1, keepdim=True).values + 1
 
     def row_positions(self) -> list[list[int]]:
-        """Positions of each row's tokens, without padding."""
+        """List the positions of each row's tokens, without padding."""
         return [
             positions[mask.bool()].tolist()
             for positions, mask in zip(self.position_ids, self.attention_mask, strict=True)
         ]
 
     def real_rows(self) -> list[list[int]]:
-        """The token ids of each row, without padding."""
+        """List the token ids of each row, without padding."""
         return [
             ids[mask.bool()].tolist() for ids, mask in zip(self.input_ids, self.attention_mask, strict=True)
         ]
 
     def digest(self) -> str:
-        """sha256 over ids, mask and positions: equal for equal inputs only."""
+        """Compute sha256 over ids, mask and positions."""
         digest = hashlib.sha256()
         for tensor in self.tensors().values():
             digest.update(str(tuple(tensor.shape)).encode())
@@ -84,7 +84,7 @@ class Inputs:
         return digest.hexdigest()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The three tensors by name, as they are stored."""
+        """Return ids, mask and positions by name, as they are stored."""
         return {
             "input_ids": self.input_ids,
             "attention_mask": self.attention_mask,
@@ -112,10 +112,10 @@ def pad_rows(
     Args:
         rows: Token ids of each row.
         padding_side: `left` or `right`.
-        buckets: Lengths to choose from; empty for the longest row's.
-        pad_token_id: The id that padding gets.
-        source: Where the rows came from, in a few words.
-        start_positions: Position of each row's first token; empty where all rows begin at 0.
+        buckets: Allowed lengths; empty for the longest row's length.
+        pad_token_id: Token id of padding.
+        source: Origin of the rows, in a few words.
+        start_positions: Position of each row's first token; empty if all rows begin at 0.
 
     Raises:
         UsageError: No row, an empty row, or a row longer than every bucket.
@@ -147,12 +147,12 @@ def pad_rows(
 
 
 def num_positions_left(last_position: int, max_position_embeddings: int) -> int:
-    """Count the tokens that can follow a row's last: the last of them is never fed, so it needs no position."""
+    """Count the tokens that can follow a row's last; the very last is no input and needs no position."""
     return max_position_embeddings - last_position
 
 
 def random_rows(lengths: tuple[int, ...], *, batch_size: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Rows of uniform random ids: one for each length, and all that `batch_size` times, with new ids."""
+    """Draw uniform random ids: one row for each length, `batch_size` times."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(0, vocab_size, (length,), generator=generator).tolist()
@@ -172,13 +172,13 @@ def word_positions(inputs: Inputs) -> str:
 
 
 def decoded_rows(attention_mask: torch.Tensor, num_rows: int) -> range:
-    """The columns of a batch that are decoded, so that of each prompt the last `num_rows` real ones are, at least.
+    """Choose the columns of a batch to decode: at least the last `num_rows` real ones of each prompt.
 
-    A prompt that is no longer than that is decoded from its second row on. Behind the last real row nothing is.
+    A shorter prompt is decoded from its second row on. Columns after the last real row are left out.
 
     Args:
         attention_mask: [B,S] of 0/1.
-        num_rows: How many; less than the longest prompt has.
+        num_rows: Number of rows, less than the longest prompt has.
     """
     real = [prompt.nonzero().flatten().tolist() for prompt in attention_mask]
     starts = [columns[max(len(columns) - num_rows, 1)] for columns in real if len(columns) > 1]

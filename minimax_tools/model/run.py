@@ -1,6 +1,6 @@
-"""Run: which layers are run how, between which sites, and what of them is kept.
+"""A run before it starts: its layers, its mode, and the sites to keep.
 
-`single-layer`, `multi-layer`, `component`, `sweep` and `full` are presets of this one value.
+`single-layer`, `multi-layer`, `component`, `sweep` and `full` are presets of `Run`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 from minimax_tools.errors import UsageError
-from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site, parse_site
+from minimax_tools.json_codec import decode_fields, encode
+from minimax_tools.model.sites import SITE_LEVELS, ModelSite, Site
 from minimax_tools.model.span import Span
 
 
 class Mode(str, Enum):
-    """Where a layer's input comes from."""
+    """Source of a layer's input."""
 
     ISOLATED = "isolated"  # the golden's own input, for each layer
     CHAINED = "chained"  # the output of the layer before
@@ -42,7 +43,7 @@ class Component(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """What a component is fed from the golden, and which sites it computes from that."""
+    """The sites that a component takes from the golden, and the sites that it computes."""
 
     fed: tuple[Site, ...]
     computed: tuple[Site, ...]
@@ -80,13 +81,13 @@ class Run:
     """A run before it starts.
 
     Args:
-        name: Name of the capture directory, which tells runs of one host apart.
+        name: Name of the capture directory, unique for the host.
         span: The layers that run.
         mode: Isolated or chained.
         sites: Sites to keep of every layer, in execution order.
         model_sites: Sites to keep outside the layers.
-        component: The component run alone, where it is one.
-        decode_rows: How many of each prompt's last rows are computed one at a time, from the keys and values before.
+        component: The only component that runs; None for whole layers.
+        decode_rows: Number of each prompt's last rows that are computed one at a time, from cached keys and values.
     """
 
     name: str
@@ -100,7 +101,7 @@ class Run:
     def __post_init__(self) -> None:
         if self.decode_rows and self.component is not None:
             raise UsageError(
-                "a component does not decode: it is fed the golden's values for all rows at once",
+                "a component does not decode: it gets the golden's values for all rows at once",
                 next_step="Decode with mm2-test single-layer, or leave out --decode.",
             )
         if not self.sites:
@@ -110,48 +111,40 @@ class Run:
 
     @property
     def fed_sites(self) -> tuple[Site, ...]:
-        """Sites whose value is given to the run rather than computed by it."""
+        """Sites that the run takes from the golden."""
         return BOUNDARIES[self.component].fed if self.component else (Site.INPUT,)
 
     @property
     def computed_sites(self) -> tuple[Site, ...]:
-        """Sites to keep that the run itself computes: the ones that can be judged."""
+        """Kept sites that the run computes, and that can be judged."""
         return tuple(site for site in self.sites if site not in self.fed_sites)
 
     def decoding(self, num_rows: int) -> Run:
-        """This run with its last `num_rows` decoded, kept beside the run that decodes none."""
+        """Return this run with its last `num_rows` decoded, under a name of its own."""
         return (
             replace(self, name=f"{self.name}_decode_{num_rows}", decode_rows=num_rows) if num_rows else self
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """The run as it stands in a manifest."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the run as a manifest holds it."""
         return {
             "name": self.name,
             "start_layer": self.span.start,
             "stop_layer": self.span.stop,
-            "mode": str(self.mode),
-            "first_site": str(self.sites[0]),
-            "last_site": str(self.sites[-1]),
-            "sites": [str(site) for site in self.sites],
-            "model_sites": [str(site) for site in self.model_sites],
-            "component": str(self.component) if self.component else None,
+            "mode": encode(self.mode),
+            "first_site": encode(self.sites[0]),
+            "last_site": encode(self.sites[-1]),
+            "sites": encode(self.sites),
+            "model_sites": encode(self.model_sites),
+            "component": encode(self.component),
             "decode_rows": self.decode_rows,
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Run:
-        """The run that a manifest describes."""
-        return cls(
-            name=record["name"],
-            span=Span(record["start_layer"], record["stop_layer"]),
-            mode=Mode(record["mode"]),
-            sites=tuple(parse_site(name) for name in record["sites"]),
-            model_sites=tuple(ModelSite(name) for name in record["model_sites"]),
-            component=Component(record["component"]) if record["component"] else None,
-            # Captures of before there was decoding do not say it.
-            decode_rows=record.get("decode_rows", 0),
-        )
+        """Return the run that a manifest describes; captures from before there was decoding lack `decode_rows`."""
+        span = {"start": record["start_layer"], "stop": record["stop_layer"]}
+        return decode_fields(cls, {**record, "span": span})
 
     def __str__(self) -> str:
         decoded = f", last {self.decode_rows} rows of each prompt decoded" if self.decode_rows else ""
@@ -159,7 +152,7 @@ class Run:
 
 
 def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:
-    """Every layer, chained from the embedding to the logits."""
+    """Return a run of all layers, chained from the embedding to the logits."""
     return Run(
         name="full_model",
         span=Span(0, num_hidden_layers),
@@ -170,7 +163,7 @@ def full_run(num_hidden_layers: int, *, sites_level: str) -> Run:
 
 
 def single_layer_run(layer: int, *, sites_level: str) -> Run:
-    """One layer on the golden's input, or on what the layers before it make of the tokens."""
+    """Return a run of one layer on the golden's input, or without a golden on computed input."""
     return Run(
         name=f"single_layer_{layer}",
         span=Span.single(layer),
@@ -180,19 +173,19 @@ def single_layer_run(layer: int, *, sites_level: str) -> Run:
 
 
 def multi_layer_run(span: Span, *, sites_level: str) -> Run:
-    """A range of layers, each fed the output of the one before."""
+    """Return a run of chained layers."""
     name = f"layers_{span.start}_to_{span.last}"
     return Run(name=name, span=span, mode=Mode.CHAINED, sites=SITE_LEVELS[sites_level])
 
 
 def sweep_run(span: Span, *, sites_level: str) -> Run:
-    """A range of layers, each on the golden's own input."""
+    """Return a run of isolated layers, each on the golden's input."""
     name = f"sweep_{span.start}_to_{span.last}"
     return Run(name=name, span=span, mode=Mode.ISOLATED, sites=SITE_LEVELS[sites_level])
 
 
 def bisect_run(span: Span) -> Run:
-    """A range of layers searched by chains of some of them, each from the golden's own input."""
+    """Return a run that searches layers by chains, each from the golden's input."""
     return Run(
         name=f"bisect_{span.start}_to_{span.last}",
         span=span,
@@ -202,7 +195,7 @@ def bisect_run(span: Span) -> Run:
 
 
 def component_run(layer: int, component: Component) -> Run:
-    """One component of a layer, fed the golden's values at its border."""
+    """Return a run of one component of a layer on the golden's values."""
     boundary = BOUNDARIES[component]
     sites = tuple(sorted((*boundary.fed, *boundary.computed), key=lambda site: site.order))
     return Run(

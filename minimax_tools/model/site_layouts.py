@@ -1,6 +1,6 @@
-"""SiteLayout: how the pieces that ranks hold of a site make up its logical tensor.
+"""Layouts of a site over ranks: assembly of its tensor from the ranks' pieces.
 
-It is written after `@` in a port's `sites`, and in the map of a capture that another tool wrote.
+A layout is written after `@` in a port's `sites`, and in the map of a capture that another tool wrote.
 
 | text | the pieces |
 |---|---|
@@ -31,13 +31,13 @@ _ASK_REDUCTION = (
 
 
 class SiteLayout(Protocol):
-    """One of the forms above."""
+    """Protocol of the forms above."""
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """The logical tensor.
+        """Assemble the logical tensor.
 
         Args:
-            pieces: What the ranks hold, in their order, on the CPU.
+            pieces: Pieces in rank order, on the CPU.
             what: Target, layer and site, for errors.
 
         Raises:
@@ -45,24 +45,24 @@ class SiteLayout(Protocol):
         """
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """What a rank holds of a logical tensor.
+        """Cut a rank's piece from a logical tensor.
 
         Raises:
-            TargetError: It cannot be told.
+            TargetError: The piece is unknown.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """The whole on every rank."""
+    """The whole tensor on every rank."""
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """Any of the pieces, which are proved equal."""
+        """Return the first piece after proving all pieces equal."""
         _refuse_unequal(dict(enumerate(pieces)), what=what)
         return pieces[0]
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """The whole."""
+        """Return the tensor."""
         return tensor
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Replicated:
 
 
 def _are_wholes(pieces: Sequence[torch.Tensor]) -> bool:
-    """Whether all ranks have the same, and not nothing."""
+    """Decide whether all pieces are equal and not zero."""
     return bool(pieces[0].any()) and all(torch.equal(pieces[0], piece) for piece in pieces[1:])
 
 
@@ -79,7 +79,7 @@ class Partial:
     """Parts of a sum."""
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """Their sum in float32, rounded once to their dtype."""
+        """Add up the pieces in float32, rounded once to their dtype."""
         _refuse_other_shapes(pieces, what=what)
         if not pieces[0].is_floating_point() or _are_wholes(pieces):
             raise TargetError(
@@ -94,7 +94,7 @@ class Partial:
         return total.to(pieces[0].dtype)
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """Nothing: a sum does not tell its parts."""
+        """Raise: the parts of a sum are unknown."""
         raise TargetError(
             f"{what} cannot be fed on several ranks: it is @partial, and a sum does not tell its parts",
             next_step="Name a site behind the reduction, or run on one rank.",
@@ -109,9 +109,9 @@ class Sharded:
     """Parts along a dim.
 
     Args:
-        dim: The dim, of the tensor that the port shows; negative ones count from the last.
-        blocks: Of all ranks in their order, as many on each, the logical numbers of the blocks that they hold; None
-            for padding. Empty for one block on each rank, in order.
+        dim: Dim of the tensor that the port shows; negative numbers count from the last.
+        blocks: Logical numbers of the blocks in rank order, equally many on each rank; None for padding. Empty for
+            one block on each rank, in order.
     """
 
     dim: int
@@ -127,7 +127,7 @@ class Sharded:
             )
 
     def assemble(self, pieces: Sequence[torch.Tensor], *, what: str) -> torch.Tensor:
-        """The blocks in logical order; copies are proved equal."""
+        """Join the blocks in logical order after proving copies equal."""
         _refuse_other_shapes(pieces, what=what)
         self._refuse_missing_dim(pieces[0], what=what)
         if not self.blocks:
@@ -153,7 +153,7 @@ class Sharded:
         return torch.cat([next(iter(copies[number].values())) for number in sorted(copies)], dim=self.dim)
 
     def cut(self, tensor: torch.Tensor, *, rank: int, num_ranks: int, what: str) -> torch.Tensor:
-        """This rank's blocks; zeros where it has padding."""
+        """Join the rank's blocks, with zeros for padding."""
         self._refuse_missing_dim(tensor, what=what)
         blocks = self.blocks or tuple(range(num_ranks))
         num_blocks = len(set(blocks) - {None})
@@ -199,10 +199,10 @@ class Sharded:
 
 
 def parse_layout(text: str) -> SiteLayout:
-    """Read what stands behind the `@`.
+    """Parse the text after the `@`.
 
     Raises:
-        TargetError: It is none of the forms above.
+        TargetError: The text has none of the forms above.
     """
     if text == "replicate":
         return Replicated()
@@ -234,10 +234,10 @@ def _refuse_other_shapes(pieces: Sequence[torch.Tensor], *, what: str) -> None:
 
 
 def _refuse_unequal(copies: dict[int, torch.Tensor], *, what: str) -> None:
-    """Prove that what these ranks hold is the same, bit for bit.
+    """Raise if copies on several ranks differ in any bit.
 
     Args:
-        copies: By rank.
+        copies: Copies by rank.
         what: Target, layer and site.
     """
     ranks = list(copies)
@@ -255,7 +255,7 @@ def _refuse_unequal(copies: dict[int, torch.Tensor], *, what: str) -> None:
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """By their bytes: a NaN equals itself."""
+    """Compare bytes: a NaN equals itself."""
     return torch.equal(_bytes_of(one), _bytes_of(other))
 
 

@@ -1,4 +1,4 @@
-"""Sites: the named points of a decoder layer and of the model, and what each is computed from.
+"""Sites: the named points of a decoder layer and of the model, and the inputs of each.
 
 Shapes use B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k experts per token.
 """
@@ -39,12 +39,12 @@ class Site(str, Enum):
 
     @property
     def order(self) -> int:
-        """The site's place in execution order."""
+        """Position in execution order."""
         return _ORDER[self]
 
     @property
     def has_heads_dim(self) -> bool:
-        """Whether the site's tensor is [B, heads, S, D] rather than [B, S, …]."""
+        """True if the tensor is [B, heads, S, D] rather than [B, S, …]."""
         return self in (Site.Q_ROPE, Site.K_ROPE)
 
 
@@ -60,7 +60,7 @@ class ModelSite(str, Enum):
 
     @property
     def has_heads_dim(self) -> bool:
-        """As of a `Site`: none of these has."""
+        """False: no site of the model has heads."""
         return False
 
 
@@ -110,7 +110,7 @@ SITE_LEVELS: Mapping[str, tuple[Site, ...]] = MappingProxyType(
 
 
 def parse_site(name: str) -> Site:
-    """The site of that name.
+    """Parse the name of a site.
 
     Raises:
         UsageError: No site has the name.

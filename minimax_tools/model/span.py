@@ -1,4 +1,4 @@
-"""A span: a half-open run of decoder layers, and how a user writes one."""
+"""A half-open range of decoder layers, and its notation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minimax_tools.errors import UsageError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Layers `start` to `stop`, the latter not included; never empty, never negative."""
+    """Layers `start` to `stop - 1`; never empty, never negative."""
 
     start: int
     stop: int
@@ -26,20 +26,20 @@ class Span:
 
     @classmethod
     def single(cls, layer: int) -> Span:
-        """The span that holds one layer."""
+        """Return the span of one layer."""
         return cls(layer, layer + 1)
 
     @classmethod
     def inclusive(cls, first: int, last: int) -> Span:
-        """The span from `first` to `last`, both included."""
+        """Return the span from `first` to `last`, both included."""
         return cls(first, last + 1)
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Read the half-open notation `A:B`.
+        """Parse the half-open notation `A:B`.
 
         Raises:
-            UsageError: The text is not of that form, or describes no layers.
+            UsageError: The text has another form, or describes no layers.
         """
         match = re.fullmatch(r"(\d+):(\d+)", text.strip())
         if match is None:
@@ -52,10 +52,10 @@ class Span:
         return self.stop - 1
 
     def within(self, num_hidden_layers: int) -> Span:
-        """This span, after checking that a model of `num_hidden_layers` layers has all of it.
+        """Return this span if a model of `num_hidden_layers` layers has all of it.
 
         Raises:
-            UsageError: The span reaches past the last layer.
+            UsageError: The span exceeds the last layer.
         """
         if self.stop > num_hidden_layers:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""ModelSpec: what config.json says about a MiniMax-M2, checked once when it is read."""
+"""The quantities of a MiniMax-M2 in config.json, checked when they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from minimax_tools.errors import CheckpointError
 
-# What the graph hard-wires: a checkpoint that says otherwise is another model.
+# Constants of the MiniMax-M2 graph: a checkpoint with others is another model.
 _FIXED_VALUES: Mapping[str, Any] = MappingProxyType(
     {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "hidden_act": "silu"}
 )
@@ -34,9 +34,9 @@ _POSITIVE_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The quantities that shape a MiniMax-M2, under Hugging Face's names.
+    """The quantities of a MiniMax-M2, under Hugging Face's names.
 
-    `raw` is config.json as it was read; every other field is derived from it and checked.
+    `raw` is config.json; every other field is derived from it and checked.
     """
 
     hidden_size: int
@@ -149,11 +149,11 @@ class ModelSpec:
         return self.num_key_value_heads * self.head_dim
 
     def digest(self) -> str:
-        """sha256 over the derived quantities: equal for an FP8 and a BF16 copy of one model."""
+        """Compute sha256 over the derived quantities: equal for an FP8 and a BF16 copy of one model."""
         return hashlib.sha256(json.dumps(self.quantities(), sort_keys=True).encode()).hexdigest()
 
     def quantities(self) -> dict[str, int | float | bool]:
-        """The derived quantities by name: everything but `raw`."""
+        """Return the derived quantities by name: everything but `raw`."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "raw"}
 
 

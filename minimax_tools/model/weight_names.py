@@ -1,4 +1,4 @@
-"""Names of a MiniMax-M2 checkpoint's tensors, as the hub spells them, and the shapes a spec gives them.
+"""Names and shapes of a MiniMax-M2 checkpoint's tensors, as on the hub.
 
 A layer's tensors are named relative to the layer (`self_attn.q_proj.weight`); `layer_prefix` makes them full.
 H hidden, N heads, K kv heads, D head_dim, E experts, I intermediate.
@@ -30,7 +30,7 @@ POST_NORM = "post_attention_layernorm.weight"  # [H]
 GATE = "block_sparse_moe.gate.weight"  # [E,H]
 CORRECTION_BIAS = "block_sparse_moe.e_score_correction_bias"  # [E]
 
-# In the names of all tensors of experts, and of no others.
+# Part of the names of all experts' tensors, and of no others.
 EXPERTS = ".experts."
 ATTENTION_MATRICES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ)
 ATTENTION_AND_NORM_NAMES = (*ATTENTION_MATRICES, Q_NORM, K_NORM, INPUT_NORM, POST_NORM)
@@ -52,28 +52,28 @@ def head_name(spec: ModelSpec) -> str:
 
 
 def layer_prefix(layer: int) -> str:
-    """What all tensors of that decoder layer begin with."""
+    """Return the prefix of the names of a decoder layer's tensors."""
     return f"model.layers.{layer}."
 
 
 def layer_of(name: str) -> int | None:
-    """The decoder layer that a full name belongs to; None for embedding, final norm and lm_head."""
+    """Return the decoder layer of a full name; None for embedding, final norm and lm_head."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
 
 
 def expert_weight(expert: int, matrix: str) -> str:
-    """Relative name of one expert's `w1` (gate), `w2` (down) or `w3` (up)."""
+    """Return the relative name of an expert's `w1` (gate), `w2` (down) or `w3` (up)."""
     return f"block_sparse_moe.experts.{expert}.{matrix}.weight"
 
 
 def scale_name(weight_name: str) -> str:
-    """Name of the float32 block scales that belong to an FP8 weight."""
+    """Return the name of an FP8 weight's float32 block scales."""
     return weight_name + "_scale_inv"
 
 
 def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
-    """Shape of every tensor of a layer by relative name, scales left out, experts in integer order."""
+    """Return the shapes of a layer's tensors by relative name, scales left out, experts in integer order."""
     hidden, intermediate = spec.hidden_size, spec.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         Q_PROJ: (spec.query_width, hidden),
@@ -95,7 +95,7 @@ def expected_layer_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
 
 
 def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """The weights of one decoder layer in `dtype`, router gate and correction bias in float32."""
+    """Return the size of a decoder layer in `dtype`, router gate and correction bias in float32."""
     return sum(
         math.prod(shape) * (torch.float32 if name in FLOAT32_NAMES else dtype).itemsize
         for name, shape in expected_layer_shapes(spec).items()
@@ -103,5 +103,5 @@ def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def vocabulary_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """The embedding's weights in `dtype`; the lm_head takes as much."""
+    """Return the size of the embedding in `dtype`; the lm_head has the same size."""
     return spec.vocab_size * spec.hidden_size * dtype.itemsize

@@ -17,6 +17,7 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError, list_faults
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.model.architecture import Architecture, ParamMapper
 from minimax_tools.partition.cost import (
@@ -114,7 +115,7 @@ class PartitionPlan:
     @property
     def digest(self) -> str:
         """sha256 of who holds what; where the checkpoint lies is each machine's own business."""
-        values = {name: value for name, value in self.to_values().items() if name != "model"}
+        values = {name: value for name, value in encode(self).items() if name != "model"}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def find_faults(
@@ -171,7 +172,7 @@ class PartitionPlan:
         Raises:
             CannotRunError: The file cannot be written.
         """
-        text = _PAIRS.sub(r"[\1, \2]", json.dumps(self.to_values(), indent=1))
+        text = _PAIRS.sub(r"[\1, \2]", json.dumps(encode(self), indent=1))
         text = _TENSORS.sub(r"[\1, \2, \3]", text)
         try:
             with whole_file(path) as file:
@@ -183,8 +184,8 @@ class PartitionPlan:
                 next_step="Choose another place for it.",
             ) from error
 
-    def to_values(self) -> dict[str, Any]:
-        """The plan as JSON holds it."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as its file holds it."""
         return {
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
@@ -192,10 +193,10 @@ class PartitionPlan:
             "planner": self.planner,
             "context_length": self.workload.context_length,
             "batch_size": self.workload.batch_size,
-            "dtype": str(self.workload.dtype).removeprefix("torch."),
+            "dtype": encode(self.workload.dtype),
             "num_hidden_layers": self.num_hidden_layers,
-            "shared": dict(self.shared),
-            "slices": [slice_.to_values() for slice_ in self.slices],
+            "shared": encode(self.shared),
+            "slices": encode(self.slices),
         }
 
     @classmethod
@@ -221,7 +222,7 @@ class PartitionPlan:
             text = path.read_text(encoding="utf-8")
             values = json.loads(text, object_hook=None if tensors_of is None else drop_others)
             version = values["schema_version"]
-            plan = cls.from_values(values) if version == SCHEMA_VERSION else None
+            plan = decode(cls, values) if version == SCHEMA_VERSION else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(
                 f"{path} is no plan",
@@ -240,8 +241,8 @@ class PartitionPlan:
         return plan
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> PartitionPlan:
-        """The plan of `to_values`."""
+    def from_json(cls, values: Mapping[str, Any]) -> PartitionPlan:
+        """Return the plan of a file."""
         return cls(
             model=values["model"],
             model_type=values["model_type"],
@@ -249,10 +250,10 @@ class PartitionPlan:
             workload=Workload(
                 context_length=values["context_length"],
                 batch_size=values["batch_size"],
-                dtype=_dtype(values["dtype"]),
+                dtype=decode(torch.dtype, values["dtype"]),
             ),
             num_hidden_layers=values["num_hidden_layers"],
-            slices=tuple(Slice.from_values(found) for found in values["slices"]),
+            slices=decode(tuple[Slice, ...], values["slices"]),
             shared=dict(values["shared"]),
         )
 
@@ -360,10 +361,3 @@ def _tensors_of(
     if stage.has_head:
         own += [tensor for tensor in parts.get(PART_EMBEDDING, ()) if tensor.name in shared]
     return tuple(sorted(own, key=lambda tensor: (tensor.file or "", tensor.start or 0, tensor.name)))
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
-    return dtype

@@ -9,6 +9,7 @@ from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import UsageError, list_faults
+from minimax_tools.json_codec import encode
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import PART_EMBEDDING, PartCost
 from minimax_tools.partition.node import Node
@@ -100,8 +101,8 @@ class Slice:
         """The files that hold some of it, sorted; none where the headers are not known yet."""
         return tuple(sorted({tensor.file for tensor in self.tensors if tensor.file is not None}))
 
-    def to_values(self) -> dict[str, Any]:
-        """The slice as JSON holds it."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the slice as a plan holds it."""
         node, stage = self.node, self.stage
         files: dict[str | None, list[list[Any]]] = {}
         for tensor in self.tensors:
@@ -114,32 +115,32 @@ class Slice:
             "layers": [stage.layers.start, stage.layers.stop],
             "has_embedding": stage.has_embedding,
             "has_head": stage.has_head,
-            "cost": asdict(self.cost),
+            "cost": encode(self.cost),
             "files": [{"file": file, "tensors": tensors} for file, tensors in files.items()],
         }
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Slice:
-        """The slice of `to_values`."""
-        chosen = values["chosen_layers"]
-        start, stop = values["layers"]
+    def from_json(cls, record: Mapping[str, Any]) -> Slice:
+        """Return the slice of a plan."""
+        chosen = record["chosen_layers"]
+        start, stop = record["layers"]
         stage = Stage(
             node=Node(
-                name=values["node"],
-                memory_bytes=values["memory_bytes"],
-                tflops=values["tflops"],
+                name=record["node"],
+                memory_bytes=record["memory_bytes"],
+                tflops=record["tflops"],
                 layers=None if chosen is None else Span(*chosen),
             ),
             layers=range(start, stop),
-            has_embedding=values["has_embedding"],
-            has_head=values["has_head"],
+            has_embedding=record["has_embedding"],
+            has_head=record["has_head"],
         )
         tensors = tuple(
             PlannedTensor(name=name, file=file["file"], start=start, stop=stop)
-            for file in values["files"]
+            for file in record["files"]
             for name, start, stop in file["tensors"]
         )
-        return cls(stage=stage, cost=PartCost(**values["cost"]), tensors=tensors)
+        return cls(stage=stage, cost=PartCost(**record["cost"]), tensors=tensors)
 
 
 def belongs(part: int | str, stage: Stage) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.results.results import Verdict
 
@@ -37,8 +38,8 @@ class Chain:
     visible: float
     reason: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """The chain as it stands in a journal; no number in it is NaN or infinite."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the chain as a journal holds it: figures as text, for they may be infinite."""
         return {
             "start_layer": self.span.start,
             "stop_layer": self.span.stop,
@@ -50,13 +51,13 @@ class Chain:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Chain:
-        """The chain that `as_json` gave."""
+        """Return the chain of a journal."""
         return cls(
             span=Span(record["start_layer"], record["stop_layer"]),
-            is_right=bool(record["is_right"]),
+            is_right=decode(bool, record["is_right"]),
             excess=float(record["excess"]),
             visible=float(record["visible"]),
-            reason=str(record["reason"]),
+            reason=decode(str, record["reason"]),
         )
 
 
@@ -91,20 +92,20 @@ class Probe:
         """The chain with the most error in units of its limit."""
         return max(self.chains, key=lambda chain: chain.excess)
 
-    def as_json(self) -> dict[str, Any]:
-        """The probe as it stands in a journal."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the probe as a journal holds it."""
         return {
             "start_layer": self.span.start,
             "stop_layer": self.span.stop,
-            "chains": [chain.as_json() for chain in self.chains],
+            "chains": encode(self.chains),
         }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Probe:
-        """The probe that `as_json` gave."""
+        """Return the probe of a journal."""
         return cls(
             span=Span(record["start_layer"], record["stop_layer"]),
-            chains=tuple(Chain.from_json(chain) for chain in record["chains"]),
+            chains=decode(tuple[Chain, ...], record["chains"]),
         )
 
 

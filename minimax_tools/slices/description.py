@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minimax_tools.errors import CheckpointError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.whole_file import whole_file
 
 SLICE_FILE = "slice.json"
@@ -34,27 +35,10 @@ class SliceDescription:
     source: str
     tensors: Mapping[str, str | None] = field(repr=False)
 
-    def __post_init__(self) -> None:
-        for end in (self.has_embedding, self.has_head):
-            if not (end is None or isinstance(end, bool)):
-                raise TypeError(f"an end of the model that is {end!r}")
-        for name, digest in self.tensors.items():
-            if not (digest is None or isinstance(digest, str)):
-                raise TypeError(f"a digest of {name} that is {digest!r}")
-
     def write(self, folder: Path) -> None:
         """Write `slice.json` into the folder, in place of one that is there."""
-        values = {
-            "schema_version": SCHEMA_VERSION,
-            "node": self.node,
-            "layers": None if self.layers is None else [self.layers.start, self.layers.stop],
-            "has_embedding": self.has_embedding,
-            "has_head": self.has_head,
-            "source": self.source,
-            "tensors": dict(self.tensors),
-        }
         with whole_file(folder / SLICE_FILE) as file:
-            json.dump(values, file, indent=1)
+            json.dump({"schema_version": SCHEMA_VERSION, **encode(self)}, file, indent=1)
             file.write("\n")
 
     @classmethod
@@ -66,21 +50,14 @@ class SliceDescription:
         """
         path = folder / SLICE_FILE
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            version, layers = values["schema_version"], values["layers"]
-            description = cls(
-                node=str(values["node"]),
-                layers=None if layers is None else range(*map(int, layers)),
-                has_embedding=values["has_embedding"],
-                has_head=values["has_head"],
-                source=str(values["source"]),
-                tensors=dict(values["tensors"]),
-            )
+            record = json.loads(path.read_text(encoding="utf-8"))
+            version = record["schema_version"]
+            description = decode(cls, record)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder} holds no slice",
                 expected=f"a folder with {SLICE_FILE}",
-                found=repr(error),
+                found=str(error),
                 next_step="Cut it out: mm2-split extract.",
             ) from error
         if version != SCHEMA_VERSION:

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from minimax_tools.checkpoint.header import TensorEntry, encode_header
-from minimax_tools.checkpoint.index import INDEX_FILE
 from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.checkpoint_folder import CONFIG_FILE, DESCRIBING_SUFFIXES

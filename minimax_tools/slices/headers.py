@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import TensorIndex, read_weight_map
-from minimax_tools.checkpoint.weight_files import WeightFiles
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.weight_files import WeightFiles, read_weight_map
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.partition.planned_slice import PlannedTensor, Slice
 from minimax_tools.slices.description import SLICE_FILE

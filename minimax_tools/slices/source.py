@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.index import read_weight_map
-from minimax_tools.checkpoint.weight_files import WeightFiles
+from minimax_tools.checkpoint.weight_files import WeightFiles, read_weight_map
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import CONFIG_FILE, is_on_hub, resolve_config, work_on_hub

@@ -80,8 +80,8 @@ class Verification:
         """Whether no verdict fails."""
         return all(verdict.holds is not False for verdict in self.verdicts)
 
-    def to_values(self) -> dict[str, Any]:
-        """The verification as JSON holds it."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the verification as `mm2-split verify --json` prints it."""
         plan = self.plan
         return {
             "model": self.model,

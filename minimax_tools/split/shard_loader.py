@@ -13,8 +13,8 @@ import torch
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.weight_files import WeightFiles
-from minimax_tools.checkpoint.weight_map import (
+from minimax_tools.checkpoint.weight_files import (
+    WeightFiles,
     contradictions,
     faulty_checkpoint,
     read_index_json,

@@ -12,8 +12,7 @@ import torch
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import WEIGHT_DTYPES, CheckpointReader
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX
-from minimax_tools.checkpoint.weight_map import contradictions, faulty_checkpoint
+from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, contradictions, faulty_checkpoint
 from minimax_tools.errors import CheckpointError
 from minimax_tools.split.module_names import ModuleNames, Slot
 from minimax_tools.split.shard_loader import ShardLoader

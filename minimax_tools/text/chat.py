@@ -24,7 +24,7 @@ _SPECIAL_TOKENS = (
 
 
 def render_chat(folder: Path, prompt: str) -> str:
-    """A user's prompt as the text that the model is to continue, special tokens included.
+    """Render a user's prompt as the text that the model is to continue, special tokens included.
 
     Raises:
         CheckpointError: The checkpoint has no chat template, or one that cannot be rendered.

@@ -16,15 +16,15 @@ from minimax_tools.text.tokenizer import encode_texts
 # and padding costs memory, disk and time as tokens do: no longer than it must be.
 _LONG_LENGTH = 144
 _FAR_LENGTH = 16
-# A far row lies across such a position, so that tables that end there and positions that begin anew there break the
-# distances within the row: attention, and so a port that shows its output alone, depends on these only. Every smaller
-# power of two divides the second. float16 is exact up to 2048 and ends at 65504.
+# A far row lies across one of these positions. A table that ends there, or positions that restart there, then change
+# distances within the row, and attention depends on distances alone. Every smaller power of two divides the second
+# position. float16 is exact up to 2048 and ends at 65504.
 _CROSSED_POSITIONS = (4096, 65536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultRow:
-    """One row of random ids.
+    """A row of random ids.
 
     Args:
         length: Number of tokens.
@@ -100,7 +100,7 @@ class InputRequest:
 
     @property
     def has_text(self) -> bool:
-        """Whether the rows are made of text."""
+        """True where the rows are made of text."""
         return bool(self.prompts) or self.prompts_file is not None
 
 
@@ -114,7 +114,7 @@ class _Rows:
 
 
 def build_inputs(request: InputRequest, *, folder: Path, spec: ModelSpec) -> Inputs:
-    """The batch that `request` describes, for the checkpoint in `folder`.
+    """Build the batch that `request` describes, for the checkpoint in `folder`.
 
     Raises:
         UsageError: An id outside the vocabulary, a row empty or past the model's last position, an unreadable file.
@@ -222,7 +222,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _pad_token_id(spec: ModelSpec) -> int:
-    """The model's own where it names one; any id will do, padding is masked."""
+    """Return the model's padding id where it names one; any id will do, for padding is masked."""
     found = spec.raw.get("pad_token_id")
     return found if isinstance(found, int) and 0 <= found < spec.vocab_size else 0
 

@@ -30,7 +30,7 @@ def encode_texts(folder: Path, texts: list[str], *, chat: bool) -> list[list[int
 
 
 def decode_rows(folder: Path, rows: list[list[int]]) -> list[str]:
-    """The text of token rows, special tokens kept.
+    """Decode token rows into text, special tokens kept.
 
     Raises:
         CheckpointError: The checkpoint has no tokenizer.
@@ -40,7 +40,7 @@ def decode_rows(folder: Path, rows: list[list[int]]) -> list[str]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the checkpoint comes with a tokenizer."""
+    """Decide whether the checkpoint comes with a tokenizer."""
     return (folder / TOKENIZER_NAME).is_file()
 
 
@@ -65,7 +65,7 @@ _KEY = "eos_token_id"
 
 
 def read_end_tokens(folder: Path) -> frozenset[int]:
-    """The ids after which a generated text ends; none where the checkpoint names none.
+    """Return the ids that end a generated text; none where the checkpoint names none.
 
     Raises:
         CheckpointError: A file cannot be read, or names something else than ids.

@@ -14,8 +14,13 @@ import torch
 
 from minimax_tools.checkpoint.header import TensorEntry, read_header
 from minimax_tools.checkpoint.index import TensorIndex
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
-from minimax_tools.checkpoint.weight_map import contradictions, faulty_checkpoint, read_index_json
+from minimax_tools.checkpoint.weight_files import (
+    SAFETENSORS_SUFFIX,
+    WeightFiles,
+    contradictions,
+    faulty_checkpoint,
+    read_index_json,
+)
 from minimax_tools.errors import CheckpointError
 from minimax_tools.torch_files.inert import InertRecord
 from minimax_tools.torch_files.stored import StoredTensor
@@ -41,7 +46,7 @@ class PickledEntry(TensorEntry):
 
 
 def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
-    """The tensors of one file of a checkpoint, safetensors or PyTorch's, in the order of their data.
+    """Read the tensors of one file of a checkpoint, safetensors or PyTorch's, in the order of their data.
 
     Raises:
         CheckpointError: The file is neither, missing or damaged (see `read_header` and `read_pickled_header`).
@@ -59,7 +64,7 @@ def read_shard_header(path: Path) -> tuple[TensorEntry, ...]:
 
 
 def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
-    """The tensors of the state dict in one `.bin`, `.pt` or `.pth` file, in the order of their data.
+    """Read the tensors of the state dict in one `.bin`, `.pt` or `.pth` file, in the order of their data.
 
     The state dict is the file's value itself, or lies in it under `state_dict`, `model_state_dict`, `model`
     or `module`. What is no tensor (versions, counters, an optimizer's state) is left out, and logged.
@@ -82,7 +87,7 @@ def read_pickled_header(path: Path) -> tuple[PickledEntry, ...]:
 
 
 def read_pickled_index(path: Path, *, may_lack_shards: bool = False) -> TensorIndex:
-    """The index of a `.bin` file, or of the folder whose `.bin` files belong to one checkpoint.
+    """Read the index of a `.bin` file, or of the folder whose `.bin` files belong to one checkpoint.
 
     Args:
         path: The file or the folder.
@@ -148,7 +153,7 @@ def _index(
 
 
 def _state_dict(path: Path, value: Any) -> tuple[Mapping[Any, Any], list[str]]:
-    """The mapping that holds the weights, and the keys beside it."""
+    """Find the mapping that holds the weights, and the keys beside it."""
     if isinstance(value, InertRecord):
         raise _no_state_dict(path, f"an object of {value.module}.{value.name}")
     if not isinstance(value, Mapping):
@@ -170,7 +175,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether a value was a tensor when it was saved, be it one that cannot be read."""
+    """Decide whether a value was a tensor when it was saved, even one that cannot be read."""
     if isinstance(value, InertRecord):
         return value.module in ("torch._utils", "torch._tensor") and value.name.startswith("_rebuild")
     return isinstance(value, StoredTensor | torch.Tensor)

@@ -40,10 +40,10 @@ class PickledReader(CheckpointReader):
         super().__init__(index.folder, index=index)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU in the dtype it was saved with; only its own elements are read.
+        """Return the tensor on the CPU in the dtype it was saved with; only its own elements are read.
 
-        The memory is fresh and in a row, but for a tensor that repeats its elements (an expanded one): that
-        comes as the view it is, so that no file makes it larger than itself.
+        The memory is fresh and contiguous. A tensor that repeats its elements (an expanded one) stays a view, so that
+        no small file can ask for much memory.
 
         Raises:
             CheckpointError: There is no such tensor, or its file became shorter, unreadable or damaged.
@@ -62,12 +62,12 @@ class PickledReader(CheckpointReader):
             raise TypeError(f"{name} is indexed as a tensor of {entry.file}, which is no .bin file")
         return entry
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         entry = self._entry(entry.name)
         if not entry.stored.is_verbatim:
             self._fill_by_pieces(entry, entry.stored, out)
             return
-        super()._fill(entry, out, past_cache=past_cache)
+        super()._fill(entry, out)
         _check_crc32(entry, entry.stored, out)
 
     def _fill_by_pieces(self, entry: PickledEntry, stored: StoredTensor, out: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class PickledReader(CheckpointReader):
             self._fill_by_pieces(entry, stored.narrow(dim, start, length), out.narrow(dim, start, length))
 
     def _read_view(self, entry: PickledEntry, stored: StoredTensor) -> torch.Tensor:
-        """A tensor of `entry`, or a part of one, over the bytes from its first element to its last one."""
+        """Read a tensor of `entry`, or a part of one, over the bytes from its first to its last element."""
         content = torch.empty(stored.extent_bytes, dtype=torch.uint8)
         place = TensorEntry(
             name=entry.name,
@@ -92,7 +92,7 @@ class PickledReader(CheckpointReader):
             offset=stored.offset,
             size_bytes=stored.extent_bytes,
         )
-        super()._fill(place, content, past_cache=False)
+        super()._fill(place, content)
         _check_crc32(entry, stored, content)
         # What a damaged file says of a tensor may be possible to note and still make no tensor.
         with refusing(entry.file, CheckpointError, next_step="Fetch the file again."):

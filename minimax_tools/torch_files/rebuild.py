@@ -23,7 +23,7 @@ from minimax_tools.torch_files.stored import Storage, StorageId, StoredTensor
 def torch_vocabulary(
     find_storage: Callable[[StorageId], Storage], make_tensor: Callable[[StoredTensor], Any]
 ) -> Vocabulary:
-    """The vocabulary of files that torch.save wrote.
+    """Build the vocabulary of files that torch.save wrote.
 
     Args:
         find_storage: Says where in the file a storage lies.
@@ -52,7 +52,7 @@ def torch_vocabulary(
 
 
 def parse_storage_id(persistent_id: Any) -> StorageId | None:
-    """The storage that a persistent id names; None where it names something else."""
+    """Return the storage that a persistent id names; None where it names something else."""
     if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6):
         return None
     kind, storage_class, key, _, num_elements, *rest = persistent_id
@@ -104,7 +104,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _tensor_of_type(build: Any, _type: Any, args: Any, *_: Any) -> Any:
-    """A tensor of a subclass, or with attributes: the plain tensor in it."""
+    """Rebuild a tensor of a subclass, or with attributes, as the plain tensor in it."""
     known = isinstance(build, InertRecord) and build.args is None and isinstance(args, tuple)
     builder = _TENSOR_BUILDERS.get((build.module, build.name)) if known else None
     return NotImplemented if builder is None else builder(*args)
@@ -169,7 +169,7 @@ def _numpy_scalar(dtype: Any, content: Any = None) -> Any:
 
 
 def _numpy_array(record: InertRecord, state: Any) -> Any:
-    """A numpy array from the state that its pickle gives it; inert where it holds objects or fields."""
+    """Rebuild a numpy array from the state of its pickle; it stays inert where it holds objects or fields."""
     if not isinstance(state, tuple) or len(state) != 5:
         return NotImplemented
     _, shape, dtype, is_fortran, content = state
@@ -181,7 +181,7 @@ def _numpy_array(record: InertRecord, state: Any) -> Any:
 
 
 def _numpy_dtype(record: Any) -> np.dtype[Any] | None:
-    """The dtype that an inert `numpy.dtype` describes, where it is one of plain numbers."""
+    """Return the dtype that an inert `numpy.dtype` describes, where it is one of plain numbers."""
     if (
         not isinstance(record, InertRecord)
         or (record.module, record.name) != ("numpy", "dtype")

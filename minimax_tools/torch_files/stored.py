@@ -13,7 +13,7 @@ _MAX_BYTES = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageId:
-    """What a pickle says of a storage that lies outside it: its key, dtype and length.
+    """A storage outside the pickle, as the pickle describes it: key, dtype and length.
 
     `window` is (first element, elements) of an old file's view into the storage; None for all of it.
     """
@@ -48,7 +48,7 @@ class Storage:
     crc32: int | None = None
 
     def narrow(self, window: tuple[int, int] | None) -> Storage:
-        """The window (first element, elements) of the storage; itself where there is none.
+        """Return the window (first element, elements) of the storage; itself where there is none.
 
         Raises:
             ValueError: The window reaches outside the storage.
@@ -123,7 +123,7 @@ class StoredTensor:
 
     @property
     def is_verbatim(self) -> bool:
-        """Whether the values are the bytes of the extent as they are."""
+        """True where the values are the bytes of the extent as they are."""
         if self.is_conjugate or self.is_negative or self.given_dtype != self.dtype:
             return False
         expected = 1
@@ -135,28 +135,28 @@ class StoredTensor:
 
     @property
     def repeats_elements(self) -> bool:
-        """Whether the tensor has more elements than its extent, as an expanded one has."""
+        """True where the tensor has more elements than its extent, as an expanded one has."""
         return math.prod(self.shape) > self.extent
 
     def to(self, dtype: torch.dtype) -> StoredTensor:
-        """The same tensor, its values cast to `dtype` when they are read."""
+        """Return the same tensor, cast to `dtype` when it is read."""
         return replace(self, cast=dtype)
 
     def conj(self) -> StoredTensor:
-        """The same tensor, conjugated when it is read."""
+        """Return the same tensor, conjugated when it is read."""
         return replace(self, is_conjugate=not self.is_conjugate)
 
     def neg(self) -> StoredTensor:
-        """The same tensor, negated when it is read."""
+        """Return the same tensor, negated when it is read."""
         return replace(self, is_negative=not self.is_negative)
 
     def narrow(self, dim: int, start: int, length: int) -> StoredTensor:
-        """The part of the tensor that `torch.narrow` gives."""
+        """Return the part of the tensor that `torch.narrow` gives."""
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         return replace(self, shape=shape, start=self.start + start * self.stride[dim])
 
     def view(self, extent: torch.Tensor) -> torch.Tensor:
-        """The tensor's values, where `extent` is uint8 [extent_bytes], what the file holds from `offset` on.
+        """Return the tensor's values, where `extent` is uint8 [extent_bytes], the file's bytes from `offset` on.
 
         Without conjugation, negation or a cast it shares the memory of `extent`.
         """

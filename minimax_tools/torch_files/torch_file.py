@@ -1,4 +1,4 @@
-"""What torch.save wrote to a file, read without running anything in it: with its tensors, or described only.
+"""Values of a file that torch.save wrote, read without running anything in it: with tensors, or described only.
 
 Both layouts are read: the zip archive of today, and the older stream of pickles with the storages behind
 them. The pickles go through `inert`, the names that become values are those of `rebuild`. Of the storages
@@ -51,7 +51,7 @@ _FAULTS = (
 
 
 def read_value(path: Path) -> Any:
-    """What was saved: CPU tensors, containers and numbers; the rest as `InertRecord`s.
+    """Read the saved value: CPU tensors, containers and numbers; other objects as `InertRecord`s.
 
     A storage is read once, straight into the memory that its tensors then share. Memory stays at the file's
     size.
@@ -65,7 +65,7 @@ def read_value(path: Path) -> Any:
 
 
 def read_structure(path: Path) -> Any:
-    """What was saved, every tensor as its `StoredTensor`; no storage is read.
+    """Read the saved value with every tensor as its `StoredTensor`; no storage is read.
 
     Raises:
         OSError, ValueError, and others: See `refusing`.
@@ -127,7 +127,7 @@ class _ZipArchive:
         return load_inert(io.BytesIO(self._bytes("data.pkl")), torch_vocabulary(self.storage, make_tensor))
 
     def storage(self, storage_id: StorageId) -> Storage:
-        """Where all of a storage lies, whatever window of it is asked for."""
+        """Return the place of a whole storage, whatever window of it is asked for."""
         key = storage_id.key
         if key not in self._storages:
             self._storages[key] = self._place(f"data/{key}", key, storage_id.dtype)
@@ -139,7 +139,7 @@ class _ZipArchive:
         return replace(found, dtype=storage_id.dtype)
 
     def whole(self, key: str) -> Storage:
-        """All of a storage that was found."""
+        """Return a whole storage that was found."""
         return self._storages[key]
 
     def _bytes(self, name: str) -> bytes:
@@ -188,11 +188,11 @@ class _PickleStream:
         return load_inert(self._file, torch_vocabulary(self.storage, make_tensor))
 
     def storage(self, storage_id: StorageId) -> Storage:
-        """Where all of a storage lies, whatever window of it is asked for."""
+        """Return the place of a whole storage, whatever window of it is asked for."""
         return replace(self._storages[storage_id.key], dtype=storage_id.dtype)
 
     def whole(self, key: str) -> Storage:
-        """All of a storage that was found."""
+        """Return a whole storage that was found."""
         return self._storages[key]
 
     def _note_storage(self, persistent_id: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.filling import unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import (
@@ -34,12 +35,11 @@ from neuron.builtin.head_layout import Head, HeadLayout
 from neuron.builtin.moe import CHUNK_SIZE_BYTES, DeviceMoe, ranks_of
 from neuron.builtin.rank_cut import RankCut
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
-from neuron.devices.weights import Weight, unchanged
+from neuron.devices.weights import Weight, read_in_place
 
 # Rotated keys and values, [B,K,P,D] both, of the kv heads that a rank holds.
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 
-_ATTENTION_NAMES = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ, Q_NORM, K_NORM)
 # Whole on every rank.
 _WHOLE_NAMES = (INPUT_NORM, POST_NORM, GATE, CORRECTION_BIAS)
 
@@ -93,8 +93,6 @@ class DeviceAttention(nn.Module):
 
     def weights(self, tensors: LayerTensors) -> dict[str, Weight]:
         """What this rank holds of the layer's attention, by the hub's names relative to the layer."""
-        if not self._ranks.are_several:
-            return {name: unchanged(tensors, name) for name in _ATTENTION_NAMES}
         queries, keys = (
             RankCut.of_heads(heads, head_dim=self.head_dim, dim=0) for heads in (self._heads, self._kv_heads)
         )
@@ -225,6 +223,7 @@ class DeviceLayer(nn.Module):
         experts = self.block_sparse_moe.shardings
         return {**matrices, **{f"block_sparse_moe.{name}": axes for name, axes in experts.items()}}
 
+    @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
         """The layer's weights under this module's names; experts are regrouped right into their storage."""
         experts = self.block_sparse_moe.expert_weights(tensors)

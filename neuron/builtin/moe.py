@@ -8,21 +8,21 @@ T tokens, H hidden, I intermediate, E experts, C experts per chunk, k experts pe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.filling import Gathered
+from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.errors import UsageError
 from neuron.builtin.rank_cut import RankCut, part_size
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import cut_graph
 from neuron.devices.spmd import EXPERT_AXIS, TENSOR_AXIS, Axes
-from neuron.devices.weights import Gathered, Weight
+from neuron.devices.weights import Weight
 
 # Far below the 4 GB that one tensor may have: XLA on the CPU widens a running chunk to float32.
 CHUNK_SIZE_BYTES = 1 << 29
@@ -74,24 +74,19 @@ class ExpertChunk(nn.Module):
 
     def weights(self, tensors: LayerTensors, experts: range) -> dict[str, Weight]:
         """This chunk's weights by name, filled expert by expert when they are loaded."""
+        num_parts, part = self._ranks.ranks_per_expert, self._ranks.expert_part
         places = {"gate_up_proj": (gate_up_places, 0), "down_proj": (down_places, 1)}
-        return {
-            name: Gathered(
+        weights: dict[str, Weight] = {}
+        for name, (places_of, intermediate_dim) in places.items():
+            cut = RankCut.of_part(
+                self._intermediate_size, part=part, num_parts=num_parts, dim=intermediate_dim
+            )
+            weights[name] = Gathered(
                 shape=tuple(self.get_parameter(name).shape),
-                read=self._reading(tensors, dim=intermediate_dim),
+                read=partial(cut.read, tensors),
                 places=partial(places_of, experts, dtype=tensors.dtype),
             )
-            for name, (places_of, intermediate_dim) in places.items()
-        }
-
-    def _reading(self, tensors: LayerTensors, *, dim: int) -> Callable[[str, torch.Tensor], None]:
-        """Reads an expert's matrix, or of several ranks this one's part of it."""
-        num_parts = self._ranks.ranks_per_expert
-        if num_parts == 1:
-            return tensors.read_into
-        part = self._ranks.expert_part
-        cut = RankCut.of_part(self._intermediate_size, part=part, num_parts=num_parts, dim=dim)
-        return partial(cut.read, tensors)
+        return weights
 
 
 class DeviceMoe(nn.Module):

@@ -5,16 +5,17 @@ A rank's storage is cut from the tensor run by run; what no run fills is padding
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from minimax_tools.checkpoint.filling import Gathered, unchanged
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.checkpoint.transpose import copy_matrix
 from neuron.builtin.head_layout import Head
-from neuron.devices.weights import Gathered
 
 # Rows that are read at once where columns are asked for: a multiple of an FP8 block, few enough for a cache.
 _BAND_ROWS = 256
@@ -77,6 +78,9 @@ class RankCut:
             ValueError: `out` has another shape.
         """
         shape = tensors.given_shape(name)
+        if self._is_whole(shape):
+            tensors.read_into(name, out)
+            return
         if tuple(out.shape) != self.shape_of(shape):
             raise ValueError(f"{name}: out has {list(out.shape)}, expected {list(self.shape_of(shape))}")
         if sum(run.length for run in self.runs) < self.size:
@@ -99,19 +103,18 @@ class RankCut:
             tensors.read_rows_into(name, rows, own, columns=columns)
             for run in self.runs:
                 source = own.narrow(1, run.source - first, run.length)
-                out[rows.start : rows.stop, run.place : run.place + run.length].copy_(source)
+                copy_matrix(source, out[rows.start : rows.stop, run.place : run.place + run.length])
 
-    def weight(self, tensors: LayerTensors, name: str) -> Gathered:
+    def weight(self, tensors: LayerTensors, name: str) -> torch.Tensor | Gathered:
         """The part of one of the layer's tensors, read when it is loaded."""
-        return Gathered(
-            shape=self.shape_of(tensors.given_shape(name)),
-            read=partial(self.read, tensors),
-            places=partial(_whole_storage, name),
-        )
+        shape = tensors.given_shape(name)
+        if self._is_whole(shape):
+            return unchanged(tensors, name)
+        return Gathered.whole(name, self.shape_of(shape), partial(self.read, tensors))
 
-
-def _whole_storage(name: str, storage: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return {name: storage}
+    def _is_whole(self, shape: Sequence[int]) -> bool:
+        size = shape[self.dim]
+        return self.size == size and self.runs == (IndexRun(0, 0, size),)
 
 
 def part_size(size: int, num_parts: int) -> int:

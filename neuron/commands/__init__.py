@@ -1,5 +1,10 @@
-"""Commands of `mm2-test` with a file of their own, registered in `neuron.cli`.
+"""Commands of `mm2-test`, registered in `neuron.cli`.
 
+- `run`: single-layer, multi-layer, sweep, full and component
+- `device_run`: the run, verdict and output behind them
 - `bisect_layers`: the wrong layers of a range, found by running parts of it
+- `weights`: the place of every element of a layer's weights in a port
 - `trace`: one layer of a port compiled into a file
+- `check`: this machine, and whether a layer fits
+- `show`: the content of a saved run
 """

@@ -1,11 +1,11 @@
-"""`mm2-test trace`: one layer of a port compiled into a file that `--target traced:FILE` judges."""
+"""`mm2-test trace`: one layer of a port, compiled into a file for `--target traced:FILE`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
+import torch
 
 from minimax_tools.capture.reader import Capture
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -19,10 +19,12 @@ from minimax_tools.command_line.options import (
     stack_options,
 )
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.json_codec import encode
 from minimax_tools.machine.native_output import output_set_aside
 from minimax_tools.machine.size import word_size
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.text.prompts import InputRequest
 from neuron.devices.backend import Backend, choose_backend
 from neuron.devices.runtime import open_runtime
 from neuron.options import read_inputs, target_option
@@ -46,45 +48,58 @@ _BACKENDS = ("auto", str(Backend.NEURON_XLA), str(Backend.CPU))
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
-    help="The file to write; it is as large as the layer's weights.",
+    help="File to write, as large as the layer's weights.",
 )
 @click.option(
-    "--golden", type=click.Path(path_type=Path), help="Golden whose rows and length the program takes."
+    "--golden",
+    type=click.Path(path_type=Path),
+    help="Golden capture that gives the shape of the rows. Default: none, see --seq-len.",
 )
 @click.option(
     "--backend",
     type=click.Choice(_BACKENDS),
     default="auto",
     show_default=True,
-    help="What will run it: torch_neuronx.trace compiles for neuron-xla, torch.export for cpu.",
+    help="Backend to compile for: torch_neuronx.trace for neuron-xla, torch.export for cpu.",
 )
 @click.option(
     "--check-capture",
     is_flag=True,
-    help="Compile the layer without its sites too, and tell whether returning them changes its output.",
+    help="Also compile the layer without its sites, and report whether returning them changes its output.",
 )
 @stack_options(input_options, dtype_option)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of every random number.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random numbers.")
 @output_options
-def trace_command(layer: int, output: Path, **options: Any) -> None:
-    """Compile one layer into a file, its sites as further outputs, for --target traced:FILE to judge.
+def trace_command(
+    *,
+    model: str,
+    layer: int,
+    target: str,
+    output: Path,
+    golden: Path | None,
+    backend: str,
+    check_capture: bool,
+    inputs: InputRequest,
+    dtype: torch.dtype,
+    as_json: bool,
+) -> None:
+    """Compile one layer into a file for --target traced:FILE, with its sites as further outputs.
 
-    The weights go into the file, and the program takes rows of one shape: --golden or --seq-len says which.
-    Whoever loads such a file executes what is in it, as with a port's own file.
+    The file holds the weights. The program takes rows of one shape, which --golden or --seq-len gives.
+    Loading such a file executes its code, as with a port's own file.
     """
-    spec = ModelSpec.from_folder(resolve_config(options["model"]))
+    spec = ModelSpec.from_folder(resolve_config(model))
     Span(layer, layer + 1).within(spec.num_hidden_layers)
-    golden = Capture.open(options["golden"]) if options["golden"] else None
     layers = range(layer, layer + 1)
-    folder = resolve_model(options["model"], layers=layers)
+    folder = resolve_model(model, layers=layers)
     request = TraceRequest(
-        target=find_target(options["target"]),
+        target=find_target(target),
         spec=spec,
         layer=layer,
-        inputs=read_inputs(options, folder, spec, golden),
-        dtype=options["dtype"],
-        backend=choose_backend(options["backend"]),
-        checks_capture=options["check_capture"],
+        inputs=read_inputs(inputs, folder, spec, Capture.open(golden) if golden else None),
+        dtype=dtype,
+        backend=choose_backend(backend),
+        checks_capture=check_capture,
     )
     # A port may ask for its rank while it is built; the compiler opens the device itself.
     with (
@@ -93,14 +108,14 @@ def trace_command(layer: int, output: Path, **options: Any) -> None:
         CheckpointReader(folder, layers=layers) as reader,
     ):
         trace = trace_layer(request, reader, output)
-    _print_trace(trace, output, as_json=options["as_json"])
+    _print_trace(trace, output, as_json=as_json)
 
 
 def _print_trace(trace: Trace, output: Path, *, as_json: bool) -> None:
     program, effect = trace.program, trace.effect_of_sites
     if as_json:
         sizes = {"file": str(output), "size_bytes": output.stat().st_size}
-        print_json({**sizes, **program.as_json(), "effect_of_sites": effect})
+        print_json({**sizes, **encode(program), "effect_of_sites": effect})
         return
     sites = ", ".join(str(site) for site in program.sites) or "none"
     click.echo(f"{output}: layer {program.layer} of {program.port}, {word_size(output.stat().st_size)}")

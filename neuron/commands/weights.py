@@ -7,8 +7,8 @@ from typing import Any
 import click
 import torch
 
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.command_line.console import Mm2Command, end_command, print_json
 from minimax_tools.command_line.options import (
     dtype_option,

@@ -1,11 +1,7 @@
-"""Loading: a layer's weights into a module, strictly, on all cores, through host buffers that are kept.
+"""Strict loading of a layer's weights into a module, on any device.
 
-| a weight is | when it is known | who fills its storage |
-|---|---|---|
-| a tensor | before loading | copied by the thread that loads |
-| `Deferred` | when it is loaded | its own function, in the thread that loads |
-| `Gathered` | when it is loaded, or begun before | the reading threads, tensor by tensor of the checkpoint |
-| `Staged` | begun | the reading threads are at it |
+On the CPU all weights are read at once, straight into the module. Otherwise they are read into host buffers, which are
+kept for the next layer, and sent one after the other while the next ones are read.
 """
 
 from __future__ import annotations
@@ -14,95 +10,57 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.reading_pool import Jobs, ReadingPool
+from minimax_tools.checkpoint.filling import Deferred, Filling, Gathered, ReadingPool
 from minimax_tools.errors import Mm2Error, TargetError
 
 _NUM_NAMES_SHOWN = 8
-# What may lie filled on the host while the weight before is sent; one weight always may.
+# Limit of host buffers read ahead of the weight that is sent; one buffer is always allowed.
 _AHEAD_BYTES = 128 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred:
-    """A weight that is written straight into its storage when it is loaded.
-
-    Args:
-        shape: Its shape.
-        fill: Writes it into the contiguous CPU tensor it is given, of that shape and the place's dtype.
-    """
-
-    shape: tuple[int, ...]
-    fill: Callable[[torch.Tensor], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathered:
-    """A weight made of tensors of the checkpoint, each read straight into its part of the storage.
-
-    Args:
-        shape: Its shape.
-        read: Reads the tensor of a name into a part of the storage; safe to call from several threads.
-        places: Given the storage, its parts by the name of the tensor that goes there.
-    """
-
-    shape: tuple[int, ...]
-    read: Callable[[str, torch.Tensor], None]
-    places: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
-
-    def fill(self, storage: torch.Tensor) -> None:
-        """Write it into a contiguous CPU tensor of its shape, as a `Deferred` does."""
-        for filling in self.fillings(storage):
-            filling()
-
-    def fillings(self, storage: torch.Tensor) -> list[Callable[[], None]]:
-        """What fills the storage, piece by piece: in any order, in any thread."""
-        return [partial(self.read, name, place) for name, place in self.places(storage).items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Staged:
-    """A weight on its way to a device.
+    """A weight whose host buffer is being filled.
 
     Args:
-        weight: What it was.
-        host: Where it is being read to; None where it is not being read yet.
-        jobs: Those that read it.
+        weight: The weight.
+        host: Its buffer.
+        filling: The reading.
     """
 
-    weight: torch.Tensor | Deferred | Gathered
-    host: torch.Tensor | None = None
-    jobs: Jobs = field(default_factory=list)
+    weight: Gathered
+    host: torch.Tensor
+    filling: Filling
 
 
 Weight = torch.Tensor | Deferred | Gathered | Staged
+Convert = TypeVar("Convert", bound=Callable[..., object])
 
 
-def unchanged(tensors: LayerTensors, name: str) -> Weight:
-    """The weight that is one tensor of the layer, or what a port set over it."""
-    if not tensors.is_stored(name) and not isinstance(tensors[name], torch.Tensor):
-        # Loading names it among all else that does not fit.
-        return tensors[name]
-    return Gathered(
-        shape=tensors.given_shape(name), read=tensors.read_into, places=lambda storage: {name: storage}
-    )
+def read_in_place(convert: Convert) -> Convert:
+    """Mark a convert_state_dict: its weights are read into their storage, without a second layer in memory."""
+    convert.reads_in_place = True  # type: ignore[attr-defined]
+    return convert
+
+
+def reads_in_place(convert: Callable[..., object]) -> bool:
+    """Decide whether a convert_state_dict is marked by `read_in_place`."""
+    return bool(getattr(convert, "reads_in_place", False))
 
 
 class WeightLoader:
-    """Loads weights onto one device, through host buffers that are kept and filled again for the next layer.
-
-    While one weight is sent, the next ones are read; where the CPU computes, all are read at once.
+    """Loads weights onto one device.
 
     Args:
-        device: Where the weights go.
+        device: The device.
         wait: Waits until everything sent to the device has arrived.
-        pool: The threads that read.
+        pool: Reading threads.
     """
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:
@@ -114,23 +72,23 @@ class WeightLoader:
 
     @property
     def sending_s(self) -> float:
-        """Seconds that weights took so far on their way to the device."""
+        """Seconds spent so far on sending weights to the device."""
         return self._sending_s
 
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
 
-        Each weight is cast to the dtype of the place it goes to; nothing else is cast.
+        Each weight is cast to the dtype of its parameter or buffer; nothing else is cast.
 
         Args:
             module: On the CPU or already on the device.
-            weights: By the module's own names. Each is taken out when it is loaded: one that nobody else holds is
-                freed before the next one comes.
+            weights: Weights by the module's names. Each is removed when it is loaded, so that its memory can be
+                freed.
             what: The module in words, for errors.
 
         Raises:
-            TargetError: Names are missing or unexpected, or shapes differ, all listed; or one cannot be cast; or a
-                buffer that is no weight holds nothing.
+            TargetError: Names are missing or unexpected, or shapes differ: all are listed. Or a weight cannot be
+                cast. Or a buffer that is no weight has no memory.
         """
         places = dict(module.state_dict(keep_vars=True))
         _refuse_misfits(places, weights, what=what)
@@ -142,12 +100,13 @@ class WeightLoader:
         module.to(self._device)
 
     def begin(self, module: nn.Module, weights: dict[str, Weight]) -> None:
-        """Begin to read weights that `load` will be given, while the device computes with those that are there.
+        """Begin to read the weights of a later `load`, while the device computes with others.
+
+        On the CPU, and for weights that do not fit, nothing begins.
 
         Args:
-            module: As for `load`; it is left as it is.
-            weights: As for `load`. What has begun is there in place of what it was; where something does not fit the
-                module, or the CPU computes and has no place to put them, nothing begins.
+            module: As for `load`; it is not changed.
+            weights: As for `load`; each weight that begins is replaced by its `Staged` form.
         """
         places = module.state_dict(keep_vars=True)
         if self._device.type == "cpu" or _find_misfits(places, weights):
@@ -156,98 +115,95 @@ class WeightLoader:
             weights[name] = self._stage(weights[name], place)
 
     def abandon(self, weights: Mapping[str, Weight]) -> None:
-        """Stop what `begin` began, where nothing will load it."""
+        """Stop reading weights that `begin` began and nothing will load."""
         for weight in weights.values():
             if isinstance(weight, Staged):
-                self._pool.abandon(weight.jobs)
+                weight.filling.abandon()
 
     def release(self) -> None:
-        """Give the host buffers back."""
+        """Free the host buffers."""
         self._buffers.clear()
 
     def _fill_in_place(
         self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
-        started: list[tuple[str, Jobs]] = []
+        fillings: dict[str, Filling] = {}
         try:
             for name, place in places.items():
                 storage = _storage_of(module, name, place)
                 weight = weights.pop(name)
-                with _blaming(name, what=what):
+                with _naming_weight(name, what=what):
                     if isinstance(weight, Gathered):
-                        started.append((name, self._pool.start(weight.fillings(storage))))
+                        fillings[name] = self._pool.fill(weight.places(storage), weight.read)
+                    elif isinstance(weight, Deferred):
+                        weight.fill(storage)
                     else:
-                        assert not isinstance(weight, Staged), "nothing begins where the CPU computes"
-                        _fill(storage, weight)
-            for name, jobs in started:
-                with _blaming(name, what=what):
-                    self._pool.finish(jobs)
+                        assert isinstance(weight, torch.Tensor), "weights are staged only off the CPU"
+                        storage.copy_(weight)
+            for name, filling in fillings.items():
+                with _naming_weight(name, what=what):
+                    filling.finish()
         finally:
-            for _, jobs in started:
-                self._pool.abandon(jobs)
+            for filling in fillings.values():
+                filling.abandon()
 
     def _send(
         self, module: nn.Module, places: dict[str, torch.Tensor], weights: dict[str, Weight], *, what: str
     ) -> None:
-        waiting, ahead = deque(places), deque[tuple[str, Staged]]()
-
-        def stage_next() -> None:
-            name = waiting.popleft()
-            with _blaming(name, what=what):
-                ahead.append((name, self._stage(weights.pop(name), places[name])))
-
+        waiting, ahead = deque(places), deque[str]()
         try:
             while waiting or ahead:
-                if not ahead:
-                    stage_next()
-                name, staged = ahead.popleft()
-                while waiting and _may_stage(ahead, places[waiting[0]]):
-                    stage_next()
-                try:
-                    with _blaming(name, what=what):
-                        self._send_one(module, name, staged, places)
-                finally:
-                    self._pool.abandon(staged.jobs)
+                # The weight that is sent next, and those that are read meanwhile.
+                while waiting and self._may_stage([weights[name] for name in ahead], places[waiting[0]]):
+                    ahead.append(waiting.popleft())
+                    with _naming_weight(ahead[-1], what=what):
+                        weights[ahead[-1]] = self._stage(weights[ahead[-1]], places[ahead[-1]])
+                name = ahead.popleft()
+                with _naming_weight(name, what=what):
+                    self._send_one(module, name, weights.pop(name), places)
         finally:
-            self.abandon(dict(ahead))
             self.abandon(weights)
 
-    def _stage(self, weight: Weight, place: torch.Tensor) -> Staged:
-        """Begin to read what the reading threads can, unless that has begun."""
-        if isinstance(weight, Staged):
-            return weight
+    def _may_stage(self, ahead: list[Weight], place: torch.Tensor) -> bool:
+        staged_bytes = sum(weight.host.nbytes for weight in ahead[1:] if isinstance(weight, Staged))
+        return len(ahead) < 2 or staged_bytes + place.nbytes <= _AHEAD_BYTES
+
+    def _stage(self, weight: Weight, place: torch.Tensor) -> Weight:
+        """Begin to read a weight, if the reading threads can."""
         if not isinstance(weight, Gathered):
-            return Staged(weight=weight)
+            return weight
         host = self._buffers.take(place)
-        return Staged(weight=weight, host=host, jobs=self._pool.start(weight.fillings(host)))
+        return Staged(weight=weight, host=host, filling=self._pool.fill(weight.places(host), weight.read))
 
     def _send_one(
-        self, module: nn.Module, name: str, staged: Staged, places: dict[str, torch.Tensor]
+        self, module: nn.Module, name: str, weight: Weight, places: dict[str, torch.Tensor]
     ) -> None:
-        weight, place = staged.weight, places.pop(name)
+        place = places.pop(name)
         if isinstance(weight, torch.Tensor):
             host = weight.to("cpu", place.dtype)
-        elif staged.host is None:
+        elif isinstance(weight, Staged):
+            host = weight.host
+            weight.filling.finish()
+        else:
             host = self._buffers.take(place)
             weight.fill(host)
-        else:
-            host = staged.host
-            self._pool.finish(staged.jobs)
-        # The old tensor is freed before the new one comes: the device holds one layer, not two.
-        is_parameter = _take_off(module, name)
         del place
+        # The device holds one layer, not two: the old tensor goes first.
+        _replace(module, name, lambda: self._move(host))
+        if not isinstance(weight, torch.Tensor):
+            self._buffers.give(host)
+
+    def _move(self, host: torch.Tensor) -> torch.Tensor:
         started = time.perf_counter()
         moved = host.to(self._device)
         # The host buffer is filled again for another weight: the transfer must have ended.
         self._wait()
         self._sending_s += time.perf_counter() - started
-        _put(module, name, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
-        if not isinstance(weight, torch.Tensor):
-            self._buffers.give(host)
+        return moved
 
 
 class _Buffers:
-    """Host memory that is taken, given back, and taken again by shape and dtype."""
+    """Host memory for reuse, by shape and dtype."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
@@ -263,57 +219,35 @@ class _Buffers:
         self._idle.clear()
 
 
-def _may_stage(ahead: deque[tuple[str, Staged]], place: torch.Tensor) -> bool:
-    staged_bytes = sum(staged.host.nbytes for _, staged in ahead if staged.host is not None)
-    return not ahead or staged_bytes + place.nbytes <= _AHEAD_BYTES
-
-
 def _storage_of(module: nn.Module, name: str, place: torch.Tensor) -> torch.Tensor:
-    """The CPU memory behind a place, made now where the module was built without any."""
+    """Return the CPU memory behind a place; allocate it if the module was built without memory."""
     if not place.is_meta:
         return place.data
     storage = torch.empty(place.shape, dtype=place.dtype)
-    is_parameter = _take_off(module, name)
-    _put(module, name, nn.Parameter(storage, requires_grad=False) if is_parameter else storage)
+    _replace(module, name, lambda: storage)
     return storage
 
 
-def _take_off(module: nn.Module, name: str) -> bool:
-    """Empty a slot; whether it was a parameter's."""
+def _replace(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> None:
+    """Set a parameter or buffer to a new tensor, without checks or casts; the old one is freed first."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._parameters:
         owner._parameters[leaf] = None
-        return True
-    owner._buffers[leaf] = None
-    return False
-
-
-def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Set a parameter or buffer in its slot, where plain assignment would check or cast."""
-    path, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        owner._parameters[leaf] = tensor
+        owner._parameters[leaf] = nn.Parameter(make(), requires_grad=False)
     else:
-        owner._buffers[leaf] = tensor
-
-
-def _fill(storage: torch.Tensor, weight: torch.Tensor | Deferred) -> None:
-    if isinstance(weight, Deferred):
-        weight.fill(storage)
-    else:
-        storage.copy_(weight)
+        owner._buffers[leaf] = None
+        owner._buffers[leaf] = make()
 
 
 @contextmanager
-def _blaming(name: str, *, what: str) -> Iterator[None]:
-    """Name the weight that whatever fails in the block belongs to."""
+def _naming_weight(name: str, *, what: str) -> Iterator[None]:
+    """Name the weight in errors of the block."""
     try:
         yield
     except Mm2Error:
         raise
-    except (Exception, SystemExit) as error:  # what a port's conversion put there: anything can come
+    except (Exception, SystemExit) as error:  # any error of a weight that a port made
         raise TargetError(
             f"{what}: the weight {name} cannot be loaded",
             found=f"{type(error).__name__}: {error}",
@@ -333,7 +267,7 @@ def _refuse_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, We
 
 
 def _find_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weight]) -> list[str]:
-    """Compare names and shapes; all that do not fit, in words."""
+    """Compare names and shapes; return all faults in words."""
     shapes = {name: _shape_of(weight) for name, weight in weights.items()}
     lists = {
         "missing": [name for name in places if name not in shapes],
@@ -349,7 +283,7 @@ def _find_misfits(places: Mapping[str, torch.Tensor], weights: Mapping[str, Weig
 
 
 def _refuse_empty(module: nn.Module, *, what: str) -> None:
-    """A buffer that is no weight is the port's to compute: built without memory, it would hold nothing."""
+    """Raise if a buffer that is no weight has no memory: the port must compute it."""
     empty = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if empty:
         raise TargetError(

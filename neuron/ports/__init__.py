@@ -1,8 +1,12 @@
 """The port under test.
 
-- `targets`: the port, found in its `sources`, built, and loaded with its weights
-- `exposure`: which sites it shows, and how the pieces that ranks hold of a site make it up
-- `own_code`: what a port raises, `returned`: the output it gives, and `past`: what it gives to decode
-- `nxdi`: ports on neuronx-distributed-inference, and `nxdi_layout`: how their weights lie
-- `tracing`: a layer compiled into a file; `traced`: such a file as a port
+- `target`: the protocol of a target: found by name, built, loaded
+- `targets`: all kinds of targets, and the search by name
+- `port_target`: a port's own class or function; `sources`: the file or module that it is imported from
+- `mm2_targets`: the layers of mm2, `builtin` and `reference`
+- `nxdi`: layers on neuronx-distributed-inference; `nxdi_layout`: the layout of their weights
+- `traced`: layers that were compiled into files; `tracing`: the compilation
+- `exposure`: the sites that a port shows, on one rank or several
+- `returned`: the output, keys and values that a port returned
+- `port_errors`: translation of errors raised by a port's code
 """

@@ -1,6 +1,7 @@
-"""Exposure: which sites a port shows, declared by its `sites` attribute or found by the usual names.
+"""The sites that a port shows: declared by its `sites` attribute, or found by usual names.
 
-Under several ranks a site's pieces are put together as its layout says, or, of a site found by name, as its shape does.
+On several ranks the pieces of a declared site are assembled by its layout. Pieces of a site found by name count only if
+all ranks have the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from minimax_tools.model.site_layouts import Replicated, SiteLayout, parse_layou
 from minimax_tools.model.sites import Site, parse_site
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
-from neuron.ports.own_code import own_code
+from neuron.ports.port_errors import port_errors
 
 _ATTENTION = ("self_attn", "attention", "attn")
 _MOE = ("block_sparse_moe", "mlp", "moe", "feed_forward")
@@ -34,10 +35,10 @@ class Exposure:
     """The sites of a port's module.
 
     Args:
-        taps: Where each site shows.
-        declared: Sites that the port itself named: a tensor of another shape there is a fault, where at a
-            site found by name it only means that the name misled.
-        layouts: How the ranks' pieces of a site make up the whole, where the port says so.
+        taps: Tap of each site.
+        declared: Sites that the port declares. There a tensor of another shape is a fault; at a site found by name
+            it only means that the name misled.
+        layouts: Layouts over ranks, as far as the port declares them.
     """
 
     taps: Mapping[Site, Tap]
@@ -47,7 +48,7 @@ class Exposure:
     def accepts(
         self, site: Site, tensor: torch.Tensor, spec: ModelSpec, batch_shape: tuple[int, int]
     ) -> bool:
-        """Whether a recorded tensor may stand for the site of a batch of that B and S."""
+        """Decide whether a recorded tensor may stand for a site, for a batch of B and S."""
         return site in self.declared or tuple(tensor.shape) == site_shape(site, spec, batch_shape)
 
     def assemble(
@@ -59,17 +60,17 @@ class Exposure:
         *,
         what: str,
     ) -> torch.Tensor | None:
-        """What the ranks' pieces of a site make up; None where that cannot be told, and the site shows nothing.
+        """Assemble a site from the ranks' pieces; None if their layout is unknown.
 
         Args:
             site: The site.
-            pieces: What each rank recorded, in their order, on the CPU.
+            pieces: Recorded pieces in rank order, on the CPU.
             spec: The model.
             batch_shape: B and S.
             what: Target, layer and site, for errors.
 
         Raises:
-            TargetError: The pieces are not what the port says, or what all ranks should have differs.
+            TargetError: The pieces contradict the declared layout.
         """
         if len(pieces) == 1:
             whole = pieces[0]
@@ -78,15 +79,15 @@ class Exposure:
         elif all(torch.equal(pieces[0], piece) for piece in pieces[1:]):
             whole = pieces[0]
         else:
-            # Which part each rank holds, or whether they are to be added up, nobody said: a guess could be wrong.
+            # The pieces may be parts or sums: a guess could be wrong.
             return None
         return shape_to_batch(site, whole, batch_shape)
 
     def cut(self, site: Site, tensor: torch.Tensor, *, ranks: Ranks, what: str) -> torch.Tensor:
-        """What a rank holds of a site's logical tensor.
+        """Cut a rank's piece from a site's logical tensor.
 
         Raises:
-            TargetError: It cannot be told.
+            TargetError: The piece is unknown.
         """
         if not ranks.are_several:
             return tensor
@@ -96,10 +97,10 @@ class Exposure:
         return layout.cut(tensor, rank=ranks.rank, num_ranks=ranks.degree, what=what)
 
     def require_heads(self, site: Site, *, what: str) -> None:
-        """Pass where it can be told which heads of a site a rank holds.
+        """Raise unless the port declares which heads of a site a rank holds.
 
         Raises:
-            TargetError: It cannot.
+            TargetError: The port does not.
         """
         if site not in self.declared:
             raise TargetError(
@@ -111,13 +112,13 @@ class Exposure:
 
 
 def find_exposure(module: nn.Module, *, what: str) -> Exposure:
-    """The sites that `module` exposes; `input` and `output` are always among them.
+    """Find the sites that `module` shows; `input` and `output` are always among them.
 
     Raises:
         TargetError: `sites` names an unknown site or a submodule that does not exist.
     """
     always = {Site.INPUT: Tap(path="", point="input"), Site.OUTPUT: Tap(path="")}
-    with own_code(
+    with port_errors(
         f"{what}: sites cannot be read", activity=f"reading sites of {what}", next_step=_SITES_STEP
     ):
         declared = getattr(module, "sites", None)
@@ -137,7 +138,7 @@ def find_exposure(module: nn.Module, *, what: str) -> Exposure:
 
 
 def site_shape(site: Site, spec: ModelSpec, batch_shape: tuple[int, int]) -> tuple[int, ...]:
-    """The shape of a site for one batch of that B and S."""
+    """Return the shape of a site for a batch of B and S."""
     batch, sequence = batch_shape
     if site is Site.Q_ROPE:
         return (batch, spec.num_attention_heads, sequence, spec.head_dim)

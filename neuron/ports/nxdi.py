@@ -1,8 +1,8 @@
 """Ports built on neuronx-distributed-inference: `--target nxdi:package.module:DecoderLayerClass`.
 
-Such a layer is called with NxDI's config, takes a boolean mask [B,1,S,S], and holds its weights in NxDI's layout.
-`NxdiPort` builds the config as the class's module offers it, and wraps the layer in `NxdiLayer`, which speaks mm2's
-protocol. Written against NxDI 0.9 and 0.10; nothing of it is imported before such a target is asked for.
+Such a layer takes NxDI's config and a boolean mask [B,1,S,S], and holds weights in NxDI's layout. `NxdiTarget` builds
+the config that the class's module defines. `NxdiLayer` translates between the layer and the target protocol. Written
+against NxDI 0.9 and 0.10, which is imported only for such a target.
 B batch, S rows of this pass, P rows of past, H hidden.
 """
 
@@ -22,29 +22,30 @@ import torch.distributed
 from torch import nn
 
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.errors import TargetError, list_faults
+from minimax_tools.errors import TargetError, UsageError, list_faults
 from minimax_tools.machine.native_output import native_output_dropped
 from minimax_tools.model.site_layouts import Sharded
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
-from neuron.devices.weights import Weight
+from neuron.devices.weights import Weight, read_in_place
 from neuron.ports.nxdi_layout import NxdiLayout
+from neuron.ports.sources import import_callable
+from neuron.ports.target import Target
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "nxdi:"
-# What the port's class or its module may set over mm2's choices for NxDI's MoENeuronConfig.
+# Attribute of the port's class or module that overrides mm2's choices for NxDI's MoENeuronConfig.
 OPTIONS = "mm2_neuron_config"
 _LOG_LEVEL = "NXD_LOG_LEVEL"
 _PACKAGES = ("neuronx_distributed", "Neuron")
 _CPU_MODE = "NXD_CPU_MODE"
 _MASTER = "master_weight"
-_CONVERT = "convert_state_dict"
 _INSTALL = (
     "Run in the Neuron SDK's virtual environment for NxD Inference, or install it: pip install "
     "--extra-index-url https://pip.repos.neuron.amazonaws.com neuronx-distributed-inference."
 )
-# Keys that models on NxDI ask for and MiniMax-M2's config.json leaves out.
+# Keys that models on NxDI need and MiniMax-M2's config.json lacks.
 _ABSENT_KEYS: Mapping[str, object] = {
     "n_shared_experts": 0,
     "norm_topk_prob": True,
@@ -58,13 +59,13 @@ _MOE_NAMES = ("block_sparse_moe", "mlp", "moe", "feed_forward")
 
 
 class NxdiLayer(nn.Module):
-    """A decoder layer on NxDI, called as mm2 calls a port.
+    """A decoder layer on NxDI behind the target protocol.
 
     Args:
-        layer: The port's.
-        layout: How this rank holds weights.
-        neuron_config: NxDI's; told whether a pass is a prefill.
-        is_cpu_mode: Whether NxD was built to compute on the CPU.
+        layer: The port's layer.
+        layout: Layout of this rank's weights.
+        neuron_config: NxDI's config, which says whether a pass is a prefill.
+        is_cpu_mode: True if NxD was set to compute on the CPU.
     """
 
     def __init__(
@@ -84,23 +85,23 @@ class NxdiLayer(nn.Module):
         position_ids: torch.Tensor,
         past_key_value: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
-        """[B,S,H], mask [B,P+S] of 0/1 and positions [B,S] to what the layer returns, its output [B,S,H] first.
+        """Run the layer on [B,S,H], mask [B,P+S] of 0/1 and positions [B,S]; return its output [B,S,H] first.
 
         Raises:
-            TargetError: The states are on the CPU, and NxD computes elsewhere, or the other way round.
+            TargetError: NxD was set to compute on another device than that of the states.
         """
         self._refuse_other_device(hidden_states.device)
         num_rows = hidden_states.shape[1]
         causal = torch.ones(num_rows, num_rows, dtype=torch.bool, device=attention_mask.device).tril()
         is_real = attention_mask.bool()[:, None, None, :]
-        own = causal & is_real[..., -num_rows:]
+        active = causal & is_real[..., -num_rows:]
         self._neuron_config.is_prefill_stage = past_key_value is None
         if past_key_value is None:
-            given: dict[str, Any] = {"attention_mask": own}
+            given: dict[str, Any] = {"attention_mask": active}
         else:
-            # NxDI keeps apart what a row sees of the past and of its own pass.
+            # NxDI has two masks: one for the past, one for the rows of this pass.
             past = is_real[..., :-num_rows].expand(-1, -1, num_rows, -1)
-            given = {"attention_mask": past, "active_mask": own, "past_key_value": past_key_value}
+            given = {"attention_mask": past, "active_mask": active, "past_key_value": past_key_value}
         result = self.layer(hidden_states, position_ids=position_ids, **given)
         return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
@@ -113,8 +114,9 @@ class NxdiLayer(nn.Module):
                 next_step=f"Set {_CPU_MODE}=1 for --backend cpu, and only there.",
             )
 
+    @read_in_place
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
-        """The layer's weights in NxDI's layout, filled when they are loaded."""
+        """Return the layer's weights in NxDI's layout, read when they are loaded."""
         places = self.layer.state_dict(keep_vars=True)
         weights = self._layout.weights(places, tensors)
         unused = self._layout.unused(places, tensors)
@@ -124,67 +126,73 @@ class NxdiLayer(nn.Module):
 
 
 class ConvertingNxdiLayer(NxdiLayer):
-    """One whose class converts the layer's tensors itself.
-
-    Args:
-        convert: The class's `convert_state_dict`; the names it returns are the layer's own.
-        arguments: As for `NxdiLayer`.
-    """
-
-    def __init__(
-        self, layer: nn.Module, *, convert: Callable[..., Mapping[str, Weight]], **arguments: Any
-    ) -> None:
-        super().__init__(layer, **arguments)
-        self._convert = convert
+    """An `NxdiLayer` whose class has a `convert_state_dict`; its names are the layer's own."""
 
     def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
-        """What the class makes of the layer's tensors."""
-        converted = self._convert(tensors, config, layer_idx)
-        return {f"layer.{name}": weight for name, weight in converted.items()}
+        """Call the class's conversion."""
+        convert: Any = self.layer.convert_state_dict
+        return {f"layer.{name}": weight for name, weight in convert(tensors, config, layer_idx).items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NxdiPort:
-    """The factory of a target on NxDI: called as `port(config, layer_idx)`.
+@dataclass(frozen=True, kw_only=True)
+class NxdiTarget(Target):
+    """A decoder layer on neuronx-distributed-inference.
 
     Args:
         layer_class: The decoder layer's class, called as `layer_class(config, layer_idx)` with NxDI's config.
-        module: Where it is defined.
+        module: Module that defines it.
     """
+
+    forms = f"{PREFIX}PATH.py:NAME or {PREFIX}package.module:NAME"
+    divides_weights = True
 
     layer_class: Callable[..., Any]
     module: ModuleType
 
-    @property
-    def reuse(self) -> bool:
-        """As the class says."""
-        return bool(getattr(self.layer_class, "reuse", False))
-
-    def __call__(self, config: Any, layer_idx: int) -> NxdiLayer:
-        """The layer, in the dtype that is torch's default.
+    @classmethod
+    def find(cls, name: str) -> NxdiTarget | None:
+        """Import the class behind `nxdi:`.
 
         Raises:
-            TargetError: NxDI is not installed, or its config cannot be chosen.
+            UsageError: No port follows the prefix.
+            TargetError: NxDI is not installed, or the port cannot be imported.
+        """
+        if not name.startswith(PREFIX):
+            return None
+        require_nxdi()
+        found = import_callable(name.removeprefix(PREFIX))
+        if found is None:
+            raise UsageError(f"--target {name!r} is unknown", expected=cls.forms)
+        source, layer_class = found
+        return cls(name=name, layer_class=layer_class, module=source.module, source_digest=source.digest())
+
+    @property
+    def is_reused(self) -> bool:
+        """True if the class sets `reuse`."""
+        return bool(getattr(self.layer_class, "reuse", False))
+
+    @property
+    def fills_storage(self) -> bool:
+        """True: `NxdiLayout` reads in place."""
+        return True
+
+    def make(self, config: Any, layer_idx: int) -> NxdiLayer:
+        """Build the layer with NxDI's config.
+
+        Raises:
+            TargetError: NxDI is not installed, or the module has several configs of NxDI.
         """
         require_nxdi()
         _log_to_stderr()
         degree, rank = _open_parallel_state()
         nxdi_config = self._config(config, tp_degree=degree)
         layer = _build_undrawn(self.layer_class, nxdi_config, layer_idx)
-        spec = ModelSpec.from_config(vars(config))
-        layout = NxdiLayout(spec=spec, tp_degree=degree, rank=rank)
-        arguments = {
-            "layout": layout,
-            "neuron_config": nxdi_config.neuron_config,
-            "is_cpu_mode": _is_cpu_mode(),
-        }
-        convert = getattr(layer, _CONVERT, None)
-        if convert is not None:
-            return ConvertingNxdiLayer(layer, convert=convert, **arguments)
-        return NxdiLayer(layer, **arguments)
+        layout = NxdiLayout(spec=ModelSpec.from_config(vars(config)), tp_degree=degree, rank=rank)
+        kind = ConvertingNxdiLayer if hasattr(layer, "convert_state_dict") else NxdiLayer
+        return kind(layer, layout=layout, neuron_config=nxdi_config.neuron_config, is_cpu_mode=_is_cpu_mode())
 
     def _config(self, config: Any, *, tp_degree: int) -> Any:
-        """NxDI's config of the model, with its config of the device."""
+        """Build NxDI's config of the model, with its config of the device."""
         config_class = self._config_class()
         options = {
             "tp_degree": tp_degree,
@@ -195,13 +203,13 @@ class NxdiPort:
             **getattr(self.layer_class, OPTIONS, {}),
         }
         neuron_config = config_class.get_neuron_config_cls()(**options)
-        # Nothing is built for a stage that nobody named.
+        # Layers read the stage while they are built.
         neuron_config.is_prefill_stage = True
         values = {name: value for name, value in vars(config).items() if name != "ranks"}
         return config_class(neuron_config, **{**_ABSENT_KEYS, **values})
 
     def _config_class(self) -> Any:
-        """The subclass of InferenceConfig that the layer's constructor names, or the only one that its module has."""
+        """Find the subclass of InferenceConfig that the layer's constructor names, or the only one in its module."""
         from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
         here = {
@@ -229,16 +237,16 @@ class NxdiPort:
 
 
 def require_nxdi() -> None:
-    """Pass where neuronx-distributed-inference can be imported.
+    """Raise unless neuronx-distributed-inference can be imported.
 
     Raises:
-        TargetError: It cannot.
+        TargetError: The package is missing or broken.
     """
-    # Its loggers write to standard output, where results belong; their level is set when they are made.
+    # Its loggers write to standard output, where results belong; it reads their level once, at its import.
     os.environ.setdefault(_LOG_LEVEL, "warning")
     try:
         import neuronx_distributed_inference.models.config  # noqa: F401
-    except Exception as error:  # what PyPI has under these names are empty placeholders that raise
+    except Exception as error:  # the placeholders on PyPI raise other errors
         raise TargetError(
             "--target nxdi:… needs the package neuronx_distributed_inference, which cannot be imported here",
             found=f"{type(error).__name__}: {error}",
@@ -261,11 +269,11 @@ def _log_to_stderr() -> None:
 
 
 def _open_parallel_state() -> tuple[int, int]:
-    """The tensor-parallel degree and this rank, of groups that are opened where the run has opened none."""
+    """Return the tensor-parallel degree and this rank; open NxD's groups if the run has not."""
     from neuronx_distributed.parallel_layers import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        # Off Neuron nobody else asks for them; the group of the process is gloo's there.
+        # Off Neuron the runtime opens none; the group of the process is gloo's there.
         degree = torch.distributed.get_world_size()
         with native_output_dropped():
             parallel_state.initialize_model_parallel(tensor_model_parallel_size=degree)
@@ -276,9 +284,9 @@ def _open_parallel_state() -> tuple[int, int]:
 
 
 def _build_undrawn(layer_class: Callable[..., Any], config: Any, layer_idx: int) -> Any:
-    """The layer, the weights of NxD's parallel modules left as memory has them.
+    """Build the layer without random weights in NxD's parallel modules.
 
-    They would draw each of them whole in float32 first, 10 GB of a true layer's, to be overwritten by loading.
+    NxD would draw them whole in float32, 10 GB for a full-size layer, only for loading to overwrite them.
     """
     from neuronx_distributed.parallel_layers import parallel_state
 
@@ -290,7 +298,7 @@ def _build_undrawn(layer_class: Callable[..., Any], config: Any, layer_idx: int)
         parallel_state.set_aot_mode(before)
     if isinstance(layer, nn.Module):
         for module in layer.modules():
-            # In that mode NxD keeps the weight itself under this name too, where it keeps none otherwise.
+            # In this mode NxD registers the weight a second time under this name.
             if _MASTER in module._parameters and module._parameters[_MASTER] is getattr(
                 module, "weight", None
             ):
@@ -307,9 +315,10 @@ def _annotation_of_config(layer_class: Callable[..., Any]) -> str | None:
 
 
 def _find_sites(module: NxdiLayer, layout: NxdiLayout) -> dict[str, str]:
-    """Where the sites show: what the port's class names, else the submodules that layers on NxDI have.
+    """Return the paths of the sites: the `sites` of the port's class, else submodules that layers on NxDI have.
 
-    Rotated queries and keys show nowhere, nor the chosen experts' weights: NxD's router gives affinities to all.
+    Rotated queries and keys, and the chosen experts' weights, are not shown: NxD's router gives affinities of all
+    experts.
     """
     declared = getattr(module.layer, "sites", None)
     if declared is not None:

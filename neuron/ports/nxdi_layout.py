@@ -1,4 +1,4 @@
-"""NxdiLayout: a layer's tensors under the names and in the shapes of modules of neuronx-distributed-inference.
+"""A layer's tensors under the names and in the shapes of neuronx-distributed-inference.
 
 | hub | NxDI | change |
 |---|---|---|
@@ -21,17 +21,17 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from minimax_tools.checkpoint.filling import Gathered, unchanged
+from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
-from minimax_tools.checkpoint.transpose import copy_matrix
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
     CORRECTION_BIAS,
-    EXPERT_DOWN,
     EXPERTS,
     GATE,
     INPUT_NORM,
@@ -43,20 +43,21 @@ from minimax_tools.model.weight_names import (
     Q_PROJ,
     V_PROJ,
 )
-from neuron.builtin.head_layout import Head, HeadLayout
-from neuron.devices.weights import Deferred, Gathered, Weight, unchanged
+from neuron.builtin.head_layout import HeadLayout
+from neuron.builtin.rank_cut import RankCut
+from neuron.devices.weights import Weight
 
 _MOE = r"(?:block_sparse_moe|mlp|moe|feed_forward)\."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NxdiLayout:
-    """What one rank of a port on NxDI holds of a layer.
+    """A rank's part of a layer on NxDI.
 
     Args:
         spec: The model.
-        tp_degree: Ranks that divide the heads and the experts' intermediate size.
-        rank: This one.
+        tp_degree: Number of ranks that divide the heads and the experts' intermediate size.
+        rank: This rank.
     """
 
     spec: ModelSpec
@@ -73,11 +74,11 @@ class NxdiLayout:
             )
 
     def weights(self, places: Mapping[str, torch.Tensor], tensors: LayerTensors) -> dict[str, Weight]:
-        """The weights of the places whose names are known; what is left out, strict loading tells.
+        """Return the weights of places with known names; loading reports the others as missing.
 
         Args:
-            places: What the port's module holds, by its own names.
-            tensors: The layer.
+            places: Parameters and buffers of the port's module, by name.
+            tensors: The layer's tensors.
         """
         return {
             name: rule.make(self, tensors, match, tuple(place.shape))
@@ -86,18 +87,18 @@ class NxdiLayout:
         }
 
     def unused(self, places: Mapping[str, torch.Tensor], tensors: LayerTensors) -> list[str]:
-        """The tensors of the layer that no place takes, the experts' left out where any is taken."""
+        """List the tensors without a place; experts only if none has one."""
         taken = {
             text.format(**match.groupdict())
             for name in places
             for rule, match in _rules_of(name)
-            for text in rule.takes
+            for text in rule.tensors
         }
         return [name for name in tensors if (EXPERTS if EXPERTS in name else name) not in taken]
 
     @property
     def heads(self) -> HeadLayout:
-        """The heads of all ranks: NxDI divides them as mm2's own layer does."""
+        """Heads of all ranks: NxDI divides them as mm2's device layer does."""
         spec = self.spec
         return HeadLayout(
             num_heads=spec.num_attention_heads,
@@ -105,27 +106,31 @@ class NxdiLayout:
             num_ranks=self.tp_degree,
         )
 
-    @property
-    def _intermediate_size(self) -> int:
-        return self.spec.intermediate_size // self.tp_degree
-
     def _projection(self, tensors: LayerTensors, match: re.Match[str], shape: tuple[int, ...]) -> Weight:
         which = match["which"]
-        return self._of_heads(tensors, {f"self_attn.{which}_proj.weight": self._own_heads(which)}, dim=0)
+        return self._cut_heads(which).weight(tensors, f"self_attn.{which}_proj.weight")
 
     def _fused_projection(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        parts = {f"self_attn.{which}_proj.weight": self._own_heads(which) for which in "qkv"}
-        return self._of_heads(tensors, parts, dim=0)
+        cuts = {f"self_attn.{which}_proj.weight": self._cut_heads(which) for which in "qkv"}
+        sizes = [cut.size for cut in cuts.values()]
+
+        def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
+            return dict(zip(cuts, storage.split(sizes), strict=True))
+
+        def read(name: str, place: torch.Tensor) -> None:
+            cuts[name].read(tensors, name, place)
+
+        return Gathered(shape=(sum(sizes), *tensors.given_shape(Q_PROJ)[1:]), read=read, places=places)
 
     def _output_projection(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        return self._of_heads(tensors, {O_PROJ: self._own_heads("q")}, dim=1)
+        return self._cut_heads("q", dim=1).weight(tensors, O_PROJ)
 
     def _norm(self, tensors: LayerTensors, match: re.Match[str], shape: tuple[int, ...]) -> Weight:
         which = match["which"]
-        heads = self._all_heads(which)
-        if shape != (len(heads) * self.spec.head_dim,):
-            heads = self._own_heads(which)
-        return self._of_heads(tensors, {Q_NORM if which == "q" else K_NORM: heads}, dim=0)
+        cut = self._cut_heads(which, of_all_ranks=True)
+        if shape != (cut.size,):
+            cut = self._cut_heads(which)
+        return cut.weight(tensors, Q_NORM if which == "q" else K_NORM)
 
     def _rank_number(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
         if shape == (self.tp_degree,):
@@ -136,127 +141,81 @@ class NxdiLayout:
         return tensors[GATE].T
 
     def _gate_up(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        spec, own = self.spec, self._intermediate_size
+        spec, cut = self.spec, self._cut_experts(dim=0)
         # A port may round the intermediate size up: zeros compute nothing.
-        inner = max(own, shape[-1] // 2)
+        inner = max(cut.size, shape[-1] // 2)
 
         def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
-            halves = storage.unflatten(-1, (2, inner))
-            halves[..., own:].zero_()
+            storage.unflatten(-1, (2, inner))[..., cut.size :].zero_()
             named = gate_up_places(range(spec.num_local_experts), storage.mT, dtype=storage.dtype)
-            return {name: place[:own] for name, place in named.items()}
+            return {name: place[: cut.size] for name, place in named.items()}
 
-        return self._of_experts(tensors, (spec.num_local_experts, spec.hidden_size, 2 * inner), places)
+        shape = (spec.num_local_experts, spec.hidden_size, 2 * inner)
+        return Gathered(shape=shape, read=partial(cut.read, tensors), places=places)
 
     def _down(self, tensors: LayerTensors, _: re.Match[str], shape: tuple[int, ...]) -> Weight:
-        spec, own = self.spec, self._intermediate_size
-        inner = max(own, shape[1]) if len(shape) == 3 else own
+        spec, cut = self.spec, self._cut_experts(dim=1)
+        inner = max(cut.size, shape[1]) if len(shape) == 3 else cut.size
 
         def places(storage: torch.Tensor) -> dict[str, torch.Tensor]:
-            storage[:, own:].zero_()
+            storage[:, cut.size :].zero_()
             named = down_places(range(spec.num_local_experts), storage.mT, dtype=storage.dtype)
-            return {name: place[:, :own] for name, place in named.items()}
+            return {name: place[:, : cut.size] for name, place in named.items()}
 
-        return self._of_experts(tensors, (spec.num_local_experts, inner, spec.hidden_size), places)
+        shape = (spec.num_local_experts, inner, spec.hidden_size)
+        return Gathered(shape=shape, read=partial(cut.read, tensors), places=places)
 
-    def _of_experts(
-        self,
-        tensors: LayerTensors,
-        shape: tuple[int, ...],
-        places: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
-    ) -> Weight:
-        return Gathered(shape=shape, read=partial(self._read_share, tensors), places=places)
+    def _cut_experts(self, *, dim: int) -> RankCut:
+        """Return the rank's part of an expert's matrix, whose intermediate dim is `dim`."""
+        return RankCut.of_part(self.spec.intermediate_size, part=self.rank, num_parts=self.tp_degree, dim=dim)
 
-    def _read_share(self, tensors: LayerTensors, name: str, place: torch.Tensor) -> None:
-        """Fill a place with the rank's share of an expert's matrix."""
-        if tuple(place.shape) == tensors.given_shape(name):
-            tensors.read_into(name, place)
-            return
-        dim = 1 if name.endswith(f"{EXPERT_DOWN}.weight") else 0
-        start = self.rank * self._intermediate_size
-        copy_matrix(tensors[name].narrow(dim, start, self._intermediate_size), place)
-
-    def _all_heads(self, which: str) -> tuple[Head, ...]:
-        return self.heads.all_query_heads() if which == "q" else self.heads.all_kv_heads()
-
-    def _own_heads(self, which: str) -> tuple[Head, ...]:
-        return self.heads.query_heads(self.rank) if which == "q" else self.heads.kv_heads(self.rank)
-
-    def _of_heads(self, tensors: LayerTensors, parts: Mapping[str, tuple[Head, ...]], *, dim: int) -> Weight:
-        """The heads of some tensors along a dim, one tensor after the other."""
-        head_dim = self.spec.head_dim
-        names = list(parts)
-        shape = list(tensors.given_shape(names[0]))
-        if len(parts) == 1 and list(parts[names[0]]) == list(range(shape[dim] // head_dim)):
-            return unchanged(tensors, names[0])
-        shape[dim] = head_dim * sum(len(heads) for heads in parts.values())
-
-        def fill(storage: torch.Tensor) -> None:
-            start = 0
-            for name, heads in parts.items():
-                whole = tensors[name]
-                for head in heads:
-                    place = storage.narrow(dim, start, head_dim)
-                    if head is None:
-                        place.zero_()
-                    else:
-                        place.copy_(whole.narrow(dim, head * head_dim, head_dim))
-                    start += head_dim
-
-        return Deferred(shape=tuple(shape), fill=fill)
+    def _cut_heads(self, which: str, *, dim: int = 0, of_all_ranks: bool = False) -> RankCut:
+        """Return the rank's query heads for "q", else its kv heads, along `dim` of a tensor; or all ranks' heads."""
+        layout = self.heads
+        if of_all_ranks:
+            heads = layout.all_query_heads() if which == "q" else layout.all_kv_heads()
+        else:
+            heads = layout.query_heads(self.rank) if which == "q" else layout.kv_heads(self.rank)
+        return RankCut.of_heads(heads, head_dim=self.spec.head_dim, dim=dim)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
-    """How the places of a name are filled.
+class _Rule(NamedTuple):
+    """A way to fill the places whose names match a pattern, from tensors of these names."""
 
-    Args:
-        pattern: Of the name.
-        takes: The hub's names that go there; `{which}` is what the pattern calls so.
-        make: Makes the weight.
-    """
-
-    pattern: re.Pattern[str]
-    takes: tuple[str, ...]
+    pattern: str
+    # `{which}` stands for that group of the pattern.
+    tensors: tuple[str, ...]
     make: Callable[[NxdiLayout, LayerTensors, re.Match[str], tuple[int, ...]], Weight]
 
 
-def _rule(
-    pattern: str,
-    takes: tuple[str, ...],
-    make: Callable[[NxdiLayout, LayerTensors, re.Match[str], tuple[int, ...]], Weight],
-) -> _Rule:
-    return _Rule(pattern=re.compile(pattern), takes=takes, make=make)
-
-
 def _renamed(pattern: str, name: str) -> _Rule:
-    return _rule(pattern, (name,), lambda layout, tensors, match, shape: unchanged(tensors, name))
+    return _Rule(pattern, (name,), lambda layout, tensors, match, shape: unchanged(tensors, name))
 
 
 _RULES = (
     _renamed(r"input_layernorm\.weight", INPUT_NORM),
     _renamed(r"post_attention_layernorm\.weight", POST_NORM),
-    _rule(
+    _Rule(
         r"self_attn\.(?:qkv_proj\.)?(?P<which>[qkv])_proj\.weight",
         ("self_attn.{which}_proj.weight",),
         NxdiLayout._projection,
     ),
-    _rule(r"self_attn\.(?:qkv_proj\.)?Wqkv\.weight", (Q_PROJ, K_PROJ, V_PROJ), NxdiLayout._fused_projection),
-    _rule(r"self_attn\.o_proj\.(?:o_proj\.)?weight", (O_PROJ,), NxdiLayout._output_projection),
-    _rule(
+    _Rule(r"self_attn\.(?:qkv_proj\.)?Wqkv\.weight", (Q_PROJ, K_PROJ, V_PROJ), NxdiLayout._fused_projection),
+    _Rule(r"self_attn\.o_proj\.(?:o_proj\.)?weight", (O_PROJ,), NxdiLayout._output_projection),
+    _Rule(
         r"self_attn\.(?P<which>[qk])_(?:layer)?norm\.weight",
         ("self_attn.{which}_norm.weight",),
         NxdiLayout._norm,
     ),
-    _rule(r"(?:.+\.)?(?:rank_util|spmd_rank)\.rank", (), NxdiLayout._rank_number),
+    _Rule(r"(?:.+\.)?(?:rank_util|spmd_rank)\.rank", (), NxdiLayout._rank_number),
     _renamed(_MOE + r"router\.linear_router\.weight", GATE),
-    _rule(_MOE + r"router\.weight_T", (GATE,), NxdiLayout._transposed_gate),
+    _Rule(_MOE + r"router\.weight_T", (GATE,), NxdiLayout._transposed_gate),
     _renamed(_MOE + r"(?:router\.)?e_score_correction_bias", CORRECTION_BIAS),
-    _rule(_MOE + r"expert_mlps\.mlp_op\.gate_up_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._gate_up),
-    _rule(_MOE + r"expert_mlps\.mlp_op\.down_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._down),
+    _Rule(_MOE + r"expert_mlps\.mlp_op\.gate_up_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._gate_up),
+    _Rule(_MOE + r"expert_mlps\.mlp_op\.down_proj(?:\.weight)?", (EXPERTS,), NxdiLayout._down),
 )
 
 
 def _rules_of(name: str) -> list[tuple[_Rule, re.Match[str]]]:
-    """The rule of a place, or none."""
-    return [(rule, match) for rule in _RULES if (match := rule.pattern.fullmatch(name))]
+    """Return the rule for a place, if there is one."""
+    return [(rule, match) for rule in _RULES if (match := re.fullmatch(rule.pattern, name))]

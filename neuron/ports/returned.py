@@ -1,4 +1,4 @@
-"""The output of a layer, in what a port returned."""
+"""The output, keys and values in a port's return value."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TAKE_PART = (
 
 
 def find_output(result: object, shape: tuple[int, ...], *, what: str) -> torch.Tensor:
-    """The output [B,S,H] of a layer: what a port returned, or the first of several; [B·S,H] is reshaped.
+    """Return the output [B,S,H] of a layer: a port's return value, or the first of several; [B·S,H] is reshaped.
 
     Args:
-        result: What it returned.
+        result: The return value.
         shape: B, S and H.
         what: The port in words, for errors.
 
     Raises:
-        TargetError: It returned no tensor, or one of another shape: as many numbers in another order are no output.
+        TargetError: The port returned no tensor, or one of another shape.
     """
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(first, torch.Tensor):
@@ -49,10 +49,10 @@ def find_output(result: object, shape: tuple[int, ...], *, what: str) -> torch.T
 
 
 def require_past(module: nn.Module, *, what: str) -> None:
-    """Pass where the port accepts a past.
+    """Raise unless the port accepts a past.
 
     Raises:
-        TargetError: It does not.
+        TargetError: The port does not.
     """
     parameters = inspect.signature(module.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -66,30 +66,30 @@ def require_past(module: nn.Module, *, what: str) -> None:
 
 
 def find_key_values(result: object, batch_shape: tuple[int, int], *, what: str) -> KeyValues:
-    """The keys and values [B,K,S,D] of the rows that a port was fed, of what it returned.
+    """Return the keys and values [B,K,S,D] of a pass's rows from a port's return value.
 
     Args:
-        result: What it returned.
+        result: The return value.
         batch_shape: B and S.
         what: The port in words, for errors.
 
     Raises:
-        TargetError: It returned none, or of another shape.
+        TargetError: The port returned none, or of another shape.
     """
     second = result[1] if isinstance(result, (tuple, list)) and len(result) > 1 else None
     if not isinstance(second, (tuple, list)) or len(second) != 2:
-        raise _misses(what, "no pair" if second is None else type(second).__name__)
+        raise _no_key_values(what, "no pair" if second is None else type(second).__name__)
     keys, values = second
     batch_size, num_rows = batch_shape
     for tensor in (keys, values):
         if not isinstance(tensor, torch.Tensor):
-            raise _misses(what, type(tensor).__name__)
+            raise _no_key_values(what, type(tensor).__name__)
         if tensor.ndim != 4 or tensor.shape[0] != batch_size or tensor.shape[2] < num_rows:
-            raise _misses(what, str(list(tensor.shape)))
+            raise _no_key_values(what, str(list(tensor.shape)))
     return keys[:, :, -num_rows:], values[:, :, -num_rows:]
 
 
-def _misses(what: str, found: str) -> TargetError:
+def _no_key_values(what: str, found: str) -> TargetError:
     return TargetError(
         f"{what} returned no keys and values",
         expected="a pair of tensors [batch, kv heads, rows, head_dim], second of what it returns",

@@ -1,4 +1,4 @@
-"""TargetSource: the Python file or module that a port comes from, imported and digested."""
+"""Import and digest of the Python file or module that holds a port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minimax_tools.errors import TargetError
 from minimax_tools.machine.native_output import output_set_aside
 from neuron.process.status import doing
 
-# Python's own, and mm2: what the port is run by, rather than what it is made of.
+# The standard library and mm2 are no part of a port.
 _LIBRARIES = sys.stdlib_module_names | {"compare", "gpu_reference", "minimax_tools", "neuron", "reports"}
 _FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
@@ -27,9 +27,9 @@ class TargetSource:
     """An imported module that holds a port.
 
     Args:
-        place: How the user named it.
+        place: Path or dotted name, as the user wrote it.
         module: The module.
-        imported: Names of the modules that its import brought in.
+        imported: Names of the modules that it imported.
     """
 
     place: str
@@ -37,10 +37,10 @@ class TargetSource:
     imported: frozenset[str] = frozenset()
 
     def find(self, name: str) -> Callable[..., Any]:
-        """What the module calls `name`.
+        """Return the class or function of a name.
 
         Raises:
-            TargetError: It has no such name, or nothing that can be called.
+            TargetError: The module has no such name, or it cannot be called.
         """
         found: object = getattr(self.module, name, None)
         if callable(found):
@@ -57,16 +57,16 @@ class TargetSource:
         )
 
     def digest(self) -> str:
-        """sha256 over the module's file, every loaded module beneath its folder, and what its import brought in.
+        """Compute sha256 over the module's file, loaded modules below its folder, and modules that it imported.
 
-        Installed libraries and mm2 itself are left out; empty without a file.
+        Installed libraries and mm2 are left out. Empty for a module without a file.
         """
         file = getattr(self.module, "__file__", None)
         if file is None:
             return ""
         folder = Path(file).parent
         named = {path.relative_to(folder).as_posix(): path for path in _loaded_files_beneath(folder)}
-        named |= _own_files(self.imported)
+        named |= _port_files(self.imported)
         named[Path(file).name] = Path(file)
         digest = hashlib.sha256()
         for name, path in sorted(named.items()):
@@ -76,8 +76,21 @@ class TargetSource:
         return digest.hexdigest()
 
 
+def import_callable(name: str) -> tuple[TargetSource, Callable[..., Any]] | None:
+    """Import what `PATH.py:NAME` or `package.module:NAME` names, with its source; None for other forms.
+
+    Raises:
+        TargetError: The file, the module or the name in it does not exist or cannot be imported.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        return None
+    source = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+    return source, source.find(attribute)
+
+
 def import_file(path: Path) -> TargetSource:
-    """Execute a Python file as a module of its own; like a script, it can import what lies beside it.
+    """Execute a Python file as a new module; like a script, it can import files beside it.
 
     Raises:
         TargetError: The file does not exist, or raised.
@@ -87,14 +100,14 @@ def import_file(path: Path) -> TargetSource:
             f"target file {path} does not exist", next_step="Give --target PATH.py:NAME with its path."
         )
     folder = str(path.resolve().parent)
-    # First, as a script's folder is: another that was put there later may hold a file of the same name.
+    # First in the path, as for a script: a folder added since may hold a file of the same name.
     sys.path[:] = [folder, *(path for path in sys.path if path != folder)]
     module = ModuleType(f"mm2_target_{path.stem}")
     module.__file__ = str(path.resolve())
     sys.modules[module.__name__] = module
 
     def execute() -> ModuleType:
-        # Compiled here, not through Python's cache, which takes an edit within a second for no edit.
+        # Not through Python's cache, which misses an edit within one second.
         exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
         return module
 
@@ -115,7 +128,7 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
     try:
         with output_set_aside(), doing(f"importing target {place}"):
             module = load()
-    except (Exception, SystemExit) as error:  # the port's own code: anything can come
+    except (Exception, SystemExit) as error:  # any error of the port's code
         raise TargetError(
             f"target {place} cannot be imported",
             found=f"{type(error).__name__}: {error}",
@@ -124,8 +137,8 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> TargetSource:
     return TargetSource(place=place, module=module, imported=frozenset(sys.modules) - before)
 
 
-def _own_files(names: Iterable[str]) -> dict[str, Path]:
-    """Source files of these modules by name, without libraries: what is installed, Python's own, and mm2."""
+def _port_files(names: Iterable[str]) -> dict[str, Path]:
+    """Return the source files of modules by name, without libraries and mm2."""
     files = {}
     for name in names:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -136,7 +149,7 @@ def _own_files(names: Iterable[str]) -> dict[str, Path]:
 
 
 def _loaded_files_beneath(folder: Path) -> set[Path]:
-    """Source files of loaded modules in that folder, without the libraries installed there."""
+    """Return the source files of loaded modules in a folder, without libraries installed there."""
     start = f"{folder}{os.sep}"
     files = [
         Path(file)

@@ -1,7 +1,7 @@
 """Traced targets: a layer that `mm2-test trace` compiled into a file, its sites among its outputs.
 
-A compiled program has no submodules to look into. So it returns its sites beside its output, and `TracedLayer` passes
-each through a submodule of the site's name, where it is seen like any port's.
+A compiled program has no submodules. It returns its sites beside its output, and `TracedLayer` passes each through a
+submodule of the site's name, so that it is recorded like any port's.
 B batch, S sequence, H hidden.
 """
 
@@ -22,36 +22,43 @@ from torch import nn
 
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.errors import CaptureError, TargetError
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.errors import CaptureError, TargetError, UsageError
+from minimax_tools.json_codec import decode, decode_fields, encode_fields
 from minimax_tools.model.sites import Site
+from minimax_tools.model.spec import ModelSpec
+from neuron.devices.backend import Backend
+from neuron.devices.ranks import Ranks
+from neuron.devices.weights import Weight, WeightLoader
+from neuron.ports.target import Target
 
 PREFIX = "traced:"
-# An archive of either kind keeps such files beside the program: it can be judged before anything in it is loaded.
+# File in the archive that describes the program; it is read before the program is loaded.
 DESCRIPTION = "mm2.json"
 EXPORT, NEURON = "torch.export", "torch_neuronx.trace"
 _LAYER = "{layer}"
 _FORMAT = 1
 _MAKE_ANEW = "Make it anew with mm2-test trace."
-# torch 2.9 warns of its own reading: it makes tensors of bytes that nobody writes to.
-_TORCHS_OWN_WARNING = "The given buffer is not writable"
+# Warning of torch 2.9 about its own reading of read-only bytes.
+_READ_ONLY_WARNING = "The given buffer is not writable"
 
 Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedProgram:
-    """What a traced file says of itself.
+    """The description in a traced file.
 
     Args:
-        program: What compiled it: `torch.export` or `torch_neuronx.trace`.
-        port: The target as the user named it.
+        program: Compiler: `torch.export` or `torch_neuronx.trace`.
+        port: The --target.
         port_digest: sha256 of its source.
         layer: The layer whose weights are inside.
-        sites: What it returns after the layer's output, in this order.
-        shape: [B,S,H] of the hidden states it takes.
-        dtype: Their dtype, and that of the weights.
-        model: Fingerprint of the checkpoint that the weights are of.
-        versions: Library versions that compiled it.
+        sites: Sites returned after the layer's output, in order.
+        shape: Shape [B,S,H] of the hidden states.
+        dtype: Dtype of hidden states and weights.
+        model: Fingerprint of the checkpoint of the weights.
+        versions: Library versions during compilation.
     """
 
     program: str
@@ -66,7 +73,7 @@ class TracedProgram:
 
     @classmethod
     def read(cls, path: Path) -> TracedProgram:
-        """What the file says; nothing else in it is read.
+        """Read the description in a file, and nothing else.
 
         Raises:
             TargetError: The file does not exist, or mm2-test trace did not write it.
@@ -79,7 +86,7 @@ class TracedProgram:
         try:
             with zipfile.ZipFile(path) as archive:
                 [name] = [name for name in archive.namelist() if name.endswith(f"/extra/{DESCRIPTION}")]
-                return cls._from_json(json.loads(archive.read(name)))
+                return decode(cls, json.loads(archive.read(name)))
         except (OSError, zipfile.BadZipFile, CaptureError, KeyError, TypeError, ValueError) as error:
             raise TargetError(
                 f"{path} is no file of mm2-test trace",
@@ -88,56 +95,38 @@ class TracedProgram:
                 next_step=_MAKE_ANEW,
             ) from error
 
-    @classmethod
-    def _from_json(cls, data: Mapping[str, Any]) -> TracedProgram:
-        if data["format"] != _FORMAT:
-            raise ValueError(f"format {data['format']}")
-        if data["program"] not in (EXPORT, NEURON):
-            raise ValueError(f"program {data['program']!r}")
-        dtype = getattr(torch, data["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype {data['dtype']!r}")
-        batch, sequence, hidden = map(int, data["shape"])
-        return cls(
-            program=data["program"],
-            port=str(data["port"]),
-            port_digest=str(data["port_digest"]),
-            layer=int(data["layer"]),
-            sites=tuple(Site(name) for name in data["sites"]),
-            shape=(batch, sequence, hidden),
-            dtype=dtype,
-            model=ModelFingerprint.from_json(data["model"]),
-            versions=dict(data["versions"]),
-        )
+    def __post_init__(self) -> None:
+        if self.program not in (EXPORT, NEURON):
+            raise ValueError(f"program {self.program!r}")
 
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain JSON values."""
-        return {
-            "format": _FORMAT,
-            "program": self.program,
-            "port": self.port,
-            "port_digest": self.port_digest,
-            "layer": self.layer,
-            "sites": [str(site) for site in self.sites],
-            "shape": list(self.shape),
-            "dtype": dtype_name(self.dtype),
-            "model": self.model.as_json(),
-            "versions": dict(self.versions),
-        }
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> TracedProgram:
+        """Return the program that a file describes.
+
+        Raises:
+            ValueError: The file is of another format.
+        """
+        if record["format"] != _FORMAT:
+            raise ValueError(f"format {record['format']}")
+        return decode_fields(cls, record)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as the file holds it."""
+        return {"format": _FORMAT, **encode_fields(self)}
 
     @property
     def device_type(self) -> str:
-        """Where a run that uses it keeps its tensors."""
+        """Device type of a run's tensors."""
         return "cpu" if self.program == EXPORT else "xla"
 
 
 class TracedLayer(nn.Module):
-    """A traced layer as a port; it has no parameters, for its weights are in the program.
+    """A traced layer as a port's module; it has no parameters, because its weights are in the program.
 
     Args:
         path: The file.
-        traced: What it says of itself.
-        program: What it holds.
+        traced: Its description.
+        program: Its program.
     """
 
     def __init__(self, path: Path, traced: TracedProgram, program: Program) -> None:
@@ -146,19 +135,19 @@ class TracedLayer(nn.Module):
         self.shown = nn.ModuleDict({str(site): nn.Identity() for site in traced.sites})
         self.sites = {str(site): f"shown.{site}" for site in traced.sites}
         self._path = path
-        # Within a tuple: its parameters are not this module's to load or to move.
+        # In a tuple, so that torch does not register its parameters here.
         self._program = (program,)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """[B,S,H], mask [B,S] of 0/1 and positions [B,S] to the layer's output [B,S,H].
+        """Compute the output [B,S,H] from states [B,S,H], mask [B,S] of 0/1 and positions [B,S].
 
         Raises:
-            TargetError: The states are not what was traced, or a site is fed.
+            TargetError: The states differ from the traced ones in shape or device, or a site is replaced.
         """
         self._refuse_others(hidden_states)
-        # A program of torch_neuronx takes its inputs from the host and brings them to its core itself.
+        # A program of torch_neuronx takes its inputs on the host.
         inputs = (hidden_states.cpu(), attention_mask.cpu(), position_ids.cpu())
         output, *shown = self._program[0](*inputs)
         for site, tensor in zip(self.traced.sites, shown, strict=True):
@@ -170,10 +159,10 @@ class TracedLayer(nn.Module):
         return output
 
     def verify_model(self, model: ModelFingerprint) -> None:
-        """Check that the weights inside are those of the checkpoint.
+        """Raise unless the weights in the file are those of a model.
 
         Raises:
-            TargetError: They are another model's.
+            TargetError: The weights belong to another model.
         """
         differences = self.traced.model.differences(model)
         if differences:
@@ -202,21 +191,46 @@ class TracedLayer(nn.Module):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedFiles:
-    """The factory of a traced target: called as `files(config, layer_idx)`, it loads the layer's file.
+@dataclass(frozen=True, kw_only=True)
+class TracedTarget(Target):
+    """Layers that `mm2-test trace` compiled, weights included.
 
     Args:
-        pattern: The file, or files whose paths hold `{layer}` anywhere, as in `layer_{layer}.pt2`.
+        pattern: Path of the file, or of one file per layer with `{layer}` in it, such as `layer_{layer}.pt2`.
     """
+
+    forms = f"{PREFIX}FILE"
+    reads_weights = False
 
     pattern: str
 
-    def __call__(self, config: Any, layer_idx: int) -> TracedLayer:
-        """The layer.
+    @classmethod
+    def find(cls, name: str) -> TracedTarget | None:
+        """Find the files behind `traced:`.
 
         Raises:
-            TargetError: There is no such file, or it is of another layer or dtype, or cannot be loaded; or there are
+            TargetError: A file does not exist, or `mm2-test trace` did not write it.
+        """
+        if not name.startswith(PREFIX):
+            return None
+        pattern = name.removeprefix(PREFIX)
+        return cls(name=name, pattern=pattern, source_digest=_digest(pattern))
+
+    def require_traceable(self, backend: Backend) -> None:
+        """Raise: the layer is compiled already.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{self.name} is traced already", next_step="Give the --target that it was traced from."
+        )
+
+    def make(self, config: Any, layer_idx: int) -> TracedLayer:
+        """Load a layer's file.
+
+        Raises:
+            TargetError: The file does not exist, is of another layer or dtype, or cannot be loaded; or there are
                 several ranks.
         """
         path = Path(self.pattern.replace(_LAYER, str(layer_idx)))
@@ -236,7 +250,7 @@ class TracedFiles:
                 next_step="Weights are in the file: trace each layer into one of its own, and name them as in "
                 f"--target '{PREFIX}layer_{_LAYER}.pt2'.",
             )
-        # The dtype of the run, under which every port is built.
+        # Every target is built under the run's dtype.
         dtype = torch.get_default_dtype()
         if traced.dtype != dtype:
             raise TargetError(
@@ -247,27 +261,43 @@ class TracedFiles:
             )
         return TracedLayer(path, traced, load_program(path, traced))
 
-    def digest(self) -> str:
-        """sha256 over names, sizes and check sums of all that lies in the files: it costs no reading of weights.
+    def load(
+        self,
+        module: nn.Module,
+        tensors: LayerTensors,
+        spec: ModelSpec,
+        *,
+        loader: WeightLoader,
+        ranks: Ranks | None = None,
+        prepared: dict[str, Weight] | None = None,
+    ) -> None:
+        """Raise unless the weights in the file are those of the checkpoint.
 
         Raises:
-            TargetError: There is no such file, or it is no archive.
+            TargetError: The weights belong to another model.
         """
-        # What stands around the number means itself, brackets and stars too.
-        pattern = "[0-9]*".join(map(glob.escape, self.pattern.split(_LAYER)))
-        paths = glob.glob(pattern)  # noqa: PTH207 - a Path's glob takes no absolute pattern
-        digest = hashlib.sha256()
-        for path in map(Path, sorted(paths) or [self.pattern]):
-            TracedProgram.read(path)
-            with zipfile.ZipFile(path) as archive:
-                for entry in archive.infolist():
-                    name = entry.filename.partition("/")[2]
-                    digest.update(f"{name} {entry.file_size} {entry.CRC}\n".encode())
-        return digest.hexdigest()
+        assert isinstance(module, TracedLayer), "make returns nothing else"
+        layers = range(tensors.layer, tensors.layer + 1)
+        module.verify_model(ModelFingerprint.of(tensors.reader, spec, layers))
+
+
+def _digest(pattern: str) -> str:
+    """Return sha256 over names, sizes and check sums in the files; weights are not read."""
+    # Special characters around the layer number, such as brackets and stars, stand for themselves.
+    glob_pattern = "[0-9]*".join(map(glob.escape, pattern.split(_LAYER)))
+    paths = glob.glob(glob_pattern)  # noqa: PTH207 - a Path's glob takes no absolute pattern
+    digest = hashlib.sha256()
+    for path in map(Path, sorted(paths) or [pattern]):
+        TracedProgram.read(path)
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                name = entry.filename.partition("/")[2]
+                digest.update(f"{name} {entry.file_size} {entry.CRC}\n".encode())
+    return digest.hexdigest()
 
 
 def load_program(path: Path, traced: TracedProgram) -> Program:
-    """The program in a file: it takes the layer's three arguments on the host, and gives its output and sites there.
+    """Load the program in a file: from the layer's three arguments on the host to its output and sites.
 
     Raises:
         TargetError: The file is damaged, or cannot be loaded here.
@@ -278,12 +308,12 @@ def load_program(path: Path, traced: TracedProgram) -> Program:
         if traced.program == NEURON:
             return _load_neuron_program(path)
         with path.open("rb") as file, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _TORCHS_OWN_WARNING)
+            warnings.filterwarnings("ignore", _READ_ONLY_WARNING)
             module = torch.export.load(file).module()
         return module
     except TargetError:
         raise
-    except Exception as error:  # a foreign archive: anything can come
+    except Exception as error:  # any error of a foreign archive
         raise TargetError(
             f"{path} cannot be loaded",
             expected=f"a program that {traced.program} wrote with torch {traced.versions.get('torch')}",
@@ -293,7 +323,7 @@ def load_program(path: Path, traced: TracedProgram) -> Program:
 
 
 def _verify_check_sums(path: Path) -> None:
-    """Read the whole file, a piece at a time: torch loads weights whose bytes have changed without a word."""
+    """Check every byte of the file: torch loads damaged weights silently."""
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
@@ -307,7 +337,7 @@ def _verify_check_sums(path: Path) -> None:
 def _load_neuron_program(path: Path) -> Program:
     try:
         import torch_neuronx  # noqa: F401 - registers the operation that runs a NEFF
-    except Exception as error:  # what PyPI has under this name is an empty placeholder that raises
+    except Exception as error:  # the placeholder on PyPI raises other errors
         raise TargetError(
             f"{path} was compiled by torch_neuronx, which is not installed here",
             found=f"{type(error).__name__}: {error}",

@@ -1,6 +1,6 @@
-"""Tracing: one layer of a target compiled into a file, with its sites as further outputs.
+"""Tracing: a target's layer compiled into a file, with its sites as further outputs.
 
-One wrapper serves both compilers: torch_neuronx.trace on Neuron, torch.export elsewhere.
+The compiler is torch_neuronx.trace on Neuron, torch.export elsewhere.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import nn
 
 from minimax_tools.capture.recorder import Recorder, copy_on_device, shape_to_batch
 from minimax_tools.capture.taps import Tap
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.errors import BackendError, Mm2Error, TargetError, UsageError
+from minimax_tools.errors import BackendError, Mm2Error, TargetError
+from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import Site
 from minimax_tools.model.spec import ModelSpec
@@ -32,25 +33,25 @@ from minimax_tools.provenance import library_versions
 from neuron.devices.backend import Backend
 from neuron.devices.weights import WeightLoader
 from neuron.ports.exposure import find_exposure
-from neuron.ports.own_code import own_code
+from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import find_output
-from neuron.ports.targets import Target
-from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, PREFIX, TracedProgram, load_program
+from neuron.ports.target import Target
+from neuron.ports.traced import DESCRIPTION, EXPORT, NEURON, TracedProgram, load_program
 from neuron.process.status import doing
 
 logger = logging.getLogger(__name__)
 
-# What a number differs by from one that is none: JSON knows no infinity.
+# Difference between a number and NaN or Inf: JSON knows no infinity.
 _ENDLESS = torch.finfo(torch.float64).max
 _COMPILERS: Mapping[Backend, str] = {Backend.CPU: EXPORT, Backend.NEURON_XLA: NEURON}
 
 
 class SitesAsOutputs(nn.Module):
-    """A layer that returns its sites beside its output, so that they survive being compiled.
+    """A layer that returns its sites beside its output, so that they survive compilation.
 
     Args:
         layer: A port's module, its weights loaded.
-        taps: Where each site shows; they are returned in this order.
+        taps: Tap of each site, in the order of the returned sites.
         what: The target and layer in words, for errors.
     """
 
@@ -63,12 +64,12 @@ class SitesAsOutputs(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """The layer's output [B,S,H], then each site as the port gives it.
+        """Return the layer's output [B,S,H], then each site as the port gives it.
 
         Raises:
-            TargetError: A site shows no tensor while the layer runs, or the layer returns no output of that shape.
+            TargetError: A site shows no tensor, or the layer returns no output of that shape.
         """
-        # A copy: a port may work in place.
+        # Copies, because a port may work in place.
         states = hidden_states.clone()
         with Recorder(self.layer, self._taps, keep=copy_on_device) as recorder:
             result = self.layer(states, attention_mask.clone(), position_ids.clone())
@@ -90,10 +91,10 @@ class TraceRequest:
         target: The implementation.
         spec: The model.
         layer: The layer.
-        inputs: Their shape is the one that the program takes.
+        inputs: Token rows; the program takes their shape.
         dtype: Dtype of weights and activations.
-        backend: What will run the program: the CPU, or Neuron over torch_xla.
-        checks_capture: Whether to compile the layer without its sites too, and run both.
+        backend: Backend of the program: the CPU, or Neuron over torch_xla.
+        checks_capture: Compile the layer without its sites too, and compare.
     """
 
     target: Target
@@ -105,11 +106,7 @@ class TraceRequest:
     checks_capture: bool = False
 
     def __post_init__(self) -> None:
-        if self.target.name.startswith(PREFIX):
-            raise UsageError(
-                f"{self.target.name} is traced already",
-                next_step="Give the --target that it was traced from.",
-            )
+        self.target.require_traceable(self.backend)
         if self.backend not in _COMPILERS:
             raise BackendError(
                 f"nothing compiles a layer into a file for the backend {self.backend}",
@@ -118,11 +115,6 @@ class TraceRequest:
                 next_step="Use --backend neuron-xla in a virtual environment of torch-neuronx 2.9 or older, or "
                 "--backend cpu.",
             )
-        if self.backend is Backend.NEURON_XLA and self.target.name == "builtin":
-            raise TargetError(
-                "the target builtin is several graphs on a lazy device, not one program",
-                next_step="Trace a port of your own; builtin runs as it is.",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +122,8 @@ class Trace:
     """A layer that was traced.
 
     Args:
-        program: What its file says of it.
-        effect_of_sites: The largest difference between the outputs of the programs with sites and without, on one
-            input; None where that was not asked for.
+        program: Description of the file.
+        effect_of_sites: Largest difference of the output with and without sites, on one input; None if unchecked.
     """
 
     program: TracedProgram
@@ -140,21 +131,21 @@ class Trace:
 
 
 def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -> Trace:
-    """Compile the layer with its weights into `output`, which is there whole or not at all.
+    """Compile the layer with its weights into `output`, which is written whole or not at all.
 
     Raises:
         CheckpointError: The layer's weights cannot be read.
         TargetError: The port cannot be built, loaded, run or compiled.
     """
     what = f"target {request.target.name}, layer {request.layer}"
-    module = _loaded(request, reader)
-    # What the numbers are does not matter, but a router that sees zeros finds all experts alike.
+    module = _load_module(request, reader)
+    # Random states: with zeros the router would find all experts alike.
     generator = torch.Generator().manual_seed(0)
     shape = (request.inputs.batch_size, request.inputs.sequence_length, request.spec.hidden_size)
     states = torch.randn(shape, generator=generator).to(request.dtype)
     example = (states, request.inputs.attention_mask, request.inputs.position_ids)
     with torch.no_grad():
-        taps = _showing(request, module, example, what=what)
+        taps = _find_shown(request, module, example, what=what)
         program = TracedProgram(
             program=_COMPILERS[request.backend],
             port=request.target.name,
@@ -173,8 +164,8 @@ def trace_layer(request: TraceRequest, reader: CheckpointReader, output: Path) -
     return Trace(program=program, effect_of_sites=effect)
 
 
-def _loaded(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
-    """The port's module with the layer's weights, on the CPU: compilers take it from there."""
+def _load_module(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
+    """Build and load the port's module on the CPU, from where compilers take it."""
     module = request.target.build(request.spec, request.layer, dtype=request.dtype)
     with ReadingPool(torch.get_num_threads()) as pool:
         loader = WeightLoader(torch.device("cpu"), wait=lambda: None, pool=pool)
@@ -183,18 +174,18 @@ def _loaded(request: TraceRequest, reader: CheckpointReader) -> nn.Module:
     return module
 
 
-def _showing(
+def _find_shown(
     request: TraceRequest, module: nn.Module, example: tuple[torch.Tensor, ...], *, what: str
 ) -> dict[Site, Tap]:
-    """The taps of the sites that the port shows when it runs, but for its input and output, which every program has."""
+    """Find the taps of the sites that the running port shows; input and output, which all programs have, left out."""
     exposure = find_exposure(module, what=what)
     always = (Site.INPUT, Site.OUTPUT)
     taps: dict[Site, Tap] = {site: tap for site, tap in exposure.taps.items() if site not in always}
     with Recorder(module, taps, keep=copy_on_device) as recorder:
         step = "Try it with mm2-test single-layer first; see --debug for the traceback."
-        with own_code(f"{what} failed while it ran", activity=f"running {what}", next_step=step):
+        with port_errors(f"{what} failed while it ran", activity=f"running {what}", next_step=step):
             result = module(*(tensor.clone() for tensor in example))
-    # Here too: a compiler that meets the error prints its graph first.
+    # Checked before compilation: a compiler would print its graph first.
     find_output(result, tuple(example[0].shape), what=what)
     batch_shape = (request.inputs.batch_size, request.inputs.sequence_length)
     shown = {site: shape_to_batch(site, kept, batch_shape) for site, kept in recorder.tensors.items()}
@@ -208,7 +199,7 @@ def _showing(
 def _effect_of_sites(
     module: nn.Module, example: tuple[torch.Tensor, ...], program: TracedProgram, output: Path, *, what: str
 ) -> float:
-    """How far the output moves when the sites are returned beside it: a compiler may fuse less then."""
+    """Measure how far returning the sites moves the output: a compiler may fuse less then."""
     bare = replace(program, sites=())
     path = output.with_name(f".{output.name}.{os.getpid()}.bare")
     try:
@@ -225,7 +216,7 @@ def _effect_of_sites(
 def _compile(
     wrapper: SitesAsOutputs, example: tuple[Any, ...], traced: TracedProgram, output: Path, *, what: str
 ) -> None:
-    extra = {DESCRIPTION: json.dumps(traced.as_json())}
+    extra = {DESCRIPTION: json.dumps(encode(traced))}
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
@@ -237,7 +228,7 @@ def _compile(
         temporary.replace(output)
     except (OSError, Mm2Error):
         raise
-    except (Exception, SystemExit) as error:  # a compiler, over a port's own code: anything can come
+    except (Exception, SystemExit) as error:  # any error of a compiler or the port's code
         raise TargetError(
             f"{what} cannot be compiled by {traced.program}",
             found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
@@ -256,7 +247,7 @@ def _compile_for_cpu(
         with redirect_stderr(printed):
             program = torch.export.export(wrapper, example)
     except Exception:
-        # The whole graph of what could not be exported: hundreds of lines ahead of the one that says why.
+        # torch prints the whole graph, hundreds of lines before the cause.
         logger.debug("torch.export printed:\n%s", printed.getvalue())
         raise
     if printed.getvalue():
@@ -270,6 +261,6 @@ def _compile_for_neuron(
 ) -> None:
     import torch_neuronx
 
-    # Weights beside the NEFF, in the same file: 7 GB would not go through the compiler as constants.
+    # Weights stay beside the NEFF: the compiler cannot take 7 GB of constants.
     program = torch_neuronx.trace(wrapper, example, inline_weights_to_neff=False)
     torch.jit.save(program, str(path), _extra_files=extra)

@@ -20,7 +20,7 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
-from neuron.ports.targets import Target
+from neuron.ports.target import Target
 from neuron.runs.executor import LayerExecutor
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.layer_input import LayerInput

@@ -13,7 +13,7 @@ from minimax_tools.machine.memory import MemoryBudget
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import Mode, Run
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.targets import Target
+from neuron.ports.target import Target
 
 _GIVE_GOLDEN = "Give --golden DIR; mm2-gpu extract-all makes one."
 

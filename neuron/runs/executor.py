@@ -15,10 +15,10 @@ from torch import nn
 
 from minimax_tools.capture.manifest import dtype_name
 from minimax_tools.capture.recorder import Recorder, copy_on_device
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.read_ahead import ReadAhead
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.errors import Mm2Error, TargetError
 from minimax_tools.machine.memory import MemoryBudget, give_back_freed_memory
 from minimax_tools.model.inputs import Inputs
@@ -27,9 +27,9 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.devices.weights import Weight, WeightLoader
 from neuron.ports.exposure import Exposure, find_exposure
-from neuron.ports.own_code import own_code
+from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import PAST, find_key_values, find_output, require_past
-from neuron.ports.targets import Target
+from neuron.ports.target import Target
 from neuron.process.status import doing
 from neuron.runs.footprint import RunLimits, choose_read_ahead, device_footprint
 from neuron.runs.layer_input import LayerInput
@@ -315,7 +315,7 @@ class LayerExecutor:
         activity = (
             f"running layer {layer} of target {self._target.name} on hidden states {list(states.shape)}"
         )
-        with own_code(f"{what} failed while it ran", activity=activity, next_step=called):
+        with port_errors(f"{what} failed while it ran", activity=activity, next_step=called):
             return module(states, attention_mask, position_ids, **past)
 
     def _accepted(

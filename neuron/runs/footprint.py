@@ -23,7 +23,7 @@ from neuron.builtin.moe import CHUNK_SIZE_BYTES
 from neuron.devices.backend import Backend
 from neuron.devices.runtime import Runtime
 from neuron.ports.exposure import site_shape
-from neuron.ports.targets import Target
+from neuron.ports.target import Target
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.filling import Gathered
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
 from neuron.builtin.layer import RMSNorm
 from neuron.devices.runtime import Runtime
-from neuron.devices.weights import Gathered, Weight, WeightLoader
+from neuron.devices.weights import Weight, WeightLoader
 
 
 class DeviceHead(nn.Module):
@@ -65,8 +66,4 @@ def run_head(
 
 
 def _stored(reader: CheckpointReader, name: str) -> Weight:
-    return Gathered(
-        shape=reader.index[name].shape,
-        read=reader.read_weight_into,
-        places=lambda storage: {name: storage},
-    )
+    return Gathered.whole(name, reader.index[name].shape, reader.read_weight_into)

@@ -11,6 +11,7 @@ from typing import Any
 
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CaptureError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.folder_lock import LOCK_NAME, locked_directory
 from minimax_tools.machine.replacement import is_temporary, remove_temporaries, replacing
 from minimax_tools.model.span import Span
@@ -57,8 +58,8 @@ class Journal:
         """
         record = {
             "schema_version": _SCHEMA_VERSION,
-            "description": self._description.as_json(),
-            "probes": [probe.as_json() for probe in self._probes.values()],
+            "description": encode(self._description),
+            "probes": encode(tuple(self._probes.values())),
         }
         with replacing(self._directory / JOURNAL_NAME) as temporary:
             temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -107,7 +108,7 @@ def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         obstacle = _obstacle(record, description)
-        probes = tuple(Probe.from_json(probe) for probe in record["probes"])
+        probes = decode(tuple[Probe, ...], record["probes"])
     except Exception as error:  # a damaged file: whatever reading it raises, it is begun anew
         logger.warning("Starting anew: %s cannot be read (%s: %s).", path, type(error).__name__, error)
         return ()
@@ -122,5 +123,5 @@ def _read_probes(path: Path, description: Description) -> tuple[Probe, ...]:
 def _obstacle(record: dict[str, Any], description: Description) -> str | None:
     if record["schema_version"] != _SCHEMA_VERSION:
         return "another version of mm2 wrote the journal there"
-    differing = Description.from_json(record["description"]).differences(description)
+    differing = decode(Description, record["description"]).differences(description)
     return f"the bisection there has other {', '.join(differing)}" if differing else None

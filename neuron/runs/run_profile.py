@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from minimax_tools.errors import CaptureError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.memory import MemoryTracker
 from minimax_tools.machine.whole_file import whole_file
 from neuron.devices.runtime import Runtime
@@ -87,7 +88,7 @@ class RunProfile:
         record = {
             "traceEvents": list(self._events()),
             "displayTimeUnit": "ms",
-            _OWN_KEY: dataclasses.asdict(self),
+            _OWN_KEY: encode(self),
         }
         with whole_file(path) as file:
             json.dump(record, file)
@@ -102,13 +103,10 @@ class RunProfile:
         """
         path = directory / PROFILE_NAME
         try:
-            own = json.loads(path.read_text(encoding="utf-8"))[_OWN_KEY]
-            layers = tuple(
-                LayerProfile(**{**record, "times": LayerTimes(**record["times"])}) for record in own["layers"]
-            )
-            if not layers:
+            profile = decode(cls, json.loads(path.read_text(encoding="utf-8"))[_OWN_KEY])
+            if not profile.layers:
                 raise ValueError("no layer ran")
-            return cls(**{**own, "layers": layers})
+            return profile
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CaptureError(
                 f"{directory} holds no profile that can be read",

@@ -20,6 +20,7 @@ from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import TargetError
+from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import decoded_rows
 from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import ModelSite, Site
@@ -266,7 +267,7 @@ class DeviceRun:
         )
         sampling = {"do_sample": False, "max_new_tokens": request.max_new_tokens}
         generation = Generation.of(request.inputs, generated, sampling=sampling, folder=request.folder)
-        writer.write_json(GENERATION_NAME, generation.as_json())
+        writer.write_json(GENERATION_NAME, encode(generation))
 
     def _hidden_states(self) -> torch.Tensor | Callable[[], torch.Tensor] | None:
         """What the capture keeps as its first layer's input: nothing where the tokens tell it."""
@@ -321,7 +322,7 @@ class DeviceRun:
         if request.lead_in:
             # They make the input, and belong to no span: where they differ, nothing stored is gone on with.
             before = ModelFingerprint.of(self._reader, request.spec, Span(0, request.run.span.start))
-            options["layers_before"] = before.as_json()["layers"]
+            options["layers_before"] = encode(before)["layers"]
         options |= request.target.sharing(self._runtime)
         return Description(
             side=DEVICE_SIDE,

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expected_layer_shapes
 from neuron.devices.ranks import Ranks
 from neuron.devices.weights import WeightLoader
-from neuron.ports.own_code import own_code
+from neuron.ports.port_errors import port_errors
 from neuron.ports.returned import find_output
-from neuron.ports.targets import Target
+from neuron.ports.target import Target
 from neuron.weight_trace.exchanges import Tensors
 from neuron.weight_trace.made_tensors import MadeTensors, Make
 from neuron.weight_trace.origin import Origin
@@ -95,7 +95,7 @@ class TracedPort:
             self._load(module, self._made(spec, tensors.__getitem__, dtype), spec)
             failed, step = f"{what} failed while it ran", "See --debug for the traceback."
             activity = f"running layer {self.layer} of target {self.target.name} on made weights"
-            with torch.no_grad(), own_code(failed, activity=activity, next_step=step):
+            with torch.no_grad(), port_errors(failed, activity=activity, next_step=step):
                 result = module(
                     given.hidden_states.to(dtype, copy=True),
                     given.attention_mask.clone(),

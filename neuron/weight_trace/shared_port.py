@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime
 from neuron.ports.targets import find_target

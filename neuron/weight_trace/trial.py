@@ -20,7 +20,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import EMBEDDING, expected_layer_shapes, layer_prefix
 from minimax_tools.reference.float32_layer import Float32Layer
 from minimax_tools.synthetic.random_weights import SyntheticWeights
-from neuron.ports.own_code import PortEndError
+from neuron.ports.port_errors import PortEndError
 from neuron.weight_trace.exchanges import Exchange, OnAccess, Tensors
 from neuron.weight_trace.kept_weights import KEPT, keep_quantised
 

@@ -1,6 +1,6 @@
-"""Damaged captures: what of them mm2 refuses.
+"""Damaged captures, for `bench_damage.py`.
 
-- `tampering` changes files of a capture, and signs the change where one wants it hidden
-- `damages` are the ways in which captures are damaged
-- `scene` makes the captures, damages a copy, and compares
+- `tampering`: changes to the files of a capture, with or without new digests
+- `damages`: ways in which captures are damaged
+- `scene`: the captures, and the comparison of damaged copies
 """

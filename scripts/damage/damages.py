@@ -1,14 +1,16 @@
-"""Damages: the ways in which a golden, or a device run, is damaged before it is judged."""
+"""Ways in which a golden or a device run is damaged before it is judged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from damage.tampering import (
+    Change,
     change_tensor,
     change_tensors,
     cut_file,
@@ -24,48 +26,40 @@ _VALUES, _TWINS, _FLOORS = (f"layer_{LAYER}{kind}.safetensors" for kind in ("", 
 _OTHER_VALUES, _OTHER_TWINS, _OTHER_FLOORS = (
     f"layer_{OTHER_LAYER}{kind}.safetensors" for kind in ("", ".fp32", ".floor")
 )
+_MODEL_VALUES, _MODEL_TWINS, _MODEL_FLOORS = (f"model{kind}.safetensors" for kind in ("", ".fp32", ".floor"))
+_INPUTS = "inputs.safetensors"
+_PLACE = f"of layer {LAYER}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Damage:
-    """One way to damage a capture.
+    """A way to damage a capture.
 
     Args:
-        name: What is done, in words.
-        apply: Does it to a capture directory.
-        named: What a refusal must name, beside the capture.
-        of_golden: Whether the golden is damaged; else the device run.
-        in_stats: Whether a golden is damaged that kept the floor's distances alone, without twins.
-        is_provable_when_old: Whether it shows without digests of twins and floors.
+        name: Description in words.
+        apply: Function that damages a capture directory.
+        named: Words that a refusal must contain, beside the capture.
+        of_golden: Whether the golden is damaged; otherwise the device run.
+        in_stats: Whether the damaged golden kept only the statistics of its noise floor, no twins.
+        is_provable_when_old: Whether the damage shows without digests of twins and floors.
     """
 
     name: str
     apply: Callable[[Path], None]
     named: tuple[str, ...] = ()
+    _: KW_ONLY
     of_golden: bool = True
     in_stats: bool = False
     is_provable_when_old: bool = True
 
 
-def _zero(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor)
-
-
-def _scale(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def _scale(factor: float) -> Change:
     return lambda tensor: (tensor.float() * factor).to(tensor.dtype)
 
 
 def _one_nan(tensor: torch.Tensor) -> torch.Tensor:
     tensor[0, 0, 0] = torch.nan
     return tensor
-
-
-def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype)
-
-
-def _shifted(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + 1
 
 
 def _first_expert_twice(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,242 +73,139 @@ def _one_token_less(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _golden_as_twin(directory: Path) -> None:
-    from safetensors.torch import load_file
-
     values = load_file(directory / _VALUES)["moe_delta"].float().clone()
     change_tensor(directory, _TWINS, "moe_delta", lambda _: values)
 
 
-def _then_signed(apply: Callable[[Path], None], *, with_statistics: bool = False) -> Callable[[Path], None]:
-    def both(directory: Path) -> None:
-        apply(directory)
-        sign(directory, with_statistics=with_statistics)
-
-    return both
-
-
-def _change(file: str, name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+def _change(file: str, name: str, how: Change) -> Callable[[Path], None]:
     return lambda directory: change_tensor(directory, file, name, how)
 
 
-def _both(file: str, other: str) -> Callable[[Path], None]:
+def _change_all(file: str, how: Change) -> Callable[[Path], None]:
+    return lambda directory: change_tensors(directory, file, how)
+
+
+def _exchange(file: str, other: str) -> Callable[[Path], None]:
     return lambda directory: exchange_files(directory, file, other)
 
 
-_PLACE = f"of layer {LAYER}"
+def _to_file(damage: Callable[[Path, str], None], file: str) -> Callable[[Path], None]:
+    return lambda directory: damage(directory, file)
 
-# What may be done with new digests, and without.
+
+def _delete(file: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / file).unlink()
+
+
+def _leave_out(file: str, name: str) -> Callable[[Path], None]:
+    return lambda directory: remove_tensor(directory, file, name)
+
+
+def _of_site(name: str, file: str, tensor: str, how: Change) -> Damage:
+    """Build the damage of one tensor of the layer; a refusal must name site, layer and file."""
+    return Damage(name, _change(file, tensor, how), (tensor.partition(".")[0], _PLACE, file))
+
+
+def _in_stats(damage: Damage) -> Damage:
+    return replace(damage, in_stats=True)
+
+
+def _with_digests(damage: Damage, *, with_statistics: bool = False) -> Damage:
+    """Build the same damage, hidden by new digests; a refusal need not name a file."""
+
+    def apply(directory: Path) -> None:
+        damage.apply(directory)
+        sign(directory, with_statistics=with_statistics)
+
+    kind = "digests and statistics" if with_statistics else "digests"
+    return Damage(f"{damage.name}, under {kind} of its own", apply, in_stats=damage.in_stats)
+
+
+_zero = torch.zeros_like
+_ONE_PERCENT = _scale(1.01)
+
+# Each of these is applied with the old digests and with new ones.
 _SIGNABLE = (
+    _of_site("twin of a site zeroed", _TWINS, "moe_delta", _zero),
+    Damage("all twins of a layer zeroed", _change_all(_TWINS, _zero), (_PLACE, _TWINS)),
     Damage(
-        name="twin of a site zeroed",
-        apply=_change(_TWINS, "moe_delta", _zero),
-        named=("moe_delta", _PLACE, _TWINS),
+        "twins exchanged with another layer's", _exchange(_TWINS, _OTHER_TWINS), ("of layer 0", _OTHER_TWINS)
+    ),
+    _of_site("twin cast to int8", _TWINS, "q_proj", lambda tensor: tensor.to(torch.int8)),
+    _of_site("twin rounded to bfloat16", _TWINS, "q_proj", lambda tensor: tensor.to(torch.bfloat16)),
+    _of_site("NaN in a twin", _TWINS, "attn_delta", _one_nan),
+    _of_site("twin of another shape", _TWINS, "v_proj", lambda tensor: tensor[..., :-1]),
+    Damage("the golden's own values as a twin", _golden_as_twin, ("moe_delta", _PLACE, _TWINS)),
+    _of_site("twin twice as large", _TWINS, "moe_delta", _scale(2.0)),
+    Damage("floor zeroed", _change_all(_FLOORS, _zero), (_PLACE, _FLOORS)),
+    Damage("floor a thousand times as large", _change_all(_FLOORS, _scale(1000.0)), (_PLACE, _FLOORS)),
+    Damage(
+        "floors exchanged with another layer's",
+        _exchange(_FLOORS, _OTHER_FLOORS),
+        ("of layer 0", _OTHER_FLOORS),
     ),
     Damage(
-        name="all twins of a layer zeroed",
-        apply=lambda directory: change_tensors(directory, _TWINS, _zero),
-        named=(_PLACE, _TWINS),
+        "router's noise a thousand times as large",
+        _change(_FLOORS, "router_noise", _scale(1000.0)),
+        ("router", _PLACE, _FLOORS),
     ),
-    Damage(
-        name="twins exchanged with another layer's",
-        apply=_both(_TWINS, _OTHER_TWINS),
-        named=("of layer 0", _OTHER_TWINS),
+    _of_site("values of a site zeroed", _VALUES, "moe_delta", _zero),
+    _of_site("values of a site 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
+    Damage("NaN in the golden's values", _change(_VALUES, "output", _one_nan), ("output", _PLACE)),
+    _of_site(
+        "values of a site widened to float32", _VALUES, "post_norm", lambda tensor: tensor.float() * 1.001
     ),
-    Damage(
-        name="twin cast to int8",
-        apply=_change(_TWINS, "q_proj", _to(torch.int8)),
-        named=("q_proj", _PLACE, _TWINS),
+    _of_site("an expert counted twice", _VALUES, "router_experts", _first_expert_twice),
+    Damage("logits zeroed", _change(_MODEL_VALUES, "logits", _zero), ("logits",)),
+    Damage("twin of the logits zeroed", _change(_MODEL_TWINS, "logits", _zero), ("logits", _MODEL_TWINS)),
+    Damage("floor of the logits zeroed", _change_all(_MODEL_FLOORS, _zero), (_MODEL_FLOORS,)),
+    Damage("positions shifted", _change(_INPUTS, "position_ids", lambda tensor: tensor + 1), (_INPUTS,)),
+    Damage("a token less", _change(_INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
+    _in_stats(Damage("floor without twins zeroed", _change_all(_FLOORS, _zero), (_PLACE, _FLOORS))),
+    _in_stats(
+        _of_site(
+            "a part of a floor without twins twice as large",
+            _FLOORS,
+            "moe_delta.error_ordinary",
+            _scale(2.0),
+        )
     ),
-    Damage(
-        name="twin rounded to bfloat16",
-        apply=_change(_TWINS, "q_proj", _to(torch.bfloat16)),
-        named=("q_proj", _PLACE, _TWINS),
-    ),
-    Damage(
-        name="NaN in a twin",
-        apply=_change(_TWINS, "attn_delta", _one_nan),
-        named=("attn_delta", _PLACE, _TWINS),
-    ),
-    Damage(
-        name="twin of another shape",
-        apply=_change(_TWINS, "v_proj", lambda tensor: tensor[..., :-1]),
-        named=("v_proj", _PLACE, _TWINS),
-    ),
-    Damage(
-        name="the golden's own values as a twin", apply=_golden_as_twin, named=("moe_delta", _PLACE, _TWINS)
-    ),
-    Damage(
-        name="twin twice as large",
-        apply=_change(_TWINS, "moe_delta", _scale(2.0)),
-        named=("moe_delta", _PLACE, _TWINS),
-    ),
-    Damage(
-        name="floor zeroed",
-        apply=lambda directory: change_tensors(directory, _FLOORS, _zero),
-        named=(_PLACE, _FLOORS),
-    ),
-    Damage(
-        name="floor a thousand times as large",
-        apply=lambda directory: change_tensors(directory, _FLOORS, _scale(1000.0)),
-        named=(_PLACE, _FLOORS),
-    ),
-    Damage(
-        name="floors exchanged with another layer's",
-        apply=_both(_FLOORS, _OTHER_FLOORS),
-        named=("of layer 0", _OTHER_FLOORS),
-    ),
-    Damage(
-        name="router's noise a thousand times as large",
-        apply=_change(_FLOORS, "router_noise", _scale(1000.0)),
-        named=("router", _PLACE, _FLOORS),
-    ),
-    Damage(
-        name="values of a site zeroed",
-        apply=_change(_VALUES, "moe_delta", _zero),
-        named=("moe_delta", _PLACE, _VALUES),
-    ),
-    Damage(
-        name="values of a site 1 % larger",
-        apply=_change(_VALUES, "k_proj", _scale(1.01)),
-        named=("k_proj", _PLACE, _VALUES),
-    ),
-    Damage(
-        name="NaN in the golden's values",
-        apply=_change(_VALUES, "output", _one_nan),
-        named=("output", _PLACE),
-    ),
-    Damage(
-        name="values of a site widened to float32",
-        apply=_change(_VALUES, "post_norm", lambda tensor: tensor.float() * 1.001),
-        named=("post_norm", _PLACE, _VALUES),
-    ),
-    Damage(
-        name="an expert counted twice",
-        apply=_change(_VALUES, "router_experts", _first_expert_twice),
-        named=("router_experts", _PLACE, _VALUES),
-    ),
-    Damage(name="logits zeroed", apply=_change("model.safetensors", "logits", _zero), named=("logits",)),
-    Damage(
-        name="twin of the logits zeroed",
-        apply=_change("model.fp32.safetensors", "logits", _zero),
-        named=("logits", "model.fp32.safetensors"),
-    ),
-    Damage(
-        name="floor of the logits zeroed",
-        apply=lambda directory: change_tensors(directory, "model.floor.safetensors", _zero),
-        named=("model.floor.safetensors",),
-    ),
-    Damage(
-        name="positions shifted",
-        apply=_change("inputs.safetensors", "position_ids", _shifted),
-        named=("inputs.safetensors",),
-    ),
-    Damage(
-        name="a token less",
-        apply=_change("inputs.safetensors", "attention_mask", _one_token_less),
-        named=("inputs.safetensors",),
-    ),
-    Damage(
-        name="floor without twins zeroed",
-        apply=lambda directory: change_tensors(directory, _FLOORS, _zero),
-        named=(_PLACE, _FLOORS),
-        in_stats=True,
-    ),
-    Damage(
-        name="a part of a floor without twins twice as large",
-        apply=_change(_FLOORS, "moe_delta.error_ordinary", _scale(2.0)),
-        named=("moe_delta", _PLACE, _FLOORS),
-        in_stats=True,
-    ),
-    Damage(
-        name="values of a golden without twins 1 % larger",
-        apply=_change(_VALUES, "k_proj", _scale(1.01)),
-        named=("k_proj", _PLACE, _VALUES),
-        in_stats=True,
-    ),
+    _in_stats(_of_site("values of a golden without twins 1 % larger", _VALUES, "k_proj", _ONE_PERCENT)),
 )
 
-# What no new digest can hide, or would be another capture with one.
+# New digests cannot hide these, or would describe another whole capture.
 _UNSIGNABLE = (
-    Damage(
-        name="values exchanged with another layer's",
-        apply=_both(_VALUES, _OTHER_VALUES),
-        named=(_OTHER_VALUES,),
-    ),
-    Damage(
-        name="one bit of the values", apply=lambda directory: flip_byte(directory, _VALUES), named=(_VALUES,)
-    ),
-    Damage(
-        name="one bit of the twins",
-        apply=lambda directory: flip_byte(directory, _TWINS),
-        named=(_TWINS,),
-        # Less than the distances are known by.
-        is_provable_when_old=False,
-    ),
-    Damage(name="values cut off", apply=lambda directory: cut_file(directory, _VALUES), named=(_VALUES,)),
-    Damage(name="twins cut off", apply=lambda directory: cut_file(directory, _TWINS), named=(_TWINS,)),
-    Damage(name="floors cut off", apply=lambda directory: cut_file(directory, _FLOORS), named=(_FLOORS,)),
-    Damage(name="no twins", apply=lambda directory: (directory / _TWINS).unlink(), named=(_TWINS,)),
-    Damage(name="no floors", apply=lambda directory: (directory / _FLOORS).unlink(), named=(_FLOORS,)),
-    Damage(
-        name="a twin left out",
-        apply=lambda directory: remove_tensor(directory, _TWINS, "moe_delta"),
-        named=("moe_delta", _PLACE, _TWINS),
-    ),
-    Damage(
-        name="a floor left out",
-        apply=lambda directory: remove_tensor(directory, _FLOORS, "moe_delta.error"),
-        named=("moe_delta", _PLACE, _FLOORS),
-    ),
+    Damage("values exchanged with another layer's", _exchange(_VALUES, _OTHER_VALUES), (_OTHER_VALUES,)),
+    Damage("one bit of the values", _to_file(flip_byte, _VALUES), (_VALUES,)),
+    # Without digests one bit is below the precision of the stored errors.
+    Damage("one bit of the twins", _to_file(flip_byte, _TWINS), (_TWINS,), is_provable_when_old=False),
+    Damage("values cut off", _to_file(cut_file, _VALUES), (_VALUES,)),
+    Damage("twins cut off", _to_file(cut_file, _TWINS), (_TWINS,)),
+    Damage("floors cut off", _to_file(cut_file, _FLOORS), (_FLOORS,)),
+    Damage("no twins", _delete(_TWINS), (_TWINS,)),
+    Damage("no floors", _delete(_FLOORS), (_FLOORS,)),
+    Damage("a twin left out", _leave_out(_TWINS, "moe_delta"), ("moe_delta", _PLACE, _TWINS)),
+    Damage("a floor left out", _leave_out(_FLOORS, "moe_delta.error"), ("moe_delta", _PLACE, _FLOORS)),
 )
 
 _OF_DEVICE_RUN = tuple(
-    Damage(name=f"device run: {name}", apply=apply, named=named, of_golden=False)
-    for name, apply, named in (
-        (
-            "a site replaced",
-            _change(_VALUES, "moe_delta", _scale(1.01)),
-            ("moe_delta", _PLACE, _VALUES),
-        ),
-        ("a site zeroed", _change(_VALUES, "q_proj", _zero), ("q_proj", _PLACE, _VALUES)),
-        ("one bit", lambda directory: flip_byte(directory, _VALUES), (_VALUES,)),
-        ("values cut off", lambda directory: cut_file(directory, _VALUES), (_VALUES,)),
-        (
-            "values exchanged with another layer's",
-            _both(_VALUES, _OTHER_VALUES),
-            (_OTHER_VALUES,),
-        ),
-        (
-            "logits replaced",
-            _change("model.safetensors", "logits", _scale(1.01)),
-            ("logits", "model.safetensors"),
-        ),
-        (
-            "a token less",
-            _change("inputs.safetensors", "attention_mask", _one_token_less),
-            ("inputs.safetensors",),
-        ),
+    replace(damage, name=f"device run: {damage.name}", of_golden=False)
+    for damage in (
+        _of_site("a site replaced", _VALUES, "moe_delta", _ONE_PERCENT),
+        _of_site("a site zeroed", _VALUES, "q_proj", _zero),
+        Damage("one bit", _to_file(flip_byte, _VALUES), (_VALUES,)),
+        Damage("values cut off", _to_file(cut_file, _VALUES), (_VALUES,)),
+        Damage("values exchanged with another layer's", _exchange(_VALUES, _OTHER_VALUES), (_OTHER_VALUES,)),
+        Damage("logits replaced", _change(_MODEL_VALUES, "logits", _ONE_PERCENT), ("logits", _MODEL_VALUES)),
+        Damage("a token less", _change(_INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
     )
 )
 
-
-def _signed(damage: Damage) -> Damage:
-    return Damage(
-        name=f"{damage.name}, under digests of its own",
-        apply=_then_signed(damage.apply),
-        named=(),
-        in_stats=damage.in_stats,
-    )
-
-
 DAMAGES = (
     *_SIGNABLE,
-    *(_signed(damage) for damage in _SIGNABLE),
+    *map(_with_digests, _SIGNABLE),
     *(
-        Damage(
-            name=f"{damage.name}, under digests and statistics of its own",
-            apply=_then_signed(damage.apply, with_statistics=True),
-        )
+        _with_digests(damage, with_statistics=True)
         for damage in _SIGNABLE
         if damage.name in ("values of a site zeroed", "values of a site 1 % larger")
     ),

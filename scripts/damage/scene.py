@@ -1,4 +1,4 @@
-"""Scene: a golden and a device run of a right port, of which copies are damaged and then compared."""
+"""Captures of a right port, of which copies are damaged and then compared."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from pathlib import Path
 import click
 import click.testing
 import torch
+from cpu_golden import write_model
+from port_runs import EXAMPLES
 
 from compare.cli import main as mm2_compare
 from damage.damages import Damage
 from damage.tampering import make_old
 from gpu_reference.cli import main as mm2_gpu
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from neuron.cli import main as mm2_test
 
-# What a golden is before it is damaged: as it is written, certified, or the same of an mm2 without all digests.
+# States of a golden before it is damaged: as written, certified, and both of an older mm2 with fewer digests.
 STATES = ("plain", "certified", "old", "old_certified")
 
-# It repeats the golden bit for bit, so that its layers are judged by the golden itself, not on inputs of their own.
-_SAME_PORT = Path(__file__).parents[1] / "examples" / "transformers_port.py"
+# The port equals the golden bit for bit, so that its layers are judged on the golden's inputs.
+_SAME_PORT = EXAMPLES / "transformers_port.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Result of a comparison.
+class CommandOutcome:
+    """Result of a command.
 
     Args:
-        exit_code: Of `mm2-compare`.
-        text: What it said on both streams.
+        exit_code: Exit code.
+        text: Output on both streams.
     """
 
     exit_code: int
@@ -41,32 +42,32 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class DamageScene:
     """The captures of a small model, of which copies are damaged.
 
     Args:
-        folder: Where they lie.
+        folder: Folder of the captures.
     """
 
     folder: Path
 
     def golden(self, state: str, *, in_stats: bool = False) -> Path:
-        """The golden in one of the states, or one without twins."""
+        """Return the folder of the golden in a state, with twins or without."""
         certified = "_certified" if "certified" in state else ""
         return self.folder / f"{'stats' if in_stats else 'golden'}{certified}"
 
     @property
     def device_run(self) -> Path:
-        """A whole run of a port that is right, from the tokens to the logits."""
+        """Folder of a whole run of a right port, from the tokens to the logits."""
         return self.folder / "device"
 
-    def judge(self, state: str, damage: Damage | None, scratch: Path) -> Outcome:
+    def judge(self, state: str, damage: Damage | None, scratch: Path) -> CommandOutcome:
         """Compare a damaged copy of one side with the other side.
 
         Args:
-            state: What the golden is, one of `STATES`.
-            damage: What is done; None for nothing.
-            scratch: A folder for the copies, emptied here.
+            state: State of the golden, one of `STATES`.
+            damage: The damage; None for none.
+            scratch: Folder of the copies; it is emptied first.
         """
         shutil.rmtree(scratch, ignore_errors=True)
         in_stats = damage is not None and damage.in_stats
@@ -78,62 +79,34 @@ class Scene:
             damage.apply(golden if damage.of_golden else device)
         return _run(mm2_compare, "--gpu-path", golden, "--neuron-path", device, "--quiet")
 
-    def show(self, directory: Path) -> Outcome:
+    def show(self, directory: Path) -> CommandOutcome:
         """Run `mm2-test show`."""
         return _run(mm2_test, "show", directory, "--quiet")
 
 
 @contextmanager
-def open_scene(folder: Path) -> Iterator[Scene]:
-    """Make the captures in a folder, which is made.
+def open_scene(folder: Path) -> Iterator[DamageScene]:
+    """Make the captures in a new folder.
 
     Raises:
-        AssertionError: One could not be made.
+        AssertionError: A command failed.
     """
     model = folder / "model"
-    synthesize(
-        model,
-        model=SyntheticModel(num_hidden_layers=2, hidden_size=128, num_local_experts=16, vocab_size=512),
-        dtype=torch.bfloat16,
-        shard_size_bytes=None,
-        seed=0,
-    )
+    small = SyntheticModel(num_hidden_layers=2, hidden_size=128, num_local_experts=16, vocab_size=512)
+    write_model(model, small, dtype=torch.bfloat16)
+    quiet = ("--model", model, "--quiet")
     for name, floor in (("golden", "full"), ("stats", "stats")):
-        _make(
-            mm2_gpu,
-            "extract-all",
-            "--model",
-            model,
-            "--seq-len",
-            "24,17",
-            "--noise-floor",
-            floor,
-            "--output-dir",
-            folder / name,
-            "--quiet",
-        )
+        options = ("--seq-len", "24,17", "--noise-floor", floor, "--output-dir", folder / name)
+        _make(mm2_gpu, "extract-all", *quiet, *options)
         certified = _copy(folder / name, folder / f"{name}_certified")
-        _make(mm2_gpu, "certify", "--model", model, "--golden", certified, "--quiet")
-    _make(
-        mm2_test,
-        "full",
-        "--model",
-        model,
-        "--golden",
-        folder / "golden",
-        "--target",
-        f"{_SAME_PORT}:Same",
-        "--backend",
-        "cpu",
-        "--output-dir",
-        folder / "device",
-        "--quiet",
-    )
-    yield Scene(folder=folder)
+        _make(mm2_gpu, "certify", *quiet, "--golden", certified)
+    port = ("--target", f"{_SAME_PORT}:Same", "--backend", "cpu")
+    _make(mm2_test, "full", *quiet, *port, "--golden", folder / "golden", "--output-dir", folder / "device")
+    yield DamageScene(folder=folder)
 
 
 def _copy(source: Path, place: Path) -> Path:
-    """A copy whose files are its own; a link is not."""
+    """Copy a folder; links would change with their files."""
     return Path(shutil.copytree(source, place))
 
 
@@ -142,8 +115,8 @@ def _make(command: click.Command, *words: object) -> None:
     assert outcome.exit_code == 0, f"{' '.join(map(str, words))}: {outcome.text}"
 
 
-def _run(command: click.Command, *words: object) -> Outcome:
+def _run(command: click.Command, *words: object) -> CommandOutcome:
     result = click.testing.CliRunner().invoke(command, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return Outcome(exit_code=result.exit_code, text=result.output)
+    return CommandOutcome(exit_code=result.exit_code, text=result.output)

@@ -1,4 +1,4 @@
-"""Tampering: changes to the files of a capture, with or without new digests in its manifest."""
+"""Changes to the files of a capture, with or without new digests in its manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def change_tensor(directory: Path, file: str, name: str, how: Change) -> None:
-    """Change one tensor of a file; its digest stays as it was."""
+    """Change one tensor of a file, and keep its old digest."""
     tensors = _load(directory / file)
     tensors[name] = how(tensors[name]).contiguous()
     _save(tensors, directory / file)
@@ -36,7 +36,7 @@ def remove_tensor(directory: Path, file: str, name: str) -> None:
 
 
 def exchange_files(directory: Path, one: str, other: str) -> None:
-    """Let two files take each other's place."""
+    """Exchange two files."""
     aside = directory / "aside"
     (directory / one).rename(aside)
     (directory / other).rename(directory / one)
@@ -58,11 +58,11 @@ def flip_byte(directory: Path, file: str) -> None:
 
 
 def sign(directory: Path, *, with_statistics: bool = False) -> None:
-    """Give the manifest the digests of what now lies there: a change that nobody is to see.
+    """Write the digests of the changed files into the manifest, which hides the change.
 
     Args:
         directory: The capture.
-        with_statistics: Whether the statistics of sites are made anew too.
+        with_statistics: Whether the statistics of sites are computed anew too.
     """
     manifest = Manifest.read(directory)
     files = {path.name: _load(path) for path in directory.glob("*.safetensors")}
@@ -79,7 +79,7 @@ def sign(directory: Path, *, with_statistics: bool = False) -> None:
 
 
 def make_old(directory: Path) -> None:
-    """Make a capture one that an mm2 without digests of twins and floors wrote; a certificate speaks of it still."""
+    """Turn a capture into one of an older mm2, without digests of twins and floors; its certificate stays valid."""
     manifest = replace(Manifest.read(directory), digests=None)
     if manifest.certificate is not None:
         certificate = replace(manifest.certificate, content=manifest.content_digest())
@@ -88,7 +88,7 @@ def make_old(directory: Path) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Put another manifest in place."""
+    """Replace the manifest."""
     (directory / MANIFEST_NAME).write_text(manifest.as_text(), encoding="utf-8")
 
 
@@ -100,7 +100,7 @@ def _signed(entry: Entry, tensors: dict[str, torch.Tensor], with_statistics: boo
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    # Copies: what is mapped would change with the file that is written over it.
+    # Copies, since mapped tensors would change with their file.
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 

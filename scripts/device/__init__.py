@@ -1,5 +1,7 @@
-"""What `bench_device.py` measures, and how.
+"""Measurements of `bench_device.py`.
 
-- `sweeping`: graphs and time of a sweep, each run of it in a `timed_sweep`
-- `regrouping`: experts' matrices into the grouped layouts, against a plain copy of as many bytes
+- `sweeping`: graphs and time of a sweep
+- `timed_sweep`: one process of a timed sweep
+- `regrouping`: experts copied into grouped layouts, against a plain copy of as many bytes
+- `bisection`: number of runs that find the wrong layers of 62
 """

@@ -1,7 +1,7 @@
-"""The figures of `bench_device.py` that tell of bisection: how many runs find the wrong layers of 62.
+"""Figures of bisection: the number of runs that find the wrong layers of 62.
 
-The model is synthetic and narrow, the golden its own. The port is mm2's device layer, without its attention's output
-(o_proj left at zero, as where its weight was never loaded) in some layers. Nothing is timed: runs are counted.
+The model is synthetic and narrow. The port is mm2's device layer, whose o_proj is zero in some layers, as where the
+weight was never loaded. Runs are counted, not timed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_golden import capture_cpu_golden
+from cpu_golden import capture_cpu_golden, write_model
 from figures import Figure
 
 from compare.chains.chain_limits import default_chain_length
@@ -24,13 +24,12 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Bisection
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import Weight
-from neuron.ports.targets import Target
+from neuron.ports.port_target import PortTarget
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 from neuron.runs.chain_runner import ChainRequest
 
@@ -44,16 +43,16 @@ _MODEL = SyntheticModel(
     intermediate_size=64,
 )
 _LENGTHS = {"full": (96, 61), "toy": (24, 15)}
-# The last layer takes the most runs; the others are in either half, and on the border of two chains.
+# The last layer takes the most runs. The others lie in either half, and on the border of two chains.
 _SINGLE_CULPRITS = {"full": (0, 17, 31, 37, 60, 61), "toy": (37, 61)}
 _THREE = (9, 37, 55)
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """Bisections of 62 layers with one culprit, with three, and with none.
+    """Yield the figures of bisections of 62 layers with one culprit, with three, and with none.
 
     Args:
-        scale: `full`, of longer rows and more places; or `toy`.
+        scale: `full`, with longer rows and more places of a culprit, or `toy`.
     """
     with tempfile.TemporaryDirectory(prefix="mm2-bisection-") as scratch:
         bench = _Bench.make(Path(scratch), lengths=_LENGTHS[scale])
@@ -83,8 +82,7 @@ class _Bench:
     @classmethod
     def make(cls, scratch: Path, *, lengths: tuple[int, ...]) -> _Bench:
         folder = scratch / "model"
-        synthesize(folder, model=_MODEL, dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=0)
-        spec = ModelSpec.from_folder(folder)
+        spec = write_model(folder, _MODEL)
         golden = capture_cpu_golden(
             folder,
             scratch / "golden",
@@ -95,7 +93,7 @@ class _Bench:
         return cls(folder=folder, spec=spec, golden=golden)
 
     def bisect(self, layers: frozenset[int], extent: Extent) -> Bisection:
-        """The bisection of a port that is wrong in these layers."""
+        """Bisect a port that is wrong in these layers."""
         request = BisectRequest(
             chains=ChainRequest(
                 spec=self.spec, golden=self.golden, target=_unloaded(layers), dtype=torch.bfloat16
@@ -115,8 +113,8 @@ class _Bench:
             return bisection
 
 
-def _unloaded(layers: frozenset[int]) -> Target:
-    """The device layer whose o_proj was never loaded in some layers."""
+def _unloaded(layers: frozenset[int]) -> PortTarget:
+    """Build a target: the device layer with an o_proj of zero in some layers."""
 
     class Port(DeviceLayer):
         def convert_state_dict(self, tensors: LayerTensors, config: Any, layer_idx: int) -> dict[str, Weight]:
@@ -126,7 +124,7 @@ def _unloaded(layers: frozenset[int]) -> Target:
             name = "self_attn.o_proj.weight"
             return {**state, name: torch.zeros_like(tensors[name])}
 
-    return Target(name=f"o_proj unloaded in {sorted(layers)}", factory=Port, source_digest="")
+    return PortTarget(name=f"o_proj unloaded in {sorted(layers)}", factory=Port, source_digest="")
 
 
 def _culprits(bisection: Bisection) -> list[int]:

@@ -1,7 +1,7 @@
-"""Figures of regrouping: experts at true size, from matrices of their own into the layouts that ports compute with.
+"""Figures of regrouping: experts of the true size, copied from single matrices into the layouts of ports.
 
-Matrices and storage lie in memory that was written before: no disk and no fresh page counts in. Each matrix is
-copied by one of as many threads as torch computes with, as when a layer is loaded.
+Matrices and storage lie in memory that was written before, so that neither disk nor fresh pages count. Threads copy
+one matrix at a time, as when a layer is loaded; there are as many as torch has.
 E experts, I intermediate, H hidden.
 """
 
@@ -17,27 +17,27 @@ from pathlib import Path
 import torch
 from figures import Figure
 
+from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import copy_weight
-from minimax_tools.checkpoint.reading_pool import ReadingPool
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places
 from minimax_tools.machine.memory_usage import MemoryUsage
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
-# Of a layer's 256 all: 7 GB, twice.
+# A layer has 256: 7 GB, which are held twice.
 _NUM_EXPERTS = {"full": 256, "toy": 1}
 _REPEATS = 5
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-# What resets the highest resident memory that the kernel remembers.
+# This value resets the kernel's peak of resident memory.
 _RESET_PEAK = "5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Experts in one piece of memory, and each matrix as a view of it.
+    """Experts in one tensor, and each matrix as a view of it.
 
     Args:
-        flat: All values.
+        flat: All values, BF16.
         matrices: [I,H], [I,H] and [H,I] of each expert, by the hub's relative names.
         num_experts: E.
         intermediate_size: I.
@@ -52,7 +52,7 @@ class Experts:
 
     @classmethod
     def draw(cls, num_experts: int) -> Experts:
-        """So many of MiniMax-M2's, of any bits in BF16."""
+        """Draw experts of MiniMax-M2's size with random BF16 bits."""
         spec = SyntheticModel.m2().spec()
         inner, hidden = spec.intermediate_size, spec.hidden_size
         size = inner * hidden
@@ -95,12 +95,11 @@ class Experts:
             **gate_up_places(experts, gate_up, dtype=dtype),
             **down_places(experts, down, dtype=dtype),
         }
-        fillings = [partial(copy_weight, name, self.matrices[name], place) for name, place in places.items()]
-        pool.finish(pool.start(fillings))
+        pool.fill(places, lambda name, place: copy_weight(name, self.matrices[name], place)).finish()
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """The figures of the untransposed layout, and of NxDI's."""
+    """Yield the figures of the untransposed layout, and of NxDI's."""
     experts = Experts.draw(_NUM_EXPERTS[scale])
     with ReadingPool(torch.get_num_threads()) as pool:
         peak_bytes = _peak_above(lambda: experts.group(torch.empty_like(experts.flat), pool))
@@ -114,7 +113,7 @@ def measure(scale: str) -> Iterator[Figure]:
 
 
 def _over_memcpy(group: Callable[[], None], experts: Experts, storage: torch.Tensor) -> float:
-    """How much longer it takes than copying as many bytes as they lie; each right after the other."""
+    """Measure the time of grouping over that of a plain copy of as many bytes, in alternation."""
     ratios = []
     for _ in range(_REPEATS):
         copied_s = _seconds(lambda: storage.copy_(experts.flat))
@@ -129,7 +128,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def _peak_above(action: Callable[[], object]) -> int:
-    """The most resident memory while it runs, above what there was before; in bytes, as Linux counts it."""
+    """Measure the peak of resident memory during an action above the memory before, in bytes."""
     _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
     before = MemoryUsage.on_host().most_resident_bytes
     action()

@@ -1,10 +1,12 @@
-"""The figures of `bench_device.py` that tell of a sweep: its graphs, and its time over what it cannot do without.
+"""Figures of a sweep: its graphs, and its time over that of a bare loop.
 
-`sweep_over_bare` is a sweep of 62 toy layers on XLA's CPU device (hidden 256, 32 experts, two rows; every site captured
-and written, the golden read) over the least that gives each layer's output: one resident layer compiled, and 62 forward
-passes whose outputs are copied to the host, on weights that are there already. `sweep_over_bare_loading` is the same
-against a bare loop that loads each layer's weights. Each run is a process of its own; imports and torch_xla's start are
-left out on all sides. The rounds alternate, and the figures are the medians of their ratios.
+- `sweep_over_bare`: a sweep of 62 toy layers on XLA's CPU device (hidden 256, 32 experts, two rows), which reads the
+  golden and writes all sites, over a bare loop. The loop compiles one resident layer, runs it 62 times on weights that
+  are loaded already, and copies each output to the host.
+- `sweep_over_bare_loading`: the same, over a loop that loads the weights of each layer.
+
+Each run is a process of its own, timed without imports and the start of torch_xla. The rounds alternate, and the
+figures are the medians of their ratios.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from cpu_golden import capture_cpu_golden
+from cpu_golden import capture_cpu_golden, write_model
 from figures import Figure
 
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 
@@ -33,19 +34,11 @@ _SEQ_LENS = (48, 33)
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """The figures, one after the other."""
+    """Yield the figures of a sweep."""
     with tempfile.TemporaryDirectory() as folder:
         model, golden = Path(folder, "model"), Path(folder, "golden")
-        synthesize(
-            model,
-            model=SyntheticModel(num_hidden_layers=_NUM_LAYERS[scale]),
-            dtype=torch.bfloat16,
-            shard_size_bytes=None,
-            seed=0,
-        )
-        capture_cpu_golden(
-            model, golden, rows=InputRequest(seq_lens=_SEQ_LENS), sites_level="all", noise_floor="off"
-        )
+        write_model(model, SyntheticModel(num_hidden_layers=_NUM_LAYERS[scale]), dtype=torch.bfloat16)
+        capture_cpu_golden(model, golden, rows=InputRequest(seq_lens=_SEQ_LENS), noise_floor="off")
         ways = ("sweep", "bare", "bare-loading")
         rounds = [
             {way: _run(way, model, golden, Path(folder, f"{way}-{number}")) for way in ways}
@@ -67,7 +60,7 @@ def _ratio(rounds: list[dict[str, dict[str, Any]]], way: str) -> float:
 
 
 def _run(way: str, model: Path, golden: Path, output: Path) -> dict[str, Any]:
-    """One process of `timed_sweep`, and what it printed."""
+    """Run one process of `timed_sweep`, and return its JSON object."""
     command = [sys.executable, "-m", "device.timed_sweep", way, str(model), str(golden), str(output)]
     done = subprocess.run(command, cwd=_SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
     record: dict[str, Any] = json.loads(done.stdout)

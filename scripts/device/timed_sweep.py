@@ -1,9 +1,9 @@
-"""One process of a timed sweep, or of the bare loop that it is held against.
+"""A process of a timed sweep, or of the bare loop that it is compared with.
 
     python -m device.timed_sweep sweep|bare|bare-loading MODEL GOLDEN OUTPUT
 
-Prints one JSON object: the seconds from when the device is open to when the last layer is done, those of them that went
-into compiling, and, of a sweep, its graphs.
+Prints one JSON object: the seconds from the open device to the last layer, the seconds of compiling among them, and
+the graphs of a sweep.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 
 import torch
+from port_runs import request_run
 from torch import nn
 
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
@@ -28,12 +29,11 @@ from minimax_tools.model.spec import ModelSpec
 from neuron.devices.runtime import Runtime, open_runtime
 from neuron.devices.weights import WeightLoader
 from neuron.ports.targets import find_target
-from neuron.runs.device_request import DeviceRequest
 from neuron.runs.runner import DeviceRun
 
 
 def main(way: str, model: str, golden: str, output: str) -> None:
-    """Run, and print how long it took."""
+    """Run, and print the times."""
     folder = Path(model)
     with open_runtime("xla-cpu") as runtime, CheckpointReader(folder) as reader:
         if way == "sweep":
@@ -45,18 +45,9 @@ def main(way: str, model: str, golden: str, output: str) -> None:
 
 
 def _sweep(runtime: Runtime, reader: CheckpointReader, golden: Capture, output: Path) -> dict[str, float]:
-    spec = ModelSpec.from_folder(reader.folder)
     started = time.perf_counter()
-    request = DeviceRequest(
-        folder=reader.folder,
-        spec=spec,
-        model_source=str(reader.folder),
-        run=sweep_run(Span(0, spec.num_hidden_layers), sites_level="all"),
-        inputs=golden.read_inputs(),
-        dtype=torch.bfloat16,
-        target=find_target("builtin"),
-        golden=golden,
-    )
+    run = sweep_run(Span(0, len(golden.layers)), sites_level="all")
+    request = request_run(reader.folder, golden, find_target("builtin"), run)
     report = DeviceRun(request, runtime=runtime, reader=reader).capture(output)
     return {
         "seconds": time.perf_counter() - started,
@@ -68,7 +59,7 @@ def _sweep(runtime: Runtime, reader: CheckpointReader, golden: Capture, output: 
 def _run_bare(
     runtime: Runtime, reader: CheckpointReader, golden: Capture, *, loads: bool
 ) -> dict[str, float]:
-    """The least that gives each layer's output on the host."""
+    """Run the bare loop: only what gives the output of each layer on the host."""
     spec, target = ModelSpec.from_folder(reader.folder), find_target("builtin")
     with ReadingPool(torch.get_num_threads()) as pool:
         loader = WeightLoader(runtime.device, wait=runtime.synchronise, pool=pool)

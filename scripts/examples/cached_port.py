@@ -1,12 +1,12 @@
-"""The example port with a cache: what `port.py` lacks to decode, and nothing else.
+"""The example port with a cache: only what `port.py` lacks to decode.
 
-A port takes part in decoding by accepting `past_key_value` and returning what is past now, second. Judge it with:
+A port that decodes accepts `past_key_value`, and returns the new past as its second output. Judge it with:
 
     mm2-test sweep --model DIR --golden DIR --decode 8 --target scripts/examples/cached_port.py:DecoderLayer
     mm2-test full --model DIR --golden DIR --target scripts/examples/cached_port.py:DecoderLayer
 
-The past [B,K,P,D] is the keys, rotated, and the values of the rows before; the mask is then [B,P+S], and what it has a
-0 for must not be seen: mm2 gives a past of one length for every step, part of it unused, so that no step compiles.
+The past [B,K,P,D] holds the rotated keys and the values of the rows before. The mask is then [B,P+S], and rows with a
+0 must stay invisible. All steps get a past of one length, part of it unused, so that no step compiles anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Attention(port.Attention):
         return self.o_proj(self.attend(q, k, v, attention_mask)), (k, v)
 
     def attend(self, q, k, v, attention_mask):
-        """Each row sees all of the past, and of its own pass the rows up to itself."""
+        """Attend to all of the past, and to the rows of this pass up to the row itself."""
         num_past = k.shape[2] - q.shape[2]
         places = torch.arange(k.shape[2], device=q.device)
         visible = (places <= places[num_past:, None]) & attention_mask[:, None, None, :].bool()

@@ -1,7 +1,7 @@
-"""The least that is a port: one class, the checkpoint's own names, nothing for mm2 but its arguments.
+"""The smallest port: one class, with the checkpoint's own names.
 
 Weights are loaded by the hub's names as they are (`self_attn.q_proj.weight`,
-`block_sparse_moe.experts.3.w1.weight`), and mm2 finds what it can look at by the usual names. Judge it with:
+`block_sparse_moe.experts.3.w1.weight`), and mm2 finds the sites by the usual names. Judge it with:
 
     mm2-test sweep --model DIR --golden DIR --target scripts/examples/minimal_port.py:DecoderLayer
 
@@ -25,7 +25,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, states):
-        """Any [..., width]."""
+        """Norm [..., width]."""
         exact = states.float()
         exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * exact.to(states.dtype)
@@ -90,7 +90,7 @@ class Expert(nn.Module):
 
 
 class Moe(nn.Module):
-    """Every expert sees every token; those that the router did not choose weigh nothing."""
+    """Router and experts: each expert sees each token, with a weight of 0 where it was not chosen."""
 
     def __init__(self, config):
         super().__init__()

@@ -5,9 +5,14 @@ shape independent of the routing. Judge it with:
 
     mm2-test sweep --model DIR --golden DIR --target scripts/examples/port.py:DecoderLayer
 
-What mm2 asks of a port: NAME(config, layer_idx) returns the module; `convert_state_dict` turns the hub's
-tensors into the module's; forward takes (hidden_states, attention_mask, position_ids); `sites` says where
-mm2 can look. B batch, S sequence, T tokens, H hidden, N heads, K kv heads, D head_dim, E experts.
+What mm2 asks of a port:
+
+- NAME(config, layer_idx) returns the module
+- `convert_state_dict` turns the hub's tensors into the module's
+- `forward` takes (hidden_states, attention_mask, position_ids)
+- `sites` names the submodules whose values mm2 compares
+
+B batch, S sequence, T tokens, H hidden, N heads, K kv heads, D head_dim, E experts.
 """
 
 from __future__ import annotations
@@ -26,14 +31,14 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, states):
-        """Any [..., width]."""
+        """Norm [..., width]."""
         exact = states.float()
         exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * exact.to(states.dtype)
 
 
 class Attention(nn.Module):
-    """Fused q, k and v; norms over their whole widths; partial rotary embedding."""
+    """Attention with fused q, k and v, norms over their whole widths, and partial rotary embedding."""
 
     def __init__(self, config):
         super().__init__()
@@ -118,7 +123,7 @@ class Router(nn.Module):
         return logits.sigmoid()
 
     def choose(self, scores):
-        """The bias takes part in the choice alone."""
+        """Choose experts; the bias takes part in nothing else."""
         return (scores + self.correction_bias).topk(self.num_experts_per_tok, dim=-1).indices
 
     def weigh(self, scores, experts):
@@ -128,7 +133,7 @@ class Router(nn.Module):
 
 
 class Moe(nn.Module):
-    """All experts on all tokens, in slabs; what was not chosen weighs nothing."""
+    """Experts in slabs, each on all tokens, with a weight of 0 where it was not chosen."""
 
     slab = 16
 
@@ -189,7 +194,7 @@ class DecoderLayer(nn.Module):
         self.moe = Moe(config)
 
     def convert_state_dict(self, tensors, config, layer_idx):
-        """The hub's names to this module's: q, k and v fused, experts stacked, gate rows before up rows."""
+        """Fuse q, k and v, and stack the experts, gate rows before up rows."""
         attention, moe = "self_attn.", "block_sparse_moe."
         experts = [f"{moe}experts.{expert}." for expert in range(config.num_local_experts)]
         return {

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from minimax_tools.checkpoint.filling import Deferred
 from neuron.builtin.layer import DeviceLayer
-from neuron.devices.weights import Deferred
 
 
 class SwappedDeviceLayer(DeviceLayer):

@@ -5,9 +5,14 @@ Every rank is a process that builds this module and holds its part of the weight
     mm2-test sweep --model DIR --golden DIR --target scripts/examples/tensor_parallel_port.py:DecoderLayer
     mm2-test sweep … --target scripts/examples/tensor_parallel_port.py:DecoderLayer --tp-degree 4
 
-What ranks add to `port.py`: `convert_state_dict` cuts the rank's part; the norms of q and k need one sum over all
-ranks, for they cover all heads; o_proj and the experts end in a sum; and `sites` says after `@` what a rank shows of
-each site: a part of a dim, or the whole. `@partial` would be a sum that is still to be reduced.
+What ranks add to `port.py`:
+
+- `convert_state_dict` cuts the rank's part
+- the norms of q and k cover all heads, so they need a sum over all ranks
+- o_proj and the experts end in a sum
+- `sites` says after `@` what a rank shows of each site: a part of a dim, or the whole; `@partial` would be a sum that
+  is still to be reduced
+
 B batch, S sequence, T tokens, H hidden, N heads, K kv heads, D head_dim.
 """
 
@@ -22,7 +27,7 @@ from torch import nn
 
 
 def sum_over_ranks(partial, dtype):
-    """Added up in float32 and rounded once: BF16 sums of many ranks lose digits."""
+    """Add up in float32 and round once: BF16 sums of many ranks lose digits."""
     total = partial.float()
     dist.all_reduce(total)
     return total.to(dtype)
@@ -73,7 +78,7 @@ class Attention(port.Attention):
 
 
 class Moe(port.Moe):
-    """Every expert, of each the rank's part of the intermediate size; the router is whole on every rank."""
+    """Router and experts: the rank holds its part of each expert's intermediate size, and the whole router."""
 
     def __init__(self, config):
         own = copy.copy(config)
@@ -117,7 +122,7 @@ class DecoderLayer(port.DecoderLayer):
         }
 
     def convert_state_dict(self, tensors, config, layer_idx):
-        """The rank's part of each tensor, under this module's names."""
+        """Cut the rank's part of each tensor, and name it as this module does."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         num_kv_parts = min(num_ranks, config.num_key_value_heads)
 

@@ -1,6 +1,6 @@
 """transformers' own decoder layer as a target, in each of its implementations.
 
-A port that is right by definition, rounding in other places than the golden: what it differs by is noise.
+A right port by definition, which rounds in other places than the golden: its difference is noise.
 scripts/bench_clean_ports.py measures the limits of the verdict on it.
 """
 
@@ -98,7 +98,7 @@ class EagerExperts(_Layer):
 
 
 class Eager(_Layer):
-    """Both of them."""
+    """Eager attention and eager experts."""
 
     attn_implementation = "eager"
     experts_implementation = "eager"

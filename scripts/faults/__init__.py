@@ -1,19 +1,38 @@
-"""What `bench_faults.py` measures: mistakes planted in a port, found or not.
+"""Mistakes planted in a port for `bench_faults.py`, and what mm2 finds of them.
 
-- `arithmetic`: the layer's arithmetic in `stages`, right in all of them: `attention_stages`, then `moe_stages`, on
-  `weights`; `port`: the target made of it
-- `plant`: one mistake as a value; `planted`: all of them, from `norms`, `rotary`, `attention`, `router`, `experts`,
-  `fp8`, `uncatalogued_attention`, `uncatalogued_moe` and, no mistakes, `equivalents`
-- `learned`: a model that was trained; `scene`: a model and its golden
-- `effects`: what a mistake changes in float32, against the golden's noise
-- `plan`: which ports run on synthetic models; `model_plan`: on learned ones; `right_ports`: those that must pass
-- `runs`: one isolated run, from the plan to its `cases`; `dump_runs`: one chained run of a whole model, to its
-  `dump_cases`
-- `running`: ports through the device runner; `views`: what a port shows of a capture; `foreign`: a run as another
-  tool dumps it; `judging`: what mm2 says of a capture
-- `naming`: what the diagnosis says of the output alone
+The port and its mistakes:
+
+- `stages`: weights of the layer, and what its stages share
+- `attention_stages`: the layer's arithmetic from its input to the residual
+- `moe_stages`: the layer's arithmetic from the residual to its output
+- `arithmetic`: all stages in order, right in each of them
+- `port`: the target that computes with this arithmetic
+- `plant`: one mistake as a value
+- `planted`: all mistakes, and what is none
+- `norms`, `rotary`, `attention`, `router`, `experts`, `fp8`: mistakes that the diagnosis has a name for
+- `uncatalogued_attention`, `uncatalogued_moe`: mistakes that it has no name for
+- `equivalents`: changes that give the same layer
+- `pairs`: two mistakes in one port
 - `deaths`: ports that end their process, for `bench_dying_ports.py`
-- `rivals`: what other tools' rules say of the same capture
-- `journal`: finished cases; `tally`: their figures; `dump_tally`: those of dumps; `pass_tally`: wrong things that
-  pass, with those of other benchmarks, `joined`; `curve`: detection against false alarms; `table`: all for people
+
+Runs:
+
+- `scene`: a model, synthetic or trained, with its golden
+- `plan`: ports that run on each scene
+- `runs`: one port over all layers of a scene, from the plan to its cases
+- `dump_runs`: one chained run of a whole model, from the plan to its cases
+- `foreign`: a run as another tool dumps it
+- `effects`: change by a mistake in float32, against the noise floor of the golden
+- `judging`: verdict and diagnosis of mm2
+- `rivals`: rules of other tools
+
+Results:
+
+- `cases`: one layer of one run, or one chained run in one view, as it was judged
+- `journal`: a file of finished runs
+- `tally`: figures of the cases
+- `dump_tally`: figures of the dumps
+- `pass_tally`: wrong things that ended in exit code 0, those of other benchmarks included
+- `curve`: detection against false alarms, as limits are scaled
+- `table`: a table of all mistakes in Markdown
 """

@@ -1,6 +1,6 @@
-"""Arithmetic: what a device port of MiniMax-M2's layer computes, stage by stage, so that each stage can be wrong.
+"""Arithmetic of a device port of MiniMax-M2's layer, in stages; a planted mistake overrides one of them.
 
-Plain PyTorch with a device port's numerics: fused q, k and v, grouped experts. A planted mistake overrides one stage.
+It is plain PyTorch with the numerics of a device port: q, k and v are fused, experts are grouped.
 B batch, S rows of this pass, P rows of past, H hidden, K kv heads, D head_dim.
 """
 
@@ -18,13 +18,13 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Arithmetic(AttentionStages, MoeStages):
-    """The right arithmetic, stage after stage; what is planted derives from it."""
+    """The right arithmetic; mistakes derive from it."""
 
     def edit(self, tensors: LayerTensors) -> None:
-        """Change the layer's tensors under the hub's names before they are fused; the right port changes none."""
+        """Change the layer's tensors, named as on the hub, before they are fused; the right port changes none."""
 
     def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
-        """The module's state dict, of the hub's tensors."""
+        """Build the state dict of the weights from the hub's tensors."""
         experts = range(self.config.num_local_experts)
         gate = torch.stack([tensors[expert_weight(expert, "w1")] for expert in experts])
         up = torch.stack([tensors[expert_weight(expert, "w3")] for expert in experts])
@@ -50,7 +50,15 @@ class Arithmetic(AttentionStages, MoeStages):
         past: KeyValues | None,
         tap: Tap,
     ) -> tuple[torch.Tensor, KeyValues]:
-        """States [B,S,H], mask [B,P+S] and positions [B,S] to the output [B,S,H], and keys and values [B,K,P+S,D]."""
+        """Compute the output [B,S,H], and keys and values [B,K,P+S,D].
+
+        Args:
+            states: [B,S,H].
+            mask: 0 or 1, [B,P+S].
+            positions: [B,S].
+            past: Keys and values [B,K,P,D]; None in a prefill.
+            tap: Called with each site's value.
+        """
         normed = tap("input_norm", self.input_norm(states))
         q, k, v = self.project(normed)
         q, k, v = tap("q_proj", q), tap("k_proj", k), tap("v_proj", v)

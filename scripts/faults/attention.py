@@ -15,7 +15,7 @@ _CONTEXT = (Site.ATTN_CONTEXT,)
 
 
 class Tiled(Arithmetic):
-    """kv heads are tiled over the query heads."""
+    """The kv heads are tiled over the query heads."""
 
     def repeat(self, heads: torch.Tensor) -> torch.Tensor:
         return heads.repeat(1, self.group_size(), 1, 1)
@@ -40,28 +40,28 @@ class QueryHeadsInterleaved(Arithmetic):
 
 
 class Scaled(Arithmetic):
-    """Scores times something else than the root of the head's width."""
+    """Scores are scaled by another factor."""
 
     def attention_scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return super().attention_scores(q, k) * self.number("factor")
 
 
 class CausalMaskMissing(Arithmetic):
-    """Every row sees the rows behind it."""
+    """The rows behind a row are visible to it."""
 
     def causal(self, length: int, num_rows: int, device: torch.device) -> torch.Tensor:
         return torch.ones((num_rows, length), dtype=torch.bool, device=device)
 
 
 class PaddingMaskMissing(Arithmetic):
-    """Padding is seen."""
+    """Padding is visible."""
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
         return self.causal(mask.shape[1], num_rows, mask.device)[None, None]
 
 
 class SlidingWindow(Arithmetic):
-    """A window on a model that has none; distances count real rows."""
+    """A sliding window on a model that has none; distances count real rows."""
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
         places = mask.cumsum(-1)
@@ -77,7 +77,7 @@ class SoftmaxLowPrecision(Arithmetic):
 
 
 class HeadsMissing(Arithmetic):
-    """One rank's heads reach o_proj, and nothing adds up the ranks."""
+    """The heads of a single rank reach o_proj; the sum over ranks is missing."""
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
         width = context.shape[-1] // self.of.tp_degree
@@ -93,28 +93,28 @@ class OutputProjectionZero(Arithmetic):
 
 
 class DeltaScaled(Arithmetic):
-    """Reduced more often than once."""
+    """The output is reduced more than once."""
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
         return super().project_out(context) * self.number("factor")
 
 
 class AttentionResidualMissing(Arithmetic):
-    """The stream ends at the attention."""
+    """The residual of the attention is not added."""
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return delta
 
 
 class MoeResidualMissing(Arithmetic):
-    """The stream ends at the experts."""
+    """The residual of the experts is not added."""
 
     def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return moe
 
 
 class ResidualAfterNorm(Arithmetic):
-    """What was normed is added."""
+    """The normed states are added, not the layer's input."""
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed + delta
@@ -135,61 +135,24 @@ class PostNormOfInput(Arithmetic):
 
 
 PLANTS = (
-    Plant(name="kv_repeat_tiled", sites=_CONTEXT, arithmetic=Tiled, decodes=True),
-    Plant(name="k_v_swapped", sites=(Site.K_PROJ, Site.V_PROJ), arithmetic=KeysAndValuesSwapped),
-    Plant(name="q_heads_interleaved", sites=(Site.Q_PROJ,), arithmetic=QueryHeadsInterleaved),
+    Plant("kv_repeat_tiled", _CONTEXT, Tiled, decodes=True),
+    Plant("k_v_swapped", (Site.K_PROJ, Site.V_PROJ), KeysAndValuesSwapped),
+    Plant("q_heads_interleaved", (Site.Q_PROJ,), QueryHeadsInterleaved),
+    Plant("attention_scale", _CONTEXT, Scaled, {"factor": 0.8}, decodes=True),
+    Plant("attention_scale", _CONTEXT, Scaled, {"factor": 2**0.5}),
+    Plant("causal_mask_missing", _CONTEXT, CausalMaskMissing),
+    Plant("padding_mask_missing", _CONTEXT, PaddingMaskMissing, needs_left_padding=True),
+    Plant("sliding_window", _CONTEXT, SlidingWindow, {"window": 24}, decodes=True),
+    Plant("attention_softmax_low_precision", _CONTEXT, SoftmaxLowPrecision),
     Plant(
-        name="attention_scale",
-        sites=_CONTEXT,
-        arithmetic=Scaled,
-        parameters={"factor": 0.8},
-        decodes=True,
+        "attention_heads_missing", (Site.ATTN_DELTA,), HeadsMissing, {"tp_degree": 2, "rank": 0}, decodes=True
     ),
-    Plant(name="attention_scale", sites=_CONTEXT, arithmetic=Scaled, parameters={"factor": 2**0.5}),
-    Plant(name="causal_mask_missing", sites=_CONTEXT, arithmetic=CausalMaskMissing),
-    Plant(
-        name="padding_mask_missing",
-        sites=_CONTEXT,
-        arithmetic=PaddingMaskMissing,
-        needs_left_padding=True,
-    ),
-    Plant(
-        name="sliding_window",
-        sites=_CONTEXT,
-        arithmetic=SlidingWindow,
-        parameters={"window": 24},
-        decodes=True,
-    ),
-    Plant(name="attention_softmax_low_precision", sites=_CONTEXT, arithmetic=SoftmaxLowPrecision),
-    Plant(
-        name="attention_heads_missing",
-        sites=(Site.ATTN_DELTA,),
-        arithmetic=HeadsMissing,
-        parameters={"tp_degree": 2, "rank": 0},
-        decodes=True,
-    ),
-    Plant(
-        name="attention_heads_missing",
-        sites=(Site.ATTN_DELTA,),
-        arithmetic=HeadsMissing,
-        parameters={"tp_degree": 4, "rank": 1},
-    ),
-    Plant(name="o_proj_zero", sites=(Site.ATTN_DELTA,), arithmetic=OutputProjectionZero),
-    Plant(
-        name="attention_delta_scaled",
-        sites=(Site.ATTN_DELTA,),
-        arithmetic=DeltaScaled,
-        parameters={"factor": 2.0},
-        decodes=True,
-    ),
-    Plant(
-        name="attention_residual_missing",
-        sites=(Site.ATTN_RESIDUAL,),
-        arithmetic=AttentionResidualMissing,
-        decodes=True,
-    ),
-    Plant(name="moe_residual_missing", sites=(Site.OUTPUT,), arithmetic=MoeResidualMissing),
-    Plant(name="residual_after_norm", sites=(Site.ATTN_RESIDUAL,), arithmetic=ResidualAfterNorm),
-    Plant(name="moe_residual_from_input", sites=(Site.OUTPUT,), arithmetic=MoeResidualFromInput),
-    Plant(name="post_norm_of_input", sites=(Site.POST_NORM,), arithmetic=PostNormOfInput),
+    Plant("attention_heads_missing", (Site.ATTN_DELTA,), HeadsMissing, {"tp_degree": 4, "rank": 1}),
+    Plant("o_proj_zero", (Site.ATTN_DELTA,), OutputProjectionZero),
+    Plant("attention_delta_scaled", (Site.ATTN_DELTA,), DeltaScaled, {"factor": 2.0}, decodes=True),
+    Plant("attention_residual_missing", (Site.ATTN_RESIDUAL,), AttentionResidualMissing, decodes=True),
+    Plant("moe_residual_missing", (Site.OUTPUT,), MoeResidualMissing),
+    Plant("residual_after_norm", (Site.ATTN_RESIDUAL,), ResidualAfterNorm),
+    Plant("moe_residual_from_input", (Site.OUTPUT,), MoeResidualFromInput),
+    Plant("post_norm_of_input", (Site.POST_NORM,), PostNormOfInput),
 )

@@ -1,4 +1,4 @@
-"""AttentionStages: a layer's arithmetic from its input to the residual, each stage a method that can be wrong.
+"""Arithmetic of a layer from its input to the residual, each stage a method that can be wrong.
 
 B batch, S rows of this pass, P rows of past, H hidden, N heads, K kv heads, D head_dim.
 """
@@ -17,35 +17,35 @@ class AttentionStages(Stages):
     """Norms, projections, rotation and attention."""
 
     def input_norm(self, states: torch.Tensor) -> torch.Tensor:
-        """[B,S,H]."""
+        """Compute input_norm, [B,S,H]."""
         return self.block_norm(states, self.weights.input_norm)
 
     def q_norm(self, flat: torch.Tensor) -> torch.Tensor:
-        """[B,S,N·D] over its whole width."""
+        """Compute q_norm over the whole width, [B,S,N·D]."""
         return self.head_norm(flat, self.weights.q_norm)
 
     def k_norm(self, flat: torch.Tensor) -> torch.Tensor:
-        """[B,S,K·D] over its whole width."""
+        """Compute k_norm over the whole width, [B,S,K·D]."""
         return self.head_norm(flat, self.weights.k_norm)
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Either norm of the queries and the keys."""
+        """Compute q_norm or k_norm."""
         return self.normalise(flat, weight)
 
     def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[B,S,H] to q [B,S,N·D], k and v [B,S,K·D]."""
+        """Project [B,S,H] to q [B,S,N·D], k and v [B,S,K·D]."""
         q, k, v = functional.linear(normed, self.weights.qkv).split(self.widths(), dim=-1)
         return q, k, v
 
     def widths(self) -> tuple[int, int, int]:
-        """Of q, k and v."""
+        """Return the widths of q, k and v."""
         key_width = self.config.num_key_value_heads * self.config.head_dim
         return self.config.num_attention_heads * self.config.head_dim, key_width, key_width
 
     def norm_and_rotate(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, tap: Tap
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B,S,N·D] and k [B,S,K·D] to [B,N,S,D] and [B,K,S,D]."""
+        """Norm and rotate q [B,S,N·D] and k [B,S,K·D] to [B,N,S,D] and [B,K,S,D]."""
         q, k = tap("q_norm", self.q_norm(q)), tap("k_norm", self.k_norm(k))
         return (
             tap("q_rope", self.rotate(self.heads(q), positions)),
@@ -53,77 +53,77 @@ class AttentionStages(Stages):
         )
 
     def heads(self, flat: torch.Tensor) -> torch.Tensor:
-        """[B,S,heads·D] to [B,heads,S,D]."""
+        """Split [B,S,heads·D] into [B,heads,S,D]."""
         heads: torch.Tensor = flat.unflatten(-1, (-1, self.config.head_dim))
         return heads.transpose(1, 2)
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Turn the first dims of every head [B,heads,S,D]."""
+        """Rotate the first dims of each head, [B,heads,S,D]."""
         width = self.rotary_width()
         turned = self.turn(heads[..., :width], self.angles(positions))
         return torch.cat((turned, heads[..., width:]), dim=-1)
 
     def rotary_width(self) -> int:
-        """How many dims of a head turn."""
+        """Return the number of dims of a head that are rotated."""
         return int(self.config.rotary_dim)
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """Float32 [B,1,S,width/2]."""
+        """Compute the angles, float32 [B,1,S,width/2]."""
         return positions[:, None, :, None].float() * self.frequencies(positions.device)
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
-        """Float32 [width/2]."""
+        """Compute the frequencies, float32 [width/2]."""
         width = self.rotary_width()
         return self.ladder(width, width, float(self.config.rope_theta), device)
 
     def ladder(self, width: int, divisor: int, theta: float, device: torch.device) -> torch.Tensor:
-        """Frequencies of `width` dims, falling with the dim over `divisor`."""
+        """Compute the frequencies of `width` dims, which fall with the dim over `divisor`."""
         dims = torch.arange(0, width, 2, dtype=torch.float32, device=device)
         return 1.0 / theta ** (dims / divisor)
 
     def turn(self, part: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Turn all dims of [B,heads,S,width], pairing i with i + width/2."""
+        """Rotate all dims of [B,heads,S,width], pairing i with i + width/2."""
         cos, sin = angles.cos().to(part.dtype), angles.sin().to(part.dtype)
         first, second = part.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     def repeat(self, heads: torch.Tensor) -> torch.Tensor:
-        """[B,K,…] to [B,N,…]: neighbouring query heads share a kv head."""
+        """Repeat kv heads [B,K,…] to [B,N,…]: neighbouring query heads share one."""
         return heads.repeat_interleave(self.group_size(), dim=1)
 
     def group_size(self) -> int:
-        """Query heads per kv head."""
+        """Return the number of query heads per kv head."""
         return int(self.config.num_attention_heads // self.config.num_key_value_heads)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """q [B,N,S,D], k and v [B,K,P+S,D] to the context [B,S,N·D]."""
+        """Attend with q [B,N,S,D] to k and v [B,K,P+S,D]; the context is [B,S,N·D]."""
         scores = self.attention_scores(q, self.repeat(k))
         scores = torch.where(self.visible(mask, q.shape[2]), scores, torch.finfo(torch.float32).min)
         context = torch.matmul(self.attention_weights(scores).to(v.dtype), self.repeat(v))
         return context.transpose(1, 2).flatten(2)
 
     def attention_scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Float32 [B,N,S,P+S]."""
+        """Compute the scaled scores, float32 [B,N,S,P+S]."""
         scale = 1 / math.sqrt(self.config.head_dim)
         return torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """bool [B,1,S,P+S]: the real rows up to one's own."""
+        """Return the real rows up to each row itself, bool [B,1,S,P+S]."""
         return self.causal(mask.shape[1], num_rows, mask.device) & mask[:, None, None, :].bool()
 
     def causal(self, length: int, num_rows: int, device: torch.device) -> torch.Tensor:
-        """bool [S,P+S]: the last `num_rows` rows each see those up to themselves."""
+        """Return the rows up to each of the last `num_rows`, bool [S,P+S]."""
         places = torch.arange(length, device=device)
         return places <= places[length - num_rows :, None]
 
     def attention_weights(self, scores: torch.Tensor) -> torch.Tensor:
-        """Softmax in float32."""
+        """Compute the softmax in float32."""
         return scores.softmax(-1)
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
-        """[B,S,N·D] to attn_delta [B,S,H]."""
+        """Project the context [B,S,N·D] to attn_delta [B,S,H]."""
         return functional.linear(context, self.weights.o_proj)
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """attn_residual [B,S,H]."""
+        """Add attention and residual: attn_residual [B,S,H]."""
         return states + delta

@@ -1,4 +1,4 @@
-"""Case: one layer of one run as it was judged."""
+"""Cases: one layer of one run, or one chained run in one view, as it was judged."""
 
 from __future__ import annotations
 
@@ -8,165 +8,225 @@ from typing import Any
 
 from minimax_tools.results.results import Verdict
 
+# The view of a chained run with all its sites.
+WHOLE = "whole"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One layer of one run.
+class PlantedCase:
+    """The run of a case, and the mistake that was planted.
 
     Args:
-        run: What ran: stage, port, backend and rows, in words.
-        stage: The scene's name.
-        port: The port in words.
-        backend: Where it ran.
-        rows: `prefill`, or `decode` where some rows were decoded.
-        layer: The layer.
-        kind: `catalogued`, `uncatalogued`, `pair`, `equivalent`, or `right` where nothing was planted in this layer.
-        mistake: The plant's name; empty where there is none.
-        parameters: Its parameters.
-        sites: Where it lives.
-        halves: Of a pair, where each of its mistakes lives.
-        effects: At each site, what it changes in float32 over the noise floor.
-        failed: Sites that mm2 fails.
-        warned: Sites that it warns of.
-        blamed: The sets of sites that it blames.
-        reason: Why.
-        black_box_detected: Whether it fails the layer by its output alone.
-        rivals: The sites that each other rule calls different.
-        akin: Other names that state the same computation.
-        model: The folder's name of a model that was trained; empty for a synthetic one.
-        verdict: What mm2 concludes of the whole run.
-        black_box_verdict: The same of the outputs alone.
-        excess: At each site, the largest share of a limit that a figure comes to; infinite where the site fails by
-            what no limit of noise decides, such as another shape.
-        black_box_excess: The same of the output alone.
-        named: What the diagnosis says of the output alone, best first, as `[name, parameters]`; None where it was
-            not asked.
+        run: The run in words.
+        stage: Name of the scene.
+        kind: `catalogued`, `uncatalogued`, `pair`, `equivalent`, or `right` where nothing was planted.
+        mistake: Name of the plant; empty where there is none.
+        parameters: Parameters of the plant.
+        sites: Sites of the mistake: wrong although their inputs are right.
+        effects: Change in float32 over the noise floor, by site.
+        reason: Reason of the first blame or failure, or of not being comparable.
+        model: Folder name of the trained model; empty for a synthetic one.
+        verdict: Verdict on the whole run.
     """
 
     run: str
     stage: str
+    kind: str = "right"
+    mistake: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    sites: tuple[str, ...] = ()
+    effects: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    model: str = ""
+    verdict: str = ""
+
+    @property
+    def is_mistake(self) -> bool:
+        """True where the layer is wrong."""
+        return self.kind in ("catalogued", "uncatalogued")
+
+    @property
+    def is_passed(self) -> bool:
+        """True where the whole run ends with exit code 0."""
+        return bool(self.verdict) and Verdict(self.verdict).exit_code == 0
+
+    def name_mistake(self, otherwise: str) -> str:
+        """Word the mistake and its parameters; `otherwise` names a right port."""
+        parameters = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.mistake}({parameters})" if parameters else self.mistake or otherwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case(PlantedCase):
+    """A layer of a run, as it was judged.
+
+    Args:
+        port: The port in words.
+        backend: Device of the run.
+        rows: `prefill`, or `decode` where some rows were decoded.
+        layer: The layer.
+        halves: Sites of each mistake of a pair.
+        failed: Sites that mm2 fails.
+        warned: Sites that it warns of.
+        blamed: The sets of sites that it blames.
+        black_box_detected: Whether mm2 fails the layer by its output alone.
+        rivals: Sites that each rule of another tool calls different.
+        akin: Other names of the diagnosis for the same computation.
+        black_box_verdict: Verdict on the outputs alone.
+        excess: Largest figure over its limit, by site; infinite where the site fails by something else than noise,
+            such as another shape.
+        black_box_excess: Largest figure over its limit, of the output alone.
+        named: Mistakes that the diagnosis names by the output alone, best first, as `(name, parameters)`; None where
+            it was not asked.
+    """
+
     port: str
     backend: str
     rows: str
     layer: int
-    kind: str
-    mistake: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    sites: tuple[str, ...] = ()
     halves: tuple[tuple[str, ...], ...] = ()
-    effects: Mapping[str, float] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
     warned: tuple[str, ...] = ()
     blamed: tuple[tuple[str, ...], ...] = ()
-    reason: str = ""
     black_box_detected: bool = False
     rivals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     named: tuple[tuple[str, Mapping[str, Any]], ...] | None = None
     akin: tuple[str, ...] = ()
-    model: str = ""
-    verdict: str = ""
     black_box_verdict: str = ""
     excess: Mapping[str, float] = field(default_factory=dict)
     black_box_excess: float = 0.0
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Case:
-        """The case of a record that `dataclasses.asdict` made and JSON kept."""
-        named = record["named"]
-        read = {
-            **record,
-            **{name: tuple(record[name]) for name in ("sites", "failed", "warned", "akin")},
-            **{name: tuple(tuple(sites) for sites in record[name]) for name in ("halves", "blamed")},
-            "rivals": {name: tuple(sites) for name, sites in record["rivals"].items()},
-            "named": None if named is None else tuple((name, given) for name, given in named),
-        }
-        return cls(**read)
-
-    @property
-    def is_mistake(self) -> bool:
-        """Whether the layer is wrong."""
-        return self.kind in ("catalogued", "uncatalogued")
-
     @property
     def is_right(self) -> bool:
-        """Whether nothing in it is wrong."""
+        """True where the layer is right."""
         return self.kind in ("right", "equivalent")
 
     @property
     def effect(self) -> float:
-        """The largest effect at the sites where it lives."""
+        """Largest effect at the sites of the mistake."""
         return max((self.effects.get(site, 0.0) for site in self.sites), default=0.0)
 
     @property
     def is_above_floor(self) -> bool:
-        """Whether it changes more than BF16 costs, where it lives."""
+        """True where the mistake changes more than the noise floor at one of its sites."""
         return self.is_mistake and self.effect >= 1.0
 
     @property
     def is_distinguishable(self) -> bool:
-        """Whether the layer's output changes by more than BF16 costs it."""
+        """True where the mistake changes the layer's output by more than the noise floor."""
         return self.is_mistake and self.effects.get("output", 0.0) >= 1.0
 
     @property
     def is_pair_above_floor(self) -> bool:
-        """Whether each of two mistakes changes more than BF16 costs, where it lives."""
+        """True where each mistake of a pair changes more than the noise floor at one of its sites."""
         return bool(self.halves) and all(
             max(self.effects.get(site, 0.0) for site in sites) >= 1.0 for sites in self.halves
         )
 
     @property
     def is_pair_named(self) -> bool:
-        """Whether both of two mistakes are blamed where they live, and nothing else is."""
+        """True where both mistakes of a pair are blamed at their sites, and nothing else is."""
         named = {site for sites in self.blamed for site in sites}
         return self.is_site_named and all(named & set(sites) for sites in self.halves)
 
     @property
     def is_detected(self) -> bool:
-        """Whether mm2 fails the layer."""
+        """True where mm2 fails the layer."""
         return bool(self.failed or self.blamed)
 
     @property
     def is_alarmed(self) -> bool:
-        """Return whether mm2 fails the layer, with all sites shown or by its output alone."""
+        """True where mm2 fails the layer, with all sites shown or by its output alone."""
         return self.is_detected or self.black_box_detected
 
     @property
     def is_nothing_else_blamed(self) -> bool:
-        """Return whether no site is blamed but those where it lives."""
+        """True where no site is blamed but those of the mistake."""
         return {site for sites in self.blamed for site in sites} <= set(self.sites)
 
     @property
     def is_learned(self) -> bool:
-        """Return whether its weights were learned, and not drawn by chance."""
+        """True where the model was trained."""
         return bool(self.model)
 
     @property
-    def is_passed(self) -> bool:
-        """Return whether the run that it belongs to ends with exit code 0."""
-        return bool(self.verdict) and Verdict(self.verdict).exit_code == 0
-
-    @property
     def largest_excess(self) -> float:
-        """The largest share of a limit at any of its sites; beyond 1 it fails."""
+        """Largest figure over its limit at any site; above 1 the layer fails."""
         return max(self.excess.values(), default=0.0)
 
     @property
     def is_site_named(self) -> bool:
-        """Whether what is blamed is where it lives, and nothing else."""
+        """True where sites of the mistake are blamed, and nothing else is."""
         named = {site for sites in self.blamed for site in sites}
         return bool(named) and named <= set(self.sites)
 
     @property
     def is_named(self) -> bool:
-        """Whether the diagnosis names the mistake, be it among others that explain the output as well."""
+        """True where the diagnosis names the mistake, alone or among others."""
         return any(name in (self.mistake, *self.akin) for name, _ in self.named or ())
 
     @property
     def is_named_first(self) -> bool:
-        """Whether it names the mistake before all others."""
+        """True where the diagnosis names the mistake first."""
         return bool(self.named) and self.named is not None and self.named[0][0] == self.mistake
 
     def __str__(self) -> str:
-        parameters = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
-        what = f"{self.mistake}({parameters})" if parameters else self.mistake or self.port
-        return f"{what}, {self.stage}, layer {self.layer}, {self.rows}, {self.backend}"
+        return (
+            f"{self.name_mistake(self.port)}, {self.stage}, layer {self.layer}, {self.rows}, {self.backend}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpCase(PlantedCase):
+    """A chained run, as it was judged in one view.
+
+    Args:
+        view: Sites that were shown: `whole`, `no_experts`, `outputs`, or the tool that wrote it.
+        has_checkpoint: Whether the checkpoint was at hand.
+        layer: Layer of the mistake; None where there is none.
+        shown: Sites of that layer that the view shows.
+        blamed: Layers and sites that mm2 blames; None is the model outside its layers.
+    """
+
+    view: str
+    has_checkpoint: bool
+    layer: int | None = None
+    shown: tuple[str, ...] = ()
+    blamed: tuple[tuple[int | None, tuple[str, ...]], ...] = ()
+
+    @property
+    def effect(self) -> float:
+        """Largest effect that the view can show: at the sites of the mistake, or at the layer's output.
+
+        The effect at the output counts up to that at the sites: flipped experts, which noise causes too, enlarge it.
+        """
+        own = {site: self.effects.get(site, 0.0) for site in self.sites}
+        seen = [effect for site, effect in own.items() if site in self.shown]
+        if "output" in self.shown:
+            seen.append(min(self.effects.get("output", 0.0), max(own.values(), default=0.0)))
+        return max(seen, default=0.0)
+
+    @property
+    def is_above_floor(self) -> bool:
+        """True where the view shows a change beyond the noise floor."""
+        return self.is_mistake and self.effect >= 1.0
+
+    @property
+    def is_detected(self) -> bool:
+        """True where mm2 fails the run."""
+        return self.verdict == Verdict.FAIL
+
+    @property
+    def is_layer_named(self) -> bool:
+        """True where the wrong layer is blamed, and no other is."""
+        return {layer for layer, _ in self.blamed} == {self.layer}
+
+    @property
+    def is_site_named(self) -> bool:
+        """True where sites of the mistake are blamed, and nothing else is."""
+        named = {site for _, sites in self.blamed for site in sites}
+        return self.is_layer_named and named <= set(self.sites)
+
+    def __str__(self) -> str:
+        checkpoint = "with" if self.has_checkpoint else "without"
+        return f"{self.name_mistake('right')}, {self.stage}, layer {self.layer}, {self.view}, {checkpoint} checkpoint"

@@ -1,7 +1,7 @@
-"""Curve: detection against false alarms as all limits of noise are scaled, from what the cases keep of each site.
+"""Curve of detection against false alarms, as all limits of noise are scaled by a factor.
 
-A scaled limit is broken where a figure's share of the limit exceeds the factor, so no port runs again. Flips of
-experts beyond noise, other shapes and NaN break no such limit: they fail at every factor. Blame plays no part.
+A case keeps each figure over its limit, and fails where this exceeds the factor: no port runs again. Flips of experts
+beyond noise, other shapes and NaN fail at each factor. Blame plays no part.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ FACTORS = (0.5, 0.63, 0.8, 0.9, 1.0, 1.12, 1.25, 1.6, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePoint:
+class OperatingPoint:
     """Detection and false alarms with all limits times a factor.
 
     Args:
         factor: The factor.
         num_mistakes: Mistakes above the floor.
-        num_detected: Those whose layer fails.
+        num_detected: Mistakes whose layer fails.
         num_boxes: Mistakes that change the output by more than its floor.
-        num_boxes_detected: Those whose layer fails by its output alone.
+        num_boxes_detected: Mistakes whose layer fails by its output alone.
         num_clean: Right layers.
-        num_alarms: Those that fail, with all sites or by the output alone.
+        num_alarms: Right layers that fail, with all sites or by the output alone.
     """
 
     factor: float
@@ -43,13 +43,13 @@ class CurvePoint:
 
 def trace_operating_curve(
     cases: Sequence[Case], factors: Sequence[float] = FACTORS
-) -> tuple[CurvePoint, ...]:
-    """Return what each factor on all limits would come to, in their order."""
+) -> tuple[OperatingPoint, ...]:
+    """Return the point of each factor, in their order."""
     above = [case for case in cases if case.is_above_floor]
     boxes = [case for case in above if case.is_distinguishable]
     clean = list(clean_cases(cases))
     return tuple(
-        CurvePoint(
+        OperatingPoint(
             factor=factor,
             num_mistakes=len(above),
             num_detected=sum(case.largest_excess > factor for case in above),
@@ -62,8 +62,8 @@ def trace_operating_curve(
     )
 
 
-def give_curve_figures(points: Sequence[CurvePoint]) -> Iterator[Figure]:
-    """The curve as figures, two for each factor and one more where the output alone shows mistakes."""
+def give_curve_figures(points: Sequence[OperatingPoint]) -> Iterator[Figure]:
+    """Yield the curve as figures, up to three for each factor."""
     for point in points:
         if point.num_mistakes:
             share = 100 * point.num_detected / point.num_mistakes
@@ -76,7 +76,7 @@ def give_curve_figures(points: Sequence[CurvePoint]) -> Iterator[Figure]:
 
 
 def render_curve(cases: Sequence[Case], factors: Sequence[float] = FACTORS) -> str:
-    """The curve as a table of text, and how near right layers come to their limits and mistakes stay to them."""
+    """Render the curve as a table, and the distances of right layers and mistakes to the limits."""
     lines = ["limits ×   detected        by output alone   false alarms"]
     for point in trace_operating_curve(cases, factors):
         cells = (
@@ -89,12 +89,12 @@ def render_curve(cases: Sequence[Case], factors: Sequence[float] = FACTORS) -> s
 
 
 def _margins(cases: Sequence[Case]) -> Iterator[str]:
-    """The two figures between which all limits may be scaled: what right layers reach, and mistakes exceed."""
+    """Yield a sentence on the largest figure of right layers, and one on the smallest of mistakes."""
     clean = [max(case.largest_excess, case.black_box_excess) for case in clean_cases(cases)]
     finite = sorted(excess for excess in clean if math.isfinite(excess))
     if finite:
         yield (
-            f"Right layers come to {finite[-1]:.3g} of a limit at most, one in a hundred to "
+            f"Right layers reach {finite[-1]:.3g} of a limit at most, one in a hundred reaches "
             f"{finite[-1 - len(finite) // 100]:.3g}: below these factors they fail."
         )
     above = sorted(case.largest_excess for case in cases if case.is_above_floor)

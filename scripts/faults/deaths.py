@@ -1,6 +1,6 @@
-"""Ports that end the process which runs them, or never end: no end of theirs is a verdict.
+"""Ports that end the process that runs them, or never end.
 
-Each is mm2's reference layer, with one line of code in one place; those that run do it in layer 2.
+Each is mm2's reference layer with one line of code in one place. Code in `forward` runs in layer 2.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _PLACES = ("imported", "built", "converted", "asked", "run")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """One way in which a port ends its process.
+    """A way in which a port ends its process.
 
     Args:
-        name: Its name, and its file's.
-        place: Where the code stands: imported, built, converted, asked (for its state_dict) or run.
+        name: Name of the death and of the port's file.
+        place: Place of the code: imported, built, converted, asked (for its state_dict) or run.
         code: One line of Python.
-        words: What the error must say, beside target and layer.
+        words: Words that the error must contain, beside target and layer.
         is_endless: Whether only a time limit ends it.
     """
 
@@ -62,7 +62,7 @@ class Death:
 
     @property
     def is_in_forward(self) -> bool:
-        """Return whether earlier layers have run by then."""
+        """True where earlier layers have run before."""
         return self.place == "run"
 
     def write(self, folder: Path) -> str:
@@ -74,8 +74,8 @@ def write_port(path: Path, code: Mapping[str, str]) -> str:
     """Write a port with a line of code at each of some places, and return its `--target`.
 
     Args:
-        path: Its file.
-        code: The line by the place: imported, built, converted, asked or run.
+        path: The port's file.
+        code: Lines by place: imported, built, converted, asked or run.
     """
     lines = {**dict.fromkeys(_PLACES, "pass"), **code}
     path.write_text(_PORT.format(layer=LAYER, **lines), encoding="utf-8")

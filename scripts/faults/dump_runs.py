@@ -1,7 +1,7 @@
-"""Dump runs: the planted port over a whole model, chained, as dumps of other tools show such a run.
+"""Chained runs of the planted port over a whole model, as dumps of other tools show them.
 
-A mistake is planted in one layer behind the second: what stands before it is right, and what stands behind it is
-computed from wrong values.
+A mistake is planted in one layer from the third on. Layers before it are right; layers behind it compute on wrong
+inputs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from pathlib import Path
 
 from compare.comparer import compare_captures
 from compare.sides.golden_weights import CheckpointWeights
-from faults.dump_cases import WHOLE, DumpCase
+from faults.cases import WHOLE, DumpCase
 from faults.effects import measure_effects
 from faults.foreign import TOOL, dump_as_vllm_neuron
-from faults.judging import default_criteria
+from faults.judging import as_black_box, default_criteria, hide_sites
 from faults.plant import Plant
 from faults.port import PlantedPort
-from faults.running import run_whole_model
-from faults.runs import shows_on
-from faults.scene import Scene, Stage
-from faults.views import as_black_box, hide_sites
+from faults.runs import run_whole_model, shows_on
+from faults.scene import Scene, SceneRequest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
@@ -39,40 +37,40 @@ class PlannedDump:
     """The planted port over a whole model.
 
     Args:
-        stage: The stage.
-        plant: What is planted; None for nothing.
-        layer: Where.
+        request: The scene.
+        plant: The mistake; None for a right port.
+        layer: Layer of the mistake.
     """
 
-    stage: Stage
+    request: SceneRequest
     plant: Plant | None = None
     layer: int | None = None
 
     @property
     def backend(self) -> str:
-        """Return where it runs."""
+        """Device of the run."""
         return "cpu"
 
     def __str__(self) -> str:
-        return f"{self.stage.name}: {self.plant or 'right'} in layer {self.layer}, chained"
+        return f"{self.request.name}: {self.plant or 'right'} in layer {self.layer}, chained"
 
 
-def plan_dumps(stage: Stage, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
-    """Plan every plant in one layer that chance chooses, and none; nothing where the model is too short."""
-    layers = range(FIRST_LAYER, stage.num_layers)
+def plan_dumps(request: SceneRequest, plants: Sequence[Plant]) -> Iterator[PlannedDump]:
+    """Plan each plant in one layer, chosen at random, and a right port; plan nothing where the model is too short."""
+    layers = range(FIRST_LAYER, request.num_layers)
     if not layers:
         return
-    yield PlannedDump(stage=stage)
+    yield PlannedDump(request=request)
     for plant in plants:
-        if plant.prefills and shows_on(plant, stage):
-            layer = random.Random(f"{stage.seed} {plant}").choice(layers)
-            yield PlannedDump(stage=stage, plant=plant, layer=layer)
+        if plant.prefills and shows_on(plant, request):
+            layer = random.Random(f"{request.seed} {plant}").choice(layers)
+            yield PlannedDump(request=request, plant=plant, layer=layer)
 
 
 def carry_out_dump(
     planned: PlannedDump, scene: Scene, *, runtime: Runtime, directory: Path
 ) -> tuple[DumpCase, ...]:
-    """Run the whole model, and judge every view of it with the checkpoint at hand and without."""
+    """Run the whole model, and judge each view of it with the checkpoint and without."""
     plant, layer = planned.plant, planned.layer
     layers = frozenset() if layer is None else frozenset({layer})
     target = PlantedPort(plant=plant, layers=layers).target()
@@ -85,20 +83,17 @@ def carry_out_dump(
             cases.append(
                 DumpCase(
                     run=str(planned),
-                    stage=planned.stage.name,
+                    stage=planned.request.name,
                     view=view,
                     has_checkpoint=has_checkpoint,
                     verdict=str(verdict),
-                    kind=str(plant.kind) if plant else "right",
                     layer=layer,
-                    mistake=plant.name if plant else "",
-                    parameters=dict(plant.parameters) if plant else {},
-                    sites=tuple(str(site) for site in plant.sites) if plant else (),
+                    **(plant.record if plant else {}),
                     shown=() if layer is None else tuple(str(site) for site in source.sites(layer)),
                     effects={str(site): effect for site, effect in effects.items()},
                     blamed=blamed,
                     reason=reason,
-                    model=planned.stage.learned.name if planned.stage.learned else "",
+                    model=planned.request.model_name,
                 )
             )
     return tuple(cases)
@@ -115,7 +110,7 @@ def _views(capture: Capture, golden: Capture, directory: Path) -> Iterator[tuple
 def _judge(
     scene: Scene, source: CaptureSource, *, has_checkpoint: bool
 ) -> tuple[Verdict, tuple[tuple[int | None, tuple[str, ...]], ...], str]:
-    """The verdict, whom it blames, and why."""
+    """Return the verdict, the blamed sites by layer, and the reason."""
     try:
         comparison = compare_captures(
             scene.golden,

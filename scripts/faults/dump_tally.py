@@ -1,4 +1,4 @@
-"""Dump tally: the figures that dumps of whole models come to."""
+"""Figures of the dumps of whole models."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterator, Sequence
 
 from figures import Figure
 
-from faults.dump_cases import WHOLE, DumpCase
+from faults.cases import WHOLE, DumpCase
 
 
 def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
-    """Detection and the layer's name with the checkpoint at hand, in every view; and right runs that fail."""
+    """Yield detection and blame with the checkpoint, detection without it, and false alarms."""
     above = [case for case in cases if case.is_above_floor]
     known = [case for case in above if case.has_checkpoint]
     if known:
         detected = [case for case in known if case.is_detected]
         yield Figure.plain("dumps_above_floor", len(known))
-        yield Figure.at_least("dumps_detected_%", _percent(len(detected), len(known)), 97)
+        yield Figure.percent("dumps_detected_%", len(detected), len(known), at_least=97)
         named = sum(case.is_layer_named for case in detected)
-        yield Figure.at_least("dumps_layer_named_%", _percent(named, len(detected)), 100)
+        yield Figure.percent("dumps_layer_named_%", named, len(detected), at_least=100)
         for view in dict.fromkeys(case.view for case in known):
             yield from _view_figures(view, [case for case in known if case.view == view])
     blind = [case for case in above if not case.has_checkpoint]
     if blind:
         failed = sum(case.is_detected for case in blind)
-        yield Figure.plain("dumps_without_checkpoint_detected_%", _percent(failed, len(blind)))
+        yield Figure.percent("dumps_without_checkpoint_detected_%", failed, len(blind))
         passed = sum(case.is_passed for case in blind)
         yield Figure.exactly("dumps_without_checkpoint_passed", passed, 0)
     clean = [case for case in cases if not case.is_mistake]
@@ -36,7 +36,7 @@ def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
 
 
 def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
-    """Return what went wrong, each with a word for it."""
+    """Yield each case that went wrong, with a word for it."""
     for case in cases:
         if case.is_above_floor and case.is_passed:
             yield "false pass", case
@@ -50,14 +50,10 @@ def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
 
 def _view_figures(view: str, known: Sequence[DumpCase]) -> Iterator[Figure]:
     detected = [case for case in known if case.is_detected]
-    yield Figure.plain(f"dumps_{view}_detected_%", _percent(len(detected), len(known)))
+    yield Figure.percent(f"dumps_{view}_detected_%", len(detected), len(known))
     named = sum(case.is_layer_named for case in detected)
-    yield Figure.plain(f"dumps_{view}_layer_named_%", _percent(named, len(detected)))
+    yield Figure.percent(f"dumps_{view}_layer_named_%", named, len(detected))
     if view == WHOLE:
-        # Where sites are hidden, those before them are suspects too.
+        # In other views hidden sites are suspects too.
         sites = sum(case.is_site_named for case in detected)
-        yield Figure.plain(f"dumps_{view}_site_named_%", _percent(sites, len(detected)))
-
-
-def _percent(part: int, whole: int) -> float:
-    return 100 * part / whole if whole else 0.0
+        yield Figure.percent(f"dumps_{view}_site_named_%", sites, len(detected))

@@ -1,4 +1,4 @@
-"""Effects: what a plant changes in float32 at each site, in multiples of what BF16 costs the golden there."""
+"""Effects: change by a plant in float32 at each site, over the noise floor of the golden there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-from neuron.ports.targets import target_config
+from neuron.ports.target import target_config
 from neuron.runs.decoding import run_decoding
 from neuron.runs.golden_feed import GoldenFeed
 from neuron.runs.layer_input import LayerInput
@@ -31,13 +31,13 @@ _SITES = tuple(site for site in Site if site is not Site.INPUT)
 def run_float32(
     scene: Scene, layer: int, plant: Plant | None, *, decode_rows: int = 0
 ) -> dict[Site, torch.Tensor]:
-    """All sites of one layer of the port, in float32, on the golden's input and the BF16 weights' values.
+    """Run one layer of the port in float32, on the golden's input and the values of the BF16 weights.
 
     Args:
         scene: Model and golden.
         layer: The layer.
-        plant: What is wrong with it; None for the right port.
-        decode_rows: How many rows are decoded; the plant is then limited to them.
+        plant: The mistake; None for the right port.
+        decode_rows: Number of rows that are decoded; the mistake is then limited to them.
     """
     config = target_config(scene.spec)
     module = PlantedLayer(config, plant, decode_only=decode_rows > 0)
@@ -53,7 +53,7 @@ def run_float32(
     decoding = sweep_run(Span.single(layer), sites_level="all").decoding(decode_rows)
     past = GoldenFeed(golden=scene.golden, run=decoding).past(layer)
     assert past is not None, "a run that decodes is fed a past"
-    # Of prompts padded on the right, the shortest one's last rows on.
+    # Prompts are padded on the right: decoding starts at the last rows of the shortest one.
     lengths = scene.inputs.lengths
     rows = range(max(min(lengths) - decode_rows, 1), max(lengths))
     given = (past[0].float(), past[1].float())
@@ -61,9 +61,9 @@ def run_float32(
 
 
 def measure_effects(scene: Scene, layer: int, plant: Plant, *, decode_rows: int = 0) -> dict[Site, float]:
-    """‖planted − right‖ over ‖golden − its float32 twin‖ on the real rows, by site; of experts, tokens that flip.
+    """Compute ‖planted − right‖ / ‖golden − float32 twin‖ on the real rows, by site.
 
-    A site whose shape the plant changes has an infinite effect.
+    The effect on router_experts is a ratio of flipped tokens. A changed shape has an infinite effect.
     """
     planted = _in_order_of_experts(run_float32(scene, layer, plant, decode_rows=decode_rows))
     right = _in_order_of_experts(_right_float32(scene, layer, decode_rows))
@@ -77,7 +77,7 @@ def _effect(
     if planted.shape != right.shape:
         return math.inf
     reference, twin = scene.golden.read(layer, site), scene.golden.read_twin(layer, site)
-    assert twin is not None, "the golden's floor is kept whole"
+    assert twin is not None, "the golden keeps its whole floor"
     rows = [batch.rows(tensor, site).double() for tensor in (planted, right, reference, twin)]
     if site is Site.ROUTER_EXPERTS:
         sets = [row.sort(dim=-1).values for row in rows]
@@ -85,7 +85,7 @@ def _effect(
         return flips / max(int((sets[2] != sets[3]).any(-1).sum()), 1)
     change, noise = float((rows[0] - rows[1]).norm()), float((rows[2] - rows[3]).norm())
     if reference.dtype is torch.float32 and torch.equal(rows[0], rows[0].bfloat16().double()):
-        # What the golden holds in float32 a right port may round to BF16, once.
+        # A right port may round to BF16 a value that the golden holds in float32.
         noise = math.hypot(noise, float((rows[1] - rows[1].bfloat16().double()).norm()))
     if not math.isfinite(change):
         return math.inf
@@ -93,7 +93,7 @@ def _effect(
 
 
 def _in_order_of_experts(tensors: Tensors) -> Tensors:
-    """The router's weights in ascending order of the experts, whose own order is free."""
+    """Sort the routing weights by expert: the order of the experts is free."""
     order = tensors[Site.ROUTER_EXPERTS].argsort(dim=-1)
     return {**tensors, Site.ROUTER_WEIGHTS: tensors[Site.ROUTER_WEIGHTS].gather(-1, order)}
 
@@ -105,7 +105,7 @@ def _right_float32(scene: Scene, layer: int, decode_rows: int) -> Tensors:
 
 def _run_once(module: PlantedLayer, given: LayerInput) -> LayerRun:
     taps = {Site(site): Tap(path=path) for site, path in module.sites.items()}
-    # What a plant hides is changed all the same.
+    # Sites that a plant hides are recorded too.
     taps |= {site: Tap(path=f"taps.{site}") for site in _SITES if site is not Site.OUTPUT}
     recorder = Recorder(module, taps, keep=copy_to_host)
     with torch.no_grad(), recorder:

@@ -1,6 +1,6 @@
-"""Equivalents: changes that look like mistakes and give the same layer; none of them may be flagged.
+"""Changes that look like mistakes and give the same layer; none of them may fail.
 
-A port that numbers heads or experts otherwise shows other tensors inside: it does not show those sites.
+A port with another order of heads or experts holds other tensors inside: it does not show those sites.
 """
 
 from __future__ import annotations
@@ -17,27 +17,19 @@ from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import K_NORM, K_PROJ, O_PROJ, Q_NORM, Q_PROJ, V_PROJ
 
 _ROPE = (Site.Q_ROPE, Site.K_ROPE)
-_HEADS = (
-    Site.Q_PROJ,
-    Site.K_PROJ,
-    Site.V_PROJ,
-    Site.Q_NORM,
-    Site.K_NORM,
-    *_ROPE,
-    Site.ATTN_CONTEXT,
-)
+_HEADS = (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ, Site.Q_NORM, Site.K_NORM, *_ROPE, Site.ATTN_CONTEXT)
 _ROUTER = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
 
 
 class PositionsOffset(Arithmetic):
-    """All positions are three higher: rotary embedding is relative."""
+    """Positions are three higher: rotary embedding is relative."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions + 3)
 
 
 class PaddingGarbage(Arithmetic):
-    """Padded rows hold anything."""
+    """Padded rows hold other numbers."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.where(mask[:, :, None].bool(), moe, 1000.0)
@@ -78,7 +70,7 @@ class ExpertsPermuted(Arithmetic):
 
 
 class OtherPadding(Arithmetic):
-    """Padding is moved to the other side before anything is computed, and back after it."""
+    """Padding is moved to the other side before the layer, and back behind it."""
 
     def run(
         self,
@@ -105,17 +97,13 @@ class OtherPadding(Arithmetic):
             return value
 
         output, (keys, values) = super().run(
-            _move(states, there, dim=1),
-            mask.gather(1, there),
-            positions.gather(1, there),
-            None,
-            tap_moved,
+            _move(states, there, dim=1), mask.gather(1, there), positions.gather(1, there), None, tap_moved
         )
         return _move(output, back, dim=1), (_move(keys, back, dim=2), _move(values, back, dim=2))
 
 
 class QueriesHoldTheScale(Arithmetic):
-    """Attention's scale is a part of the queries' norm, and of nothing else."""
+    """The norm of the queries holds a part of attention's scale."""
 
     def q_norm(self, flat: torch.Tensor) -> torch.Tensor:
         return super().q_norm(flat) * 0.25
@@ -169,7 +157,7 @@ PLANTS = (
 
 
 def _move(value: torch.Tensor, places: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """Rows of a batch taken from other places of theirs, int64 [B,S]."""
+    """Take rows of a batch from other places, int64 [B,S]."""
     shape = [1] * value.ndim
     shape[0], shape[dim] = places.shape
     return value.gather(dim, places.view(shape).expand(value.shape))

@@ -21,21 +21,21 @@ class GateUpSwapped(Arithmetic):
 
 
 class UpPlusOne(Arithmetic):
-    """Another model's SwiGLU."""
+    """The SwiGLU of another model, which adds 1 to up."""
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return super().activate(gate, up + 1)
 
 
 class Gelu(Arithmetic):
-    """GELU for SiLU."""
+    """GELU in place of SiLU."""
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return functional.gelu(gate) * up
 
 
 class Relu(Arithmetic):
-    """ReLU for SiLU."""
+    """ReLU in place of SiLU."""
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return functional.relu(gate) * up
@@ -58,14 +58,14 @@ class Clamped(Arithmetic):
 
 
 class GateUpInterleaved(Arithmetic):
-    """Rows of the two halves are taken to alternate."""
+    """Gate rows and up rows are taken to alternate."""
 
     def cut_gate_up(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return both[..., 0::2], both[..., 1::2]
 
 
 class LocalOnly(Arithmetic):
-    """Nothing adds up what the ranks' experts give."""
+    """The experts of a single rank compute; the sum over ranks is missing."""
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         numbers = torch.arange(self.config.num_local_experts, device=experts.device)
@@ -76,7 +76,7 @@ class LocalOnly(Arithmetic):
 
 
 class IdsShifted(Arithmetic):
-    """Another expert computes than was chosen."""
+    """A shifted expert computes, not the chosen one."""
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         shifted = (experts + self.of.offset) % self.config.num_local_experts
@@ -93,7 +93,7 @@ class TextOrder(Arithmetic):
 
 
 class Capacity(Arithmetic):
-    """An expert takes so many tokens, in their order; the others are dropped."""
+    """An expert takes a limited number of tokens, in their order; the others are dropped."""
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         wanted = super().affinities(experts, weights, real) * real[:, None]
@@ -103,14 +103,14 @@ class Capacity(Arithmetic):
 
 
 class MoeScaled(Arithmetic):
-    """Reduced more often than once."""
+    """The output is reduced more than once."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * self.number("factor")
 
 
 class WidthPartial(Arithmetic):
-    """One rank's slice of the experts' width, and nothing adds up the ranks."""
+    """The slice of a single rank of the experts' width computes; the sum over ranks is missing."""
 
     def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
         inner = super().activated(tokens, slab)
@@ -119,7 +119,7 @@ class WidthPartial(Arithmetic):
         return inner * is_local.to(inner.dtype)
 
 
-class LowPrecision(Arithmetic):
+class LowPrecisionSum(Arithmetic):
     """The sum is rounded after each expert."""
 
     def accumulate(self, total: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
@@ -129,38 +129,21 @@ class LowPrecision(Arithmetic):
 
 
 PLANTS = (
-    Plant(name="gate_up_swapped", sites=_MOE, arithmetic=GateUpSwapped, decodes=True),
-    Plant(name="up_plus_one", sites=_MOE, arithmetic=UpPlusOne),
-    Plant(name="gelu_activation", sites=_MOE, arithmetic=Gelu, decodes=True),
-    Plant(name="relu_activation", sites=_MOE, arithmetic=Relu),
-    Plant(name="activation_missing", sites=_MOE, arithmetic=ActivationMissing),
-    Plant(name="swiglu_clamped", sites=_MOE, arithmetic=Clamped, parameters={"limit": 1.0}),
-    Plant(name="swiglu_clamped", sites=_MOE, arithmetic=Clamped, parameters={"limit": 7.0}),
-    Plant(name="gate_up_interleaved", sites=_MOE, arithmetic=GateUpInterleaved),
-    Plant(
-        name="experts_local_only",
-        sites=_MOE,
-        arithmetic=LocalOnly,
-        parameters={"ep_degree": 4, "rank": 0},
-        decodes=True,
-    ),
-    Plant(name="expert_ids_shifted", sites=_MOE, arithmetic=IdsShifted, parameters={"offset": 1}),
-    Plant(name="experts_in_text_order", sites=_MOE, arithmetic=TextOrder),
-    Plant(name="expert_capacity", sites=_MOE, arithmetic=Capacity, parameters={"factor": 1.0}),
-    Plant(name="expert_capacity", sites=_MOE, arithmetic=Capacity, parameters={"factor": 1.25}),
-    Plant(
-        name="moe_delta_scaled",
-        sites=_MOE,
-        arithmetic=MoeScaled,
-        parameters={"factor": 2.0},
-        decodes=True,
-    ),
-    Plant(name="moe_delta_scaled", sites=_MOE, arithmetic=MoeScaled, parameters={"factor": 0.97}),
-    Plant(
-        name="experts_width_partial",
-        sites=_MOE,
-        arithmetic=WidthPartial,
-        parameters={"tp_degree": 2, "rank": 0},
-    ),
-    Plant(name="expert_accumulation_low_precision", sites=_MOE, arithmetic=LowPrecision),
+    Plant("gate_up_swapped", _MOE, GateUpSwapped, decodes=True),
+    Plant("up_plus_one", _MOE, UpPlusOne),
+    Plant("gelu_activation", _MOE, Gelu, decodes=True),
+    Plant("relu_activation", _MOE, Relu),
+    Plant("activation_missing", _MOE, ActivationMissing),
+    Plant("swiglu_clamped", _MOE, Clamped, {"limit": 1.0}),
+    Plant("swiglu_clamped", _MOE, Clamped, {"limit": 7.0}),
+    Plant("gate_up_interleaved", _MOE, GateUpInterleaved),
+    Plant("experts_local_only", _MOE, LocalOnly, {"ep_degree": 4, "rank": 0}, decodes=True),
+    Plant("expert_ids_shifted", _MOE, IdsShifted, {"offset": 1}),
+    Plant("experts_in_text_order", _MOE, TextOrder),
+    Plant("expert_capacity", _MOE, Capacity, {"factor": 1.0}),
+    Plant("expert_capacity", _MOE, Capacity, {"factor": 1.25}),
+    Plant("moe_delta_scaled", _MOE, MoeScaled, {"factor": 2.0}, decodes=True),
+    Plant("moe_delta_scaled", _MOE, MoeScaled, {"factor": 0.97}),
+    Plant("experts_width_partial", _MOE, WidthPartial, {"tp_degree": 2, "rank": 0}),
+    Plant("expert_accumulation_low_precision", _MOE, LowPrecisionSum),
 )

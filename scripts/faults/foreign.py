@@ -1,7 +1,7 @@
-"""Foreign: a chained run's values as vLLM Neuron's own writer dumps them, which shows no experts' choice.
+"""A chained run as vLLM Neuron's own writer dumps it.
 
-It keeps the first output of every module: of a router its logits, of a batch the tokens of all prompts one after
-another, behind them a bucket's padding. T tokens, F channels.
+The writer keeps the first output of each module: the router shows its logits and no choice of experts. The tokens of
+all prompts follow each other, padded to a bucket. T tokens, F channels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MODULES = {
     "block_sparse_moe.gate": Site.ROUTER_LOGITS,
     "block_sparse_moe": Site.MOE_DELTA,
 }
-# Only its author knows that what the tool keeps of a layer is the whole output.
+# The map of a user who knows that the dump of a layer is its whole output.
 _MAP = 'sites: {output: "model.layers.{layer}"}\n'
 
 
@@ -41,8 +41,8 @@ def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> C
 
     Args:
         capture: The run, its rows padded on the right.
-        golden: Whose batch the dump is laid out as.
-        directory: Where the dump goes; it must not be there.
+        golden: The golden, whose batch the dump has.
+        directory: New directory of the dump.
     """
     mask = capture.read_attention_mask().bool()
     num_tokens = int(mask.sum())
@@ -85,5 +85,5 @@ def _shown_modules(capture: Capture) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fill(tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """[T,F] with padding behind it."""
+    """Pad tokens [T,F] with NaN at the end."""
     return torch.cat((tokens, tokens.new_full((size - len(tokens), tokens.shape[1]), float("nan"))))

@@ -1,4 +1,4 @@
-"""Mistakes in reading FP8 weights; they need a checkpoint that is stored in FP8."""
+"""Mistakes in reading FP8 weights, which need an FP8 checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GROUP = 128
 
 
 class Fp8Mistake(Arithmetic):
-    """Codes and scales that are put together wrongly, in one matrix or in all."""
+    """Codes and scales are combined wrongly, in one matrix or in all."""
 
     def edit(self, tensors: LayerTensors) -> None:
         for name in self._names():
@@ -37,7 +37,7 @@ class Fp8Mistake(Arithmetic):
             tensors[name] = self.weight(codes.float(), scale).to(tensors.given_dtype(name))
 
     def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Of the codes' values [R,C] and the blocks' scales."""
+        """Compute the weight from the values of the codes [R,C] and the scales of the blocks."""
         return codes * spread(scale, codes)
 
     def _names(self) -> list[str]:
@@ -59,14 +59,14 @@ class ScaleMissing(Fp8Mistake):
 
 
 class ScaleAveraged(Fp8Mistake):
-    """One scale per matrix."""
+    """A single scale per matrix is used."""
 
     def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return codes * scale.mean()
 
 
 class Clipped(Fp8Mistake):
-    """Another format's range."""
+    """Codes are clipped to the range of another format."""
 
     def weight(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return super().weight(codes.clamp(-self.number("limit"), self.number("limit")), scale)
@@ -87,20 +87,20 @@ class ScaleTransposed(Fp8Mistake):
 
 
 class Activations(Arithmetic):
-    """What the experts' products read is rounded to FP8, with a scale for every 128 channels of a token."""
+    """Inputs of the experts' products are rounded to FP8, with a scale for each 128 channels of a token."""
 
     def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
         return round_to_fp8(super().activated(round_to_fp8(tokens), slab))
 
 
 def spread(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The scales of blocks, one for each number of [R,C]."""
+    """Spread the scales of blocks over the numbers of [R,C]."""
     wide = scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
     return wide[: codes.shape[0], : codes.shape[1]]
 
 
 def round_to_fp8(states: torch.Tensor) -> torch.Tensor:
-    """To E4M3 and back, by groups of 128 channels, or of what of 128 divides the width."""
+    """Round to E4M3 and back, with a scale per group of 128 channels or of a divisor that fits the width."""
     groups = states.float().unflatten(-1, (-1, math.gcd(_GROUP, states.shape[-1])))
     scale = (groups.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
     rounded: torch.Tensor = (groups / scale).to(torch.float8_e4m3fn).float() * scale
@@ -108,7 +108,7 @@ def round_to_fp8(states: torch.Tensor) -> torch.Tensor:
 
 
 def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **parameters: Any) -> Plant:
-    return Plant(name=name, sites=sites, arithmetic=arithmetic, parameters=parameters, needs_fp8=True)
+    return Plant(name, sites, arithmetic, parameters, needs_fp8=True)
 
 
 PLANTS = (
@@ -123,5 +123,5 @@ PLANTS = (
         _plant("fp8_scale_transposed", (_SITES[tensor],), ScaleTransposed, tensor=tensor)
         for tensor in ("q_proj", "o_proj")
     ),
-    Plant(name="fp8_activations", sites=(Site.MOE_DELTA,), arithmetic=Activations),
+    Plant("fp8_activations", (Site.MOE_DELTA,), Activations),
 )

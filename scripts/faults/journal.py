@@ -1,4 +1,4 @@
-"""Journal: a file of finished runs, so that a benchmark that was killed goes on where it stopped."""
+"""Journal: a file of finished runs, so that an interrupted benchmark goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -9,24 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from faults.cases import Case
-from faults.dump_cases import DumpCase
+from faults.cases import Case, DumpCase
 
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]
-# They say what is to run, which the journal keeps in whole, and count and print what was judged.
-_COUNT = (
-    *("plan.py", "model_plan.py", "right_ports.py"),
-    *("tally.py", "dump_tally.py", "pass_tally.py", "joined.py", "curve.py", "table.py"),
-)
+# Files that plan runs, or count and print cases: they change no case.
+_COUNT = (*("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py"),)
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 
-class Journal:
-    """A file of finished runs, one a line; what other code judged is not gone on with.
+class RunJournal:
+    """A file of finished runs, one per line; it starts anew where the code has changed.
 
     Args:
-        path: The file; None to keep nothing.
+        path: The file; None keeps nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -44,7 +40,7 @@ class Journal:
             path.write_text(json.dumps({"sources": sources}) + "\n", encoding="utf-8")
 
     def find(self, run: str) -> tuple[AnyCase, ...] | None:
-        """The cases of a run that has finished; None where it has not."""
+        """Find the cases of a finished run; None where it has not finished."""
         return self._runs.get(run)
 
     def add(self, run: str, cases: Iterable[AnyCase]) -> None:
@@ -60,7 +56,7 @@ class Journal:
 
 
 def digest_sources() -> str:
-    """sha256 over the code that runs and judges, and the limits that it judges by."""
+    """Compute the sha256 over the code that runs and judges, and its limits."""
     digest = hashlib.sha256()
     for folder in _SOURCES:
         for path in sorted((_ROOT / folder).rglob("*.*")):
@@ -70,7 +66,7 @@ def digest_sources() -> str:
 
 
 def _parsed(line: str) -> Any:
-    """A line's record; None for the last one of a run that was killed while it wrote."""
+    """Read the record of a line; None where a killed run left it incomplete."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:
@@ -83,5 +79,14 @@ def _as_record(case: AnyCase) -> dict[str, Any]:
 
 def _case(record: dict[str, Any]) -> AnyCase:
     kinds: dict[str, type[Case] | type[DumpCase]] = {"Case": Case, "DumpCase": DumpCase}
-    kind = kinds[record["kind_of_case"]]
-    return kind.from_record({name: value for name, value in record.items() if name != "kind_of_case"})
+    kind = kinds[record.pop("kind_of_case")]
+    return kind(**{name: _without_lists(value) for name, value in record.items()})
+
+
+def _without_lists(value: Any) -> Any:
+    """Turn lists, at any depth, into the tuples that JSON does not keep."""
+    if isinstance(value, list):
+        return tuple(map(_without_lists, value))
+    if isinstance(value, dict):
+        return {name: _without_lists(part) for name, part in value.items()}
+    return value

@@ -1,32 +1,34 @@
-"""Judging: what mm2 says of a capture, layer by layer, with all sites shown and with the output alone."""
+"""Verdict and diagnosis of mm2 on a capture, with all sites shown or with the output alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from compare.comparer import compare_captures
+from compare.diagnosis.diagnose import diagnose
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.limits.limits import NoiseLimits
 from compare.limits.limits_file import calibrated_limits
 from compare.sides.golden_weights import CheckpointWeights
 from faults.scene import Scene
 from minimax_tools.capture.reader import Capture
+from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVerdict:
-    """What was said of one layer.
+    """The verdict on one layer.
 
     Args:
         failed: Sites that fail.
         warned: Sites that warn.
-        blamed: The sets of sites that are to blame, in execution order.
-        reason: Of the first blame, or of the first failure.
-        excess: At each site, the largest share of a limit that a figure comes to; infinite where the site fails by
-            what no limit of noise decides.
+        blamed: Sets of sites that are blamed, in execution order.
+        reason: Reason of the first blame, or of the first failure.
+        excess: Largest figure over its limit, by site; infinite where the site fails by something else than noise.
     """
 
     failed: tuple[str, ...]
@@ -37,17 +39,17 @@ class LayerVerdict:
 
     @property
     def is_detected(self) -> bool:
-        """Whether the layer is said to be wrong."""
+        """True where the layer fails."""
         return bool(self.failed or self.blamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """Verdict on a run.
+    """The verdict on a run.
 
     Args:
-        verdict: The conclusion.
-        layers: What was said of each layer.
+        verdict: Verdict on the whole run.
+        layers: Verdict on each layer.
     """
 
     verdict: str
@@ -55,7 +57,7 @@ class RunVerdict:
 
 
 def judge_run(scene: Scene, capture: Capture, *, limits: NoiseLimits | None = None) -> RunVerdict:
-    """Return what mm2 says with the model at hand, as mm2-test does; by its default limits unless others are given."""
+    """Judge a run with the checkpoint at hand, as mm2-test does, by the default limits or others."""
     comparison = compare_captures(
         scene.golden,
         capture,
@@ -70,12 +72,12 @@ def judge_run(scene: Scene, capture: Capture, *, limits: NoiseLimits | None = No
 
 
 def default_criteria(limits: NoiseLimits | None = None) -> Criteria:
-    """The default criteria; by other limits where some are given."""
+    """Build the default criteria, with other limits where some are given."""
     return Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL, noise=limits or calibrated_limits())
 
 
 def measure_excess(result: SiteResult) -> float:
-    """The largest share of a limit that a figure of a site comes to; infinite where it fails by something else."""
+    """Return the largest figure of a site over its limit; infinite where it fails by something else than noise."""
     excess = result.nearest.excess if result.nearest else 0.0
     return math.inf if result.status is SiteStatus.FAIL and excess <= 1.0 else excess
 
@@ -92,3 +94,42 @@ def _verdict(comparison: Comparison, layer: int) -> LayerVerdict:
         reason=reasons[0],
         excess={site.site: measure_excess(site) for site in sites},
     )
+
+
+_OUTPUTS = frozenset({Site.INPUT, Site.OUTPUT})
+
+
+def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
+    """Hide some sites of the layers; sites outside the layers stay."""
+    names = {str(site) for site in hidden}
+    manifest = replace(
+        capture.manifest,
+        entries=tuple(
+            entry for entry in capture.manifest.entries if entry.layer is None or entry.site not in names
+        ),
+        not_exposed={layer: _not_exposed(capture, layer, hidden) for layer in capture.layers},
+    )
+    return Capture(capture.directory, manifest)
+
+
+def as_black_box(capture: Capture) -> Capture:
+    """Hide all sites of the layers but their outputs."""
+    return hide_sites(capture, [site for site in Site if site not in _OUTPUTS])
+
+
+def _not_exposed(capture: Capture, layer: int, hidden: Collection[Site]) -> tuple[Site, ...]:
+    already = capture.not_exposed(layer)
+    return tuple(
+        site
+        for site in capture.description.run.sites
+        if site is not Site.INPUT and (site in hidden or site in already)
+    )
+
+
+Named = tuple[tuple[str, Mapping[str, Any]], ...]
+
+
+def name_mistake(scene: Scene, capture: Capture, layer: int) -> Named:
+    """Diagnose a layer by its output alone: the mistakes that explain it, with their parameters, best first."""
+    diagnosis = diagnose(scene.golden, as_black_box(capture), model=scene.folder, layers=(layer,))
+    return tuple((finding.mistake, dict(finding.parameters)) for finding in diagnosis.findings)

@@ -1,6 +1,6 @@
-"""MoeStages: a layer's arithmetic from the residual to its output, each stage a method that can be wrong.
+"""Arithmetic of a layer from the residual to its output, each stage a method that can be wrong.
 
-Experts are grouped and all see all tokens: no shape depends on the routing.
+Experts are grouped, and each sees all tokens: no shape depends on the routing.
 B batch, S sequence, T tokens (B·S), H hidden, E experts, k of them per token, I their width.
 """
 
@@ -19,42 +19,42 @@ class MoeStages(Stages):
     """Norm, router and experts."""
 
     def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """[B,S,H]; the layer's input is at hand for what confuses the two."""
+        """Compute post_norm, [B,S,H]; a mistake may take the layer's input for the residual."""
         return self.block_norm(residual, self.weights.post_norm)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Float32 [T,E]."""
+        """Compute the router's logits, float32 [T,E]."""
         logits: torch.Tensor = tokens.float() @ self.weights.gate.T
         return logits
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of the logits [T,E], each between 0 and 1."""
+        """Compute the scores of logits [T,E], each between 0 and 1."""
         return logits.sigmoid()
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts of each token, int64 [T,k]; the bias takes part in the choice alone."""
+        """Choose the experts of each token, int64 [T,k]; the bias takes part in nothing else."""
         return self.best(scores + self.bias())
 
     def bias(self) -> torch.Tensor:
-        """The correction bias, float32 [E]."""
+        """Return the correction bias, float32 [E]."""
         return self.weights.bias
 
     def best(self, biased: torch.Tensor) -> torch.Tensor:
-        """The highest of [T,E]."""
+        """Return the experts with the highest biased scores [T,E]."""
         return biased.topk(self.config.num_experts_per_tok, dim=-1).indices
 
     def weigh(self, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """How much each chosen expert weighs, float32 [T,k]: unbiased scores that sum to one."""
+        """Compute the routing weights, float32 [T,k]: unbiased scores that sum to one."""
         return self.balance(self.scores(logits).gather(-1, experts))
 
     def balance(self, chosen: torch.Tensor) -> torch.Tensor:
-        """The chosen scores [T,k], divided by their sum."""
+        """Divide the chosen scores [T,k] by their sum."""
         return chosen / chosen.sum(-1, keepdim=True)
 
     def mix_experts(
         self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor
     ) -> torch.Tensor:
-        """[T,H] of tokens, of which bool [T] are real, to [T,H]: every token through every expert, weighed."""
+        """Run each token [T,H] through each expert and add up with the routing weights; bool [T] are real tokens."""
         affinities = self.affinities(experts, weights, real)
         total = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         for start in range(0, affinities.shape[1], _SLAB):
@@ -64,37 +64,37 @@ class MoeStages(Stages):
         return total.to(tokens.dtype)
 
     def affinities(self, experts: torch.Tensor, weights: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """Float32 [T,E]: what each expert weighs, zero where it was not chosen."""
+        """Compute the weight of each expert, float32 [T,E]; it is 0 where the expert was not chosen."""
         numbers = torch.arange(self.config.num_local_experts, device=experts.device)
         return torch.where(experts[:, :, None] == numbers, weights[:, :, None], 0.0).sum(1)
 
     def expert_outputs(self, tokens: torch.Tensor, slab: slice, shares: torch.Tensor) -> torch.Tensor:
-        """Float32 [slab,T,H], each expert's output times its share [slab,T,1]."""
+        """Compute the output of each expert times its share [slab,T,1], float32 [slab,T,H]."""
         inner = self.activated(tokens, slab)
         return torch.matmul(inner, self.weights.down[slab].transpose(1, 2)).float() * shares
 
     def activated(self, tokens: torch.Tensor, slab: slice) -> torch.Tensor:
-        """[T,H] or [slab,T,H] to [slab,T,I]."""
+        """Compute the activation [slab,T,I] of [T,H] or [slab,T,H]."""
         gate, up = self.cut_gate_up(torch.matmul(tokens, self.weights.gate_up[slab].transpose(1, 2)))
         return self.activate(gate, up)
 
     def cut_gate_up(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[…,2I] to gate and up."""
+        """Cut […,2I] into gate and up."""
         gate, up = both.chunk(2, dim=-1)
         return gate, up
 
     def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """SwiGLU."""
+        """Compute SwiGLU."""
         return functional.silu(gate) * up
 
     def accumulate(self, total: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """The sum so far [T,H] and a slab's outputs [slab,T,H]."""
+        """Add the outputs of a slab [slab,T,H] to the sum so far [T,H]."""
         return total + outputs.sum(0)
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """moe_delta [B,S,H]; the mask [B,S] is at hand."""
+        """Return moe_delta [B,S,H]; a mistake may use the mask [B,S]."""
         return moe
 
     def add_moe(self, residual: torch.Tensor, moe: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The layer's output [B,S,H]."""
+        """Add experts and residual: the layer's output [B,S,H]."""
         return residual + moe

@@ -16,14 +16,14 @@ _BLOCK_NORMS = (Site.INPUT_NORM, Site.POST_NORM)
 
 
 class InputNormPlusOne(Arithmetic):
-    """The weight is taken for its distance from one."""
+    """The weight is taken as a distance from one."""
 
     def input_norm(self, states: torch.Tensor) -> torch.Tensor:
         return self.normalise(states, self.weights.input_norm + 1)
 
 
 class PostNormPlusOne(Arithmetic):
-    """The weight is taken for its distance from one."""
+    """The weight is taken as a distance from one."""
 
     def post_norm(self, residual: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return self.normalise(residual, self.weights.post_norm + 1)
@@ -44,21 +44,21 @@ class PostNormWeightMissing(Arithmetic):
 
 
 class OtherEps(Arithmetic):
-    """Another model's epsilon."""
+    """The epsilon of another model is used."""
 
     def eps(self) -> float:
         return self.number("eps")
 
 
 class MeanSubtracted(Arithmetic):
-    """LayerNorm's statistics."""
+    """The mean is subtracted, as in LayerNorm."""
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.normalise(states.float() - states.float().mean(-1, keepdim=True), weight).to(states.dtype)
 
 
 class SumPartial(Arithmetic):
-    """Each rank has a part of the channels, and its own mean square."""
+    """A rank norms its part of the channels by the mean square of this part."""
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ones = torch.ones((), dtype=weight.dtype, device=weight.device)
@@ -66,14 +66,14 @@ class SumPartial(Arithmetic):
 
 
 class HeadNormMissing(Arithmetic):
-    """A fused kernel leaves the norms of queries and keys out."""
+    """The norms of queries and keys are left out, as by a fused kernel."""
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return flat
 
 
 class HeadNormPerRank(Arithmetic):
-    """Each rank's heads have their own mean square; a key's head is whole on every rank."""
+    """A rank norms its heads by their own mean square; no kv head is divided."""
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         is_key = flat.shape[-1] == self.widths()[1]
@@ -83,7 +83,7 @@ class HeadNormPerRank(Arithmetic):
 
 
 class HeadNormAveraged(Arithmetic):
-    """One weight for all heads, their mean."""
+    """The mean of the heads' weights is used for all heads."""
 
     def edit(self, tensors: LayerTensors) -> None:
         for name in (Q_NORM, K_NORM):
@@ -92,7 +92,7 @@ class HeadNormAveraged(Arithmetic):
 
 
 class HeadNormFirstSlice(Arithmetic):
-    """Every rank uses the weight slice of rank 0."""
+    """The weight slice of rank 0 is used on all ranks."""
 
     def edit(self, tensors: LayerTensors) -> None:
         for name, heads in (
@@ -105,21 +105,21 @@ class HeadNormFirstSlice(Arithmetic):
 
 
 class KeyNormScaled(Arithmetic):
-    """The keys' sum is taken over another number than it is divided by."""
+    """The mean square of the keys is divided by a wrong number."""
 
     def k_norm(self, flat: torch.Tensor) -> torch.Tensor:
         return super().k_norm(flat) * self.number("factor")
 
 
 class QueryNormScaled(Arithmetic):
-    """As of the keys."""
+    """The mean square of the queries is divided by a wrong number."""
 
     def q_norm(self, flat: torch.Tensor) -> torch.Tensor:
         return super().q_norm(flat) * self.number("factor")
 
 
 class HeadNormLowPrecision(Arithmetic):
-    """Squares and their mean in BF16."""
+    """Squares and their mean are in BF16."""
 
     def head_norm(self, flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rough = flat.bfloat16()
@@ -128,7 +128,7 @@ class HeadNormLowPrecision(Arithmetic):
 
 
 class HeadNormAfterRotation(Arithmetic):
-    """The norm of what was rotated before."""
+    """Queries and keys are rotated before the norm."""
 
     def norm_and_rotate(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, tap: Tap
@@ -139,43 +139,23 @@ class HeadNormAfterRotation(Arithmetic):
 
 
 PLANTS = (
-    Plant(name="input_norm_plus_one", sites=(Site.INPUT_NORM,), arithmetic=InputNormPlusOne),
-    Plant(name="post_norm_plus_one", sites=(Site.POST_NORM,), arithmetic=PostNormPlusOne, decodes=True),
-    Plant(name="input_norm_weight_missing", sites=(Site.INPUT_NORM,), arithmetic=InputNormWeightMissing),
-    Plant(name="post_norm_weight_missing", sites=(Site.POST_NORM,), arithmetic=PostNormWeightMissing),
-    Plant(name="norm_eps", sites=(*_BLOCK_NORMS, *_QK_NORM), arithmetic=OtherEps, parameters={"eps": 1e-2}),
-    Plant(name="norm_eps", sites=(*_BLOCK_NORMS, *_QK_NORM), arithmetic=OtherEps, parameters={"eps": 1e-5}),
-    Plant(name="norm_mean_subtracted", sites=_BLOCK_NORMS, arithmetic=MeanSubtracted),
-    Plant(name="norm_sum_partial", sites=_BLOCK_NORMS, arithmetic=SumPartial, parameters={"groups": 2}),
-    Plant(name="norm_sum_partial", sites=_BLOCK_NORMS, arithmetic=SumPartial, parameters={"groups": 4}),
-    Plant(name="qk_norm_missing", sites=_QK_NORM, arithmetic=HeadNormMissing, decodes=True),
-    Plant(name="qk_norm_per_rank", sites=_QK_NORM, arithmetic=HeadNormPerRank, parameters={"tp_degree": 2}),
-    Plant(name="qk_norm_per_rank", sites=_QK_NORM, arithmetic=HeadNormPerRank, parameters={"tp_degree": 8}),
-    Plant(name="qk_norm_weight_averaged", sites=_QK_NORM, arithmetic=HeadNormAveraged),
-    Plant(
-        name="qk_norm_first_slice",
-        sites=_QK_NORM,
-        arithmetic=HeadNormFirstSlice,
-        parameters={"tp_degree": 4},
-    ),
-    Plant(
-        name="k_norm_scaled",
-        sites=(Site.K_NORM,),
-        arithmetic=KeyNormScaled,
-        parameters={"factor": 8**-0.5},
-        decodes=True,
-    ),
-    Plant(
-        name="q_norm_scaled",
-        sites=(Site.Q_NORM,),
-        arithmetic=QueryNormScaled,
-        parameters={"factor": 2**-0.5},
-    ),
-    Plant(name="qk_norm_low_precision", sites=_QK_NORM, arithmetic=HeadNormLowPrecision),
-    # Neither is the norm that of the projection, nor the rotation that of the norm.
-    Plant(
-        name="qk_norm_swapped_order",
-        sites=(*_QK_NORM, Site.Q_ROPE, Site.K_ROPE),
-        arithmetic=HeadNormAfterRotation,
-    ),
+    Plant("input_norm_plus_one", (Site.INPUT_NORM,), InputNormPlusOne),
+    Plant("post_norm_plus_one", (Site.POST_NORM,), PostNormPlusOne, decodes=True),
+    Plant("input_norm_weight_missing", (Site.INPUT_NORM,), InputNormWeightMissing),
+    Plant("post_norm_weight_missing", (Site.POST_NORM,), PostNormWeightMissing),
+    Plant("norm_eps", (*_BLOCK_NORMS, *_QK_NORM), OtherEps, {"eps": 1e-2}),
+    Plant("norm_eps", (*_BLOCK_NORMS, *_QK_NORM), OtherEps, {"eps": 1e-5}),
+    Plant("norm_mean_subtracted", _BLOCK_NORMS, MeanSubtracted),
+    Plant("norm_sum_partial", _BLOCK_NORMS, SumPartial, {"groups": 2}),
+    Plant("norm_sum_partial", _BLOCK_NORMS, SumPartial, {"groups": 4}),
+    Plant("qk_norm_missing", _QK_NORM, HeadNormMissing, decodes=True),
+    Plant("qk_norm_per_rank", _QK_NORM, HeadNormPerRank, {"tp_degree": 2}),
+    Plant("qk_norm_per_rank", _QK_NORM, HeadNormPerRank, {"tp_degree": 8}),
+    Plant("qk_norm_weight_averaged", _QK_NORM, HeadNormAveraged),
+    Plant("qk_norm_first_slice", _QK_NORM, HeadNormFirstSlice, {"tp_degree": 4}),
+    Plant("k_norm_scaled", (Site.K_NORM,), KeyNormScaled, {"factor": 8**-0.5}, decodes=True),
+    Plant("q_norm_scaled", (Site.Q_NORM,), QueryNormScaled, {"factor": 2**-0.5}),
+    Plant("qk_norm_low_precision", _QK_NORM, HeadNormLowPrecision),
+    # The norm is not of the projection, and the rotation is not of the norm.
+    Plant("qk_norm_swapped_order", (*_QK_NORM, Site.Q_ROPE, Site.K_ROPE), HeadNormAfterRotation),
 )

@@ -1,4 +1,4 @@
-"""Pairs: a mistake of the attention and one of the experts in one port, the second hidden behind the first."""
+"""Pairs of mistakes in one port: one in the attention, one in the experts behind it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from faults.arithmetic import Arithmetic
 from faults.attention_stages import AttentionStages
 from faults.moe_stages import MoeStages
 from faults.plant import Kind, Plant
-from faults.weights import Weights
+from faults.stages import FusedWeights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 
@@ -21,16 +21,16 @@ _BESIDE = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})
 
 
 class Both(Arithmetic):
-    """The attention of one wrong port, and the experts of another.
+    """Attention of one wrong port and experts of another.
 
     Args:
         config: The model's quantities.
-        weights: The module that holds them.
-        attention: The one.
-        moe: The other.
+        weights: The module that holds the weights.
+        attention: Mistake of the attention.
+        moe: Mistake of the experts.
     """
 
-    def __init__(self, config: Any, weights: Weights, *, attention: Plant, moe: Plant) -> None:
+    def __init__(self, config: Any, weights: FusedWeights, *, attention: Plant, moe: Plant) -> None:
         super().__init__(config, weights)
         self._halves = attention.build(config, weights), moe.build(config, weights)
         for stages, half in zip((AttentionStages, MoeStages), self._halves, strict=True):
@@ -48,11 +48,11 @@ class Both(Arithmetic):
 
 
 def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:
-    """Every mistake of the attention among the plants, each with one of the experts that chance chooses.
+    """Pair each mistake of the attention with a random one of the experts.
 
     Args:
-        plants: What is planted alone.
-        seed: Of the choice.
+        plants: Single mistakes.
+        seed: Seed of the choice.
     """
     shown = [
         plant

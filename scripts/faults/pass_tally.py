@@ -1,27 +1,73 @@
-"""Pass tally: wrong things that end in exit code 0, of ports, of dumps, and of what other benchmarks counted."""
+"""Wrong things that ended in exit code 0: ports, dumps, and those that other benchmarks counted.
+
+A benchmark joins by printing, with `--json`, the figures `wrong_things` (how many it tried) and `false_passes` (how
+many of them ended in 0).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from figures import Figure
 
-from faults.cases import Case
-from faults.dump_cases import DumpCase
-from faults.joined import PASSED, TRIED, Joined
+from faults.cases import Case, DumpCase
+from minimax_tools.errors import UsageError
 
-# Right ports come to 1.5 of the golden's own error over all tokens; a mistake as large as the floor leaves 1.4.
+# Right ports reach 1.5 noise floors over all tokens, and a mistake of one floor adds up to 1.4 with the noise.
 _BEYOND_DOUBT = 2.0
+TRIED, PASSED = "wrong_things", "false_passes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Counts of another benchmark.
+
+    Args:
+        benchmark: Name of the benchmark.
+        num_tried: Number of wrong things that it tried.
+        num_passed: Number of these that ended in exit code 0.
+    """
+
+    benchmark: str
+    num_tried: int
+    num_passed: int
+
+    @classmethod
+    def read(cls, path: Path) -> Joined:
+        """Read the output of a benchmark with `--json`.
+
+        Raises:
+            UsageError: The file cannot be read, or lacks the figures.
+        """
+        next_step = f"Name the --json output of a benchmark that counts {TRIED} and {PASSED}."
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            found = {one["figure"]: one["value"] for one in record["figures"]}
+            name = str(record["benchmark"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{path} is not the output of a benchmark", found=str(error), next_step=next_step
+            ) from error
+        missing = [figure for figure in (TRIED, PASSED) if figure not in found]
+        if missing:
+            raise UsageError(
+                f"{path} does not count {' and '.join(missing)}",
+                found=", ".join(sorted(found)),
+                next_step=next_step,
+            )
+        return cls(benchmark=name, num_tried=int(found[TRIED]), num_passed=int(found[PASSED]))
 
 
 def give_pass_figures(
     cases: Sequence[Case], dumps: Sequence[DumpCase], joined: Sequence[Joined] = ()
 ) -> Iterator[Figure]:
-    """Count wrong things and those that pass: ports once for each run, dumps once for each view of a run.
+    """Count wrong things and those that pass: ports by run, dumps by view of a run.
 
-    A thing is wrong where a mistake changes twice what BF16 costs at a site that is shown: two right implementations
-    may differ by less. What changes once to twice as much is told of separately, and so is a port that shows its
-    output alone: it may hide what its output hardly shows.
+    A thing is wrong where a mistake changes a shown site by two noise floors or more: right implementations may
+    differ by less. Changes of one to two floors are counted apart, and so are ports that show their output alone.
     """
     ports = _by_run([case for case in cases if _effect(case) >= _BEYOND_DOUBT])
     clear = {run[0].run for run in ports}
@@ -51,7 +97,7 @@ def give_pass_figures(
 
 
 def _effect(case: Case) -> float:
-    """Return what is wrong with a layer, in multiples of what BF16 costs; of two mistakes the larger one."""
+    """Return the effect of a layer's mistake in noise floors; of a pair the larger one."""
     if case.halves:
         return max(case.effects.get(site, 0.0) for sites in case.halves for site in sites)
     return case.effect if case.is_mistake else 0.0
@@ -62,7 +108,7 @@ def _count_passed(runs: Sequence[Sequence[Case]]) -> int:
 
 
 def _wrong_boxes(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases whose output alone differs beyond doubt, run by run."""
+    """Group the cases whose output alone differs beyond doubt by run."""
     return _by_run(
         [
             case

@@ -1,4 +1,4 @@
-"""All that is planted: mistakes that a catalogue has, mistakes that none has, and what is no mistake."""
+"""Plants: mistakes that the diagnosis has a name for, mistakes that it has none for, and changes that are none."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ EQUIVALENTS = tuple(plant for plant in PLANTS if plant.kind is Kind.EQUIVALENT)
 
 
 def choose_plants(names: Iterable[str]) -> tuple[Plant, ...]:
-    """The plants of these names, whatever their parameters; all where none is named.
+    """Choose the plants of these names, whatever their parameters; all where no name is given.
 
     Raises:
-        UsageError: A name is not among them.
+        UsageError: No plant has one of the names.
     """
     wanted = set(names)
     unknown = wanted - {plant.name for plant in PLANTS}

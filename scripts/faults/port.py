@@ -1,7 +1,7 @@
 """The port that mistakes are planted in: a target of mm2, right in all layers but the chosen ones.
 
-It is built for every layer, so that layers may differ. A mistake may be limited to the rows that are computed from a
-cache. Nothing here knows of the catalogue that a diagnosis is made by.
+A module is built for each layer, so that layers may differ. A mistake may be limited to decoded rows. The port knows
+nothing of the diagnosis and its catalogue.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import nn
 
 from faults.arithmetic import Arithmetic, KeyValues
 from faults.plant import Plant
-from faults.weights import Weights
+from faults.stages import FusedWeights
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
-from neuron.ports.targets import Target
+from neuron.ports.port_target import PortTarget
 
 _SITES = tuple(str(site) for site in Site if site not in (Site.INPUT, Site.OUTPUT))
 
 
 class PlantedLayer(nn.Module):
-    """A decoder layer, its sites shown at places of their own.
+    """A decoder layer with a submodule for each site to show.
 
     Args:
         config: The model's quantities.
-        plant: What is wrong with it; None for the right port.
-        decode_only: Whether only rows computed from a cache are wrong.
+        plant: The mistake; None for the right port.
+        decode_only: Whether only decoded rows are wrong.
     """
 
     def __init__(self, config: Any, plant: Plant | None = None, *, decode_only: bool = False) -> None:
         super().__init__()
-        self.weights = Weights(config)
+        self.weights = FusedWeights(config)
         self.taps = nn.ModuleDict({site: nn.Identity() for site in _SITES})
         hidden = set() if plant is None else {str(site) for site in plant.hides}
         self.sites = {site: f"taps.{site}" for site in _SITES if site not in hidden}
@@ -46,7 +46,7 @@ class PlantedLayer(nn.Module):
     def convert_state_dict(
         self, tensors: LayerTensors, config: Any, layer_idx: int
     ) -> Mapping[str, torch.Tensor]:
-        """The hub's tensors, fused and grouped; a mistake in the weights is made here."""
+        """Fuse and group the hub's tensors; mistakes in the weights are made here."""
         arithmetic = self._right if self._decode_only else self._planted
         arithmetic.edit(tensors)
         return {f"weights.{name}": tensor for name, tensor in arithmetic.fuse(tensors).items()}
@@ -58,7 +58,14 @@ class PlantedLayer(nn.Module):
         position_ids: torch.Tensor,
         past_key_value: KeyValues | None = None,
     ) -> tuple[torch.Tensor, KeyValues]:
-        """[B,S,H], mask [B,P+S] and positions [B,S] to the output [B,S,H], and keys and values [B,K,P+S,D]."""
+        """Compute the output [B,S,H], and keys and values [B,K,P+S,D].
+
+        Args:
+            hidden_states: [B,S,H].
+            attention_mask: 0 or 1, [B,P+S].
+            position_ids: [B,S].
+            past_key_value: Keys and values [B,K,P,D]; None in a prefill.
+        """
         is_right = self._decode_only and past_key_value is None
         arithmetic = self._right if is_right else self._planted
         return arithmetic.run(hidden_states, attention_mask, position_ids, past_key_value, self._tap)
@@ -73,9 +80,9 @@ class PlantedPort:
     """The port, as `NAME(config, layer_idx)`.
 
     Args:
-        plant: What is wrong; None for the right port.
-        layers: Where.
-        decode_only: Whether only in rows computed from a cache.
+        plant: The mistake; None for the right port.
+        layers: Layers of the mistake.
+        decode_only: Whether only decoded rows are wrong.
     """
 
     plant: Plant | None
@@ -83,12 +90,12 @@ class PlantedPort:
     decode_only: bool = False
 
     def __call__(self, config: Any, layer_idx: int) -> PlantedLayer:
-        """The module of one layer, its weights not loaded."""
+        """Build the module of one layer, without weights."""
         plant = self.plant if layer_idx in self.layers else None
         return PlantedLayer(config, plant, decode_only=self.decode_only)
 
-    def target(self) -> Target:
-        """The port as a target of mm2; its digest tells mistakes and places apart."""
+    def target(self) -> PortTarget:
+        """Build the port as a target of mm2; its digest differs by mistake and layers."""
         name = f"{self.plant or 'planted port'} in {sorted(self.layers)}"
         name += ", decode rows" if self.decode_only else ""
-        return Target(name=name, factory=self, source_digest=hashlib.sha256(name.encode()).hexdigest())
+        return PortTarget(name=name, factory=self, source_digest=hashlib.sha256(name.encode()).hexdigest())

@@ -1,7 +1,7 @@
-"""Rivals: the rules by which other tools call two tensors different, as they publish them, on the same captures.
+"""Rules by which other tools call two tensors different, as they publish them, on the same captures.
 
-Each takes one site's real rows: the golden [T,F], the port's [T,F] and the golden's float32 twin [T,F], all float64,
-and says whether the tool would report a difference.
+A rule takes the real rows of one site, all float64 [T,F]: golden, port, and float32 twin of the golden. It returns
+True where the tool would report a difference.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from minimax_tools.model.sites import Site
 
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
 
-# They know no sets: of experts, order and numbers would be compared as values.
+# router_experts is left out: the tools would compare a set of numbers as values.
 _SITES = tuple(site for site in Site if site not in (Site.INPUT, Site.ROUTER_EXPERTS))
 
 
 def seeds(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """The five limits that mm2 started from: largest and mean difference, close share, two correlations."""
+    """Apply the five limits of the seeds: largest and mean difference, close share, two correlations."""
     metrics = compare_tensors(golden, port, rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     return bool(ClassicLimits().failures(metrics))
 
 
 def msprobe(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """Ascend msprobe's "Accuracy Reached or Not".
+    """Apply Ascend msprobe's "Accuracy Reached or Not".
 
     No where cosine < 0.99 and MaxAbsErr > 0.001, where cosine < 0.9, or where MaxAbsErr > 1
     (Ascend/mstt, msprobe core/compare, CompareConst; and its documentation of the comparison's result).
@@ -40,12 +40,12 @@ def msprobe(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> boo
 
 
 def msprobe_both(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """msprobe's two acceptable values, held both: cosine > 0.99 and MaxAbsErr < 0.001 (its documentation)."""
+    """Apply both acceptable values of msprobe: cosine > 0.99 and MaxAbsErr < 0.001 (its documentation)."""
     return not (_cosine(golden, port) > 0.99 and float((golden - port).abs().max()) < 0.001)
 
 
 def polygraphy(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """Polygraphy's CompareFunc.simple: some element differs by more than atol 1e-5 and by more than rtol 1e-5.
+    """Apply Polygraphy's CompareFunc.simple: some element differs by more than atol 1e-5 and by more than rtol 1e-5.
 
     NVIDIA/TensorRT, tools/Polygraphy, comparator/compare.py: defaults of `--atol` and `--rtol`, checked elementwise.
     """
@@ -55,7 +55,7 @@ def polygraphy(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> 
 
 
 def sglang(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """SGLang's comparator: rel_diff = 1 − 2⟨x,y⟩ / (‖x‖² + ‖y‖²) above 1e-3.
+    """Apply SGLang's comparator: rel_diff = 1 − 2⟨x,y⟩ / (‖x‖² + ‖y‖²) above 1e-3.
 
     sgl-project/sglang, debug_utils/comparator, after DeepGEMM's calc_diff.
     """
@@ -65,7 +65,7 @@ def sglang(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool
 
 
 def vllm_neuron(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """vLLM-Neuron's comparison: ‖port − float32‖ over ‖BF16 − float32‖ of 6 or more, its limit for MoE models.
+    """Apply vLLM-Neuron's comparison: ‖port − float32‖ over ‖BF16 − float32‖ of 6 or more, its limit for MoE models.
 
     vllm-project/vllm-neuron, examples/vllm_neuron/accuracy: `max_l2_ratio=6.0` for MoE, 3 for others; < 1.5 passes.
     """
@@ -73,12 +73,12 @@ def vllm_neuron(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) ->
 
 
 def vllm_neuron_dense(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """The same with the limit for models without experts, 3."""
+    """Apply vLLM-Neuron's comparison with 3, its limit for models without experts."""
     return _l2_ratio_reaches(3.0, golden, port, twin)
 
 
 def tenstorrent(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """tt-metal's comp_pcc: Pearson's correlation below 0.99, NaN and Inf taken as zero, before which all NaN fails.
+    """Apply tt-metal's comp_pcc: Pearson's correlation below 0.99, with NaN and Inf taken as zero; all NaN fails.
 
     tenstorrent/tt-metal, models/common/utility_functions.py.
     """
@@ -91,7 +91,7 @@ def tenstorrent(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) ->
 
 
 def aws_equivalence(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor) -> bool:
-    """AWS's Equivalence rule for ports to Trainium: R above 1.2, one threshold for every component.
+    """Apply AWS's Equivalence rule for ports to Trainium: R above 1.2, one threshold for every component.
 
     R = ‖port16 − ref32‖_F / (‖ref16 − ref32‖_F + 1e-12); below 1 the port is better than the BF16 reference.
     """
@@ -115,7 +115,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def find_differences(golden: Capture, capture: Capture, layer: int) -> Mapping[str, tuple[str, ...]]:
-    """The sites of a layer that each rule calls different; a shape that differs is different for all."""
+    """Find the sites of a layer that each rule calls different; another shape is different for all rules."""
     batch = Batch.of(golden, capture)
     found: dict[str, list[str]] = {rule: [] for rule in RULES}
     for site in _SITES:
@@ -130,7 +130,7 @@ def find_differences(golden: Capture, capture: Capture, layer: int) -> Mapping[s
             continue
         rows = [batch.rows(tensor, site).double() for tensor in (reference, target, twin)]
         if site is Site.ROUTER_WEIGHTS:
-            # In the order of the experts, which is free: no tool is charged with that.
+            # The order of the experts is free: no tool is charged with it.
             rows = [row.sort(dim=-1).values for row in rows]
         for name, rule in RULES.items():
             if rule(*rows):

@@ -12,14 +12,14 @@ _ROPE = (Site.Q_ROPE, Site.K_ROPE)
 
 
 class OtherWidth(Arithmetic):
-    """Another width turns, its frequencies by that width."""
+    """Another width is rotated, at the frequencies of that width."""
 
     def rotary_width(self) -> int:
         return min(int(self.of.rotary_dim), int(self.config.head_dim))
 
 
 class OtherTheta(Arithmetic):
-    """Another base."""
+    """The frequencies have another base."""
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         width = self.rotary_width()
@@ -36,21 +36,21 @@ class Interleaved(Arithmetic):
 
 
 class Missing(Arithmetic):
-    """Nothing turns."""
+    """The rotation is left out."""
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return heads
 
 
 class Reversed(Arithmetic):
-    """All turns the other way."""
+    """The rotation goes the other way."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return -super().angles(positions)
 
 
 class LastDims(Arithmetic):
-    """The last dims of a head turn."""
+    """The last dims of a head are rotated."""
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         start = heads.shape[-1] - self.rotary_width()
@@ -65,14 +65,14 @@ class PositionScaled(Arithmetic):
 
 
 class FrequencyWidth(Arithmetic):
-    """The right width turns, at frequencies that fall over another width."""
+    """The right width is rotated, at frequencies of another width."""
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         return self.ladder(self.rotary_width(), self.of.width, float(self.config.rope_theta), device)
 
 
-class LowPrecision(Arithmetic):
-    """Positions, frequencies and their product in BF16."""
+class LowPrecisionAngles(Arithmetic):
+    """Positions, frequencies and their product are in BF16."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         frequencies = self.frequencies(positions.device).bfloat16()
@@ -80,12 +80,12 @@ class LowPrecision(Arithmetic):
 
 
 class WrongSlice(Arithmetic):
-    """A kernel turns the second slice of dims in all heads but the first of each chunk."""
+    """The second slice of dims is rotated in all heads but the first of each chunk."""
 
     def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         width = self.rotary_width()
         if heads.shape[-1] < 2 * width:
-            # There is no second slice to turn.
+            # There is no second slice to rotate.
             return super().rotate(heads, positions)
         angles = self.angles(positions)
         second = self.turn(heads[..., width : 2 * width], angles)
@@ -110,21 +110,21 @@ class ClampedPositions(Arithmetic):
 
 
 class RoundedPositions(Arithmetic):
-    """Positions in a dtype without such integers, frequencies and products in float32."""
+    """Positions are in a dtype that cannot hold them, frequencies and products in float32."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions.to(getattr(torch, self.of.dtype)))
 
 
 class CountedPositions(Arithmetic):
-    """Rows of the batch counted from 0, whatever their positions."""
+    """Rows are counted from 0, whatever their positions."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(torch.arange(positions.shape[1], device=positions.device)[None])
 
 
 _OF_FAR_POSITIONS = tuple(
-    Plant(name=name, sites=_ROPE, arithmetic=arithmetic, parameters=parameters, needs_far_positions=True)
+    Plant(name, _ROPE, arithmetic, parameters, needs_far_positions=True)
     for name, arithmetic, parameters in (
         ("rope_positions_modulo", ModuloPositions, {"modulo": 128}),
         ("rope_positions_modulo", ModuloPositions, {"modulo": 4096}),
@@ -137,15 +137,15 @@ _OF_FAR_POSITIONS = tuple(
 
 PLANTS = (
     *_OF_FAR_POSITIONS,
-    Plant(name="rope_width", sites=_ROPE, arithmetic=OtherWidth, parameters={"rotary_dim": 64}),
-    Plant(name="rope_width", sites=_ROPE, arithmetic=OtherWidth, parameters={"rotary_dim": 16}),
-    Plant(name="rope_theta", sites=_ROPE, arithmetic=OtherTheta, parameters={"theta": 1e4}, decodes=True),
-    Plant(name="rope_interleaved", sites=_ROPE, arithmetic=Interleaved, decodes=True),
-    Plant(name="rope_missing", sites=_ROPE, arithmetic=Missing),
-    Plant(name="rope_reversed", sites=_ROPE, arithmetic=Reversed),
-    Plant(name="rope_last_dims", sites=_ROPE, arithmetic=LastDims),
-    Plant(name="rope_position_scaled", sites=_ROPE, arithmetic=PositionScaled, parameters={"factor": 0.25}),
-    Plant(name="rope_frequency_width", sites=_ROPE, arithmetic=FrequencyWidth, parameters={"width": 64}),
-    Plant(name="rope_low_precision", sites=_ROPE, arithmetic=LowPrecision),
-    Plant(name="rope_wrong_slice", sites=_ROPE, arithmetic=WrongSlice, parameters={"period": 4}),
+    Plant("rope_width", _ROPE, OtherWidth, {"rotary_dim": 64}),
+    Plant("rope_width", _ROPE, OtherWidth, {"rotary_dim": 16}),
+    Plant("rope_theta", _ROPE, OtherTheta, {"theta": 1e4}, decodes=True),
+    Plant("rope_interleaved", _ROPE, Interleaved, decodes=True),
+    Plant("rope_missing", _ROPE, Missing),
+    Plant("rope_reversed", _ROPE, Reversed),
+    Plant("rope_last_dims", _ROPE, LastDims),
+    Plant("rope_position_scaled", _ROPE, PositionScaled, {"factor": 0.25}),
+    Plant("rope_frequency_width", _ROPE, FrequencyWidth, {"width": 64}),
+    Plant("rope_low_precision", _ROPE, LowPrecisionAngles),
+    Plant("rope_wrong_slice", _ROPE, WrongSlice, {"period": 4}),
 )

@@ -17,7 +17,7 @@ _BLOCK, _GROUP = 128, 128
 
 
 class Softmax(Arithmetic):
-    """Another model's scoring function."""
+    """The scoring function of another model is used."""
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(-1)
@@ -59,28 +59,28 @@ class NotNormalised(Arithmetic):
 
 
 class WeightsScaled(Arithmetic):
-    """Another model's routed scaling factor."""
+    """The routing weights are scaled, as in another model."""
 
     def balance(self, chosen: torch.Tensor) -> torch.Tensor:
         return super().balance(chosen) * self.number("factor")
 
 
 class OtherTopK(Arithmetic):
-    """Another number of experts."""
+    """Another number of experts is chosen."""
 
     def best(self, biased: torch.Tensor) -> torch.Tensor:
         return biased.topk(self.of.k, dim=-1).indices
 
 
-class LowPrecision(Arithmetic):
-    """The gate's product in BF16."""
+class LowPrecisionGate(Arithmetic):
+    """The product of the gate is in BF16."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         return (tokens.bfloat16() @ self.weights.gate.bfloat16().T).float()
 
 
 class Quantised(Arithmetic):
-    """The gate is quantised, since a skip list spells it otherwise."""
+    """The gate is quantised: a list of exceptions misspells its name."""
 
     def edit(self, tensors: LayerTensors) -> None:
         gate = tensors[GATE]
@@ -103,7 +103,7 @@ class SoftmaxOfChosen(Arithmetic):
 
 
 class WeightsUniform(Arithmetic):
-    """All chosen experts weigh the same."""
+    """The chosen experts have equal weights."""
 
     def balance(self, chosen: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(chosen) / chosen.shape[-1]
@@ -120,36 +120,28 @@ class SigmoidMissing(Arithmetic):
 
 
 PLANTS = (
-    Plant(name="router_softmax", sites=(*_EXPERTS, *_WEIGHTS), arithmetic=Softmax, decodes=True),
-    Plant(name="router_bias_missing", sites=_EXPERTS, arithmetic=BiasMissing, decodes=True),
-    Plant(name="router_bias_low_precision", sites=_EXPERTS, arithmetic=BiasLowPrecision),
-    Plant(name="router_bias_negated", sites=_EXPERTS, arithmetic=BiasNegated),
-    Plant(name="router_bias_in_weights", sites=_WEIGHTS, arithmetic=BiasInWeights, decodes=True),
-    Plant(name="router_weights_not_normalised", sites=_WEIGHTS, arithmetic=NotNormalised),
-    Plant(
-        name="router_weights_scaled",
-        sites=_WEIGHTS,
-        arithmetic=WeightsScaled,
-        parameters={"factor": 2.5},
-        decodes=True,
-    ),
-    Plant(
-        name="router_weights_scaled", sites=_WEIGHTS, arithmetic=WeightsScaled, parameters={"factor": 0.95}
-    ),
-    Plant(name="router_top_k", sites=_EXPERTS, arithmetic=OtherTopK, parameters={"k": 3}),
-    Plant(name="router_top_k", sites=_EXPERTS, arithmetic=OtherTopK, parameters={"k": 2}),
-    Plant(name="router_low_precision", sites=_LOGITS, arithmetic=LowPrecision),
-    Plant(name="router_quantised", sites=_LOGITS, arithmetic=Quantised, parameters={"bits": 8}),
-    Plant(name="router_quantised", sites=_LOGITS, arithmetic=Quantised, parameters={"bits": 4}),
-    Plant(name="router_weights_on_input", sites=(Site.MOE_DELTA,), arithmetic=WeightsOnInput),
-    Plant(name="router_softmax_of_chosen", sites=_WEIGHTS, arithmetic=SoftmaxOfChosen),
-    Plant(name="router_weights_uniform", sites=_WEIGHTS, arithmetic=WeightsUniform),
-    Plant(name="router_sigmoid_missing", sites=_EXPERTS, arithmetic=SigmoidMissing),
+    Plant("router_softmax", (*_EXPERTS, *_WEIGHTS), Softmax, decodes=True),
+    Plant("router_bias_missing", _EXPERTS, BiasMissing, decodes=True),
+    Plant("router_bias_low_precision", _EXPERTS, BiasLowPrecision),
+    Plant("router_bias_negated", _EXPERTS, BiasNegated),
+    Plant("router_bias_in_weights", _WEIGHTS, BiasInWeights, decodes=True),
+    Plant("router_weights_not_normalised", _WEIGHTS, NotNormalised),
+    Plant("router_weights_scaled", _WEIGHTS, WeightsScaled, {"factor": 2.5}, decodes=True),
+    Plant("router_weights_scaled", _WEIGHTS, WeightsScaled, {"factor": 0.95}),
+    Plant("router_top_k", _EXPERTS, OtherTopK, {"k": 3}),
+    Plant("router_top_k", _EXPERTS, OtherTopK, {"k": 2}),
+    Plant("router_low_precision", _LOGITS, LowPrecisionGate),
+    Plant("router_quantised", _LOGITS, Quantised, {"bits": 8}),
+    Plant("router_quantised", _LOGITS, Quantised, {"bits": 4}),
+    Plant("router_weights_on_input", (Site.MOE_DELTA,), WeightsOnInput),
+    Plant("router_softmax_of_chosen", _WEIGHTS, SoftmaxOfChosen),
+    Plant("router_weights_uniform", _WEIGHTS, WeightsUniform),
+    Plant("router_sigmoid_missing", _EXPERTS, SigmoidMissing),
 )
 
 
 def _as_fp8(weight: torch.Tensor) -> torch.Tensor:
-    """E4M3 with one scale per block of 128 × 128, and back."""
+    """Round to E4M3 and back, with a scale per block of 128 × 128."""
     result = torch.empty_like(weight)
     for top in range(0, weight.shape[0], _BLOCK):
         for left in range(0, weight.shape[1], _BLOCK):
@@ -160,7 +152,7 @@ def _as_fp8(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _as_int4(weight: torch.Tensor) -> torch.Tensor:
-    """Whole numbers from -7 to 7 with one scale per 128 numbers of a row, and back."""
+    """Round to whole numbers from -7 to 7 and back, with a scale per 128 numbers of a row."""
     groups = weight.unflatten(-1, (-1, math.gcd(_GROUP, weight.shape[-1])))
     scale = groups.abs().amax(-1, keepdim=True) / 7
     rounded: torch.Tensor = (groups / scale).round().clamp(-7, 7) * scale

@@ -1,4 +1,4 @@
-"""Runs: which ports run on which scene, and what becomes of each: cases, one for every layer."""
+"""Runs of ports over all layers of a scene, from the plan to one case per layer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import port_runs
+
 from faults.cases import Case
 from faults.effects import measure_effects
-from faults.judging import judge_run
-from faults.naming import name_mistake
+from faults.judging import as_black_box, judge_run, name_mistake
 from faults.plant import Plant
 from faults.port import PlantedPort
 from faults.rivals import find_differences
-from faults.running import run_port, run_ranks
-from faults.scene import Scene, Stage
-from faults.views import as_black_box
+from faults.scene import Scene, SceneRequest
 from minimax_tools.capture.reader import Capture
+from minimax_tools.model.run import full_run, sweep_run
 from minimax_tools.model.sites import Site
+from minimax_tools.model.span import Span
 from neuron.devices.runtime import Runtime
+from neuron.ports.target import Target
 from neuron.ports.targets import find_target
 
 DECODE_ROWS = 4
@@ -27,18 +29,18 @@ RANKS = "ranks of "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """One port over all layers of a stage.
+    """A port over all layers of a scene.
 
     Args:
-        stage: The stage.
+        request: The scene.
         port: `planted`, `ranks of N`, or a target as mm2-test names it.
         backend: `cpu` or `xla-cpu`.
-        plant: What is planted, in the stage's early, middle and last layer; None for nothing.
-        decodes: Whether rows are decoded, the mistake limited to them.
-        names: Whether the diagnosis is asked, of the middle layer, which mistake it is.
+        plant: The mistake, in the early, middle and last layer; None for a right port.
+        decodes: Whether rows are decoded, and the mistake is limited to them.
+        names: Whether the diagnosis is asked for the mistake of the middle layer.
     """
 
-    stage: Stage
+    request: SceneRequest
     port: str
     backend: str
     plant: Plant | None = None
@@ -47,39 +49,39 @@ class PlannedRun:
 
     @property
     def rows(self) -> str:
-        """Of what it computes."""
+        """Kind of the rows that it computes."""
         return "decode" if self.decodes else "prefill"
 
     def __str__(self) -> str:
-        return f"{self.stage.name}: {self.plant or Path(self.port).name} on {self.backend}, {self.rows}"
+        return f"{self.request.name}: {self.plant or Path(self.port).name} on {self.backend}, {self.rows}"
 
 
 def plan_plants(
-    stage: Stage, plants: tuple[Plant, ...], *, backend: str, names: bool = False
+    request: SceneRequest, plants: tuple[Plant, ...], *, backend: str, names: bool = False
 ) -> Iterator[PlannedRun]:
-    """Every plant that shows on a stage, and none; with `names` the diagnosis is asked which it is."""
-    yield PlannedRun(stage=stage, port="planted", backend=backend)
+    """Plan a right port, and each plant that can show; with `names` the diagnosis is asked for it."""
+    yield PlannedRun(request=request, port="planted", backend=backend)
     for plant in plants:
-        if plant.prefills and shows_on(plant, stage):
-            yield PlannedRun(stage=stage, port="planted", backend=backend, plant=plant, names=names)
+        if plant.prefills and shows_on(plant, request):
+            yield PlannedRun(request=request, port="planted", backend=backend, plant=plant, names=names)
 
 
-def plan_decoding(stage: Stage, plants: tuple[Plant, ...]) -> Iterator[PlannedRun]:
-    """Every plant that can be limited to decoded rows, and none, on the CPU."""
+def plan_decoding(request: SceneRequest, plants: tuple[Plant, ...]) -> Iterator[PlannedRun]:
+    """Plan a right port, and each plant that can be limited to decoded rows, on the CPU."""
     for plant in (None, *plants):
-        if plant is None or (plant.decodes and shows_on(plant, stage)):
-            yield PlannedRun(stage=stage, port="planted", backend="cpu", plant=plant, decodes=True)
+        if plant is None or (plant.decodes and shows_on(plant, request)):
+            yield PlannedRun(request=request, port="planted", backend="cpu", plant=plant, decodes=True)
 
 
-def shows_on(plant: Plant, stage: Stage) -> bool:
-    """Return whether a plant can show on a stage, by the rows' padding and positions, and FP8 weights."""
-    is_padded = stage.padding_side == "left" or not plant.needs_left_padding
-    is_far = stage.has_far_positions or not plant.needs_far_positions
-    return is_padded and is_far and (stage.is_fp8 or not plant.needs_fp8)
+def shows_on(plant: Plant, request: SceneRequest) -> bool:
+    """Decide whether a plant can show on a scene, by the padding and positions of its rows, and FP8 weights."""
+    is_padded = request.padding_side == "left" or not plant.needs_left_padding
+    is_far = request.has_far_positions or not plant.needs_far_positions
+    return is_padded and is_far and (request.is_fp8 or not plant.needs_fp8)
 
 
 def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> tuple[Case, ...]:
-    """Run, judge with all sites and with the output alone, and ask the other rules."""
+    """Run a port, judge it with all sites and with the output alone, and apply the other rules."""
     capture = _capture(planned, scene, runtime=runtime, directory=directory)
     shown = judge_run(scene, capture)
     alone = judge_run(scene, as_black_box(capture))
@@ -92,15 +94,12 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
         cases.append(
             Case(
                 run=str(planned),
-                stage=planned.stage.name,
+                stage=planned.request.name,
                 port=Path(planned.port).name,
                 backend=planned.backend,
                 rows=planned.rows,
                 layer=layer,
-                kind=str(plant.kind) if plant else "right",
-                mistake=plant.name if plant else "",
-                parameters=dict(plant.parameters) if plant and not plant.halves else {},
-                sites=tuple(str(site) for site in plant.sites) if plant else (),
+                **(plant.record if plant else {}),
                 halves=tuple(tuple(map(str, half.sites)) for half in plant.halves) if plant else (),
                 effects={str(site): effect for site, effect in effects.items()},
                 failed=shown.layers[layer].failed,
@@ -111,7 +110,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 rivals=find_differences(scene.golden, capture, layer),
                 named=name_mistake(scene, capture, layer) if layer == asked else None,
                 akin=plant.akin if plant else (),
-                model=planned.stage.learned.name if planned.stage.learned else "",
+                model=planned.request.model_name,
                 verdict=shown.verdict,
                 black_box_verdict=alone.verdict,
                 excess=shown.layers[layer].excess,
@@ -121,8 +120,34 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
     return tuple(cases)
 
 
+def run_port(
+    scene: Scene, target: Target, *, runtime: Runtime, directory: Path, decode_rows: int = 0
+) -> Capture:
+    """Sweep all layers in this process.
+
+    Args:
+        scene: Model and golden.
+        target: The port.
+        runtime: The device.
+        directory: The capture's directory; it is emptied first.
+        decode_rows: Number of rows of each prompt that are decoded.
+    """
+    run = sweep_run(Span(0, scene.spec.num_hidden_layers), sites_level="all").decoding(decode_rows)
+    return port_runs.run_port(
+        scene.golden, target, run, reader=scene.reader, runtime=runtime, directory=directory
+    )
+
+
+def run_whole_model(scene: Scene, target: Target, *, runtime: Runtime, directory: Path) -> Capture:
+    """Run all layers chained, from the embedding to the logits; `directory` is emptied first."""
+    run = full_run(scene.spec.num_hidden_layers, sites_level="all")
+    return port_runs.run_port(
+        scene.golden, target, run, reader=scene.reader, runtime=runtime, directory=directory
+    )
+
+
 def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -> dict[Site, float]:
-    """Of a pair, what each mistake changes by itself where it lives."""
+    """Measure the effects of a plant; those of a pair are each mistake's own, at its sites."""
     if not plant.halves:
         return measure_effects(scene, layer, plant, decode_rows=decode_rows)
     effects: dict[Site, float] = {}
@@ -135,7 +160,14 @@ def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -
 def _capture(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> Capture:
     if planned.port.startswith(RANKS):
         tp_degree = int(planned.port.removeprefix(RANKS))
-        return run_ranks(scene, tp_degree=tp_degree, backend=planned.backend, directory=directory)
+        return port_runs.run_on_ranks(
+            "sweep",
+            scene.folder,
+            scene.golden,
+            tp_degree=tp_degree,
+            backend=planned.backend,
+            directory=directory,
+        )
     if planned.port != "planted":
         return run_port(scene, find_target(planned.port), runtime=runtime, directory=directory)
     layers = frozenset(scene.layers) if planned.plant else frozenset()

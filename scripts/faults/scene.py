@@ -1,43 +1,89 @@
-"""Scene: a model, synthetic or learned, with its golden, which ports are judged against."""
+"""Scene: a model, synthetic or trained, with the golden that ports are judged against."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import torch
-from cpu_golden import capture_cpu_golden
-from text_rows import request_text_rows
+from cpu_golden import IMPLEMENTATIONS, capture_cpu_golden, request_text_rows, write_model
 
-from faults.learned import LearnedModel
 from minimax_tools.capture.reader import Capture
+from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import Q_PROJ, layer_prefix, scale_name
 from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
-from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """What a scene is made of.
+class TrainedModel:
+    """A folder that `mm2-split train` wrote.
 
     Args:
-        name: For people.
-        seed: Of a synthetic model's weights, and of the tokens.
-        lengths: Of the prompts.
+        folder: Path as text, so that a plan can be stored.
+        digest: First digits of the sha256 over its files.
+        num_layers: Layers of the model.
+        is_fp8: Whether the matrices are stored as FP8 codes with scales.
+    """
+
+    folder: str
+    digest: str
+    num_layers: int
+    is_fp8: bool
+
+    @classmethod
+    def open(cls, folder: Path) -> TrainedModel:
+        """Describe the model in a folder.
+
+        Raises:
+            CheckpointError: The folder holds no checkpoint.
+        """
+        spec = ModelSpec.from_folder(folder)
+        return cls(
+            folder=str(folder),
+            digest=_digest_folder(folder),
+            num_layers=spec.num_hidden_layers,
+            is_fp8=scale_name(layer_prefix(0) + Q_PROJ) in TensorIndex.from_folder(folder).entries,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return Path(self.folder).name
+
+
+def _digest_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SceneRequest:
+    """A scene before it is made.
+
+    Args:
+        name: Name for people.
+        seed: Seed of a synthetic model's weights, and of the tokens.
+        lengths: Tokens of each prompt.
         padding_side: `left` or `right`.
-        start_positions: Of the prompts' first tokens; empty where all begin at 0.
-        num_layers: Of the model.
-        intermediate_size: Of a synthetic model's experts.
-        attention: transformers' attention that makes the golden.
-        experts: Its experts.
-        learned: The model that was trained; None for a synthetic one.
+        start_positions: Position of each prompt's first token; empty where all begin at 0.
+        num_layers: Layers of the model.
+        intermediate_size: Width of a synthetic model's experts.
+        attention: transformers' attention implementation of the golden.
+        experts: transformers' experts implementation of the golden.
+        trained: The trained model; None for a synthetic one.
     """
 
     name: str
@@ -49,21 +95,27 @@ class Stage:
     intermediate_size: int = 256
     attention: str = "sdpa"
     experts: str = "grouped_mm"
-    learned: LearnedModel | None = None
+    trained: TrainedModel | None = None
+
+    def changed(self, *, golden: int, **changes: Any) -> SceneRequest:
+        """Return the same request with other values, and a golden of implementation number `golden`."""
+        attention, experts = IMPLEMENTATIONS[golden]
+        return replace(self, attention=attention, experts=experts, **changes)
 
     @property
     def is_fp8(self) -> bool:
-        """Return whether the model's matrices are stored as FP8 codes with scales; those of synthetic ones are."""
-        return self.learned is None or self.learned.is_fp8
+        """True where the model's matrices are stored as FP8 codes with scales; those of synthetic models are."""
+        return self.trained is None or self.trained.is_fp8
 
     @property
     def has_far_positions(self) -> bool:
-        """Return whether some prompt begins far from position 0."""
+        """True where some prompt begins far from position 0."""
         return any(self.start_positions)
 
-    def model(self) -> SyntheticModel:
-        """Small, with 32 experts, two kv heads and FP8 scales in grids."""
-        return SyntheticModel(num_hidden_layers=self.num_layers, intermediate_size=self.intermediate_size)
+    @property
+    def model_name(self) -> str:
+        """Folder name of the trained model; empty for a synthetic one."""
+        return self.trained.name if self.trained else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +123,20 @@ class Scene:
     """A checkpoint, opened, and its golden.
 
     Args:
-        stage: What it was made of.
+        request: The request that it was made of.
         folder: The checkpoint.
-        golden: All sites, with their float32 twins.
-        reader: The checkpoint's.
+        golden: The golden, of all sites with their float32 twins.
+        reader: Reader of the checkpoint.
     """
 
-    stage: Stage
+    request: SceneRequest
     folder: Path
     golden: Capture
     reader: CheckpointReader
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model."""
+        """Quantities of the model."""
         return ModelSpec.from_folder(self.folder)
 
     @cached_property
@@ -94,48 +146,50 @@ class Scene:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Early, middle and last: where mistakes are planted. Those between stay right."""
-        last = self.stage.num_layers - 1
+        """Layers that mistakes are planted in: early, middle and last."""
+        last = self.request.num_layers - 1
         return tuple(sorted({0, last // 2, last}))
 
 
 @contextmanager
-def open_scene(stage: Stage, scratch: Path) -> Iterator[Scene]:
-    """Make the model and its golden below `scratch`, where they do not lie there, and open them."""
-    folder, golden = _write_model(stage, scratch), scratch / stage.name / "golden"
+def open_scene(request: SceneRequest, scratch: Path) -> Iterator[Scene]:
+    """Make the model and its golden below `scratch`, where they are missing, and open them."""
+    folder, golden = _write_model(request, scratch), scratch / request.name / "golden"
     capture = capture_cpu_golden(
         folder,
         golden,
-        rows=_request_rows(stage, folder),
-        sites_level="all",
+        rows=_request_rows(request, folder),
         noise_floor="full",
-        attention=stage.attention,
-        experts=stage.experts,
+        attention=request.attention,
+        experts=request.experts,
         floor_variants=variant_names(DEFAULT_NUM_VARIANTS),
     )
     with CheckpointReader(folder) as reader:
-        yield Scene(stage=stage, folder=folder, golden=capture, reader=reader)
+        yield Scene(request=request, folder=folder, golden=capture, reader=reader)
 
 
-def _write_model(stage: Stage, scratch: Path) -> Path:
-    """The folder of the model; a learned one lies there already."""
-    if stage.learned is not None:
-        return Path(stage.learned.folder)
-    folder = scratch / stage.name / "model"
+def _write_model(request: SceneRequest, scratch: Path) -> Path:
+    """Write a synthetic model, and return the model's folder."""
+    if request.trained is not None:
+        return Path(request.trained.folder)
+    folder = scratch / request.name / "model"
     if not (folder / "config.json").is_file():
-        synthesize(
-            folder, model=stage.model(), dtype=torch.float8_e4m3fn, shard_size_bytes=None, seed=stage.seed
-        )
+        write_model(folder, _small_model(request), seed=request.seed)
     return folder
 
 
-def _request_rows(stage: Stage, folder: Path) -> InputRequest:
-    """Tokens drawn by chance for a synthetic model, and held-out text for a learned one."""
-    if stage.learned is None:
+def _small_model(request: SceneRequest) -> SyntheticModel:
+    """Describe a small model with 32 experts, two kv heads and FP8 scales in grids."""
+    return SyntheticModel(num_hidden_layers=request.num_layers, intermediate_size=request.intermediate_size)
+
+
+def _request_rows(request: SceneRequest, folder: Path) -> InputRequest:
+    """Request random tokens for a synthetic model, and held-out text for a trained one."""
+    if request.trained is None:
         return InputRequest(
-            seq_lens=stage.lengths,
-            padding_side=stage.padding_side,
-            start_positions=stage.start_positions,
-            seed=stage.seed,
+            seq_lens=request.lengths,
+            padding_side=request.padding_side,
+            start_positions=request.start_positions,
+            seed=request.seed,
         )
-    return request_text_rows(folder, stage.lengths, seed=stage.seed, padding_side=stage.padding_side)
+    return request_text_rows(folder, request.lengths, seed=request.seed, padding_side=request.padding_side)

@@ -1,4 +1,4 @@
-"""Stages: what all stages of a layer's arithmetic share: quantities, weights, the mistake's parameters, and the norm.
+"""Stages of a layer's arithmetic, each a method that can be wrong, and the weights that they compute with.
 
 B batch, S rows of this pass, H hidden.
 """
@@ -10,41 +10,75 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
-from faults.weights import Weights
-
-# Shows a site's value, and gives it on.
+# Shows the value of a site and returns it.
 Tap = Callable[[str, torch.Tensor], torch.Tensor]
 
 
+class FusedWeights(nn.Module):
+    """The weights of a device port's layer: q, k and v fused, experts grouped."""
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    qkv: torch.Tensor
+    o_proj: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    gate: torch.Tensor
+    bias: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
+        query = config.num_attention_heads * config.head_dim
+        key = config.num_key_value_heads * config.head_dim
+        shapes = {
+            "input_norm": (hidden,),
+            "post_norm": (hidden,),
+            "qkv": (query + 2 * key, hidden),
+            "o_proj": (hidden, query),
+            "q_norm": (query,),
+            "k_norm": (key,),
+            "gate_up": (experts, 2 * inner, hidden),
+            "down": (experts, hidden, inner),
+        }
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.empty(shape))
+        self.register_buffer("gate", torch.empty((experts, hidden), dtype=torch.float32))
+        self.register_buffer("bias", torch.empty(experts, dtype=torch.float32))
+
+
 class Stages:
-    """Some stages of a layer.
+    """Parts that all stages of a layer share.
 
     Args:
         config: The model's quantities.
-        weights: The module that holds them.
-        parameters: Of the mistake, by name: `self.of` has them as attributes.
+        weights: The module that holds the weights.
+        parameters: Parameters of the mistake; attributes of `self.of`.
     """
 
-    def __init__(self, config: Any, weights: Weights, **parameters: Any) -> None:
+    def __init__(self, config: Any, weights: FusedWeights, **parameters: Any) -> None:
         self.config = config
         self.weights = weights
         self.of = SimpleNamespace(**parameters)
 
     def number(self, name: str) -> float:
-        """A parameter of the mistake that is a number."""
+        """Read a numeric parameter of the mistake."""
         return float(getattr(self.of, name))
 
     def block_norm(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Either norm over the hidden size."""
+        """Compute input_norm or post_norm over the hidden size."""
         return self.normalise(states, weight)
 
     def normalise(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm with float32 statistics."""
+        """Compute RMSNorm with float32 statistics."""
         exact = states.float()
         exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps())
         return weight * exact.to(states.dtype)
 
     def eps(self) -> float:
-        """What is added to the mean square."""
+        """Return the number that is added to the mean square."""
         return float(self.config.rms_norm_eps)

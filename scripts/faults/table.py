@@ -1,4 +1,4 @@
-"""Table: what was found of every mistake, in Markdown."""
+"""Table of all mistakes, and of what was found of them, in Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RIVALS = tuple(rule for rule in RULES if rule not in ("msprobe_both", "vllm_neu
 
 
 def render_table(cases: Sequence[Case]) -> str:
-    """One row for every mistake: cases, effect, what mm2 found and placed, and what the other rules found."""
+    """Render a row for each mistake: cases, effect, findings of mm2, and findings of the other rules."""
     rows = defaultdict(list)
     for case in cases:
         if case.is_mistake:

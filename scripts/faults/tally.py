@@ -1,11 +1,11 @@
-"""Tally: the figures that the cases come to."""
+"""Figures of the cases."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from figures import Figure
+from scipy.special import betaincinv
 
 from faults.cases import Case
 from faults.rivals import RULES
@@ -14,7 +14,7 @@ _CONFIDENCE = 0.95
 
 
 def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
-    """Detection and naming where mistakes ran, false alarms where right layers did; and the same of the other rules."""
+    """Yield detection and naming of mistakes, false alarms on right layers, and the same of the other rules."""
     above = [case for case in cases if case.is_above_floor]
     clean = list(clean_cases(cases))
     if any(case.is_mistake for case in cases):
@@ -22,11 +22,13 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
         learned = [case for case in above if case.is_learned]
         if learned:
             detected = sum(case.is_detected for case in learned)
-            yield _at_least("detected_on_learned_%", detected, len(learned), 99)
+            yield Figure.percent("detected_on_learned_%", detected, len(learned), at_least=99)
     pairs = [case for case in cases if case.is_pair_above_floor]
     if pairs:
         yield Figure.plain("pairs_above_floor", len(pairs))
-        yield _at_least("both_of_a_pair_named_%", sum(case.is_pair_named for case in pairs), len(pairs), 99)
+        yield Figure.percent(
+            "both_of_a_pair_named_%", sum(case.is_pair_named for case in pairs), len(pairs), at_least=99
+        )
     if any(case.named is not None for case in cases):
         yield from _naming_figures([case for case in cases if case.named is not None])
     if clean:
@@ -36,7 +38,10 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
 
 
 def clean_cases(cases: Sequence[Case]) -> Iterator[Case]:
-    """Layers without a mistake, each computation once: beside a planted layer the port's right ones come again."""
+    """Yield the layers without a mistake, each computation once.
+
+    Right layers beside a planted one are left out: they also run in the port without a mistake.
+    """
     planted = {case.run for case in cases if case.kind != "right"}
     for case in cases:
         if case.kind == "equivalent" or (case.kind == "right" and case.run not in planted):
@@ -44,7 +49,7 @@ def clean_cases(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
-    """What went wrong, each with a word for it; and the mistakes that the noise hides."""
+    """Yield each case that went wrong, and each mistake below the noise floor, with a word for it."""
     for case in cases:
         if case.is_above_floor and not case.is_detected:
             yield "missed", case
@@ -66,67 +71,65 @@ def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
 
 
 def misled_runs(cases: Sequence[Case]) -> frozenset[str]:
-    """Runs in which a right layer is failed beside wrong ones."""
+    """Find the runs in which a right layer fails beside a wrong one."""
     return frozenset(case.run for case in cases if case.kind == "right" and case.is_detected)
 
 
 def upper_bound(hits: int, trials: int, *, confidence: float = _CONFIDENCE) -> float:
-    """The one-sided Clopper-Pearson bound of a rate: the largest rate under which so few hits are not too rare."""
+    """Compute the one-sided Clopper-Pearson upper bound of a rate."""
     if trials == 0 or hits >= trials:
         return 1.0
-    low, high = hits / trials, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _at_most(hits, trials, middle) > 1 - confidence else (low, middle)
-    return high
+    return float(betaincinv(hits + 1, trials - hits, confidence))
 
 
 def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator[Figure]:
-    """Of what changes more than the noise where it lives; and what is seen of the rest."""
+    """Yield the figures of mistakes above the noise floor, and of those below it."""
     detected = [case for case in above if case.is_detected]
     yield Figure.plain("mistakes_above_floor", len(above))
-    yield _at_least("detected_%", len(detected), len(above), 99)
+    yield Figure.percent("detected_%", len(detected), len(above), at_least=99)
     strange = [case for case in above if case.kind == "uncatalogued"]
     if strange:
-        yield _at_least(
-            "detected_uncatalogued_%", sum(case.is_detected for case in strange), len(strange), 99
+        yield Figure.percent(
+            "detected_uncatalogued_%", sum(case.is_detected for case in strange), len(strange), at_least=99
         )
     misled = misled_runs(cases)
     placed = sum(bool(case.blamed) and case.run not in misled for case in detected)
-    yield _at_least("layer_named_%", placed, len(detected), 100)
-    yield _at_least("site_named_%", sum(case.is_site_named for case in detected), len(detected), 99)
+    yield Figure.percent("layer_named_%", placed, len(detected), at_least=100)
+    yield Figure.percent(
+        "site_named_%", sum(case.is_site_named for case in detected), len(detected), at_least=99
+    )
     alone = sum(case.is_nothing_else_blamed and case.run not in misled for case in detected)
-    yield _at_least("nothing_else_blamed_%", alone, len(detected), 99)
+    yield Figure.percent("nothing_else_blamed_%", alone, len(detected), at_least=99)
     seen = [case for case in above if case.is_distinguishable]
     yield Figure.plain("distinguishable_by_output", len(seen))
     alone = sum(case.black_box_detected for case in above)
-    yield Figure.plain("black_box_detected_%", _percent(alone, len(above)))
+    yield Figure.percent("black_box_detected_%", alone, len(above))
     alone = sum(case.black_box_detected for case in seen)
-    yield Figure.plain("black_box_detected_of_distinguishable_%", _percent(alone, len(seen)))
+    yield Figure.percent("black_box_detected_of_distinguishable_%", alone, len(seen))
     below = [case for case in cases if case.is_mistake and not case.is_above_floor]
     yield Figure.plain("mistakes_below_floor", len(below))
     found = sum(case.is_detected for case in below)
-    yield Figure.plain("detected_below_floor_%", _percent(found, len(below)))
+    yield Figure.percent("detected_below_floor_%", found, len(below))
 
 
 def _naming_figures(asked: Sequence[Case]) -> Iterator[Figure]:
-    """How often the diagnosis names what was planted, of the output alone."""
+    """Yield how often the diagnosis names the mistake by the output alone."""
     known = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
     yield Figure.plain("mistakes_asked_for_by_name", len(known))
-    yield _at_least("mistake_named_%", sum(case.is_named for case in known), len(known), 95)
+    yield Figure.percent("mistake_named_%", sum(case.is_named for case in known), len(known), at_least=95)
     first = sum(case.is_named_first for case in known)
-    yield Figure.plain("mistake_named_first_%", _percent(first, len(known)))
+    yield Figure.percent("mistake_named_first_%", first, len(known))
     strange = [case for case in asked if case.kind == "uncatalogued"]
     wrongly = sum(bool(case.named) for case in strange)
-    yield Figure.plain("uncatalogued_given_a_name_%", _percent(wrongly, len(strange)))
+    yield Figure.percent("uncatalogued_given_a_name_%", wrongly, len(strange))
     wrongly = sum(bool(case.named) and not case.is_named for case in asked)
-    yield Figure.at_most("given_a_wrong_name_%", _percent(wrongly, len(asked)), 1)
+    yield Figure.percent("given_a_wrong_name_%", wrongly, len(asked), at_most=1)
     harmless = [case for case in asked if case.kind == "equivalent"]
     yield Figure.plain("equivalents_given_a_name", sum(bool(case.named) for case in harmless))
 
 
 def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
-    """Right layers that are failed, with all sites or by the output alone; equivalents are among them."""
+    """Yield the right layers that fail, with all sites or by the output alone; equivalents are right too."""
     alarms = [case for case in clean if case.is_alarmed]
     yield Figure.plain("clean_layer_comparisons", len(clean))
     yield Figure.exactly("false_alarms", len(alarms), 0)
@@ -137,7 +140,7 @@ def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
             yield Figure.at_least(f"clean_layer_comparisons_{word}", len(group), goal)
             yield Figure.exactly(f"false_alarms_{word}", sum(case.is_alarmed for case in group), 0)
     warned = sum(bool(case.warned) for case in clean)
-    yield Figure.plain("clean_layers_with_a_warning_%", _percent(warned, len(clean)))
+    yield Figure.percent("clean_layers_with_a_warning_%", warned, len(clean))
     equivalents = [case for case in clean if case.kind == "equivalent"]
     yield Figure.plain("equivalents", len(equivalents))
     flagged = sum(case.is_alarmed for case in equivalents)
@@ -145,33 +148,10 @@ def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
 
 
 def _rule_figures(rule: str, above: Sequence[Case], clean: Sequence[Case]) -> Iterator[Figure]:
-    """What another tool's rule calls different, of mistakes and of right layers."""
+    """Yield the mistakes and the right layers that a rule of another tool calls different."""
     for word, group in (("detected", above), ("false_alarms", clean)):
         if group:
             hits = sum(bool(case.rivals[rule]) for case in group)
-            yield Figure.plain(f"{rule}_{word}_%", _percent(hits, len(group)))
+            yield Figure.percent(f"{rule}_{word}_%", hits, len(group))
             alone = sum("output" in case.rivals[rule] for case in group)
-            yield Figure.plain(f"{rule}_black_box_{word}_%", _percent(alone, len(group)))
-
-
-def _at_most(hits: int, trials: int, rate: float) -> float:
-    """The probability of so many hits or fewer."""
-    return sum(
-        math.exp(
-            math.lgamma(trials + 1)
-            - math.lgamma(count + 1)
-            - math.lgamma(trials - count + 1)
-            + count * math.log(rate)
-            + (trials - count) * math.log1p(-rate)
-        )
-        for count in range(hits + 1)
-    )
-
-
-def _percent(part: int, whole: int) -> float:
-    return 100 * part / whole if whole else 0.0
-
-
-def _at_least(name: str, part: int, whole: int, goal: float) -> Figure:
-    """A share in percent; where there is nothing to share, the goal is not reached."""
-    return Figure.at_least(name, _percent(part, whole), goal)
+            yield Figure.percent(f"{rule}_black_box_{word}_%", alone, len(group))

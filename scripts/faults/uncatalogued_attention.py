@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from faults.arithmetic import Arithmetic
-from faults.plant import uncatalogued
+from faults.plant import Kind, Plant
 from faults.stages import Tap
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
@@ -16,7 +18,7 @@ _ROPE = (Site.Q_ROPE, Site.K_ROPE)
 
 
 class HeadZero(Arithmetic):
-    """One head's queries were never loaded."""
+    """The queries of one head were never loaded."""
 
     def edit(self, tensors: LayerTensors) -> None:
         weight, width = tensors[Q_PROJ].clone(), self.config.head_dim
@@ -25,7 +27,7 @@ class HeadZero(Arithmetic):
 
 
 class OutputHeadZero(Arithmetic):
-    """One head's columns of o_proj were never loaded."""
+    """The columns of o_proj of one head were never loaded."""
 
     def edit(self, tensors: LayerTensors) -> None:
         weight, width = tensors[O_PROJ].clone(), self.config.head_dim
@@ -43,7 +45,7 @@ class Saturating(Arithmetic):
 
 
 class TileTwice(Arithmetic):
-    """One tile of o_proj's inner dim is added twice."""
+    """A tile of o_proj's inner dim is added twice."""
 
     def project_out(self, context: torch.Tensor) -> torch.Tensor:
         tile = slice(128, 256)
@@ -52,7 +54,7 @@ class TileTwice(Arithmetic):
 
 
 class RotaryTableShort(Arithmetic):
-    """The table of angles ends at position 40: rows behind it all get its last entry."""
+    """The table of angles ends at position 40: rows behind it get its last entry."""
 
     def angles(self, positions: torch.Tensor) -> torch.Tensor:
         return super().angles(positions.clamp(max=40))
@@ -97,7 +99,7 @@ class SoftCapped(Arithmetic):
 
 
 class OldestForgotten(Arithmetic):
-    """Of what is cached the first row was overwritten."""
+    """The first cached row was overwritten."""
 
     def visible(self, mask: torch.Tensor, num_rows: int) -> torch.Tensor:
         is_first = (mask.cumsum(-1) == 1) & mask.bool()
@@ -132,26 +134,30 @@ class CacheNoise(Arithmetic):
 
 
 class ResidualGarbage(Arithmetic):
-    """What memory held is added to the residual."""
+    """Garbage in memory is added to the residual."""
 
     def add_attention(self, states: torch.Tensor, delta: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         garbage = torch.linspace(0, 97, states.shape[-1], device=states.device).sin()
         return states + delta + (0.5 * delta.float().std() * garbage).to(states.dtype)
 
 
+def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **more: Any) -> Plant:
+    return Plant(name, sites, arithmetic, kind=Kind.UNCATALOGUED, **more)
+
+
 PLANTS = (
-    uncatalogued("head_zero", (Site.Q_PROJ,), HeadZero),
-    uncatalogued("output_head_zero", (Site.ATTN_DELTA,), OutputHeadZero),
-    uncatalogued("saturating_cast", (Site.ATTN_CONTEXT,), Saturating),
-    uncatalogued("tile_twice", (Site.ATTN_DELTA,), TileTwice, decodes=True),
-    uncatalogued("rotary_table_short", _ROPE, RotaryTableShort),
-    uncatalogued("keys_quantised", (Site.K_ROPE,), KeysQuantised, decodes=True),
-    uncatalogued("value_halves_swapped", (Site.V_PROJ,), ValueHalvesSwapped, decodes=True),
-    uncatalogued("last_head_reads_first", (Site.ATTN_CONTEXT,), LastHeadReadsFirst, decodes=True),
-    uncatalogued("scores_capped", (Site.ATTN_CONTEXT,), SoftCapped),
-    uncatalogued("oldest_forgotten", (Site.ATTN_CONTEXT,), OldestForgotten, prefills=False, decodes=True),
-    uncatalogued("step_ahead", _ROPE, StepBehind, decodes=True),
-    uncatalogued("channels_rolled", (Site.ATTN_DELTA,), ChannelsRolled),
-    uncatalogued("keys_slightly_large", (Site.K_PROJ,), CacheNoise),
-    uncatalogued("residual_garbage", (Site.ATTN_RESIDUAL,), ResidualGarbage),
+    _plant("head_zero", (Site.Q_PROJ,), HeadZero),
+    _plant("output_head_zero", (Site.ATTN_DELTA,), OutputHeadZero),
+    _plant("saturating_cast", (Site.ATTN_CONTEXT,), Saturating),
+    _plant("tile_twice", (Site.ATTN_DELTA,), TileTwice, decodes=True),
+    _plant("rotary_table_short", _ROPE, RotaryTableShort),
+    _plant("keys_quantised", (Site.K_ROPE,), KeysQuantised, decodes=True),
+    _plant("value_halves_swapped", (Site.V_PROJ,), ValueHalvesSwapped, decodes=True),
+    _plant("last_head_reads_first", (Site.ATTN_CONTEXT,), LastHeadReadsFirst, decodes=True),
+    _plant("scores_capped", (Site.ATTN_CONTEXT,), SoftCapped),
+    _plant("oldest_forgotten", (Site.ATTN_CONTEXT,), OldestForgotten, prefills=False, decodes=True),
+    _plant("step_ahead", _ROPE, StepBehind, decodes=True),
+    _plant("channels_rolled", (Site.ATTN_DELTA,), ChannelsRolled),
+    _plant("keys_slightly_large", (Site.K_PROJ,), CacheNoise),
+    _plant("residual_garbage", (Site.ATTN_RESIDUAL,), ResidualGarbage),
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from faults.arithmetic import Arithmetic
-from faults.plant import uncatalogued
+from faults.plant import Kind, Plant
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.model.sites import Site
 
@@ -62,7 +64,7 @@ class LaterRowsDiffer(Arithmetic):
 
 
 class LastExpertsNeverChosen(Arithmetic):
-    """The search for the best experts ends before the last two of them."""
+    """The search for the best experts leaves out the last two."""
 
     def best(self, biased: torch.Tensor) -> torch.Tensor:
         numbers = torch.arange(biased.shape[-1], device=biased.device)
@@ -70,7 +72,7 @@ class LastExpertsNeverChosen(Arithmetic):
 
 
 class RowOfBefore(Arithmetic):
-    """Every sixteenth row gets the experts of the row before it."""
+    """A sixteenth of the rows get the experts of the row before."""
 
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
         experts = super().choose(scores)
@@ -86,7 +88,7 @@ class WeightsReversed(Arithmetic):
 
 
 class ExpertNegated(Arithmetic):
-    """One expert's output has the wrong sign."""
+    """The output of one expert has the wrong sign."""
 
     def fuse(self, tensors: LayerTensors) -> dict[str, torch.Tensor]:
         state = super().fuse(tensors)
@@ -104,14 +106,14 @@ class RemainderDropped(Arithmetic):
 
 
 class MoeTruncated(Arithmetic):
-    """The experts' sum is too small by as much as BF16 can be cut."""
+    """The sum of the experts is too small by one truncation to BF16."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return moe * (1 - 2**-8)
 
 
 class BiasAddedPerExpert(Arithmetic):
-    """A constant is added once for every expert."""
+    """A constant is added once per expert."""
 
     def finish_moe(self, moe: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         constant = torch.linspace(0, 41, moe.shape[-1], device=moe.device).cos()
@@ -119,7 +121,7 @@ class BiasAddedPerExpert(Arithmetic):
 
 
 class LogitPairsSwapped(Arithmetic):
-    """Pairs of logits change places, as where two halves of a word are read the other way round."""
+    """Pairs of logits change places, as where the halves of a word are read in the wrong order."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = super().logits(tokens)
@@ -145,28 +147,26 @@ class ResidualTwice(Arithmetic):
         return residual + moe + moe * quarter.to(moe.dtype)
 
 
+def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **more: Any) -> Plant:
+    return Plant(name, sites, arithmetic, kind=Kind.UNCATALOGUED, **more)
+
+
 PLANTS = (
-    uncatalogued("buffer_not_cleared", _MOE, BufferNotCleared),
-    uncatalogued("bucket_end_wrong", _MOE, BucketEndWrong),
-    uncatalogued("gather_off_by_one", _MOE, GatherOffByOne),
-    uncatalogued(
-        "sum_counts_twice",
-        (Site.POST_NORM,),
-        SumCountsTwice,
-        decodes=True,
-        akin=("post_norm_slice_twice",),
+    _plant("buffer_not_cleared", _MOE, BufferNotCleared),
+    _plant("bucket_end_wrong", _MOE, BucketEndWrong),
+    _plant("gather_off_by_one", _MOE, GatherOffByOne),
+    _plant(
+        "sum_counts_twice", (Site.POST_NORM,), SumCountsTwice, decodes=True, akin=("post_norm_slice_twice",)
     ),
-    uncatalogued("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
-    uncatalogued("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),
-    uncatalogued("experts_of_row_before", (Site.ROUTER_EXPERTS,), RowOfBefore),
-    uncatalogued("weights_reversed", (Site.ROUTER_WEIGHTS,), WeightsReversed, decodes=True),
-    uncatalogued("expert_negated", _MOE, ExpertNegated),
-    uncatalogued("remainder_dropped", _MOE, RemainderDropped),
-    uncatalogued(
-        "moe_slightly_small", _MOE, MoeTruncated, akin=("moe_delta_scaled", "router_weights_scaled")
-    ),
-    uncatalogued("constant_added", _MOE, BiasAddedPerExpert),
-    uncatalogued("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
-    uncatalogued("inf_in_one_row", _MOE, InfInOneRow),
-    uncatalogued("quarter_reduced_twice", (Site.OUTPUT,), ResidualTwice),
+    _plant("later_rows_differ", _MOE, LaterRowsDiffer, decodes=True),
+    _plant("last_experts_never_chosen", (Site.ROUTER_EXPERTS,), LastExpertsNeverChosen),
+    _plant("experts_of_row_before", (Site.ROUTER_EXPERTS,), RowOfBefore),
+    _plant("weights_reversed", (Site.ROUTER_WEIGHTS,), WeightsReversed, decodes=True),
+    _plant("expert_negated", _MOE, ExpertNegated),
+    _plant("remainder_dropped", _MOE, RemainderDropped),
+    _plant("moe_slightly_small", _MOE, MoeTruncated, akin=("moe_delta_scaled", "router_weights_scaled")),
+    _plant("constant_added", _MOE, BiasAddedPerExpert),
+    _plant("logit_pairs_swapped", (Site.ROUTER_LOGITS,), LogitPairsSwapped),
+    _plant("inf_in_one_row", _MOE, InfInOneRow),
+    _plant("quarter_reduced_twice", (Site.OUTPUT,), ResidualTwice),
 )

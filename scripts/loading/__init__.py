@@ -1,5 +1,14 @@
-"""What `bench_loading.py` measures, and how.
+"""Measurements of `bench_loading.py`.
 
-`bench` runs a probe in a process of its own; `reads`, `goldens`, `rivals` and `splits` are what such a process runs;
-`memory`, `speed` and `models` make figures of what it tells.
+- `bench`: checkpoints, and probes in processes of their own
+- `scales`: sizes of the measurement
+- `memory`: figures of peaks
+- `speed`: figures of time
+- `models`: figures of whole models, split or of full size
+- `probe`: main function of a probe's process
+- `goldens`: probes of goldens and of the streamed forward pass
+- `rivals`: probes of transformers and accelerate
+- `reads`: probes of reading and dequantising
+- `splits`: probes of split models
+- `inputs`: rows and digests that several probes share
 """

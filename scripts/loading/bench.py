@@ -1,7 +1,7 @@
-"""What `bench_loading.py` measures with: its checkpoints and its probes.
+"""Checkpoints and probes of `bench_loading.py`.
 
-A probe is one measurement in a process of its own. Its memory is what it held above its own baseline, which it
-takes after its imports; its seconds begin there too.
+A probe is one measurement in a process of its own. Its memory counts above the baseline after its imports; its seconds
+begin there too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 import psutil
 import torch
-from page_cache import Cache
+from page_cache import CacheState
 from peaks import tree_bytes, watch
 
-from loading.scales import Scale
+from loading.scales import LoadingScale
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.model.weight_names import layer_of
@@ -32,7 +32,7 @@ PROBE = "loading.probe"
 _SCRIPTS = Path(__file__).parents[1]
 COULD_NOT_RUN = 3
 _ATTEMPTS = 4
-# Above the weights: what a process needs beside them while a model loads.
+# Memory that a process needs beside the weights while a model loads.
 _SPARE_BYTES = 2_000_000_000
 
 RUN_COMMAND = "loading.goldens:run_command"
@@ -47,17 +47,17 @@ WRITE_QWEN2 = "loading.splits:write_qwen2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a probe told, and what was seen of it.
+class ProbeResult:
+    """Result of a probe.
 
     Args:
-        seconds: After its imports.
-        peak_bytes: Anonymous memory at its most, above what the imports left.
-        peak_resident_bytes: The same of resident memory, mapped files included.
-        rchar: Bytes that it asked files for.
+        seconds: Seconds after the imports.
+        peak_bytes: Peak of anonymous memory above the baseline.
+        peak_resident_bytes: Peak of resident memory above the baseline, mapped files included.
+        rchar: Bytes that were read from files.
         disk_bytes: Bytes that came from a disk.
-        extra_disk_bytes: What it wrote into the scratch folder, captures aside, at its most.
-        told: The function's own result.
+        extra_disk_bytes: Peak of what was written into the scratch folder, captures aside.
+        told: Result of the probe's function.
     """
 
     seconds: float
@@ -69,7 +69,7 @@ class Measured:
     told: Mapping[str, Any]
 
     def describe(self) -> str:
-        """It in a line."""
+        """Describe the result in a line."""
         return (
             f"{self.seconds:.2f} s, peak {self.peak_bytes / 1e6:.0f} MB anonymous, "
             f"{self.peak_resident_bytes / 1e6:.0f} MB resident, "
@@ -79,15 +79,15 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint and what its headers say.
+    """A checkpoint and its sizes.
 
     Args:
-        folder: Where it is.
+        folder: Folder of the checkpoint.
         shards: Its files.
-        stored_bytes: Of all its tensors.
-        num_layers: How many decoder layers it has.
-        layer_bytes: Of the tensors of layer 0.
-        whole_bytes: What a process needs that loads all of it in BF16.
+        stored_bytes: Size of all tensors.
+        num_layers: Number of decoder layers.
+        layer_bytes: Size of the tensors of layer 0.
+        whole_bytes: Memory of a process that loads all in BF16.
     """
 
     folder: Path
@@ -112,11 +112,11 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """Makes checkpoints in a scratch folder and runs probes on them."""
+class LoadingBench:
+    """Checkpoints in a scratch folder, and probes on them."""
 
     scratch: Path
-    scale: Scale
+    scale: LoadingScale
     seq_lens: tuple[int, ...]
 
     @contextmanager
@@ -128,7 +128,7 @@ class Bench:
         model: SyntheticModel | None = None,
         num_layers: int | None = None,
     ) -> Iterator[Checkpoint]:
-        """A synthetic checkpoint while the block lasts, of the scale's model or another."""
+        """Write a synthetic checkpoint, of the scale's model or another, and delete it behind the block."""
         model = self.scale.model if model is None else model
         if num_layers is not None:
             model = replace(model, num_hidden_layers=num_layers)
@@ -143,7 +143,7 @@ class Bench:
 
     @contextmanager
     def folder(self, name: str) -> Iterator[Path]:
-        """A new folder while the block lasts."""
+        """Make a folder, and delete it behind the block."""
         path = self.scratch / name
         path.mkdir()
         try:
@@ -156,19 +156,19 @@ class Bench:
         checkpoint: Checkpoint,
         capture: Path,
         *options: str,
-        cache: Cache = Cache.ANY,
+        cache: CacheState = CacheState.ANY,
         idle: bool = False,
         command: tuple[str, ...] = ("extract-all",),
-    ) -> Measured:
-        """A golden of the checkpoint by `mm2-gpu`, with its own defaults but for `options`.
+    ) -> ProbeResult:
+        """Make a golden by `mm2-gpu`, with its defaults but for `options`.
 
         Args:
             checkpoint: The checkpoint.
-            capture: Where the capture goes.
-            options: Of the command.
-            cache: What of the checkpoint the page cache shall hold.
+            capture: Directory of the capture.
+            options: Options of the command.
+            cache: State of the page cache at the beginning.
             idle: Whether to leave out most of the reading.
-            command: Which of `mm2-gpu`'s commands.
+            command: Command of `mm2-gpu`.
         """
         words = [*command, "--model", str(checkpoint.folder), "--output-dir", str(capture)]
         words += ["--seq-len", ",".join(map(str, self.seq_lens)), "--quiet", *options]
@@ -185,20 +185,19 @@ class Bench:
         self,
         place: str,
         *,
-        cache: Cache = Cache.ANY,
+        cache: CacheState = CacheState.ANY,
         checkpoint: Checkpoint | None = None,
         needs_bytes: int = 0,
         **arguments: Any,
-    ) -> Measured:
+    ) -> ProbeResult:
         """Call a function in a process of its own.
 
         Args:
             place: The function, as `loading.goldens:run_command`.
-            cache: What of the checkpoint the page cache shall hold; where something else drives it out of the
-                cache, the probe is run again.
-            checkpoint: What it reads, where `cache` matters.
+            cache: State of the page cache at the beginning; the probe runs again where it did not last.
+            checkpoint: The checkpoint that is read, where `cache` matters.
             needs_bytes: Memory that must be free.
-            arguments: Of the function.
+            arguments: Arguments of the function.
         """
         require_memory(needs_bytes, place)
         for _ in range(_ATTEMPTS):
@@ -212,7 +211,7 @@ class Bench:
             stop(f"the page cache does not stay {cache.value}: free some memory, or use a folder on a disk")
         return measured
 
-    def _run(self, place: str, arguments: Mapping[str, Any]) -> Measured:
+    def _run(self, place: str, arguments: Mapping[str, Any]) -> ProbeResult:
         report = self.scratch / "reports" / "report.json"
         report.parent.mkdir(exist_ok=True)
         report.unlink(missing_ok=True)
@@ -222,7 +221,7 @@ class Bench:
         if watched.exit_code != 0 or not report.exists():
             stop(f"{place} ended with {watched.exit_code}: {json.dumps(arguments)}")
         record = json.loads(report.read_text(encoding="utf-8"))
-        measured = Measured(
+        measured = ProbeResult(
             seconds=record["seconds"],
             peak_bytes=watched.peak_anonymous_bytes - record["baseline_bytes"],
             peak_resident_bytes=watched.peak_resident_bytes - record["baseline_resident_bytes"],
@@ -237,13 +236,13 @@ class Bench:
         return measured
 
     def _scratch_bytes(self) -> int:
-        """What lies in the scratch folder beside captures and reports."""
+        """Measure the scratch folder without captures and reports, in bytes."""
         return tree_bytes(self.scratch, without=(self.scratch / "captures", self.scratch / "reports"))
 
     def _environment(self) -> dict[str, str]:
         temporary = self.scratch / "tmp"
         temporary.mkdir(exist_ok=True)
-        # What a probe writes anywhere else than where it was told shows in the scratch folder.
+        # Temporary files of a probe must show in the scratch folder.
         return {
             "PJRT_DEVICE": "CPU",
             **os.environ,
@@ -256,26 +255,26 @@ class Bench:
 
 
 def bf16_layer_bytes(model: SyntheticModel) -> int:
-    """A layer's weights in BF16."""
+    """Compute the size of a layer's weights in BF16."""
     plan = plan_tensors(model, dtype=torch.bfloat16)
     return sum(tensor.size_bytes for tensor in plan if layer_of(tensor.name) == 0)
 
 
 def require_memory(num_bytes: int, purpose: str) -> None:
-    """End the benchmark where a run would not fit the free memory."""
+    """End the benchmark where a run needs more than the free memory."""
     available = psutil.virtual_memory().available
     if available < num_bytes:
         stop(f"{purpose} needs {num_bytes / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free")
 
 
 def stop(message: str) -> NoReturn:
-    """End the benchmark, which could not run."""
+    """End the benchmark with the exit code of one that could not run."""
     say(f"Error: {message}")
     sys.exit(COULD_NOT_RUN)
 
 
 def say(message: str) -> None:
-    """Tell how far it is, on stderr."""
+    """Print progress to stderr."""
     print(message, file=sys.stderr, flush=True)
 
 

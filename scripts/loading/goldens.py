@@ -1,7 +1,7 @@
-"""Measured in a process of their own: goldens by `mm2-gpu`, and the streamed forward pass alone.
+"""Probes of goldens by `mm2-gpu`, and of the streamed forward pass alone.
 
-Every function returns numbers and digests by name; see `loading/probe.py`. What transformers, rich, numba and mm2
-import only when they need it is imported here, before the baseline is taken.
+Functions return numbers and digests by name; see `loading/probe.py`. Late imports of transformers, rich, numba and
+mm2 are done here, before the baseline is taken.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# First, as in the command: it settles how torch's threads wait, which torch reads when it is loaded.
+# First, as in the command: it sets how torch's threads wait, which torch reads when it is loaded.
 import gpu_reference
 
 # isort: split
@@ -22,6 +22,7 @@ import rich.progress
 import torch
 import transformers.integrations.moe
 import transformers.masking_utils
+from cpu_golden import request_golden
 from transformers import MiniMaxM2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -29,15 +30,12 @@ import gpu_reference.golden.golden
 import minimax_tools.reference.head
 import minimax_tools.reference.twin
 from gpu_reference.cli import main as mm2_gpu
-from gpu_reference.golden.golden import GoldenRequest, open_golden
-from gpu_reference.model.model import GoldenModelRequest
-from gpu_reference.model.placement import Placement
+from gpu_reference.golden.golden import open_golden
 from gpu_reference.streaming.once_reader import OnceReader
 from gpu_reference.streaming.streaming import Streaming
 from loading.inputs import digest_of, open_inputs
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.model.run import full_run
 from minimax_tools.model.weight_names import GATE, layer_of
 
 transformers_logging.disable_progress_bar()
@@ -54,11 +52,10 @@ _IMPORTED_EARLY = (
     minimax_tools.reference.head,
     minimax_tools.reference.twin,
 )
-_CPU = torch.device("cpu")
 
 
 class WatchedReader(CheckpointReader):
-    """A reader that is found again after the command that opened it has ended."""
+    """A reader that is found again after its command has ended."""
 
     opened: list[CheckpointReader] = []  # noqa: RUF012  # one process, one command
 
@@ -68,26 +65,26 @@ class WatchedReader(CheckpointReader):
 
 
 class WatchedOnceReader(WatchedReader, OnceReader):
-    """The same, of a stream."""
+    """A stream's reader that is found again after its command has ended."""
 
 
 class IdleReader(WatchedOnceReader):
-    """A stream's reader that from the third layer on leaves matrices as they are: what is left is the rest of the work.
+    """A stream's reader that reads no matrices from the third layer on, so that only the other work is left.
 
-    Their places hold the weights of the first two layers by then, and each thread's buffer holds FP8 codes: the
-    arithmetic is the same, on as many numbers.
+    The storage then holds the weights of the first two layers, and each thread's buffer FP8 codes: the arithmetic stays
+    the same.
     """
 
-    def _fill(self, entry: TensorEntry, out: torch.Tensor, *, past_cache: bool) -> None:
+    def _fill(self, entry: TensorEntry, out: torch.Tensor) -> None:
         layer = layer_of(entry.name)
         is_matrix = len(entry.shape) == 2 and entry.name.endswith(".weight") and not entry.name.endswith(GATE)
         if layer is None or layer < 2 or not is_matrix:
-            super()._fill(entry, out, past_cache=past_cache)
+            super()._fill(entry, out)
 
 
 def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
-    """`mm2-gpu` with these words, in this process; with `idle`, without most of its reading."""
-    # The command opens its reader itself, and tells nobody.
+    """Run `mm2-gpu` with these words in this process; with `idle`, without most of its reading."""
+    # The command opens its reader itself, so its classes are replaced.
     names = vars(gpu_reference.golden.golden)
     names |= {"CheckpointReader": WatchedReader, "OnceReader": IdleReader if idle else WatchedOnceReader}
     code = mm2_gpu(words, standalone_mode=False)
@@ -99,25 +96,11 @@ def run_command(words: list[str], *, idle: bool = False) -> dict[str, float]:
 
 
 def forward_streamed(model: str, seq_lens: list[int]) -> dict[str, Any]:
-    """The logits, streamed, from the folder on: stand up, run, no capture and no noise floor."""
+    """Compute the logits by streaming, without capture and noise floor."""
     folder = Path(model)
-    spec, inputs = open_inputs(folder, seq_lens)
-    request = GoldenRequest(
-        model=GoldenModelRequest(
-            folder=folder,
-            spec=spec,
-            num_hidden_layers=spec.num_hidden_layers,
-            dtype=torch.bfloat16,
-            placement=Placement(device_map={"": "cpu"}),
-            attn_implementation="sdpa",
-            experts_implementation="grouped_mm",
-        ),
-        model_source=model,
-        run=full_run(spec.num_hidden_layers, sites_level="all"),
-        inputs=inputs,
-        noise_floor="off",
-        streaming=Streaming(device=_CPU),
-    )
+    _, inputs = open_inputs(folder, seq_lens)
+    streaming = Streaming(device=torch.device("cpu"))
+    request = request_golden(folder, inputs, noise_floor="off", streaming=streaming)
     began_s = time.perf_counter()
     with open_golden(request) as golden:
         logits = golden.forward()

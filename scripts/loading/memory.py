@@ -1,4 +1,4 @@
-"""The figures of `bench_loading.py` that tell of memory: what is held at most, in layers."""
+"""Figures of memory: peaks in layers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from figures import Figure
 
-from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Bench, Checkpoint, bf16_layer_bytes, say
+from loading.bench import LOAD_LAYERS, LOAD_WHOLE, Checkpoint, LoadingBench, bf16_layer_bytes, say
 from minimax_tools.synthetic.checkpoint import FP8
 
 _EAGER = ("--experts-implementation", "eager")
 _ALONE = ("--stream", "on", "--no-prefetch")
 
 
-def measure_peaks(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """Peaks of goldens and of `from_pretrained`, and whether a streamed golden is the one loaded whole."""
+def measure_peaks(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
+    """Yield the peaks of goldens and of `from_pretrained`, and whether streamed and whole goldens are equal."""
     layer_bytes = checkpoint.layer_bytes
     with bench.folder("captures") as captures:
         alone = bench.golden(checkpoint, captures / "alone", *_ALONE)
@@ -37,8 +37,8 @@ def measure_peaks(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
     yield Figure.exactly("streamed_capture_equals_whole", float(equal), 1)
 
 
-def measure_packed(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """Peaks of goldens of small FP8 layers, and whether packed experts give the eager golden."""
+def measure_packed(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
+    """Yield the peaks of goldens of small FP8 layers, and whether packed experts equal the eager golden."""
     with bench.folder("captures") as captures:
         packed = bench.golden(checkpoint, captures / "packed", *_ALONE, "--packed-experts", *_EAGER)
         unpacked = bench.golden(checkpoint, captures / "unpacked", *_ALONE, *_EAGER)
@@ -54,8 +54,8 @@ def measure_packed(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
     yield Figure.exactly("packed_capture_equals_eager_whole", float(equal), 1)
 
 
-def measure_packed_large(bench: Bench) -> Iterator[Figure]:
-    """The peak of a golden of large FP8 layers, packed: beside small ones what a process needs anyway shows."""
+def measure_packed_large(bench: LoadingBench) -> Iterator[Figure]:
+    """Yield the peak of a golden of large packed FP8 layers; beside small ones the rest of the process shows."""
     with (
         bench.checkpoint("large", dtype=FP8, model=bench.scale.large) as checkpoint,
         bench.folder("captures") as captures,
@@ -67,7 +67,7 @@ def measure_packed_large(bench: Bench) -> Iterator[Figure]:
 
 
 def _are_equal(capture: Path, other: Path) -> bool:
-    """Whether two captures hold the same tensors, byte for byte; their manifests name versions and options."""
+    """Decide whether two captures hold the same tensors, byte for byte; manifests differ in versions and options."""
     names = {path.name for folder in (capture, other) for path in folder.glob("*.safetensors")}
     differing = [name for name in sorted(names) if _content(capture / name) != _content(other / name)]
     if differing:

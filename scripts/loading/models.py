@@ -1,4 +1,4 @@
-"""The figures of `bench_loading.py` that tell of whole models: split in three, and at full size."""
+"""Figures of whole models: split in three, and of full size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from loading.bench import (
     READ_PLAINLY,
     SPLIT,
     WRITE_QWEN2,
-    Bench,
     Checkpoint,
-    Measured,
+    LoadingBench,
+    ProbeResult,
     bf16_layer_bytes,
 )
 from minimax_tools.checkpoint.index import TensorIndex
@@ -25,12 +25,12 @@ from minimax_tools.model.weight_names import EMBEDDING, layer_of
 from minimax_tools.synthetic.toy_model import PRESETS
 
 _PASSES = 5
-# A golden without reads still reads two layers; what one more takes shows between these.
+# A golden without reads still reads two layers: the difference of these two counts gives the time of a layer.
 _FEW_LAYERS, _MORE_LAYERS = 2, 6
 
 
-def measure_split(bench: Bench) -> Iterator[Figure]:
-    """Bottom, trunk and top, with `low_memory` and without: peak, time to load, tokens a second."""
+def measure_split(bench: LoadingBench) -> Iterator[Figure]:
+    """Yield peak, time to load and tokens per second of bottom, trunk and top, with `low_memory` and without."""
     quantities = bench.scale.qwen2
     with bench.folder("qwen2") as folder:
         shard_bytes = bench.scale.shard_bytes // 3
@@ -41,16 +41,16 @@ def measure_split(bench: Bench) -> Iterator[Figure]:
         yield from _split_figures(bench, checkpoint.folder, "minimax_m2", num_layers)
 
 
-def measure_full_size(bench: Bench, folder: Path, *, num_layers: int | None) -> Iterator[Figure]:
-    """A golden of a checkpoint of the true size, streamed and cold; a layer is one of BF16 weights.
+def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | None) -> Iterator[Figure]:
+    """Yield the figures of a streamed, cold golden of a checkpoint of the true size, in layers of BF16 weights.
 
-    Its bound is the longer of two: a plain read past the cache at the speed of the first shards, and so many layers
-    without their reads, each taking what one takes after the second.
+    The bound is the longer of two times: a plain read past the cache at the speed of the first shards, and the layers
+    without their reads.
 
     Args:
         bench: The bench.
         folder: The checkpoint.
-        num_layers: How many of its first layers; None for all of them, and the head.
+        num_layers: Number of first layers; None for all layers and the head.
     """
     checkpoint = Checkpoint.of(folder)
     wanted = range(checkpoint.num_layers if num_layers is None else num_layers)
@@ -85,9 +85,9 @@ def measure_full_size(bench: Bench, folder: Path, *, num_layers: int | None) -> 
 
 
 def _golden_of(
-    bench: Bench, checkpoint: Checkpoint, num_layers: int | None, *, idle: bool = False
-) -> tuple[Measured, int]:
-    """A cold golden of the first layers, None for all, and the size of its capture."""
+    bench: LoadingBench, checkpoint: Checkpoint, num_layers: int | None, *, idle: bool = False
+) -> tuple[ProbeResult, int]:
+    """Make a cold golden of the first layers, None for all; return the result and the size of the capture."""
     command = ("extract-all",) if num_layers is None else ("multi-layer", "--layers", f"0:{num_layers}")
     drop_cache(checkpoint.shards)
     with bench.folder("captures") as captures:
@@ -96,9 +96,9 @@ def _golden_of(
         return run, tree_bytes(captures)
 
 
-def _split_figures(bench: Bench, folder: Path, model_type: str, num_layers: int) -> Iterator[Figure]:
+def _split_figures(bench: LoadingBench, folder: Path, model_type: str, num_layers: int) -> Iterator[Figure]:
     outer = max(1, num_layers // 4)
-    runs: dict[bool, list[Measured]] = {True: [], False: []}
+    runs: dict[bool, list[ProbeResult]] = {True: [], False: []}
     for _ in range(bench.scale.rounds):
         for low_memory, kept in runs.items():
             kept.append(
@@ -126,7 +126,7 @@ def _split_figures(bench: Bench, folder: Path, model_type: str, num_layers: int)
 
 
 def _stored_bytes(checkpoint: Checkpoint, layers: range) -> int:
-    """What these layers take in a checkpoint, and what is read besides: the embedding, and of all layers the head."""
+    """Compute the stored size of these layers and the embedding, and of the head where all layers are wanted."""
     if len(layers) == checkpoint.num_layers:
         return checkpoint.stored_bytes
     return sum(

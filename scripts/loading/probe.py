@@ -1,9 +1,9 @@
-"""One measurement in a process of its own, started by `bench_loading.py`.
+"""A measurement in a process of its own, started by `bench_loading.py`.
 
     python -m loading.probe MODULE:FUNCTION ARGUMENTS REPORT
 
-Importing MODULE imports all that the measured function needs; what this process holds then is its baseline. Then
-the function is called with ARGUMENTS, a JSON object, and REPORT, a file, gets what it took, as JSON.
+Importing MODULE imports all that the function needs; the memory held then is the baseline. The function is called
+with ARGUMENTS, a JSON object. The file REPORT gets time, memory and result as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     gc.collect()
     import_s = time.perf_counter() - began_s
     baseline = Path("/proc/self/status").read_text(encoding="utf-8")
-    # Importing torch leaves a file there until the process ends.
+    # Importing torch leaves a temporary file until the process ends.
     temporary_bytes = tree_bytes(Path(tempfile.gettempdir()))
     before, known = _read_io(), set(sys.modules)
     began_s = time.perf_counter()
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _read_io() -> dict[str, int]:
-    """What the kernel counted for this process: `rchar` and `wchar` asked for, `read_bytes` from a disk."""
+    """Read the kernel's counts of this process: `rchar` and `wchar` of files, `read_bytes` of disks."""
     lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     return {name: int(count) for name, _, count in (line.partition(": ") for line in lines)}
 

@@ -1,6 +1,6 @@
-"""Measured in a process of their own: reading a checkpoint's layers and dequantising, without a model.
+"""Probes of reading a checkpoint's layers and of dequantising, without a model.
 
-Every function returns numbers by name; see `loading/probe.py`.
+Functions return numbers by name; see `loading/probe.py`.
 """
 
 from __future__ import annotations
@@ -21,32 +21,29 @@ from minimax_tools.checkpoint.fp8 import dequantise, scale_shape
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.layer_loader import LayerLoader
-from minimax_tools.checkpoint.layer_storage import GroupedStorage
+from minimax_tools.checkpoint.layer_storage import grouped_storage
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_of
 from minimax_tools.synthetic.random_numbers import LEVELS
 
-# Of a plain read: small enough to stay in a processor's cache, large enough that calls cost nothing.
+# Piece of a plain read: it fits the processor's cache, and calls cost little.
 _PIECE_BYTES = 1 << 20
 _COPIED_BYTES = 1 << 30
 _FP8_MAX = 448.0
 
 
 def load_layers(model: str, *, prefetch: bool) -> dict[str, float]:
-    """Every layer through `LayerLoader`, one after the other, into storage that is kept."""
+    """Load all layers through `LayerLoader`, one after the other, into storage that is kept."""
     spec = ModelSpec.from_folder(Path(model))
     with CheckpointReader(Path(model)) as reader:
         began_s = time.perf_counter()
-        new_storage = partial(GroupedStorage, spec, dtype=torch.bfloat16, device=torch.device("cpu"))
+        new_storage = partial(grouped_storage, spec, dtype=torch.bfloat16, device=torch.device("cpu"))
         with LayerLoader(reader, new_storage, prefetch=prefetch) as loader:
             for layer in range(spec.num_hidden_layers):
                 following = layer + 1
                 loader.load(layer, then=following if following < spec.num_hidden_layers else None)
-            return {
-                "pass_s": time.perf_counter() - began_s,
-                "bytes_read": reader.num_bytes_read,
-            }
+            return {"pass_s": time.perf_counter() - began_s, "bytes_read": reader.num_bytes_read}
 
 
 def read_plainly(
@@ -58,15 +55,15 @@ def read_plainly(
     num_layers: int | None = None,
     past_cache: bool = False,
 ) -> dict[str, float]:
-    """The bytes of all tensors, or of those of the layers, read piece by piece into memory that is used again.
+    """Read all tensors, or those of the layers, piece by piece into memory that is used again.
 
     Args:
         model: The checkpoint.
-        num_threads: How many threads read.
-        memory_bytes: How much memory they fill, all together, before they begin anew in it.
+        num_threads: Number of reading threads.
+        memory_bytes: Memory that all threads fill together before they reuse it.
         layers_only: Whether to leave out embedding, final norm and lm_head.
-        num_layers: Of how many layers; None for all of them.
-        past_cache: Whether they come straight from the disk, in whole pages.
+        num_layers: Number of first layers; None for all.
+        past_cache: Whether to read past the page cache, in whole pages.
     """
     entries = [
         entry
@@ -83,7 +80,7 @@ def read_plainly(
 
     def read_piece(path: Path, offset: int, size: int) -> None:
         if not hasattr(own, "memory"):
-            # Memory of its own pages, as direct reads need it.
+            # Direct reads need memory that begins on a page.
             own.memory, own.position = memoryview(mmap.mmap(-1, share_bytes + 2 * mmap.PAGESIZE)), 0
         skip = offset % mmap.PAGESIZE if past_cache else 0
         size += skip + (-(skip + size) % mmap.PAGESIZE if past_cache else 0)
@@ -93,7 +90,7 @@ def read_plainly(
         while done < size:
             count = os.preadv(descriptors[path], [place[done:]], offset - skip + done)
             if count == 0:
-                # A file's last page is not whole.
+                # The last page of a file is not whole.
                 break
             done += count
 
@@ -115,9 +112,9 @@ def read_plainly(
 def dequantise_experts(
     *, num_experts: int, intermediate_size: int, hidden_size: int, rounds: int
 ) -> dict[str, float]:
-    """Experts' matrices dequantised into BF16 memory that is kept, by as many threads as torch has.
+    """Dequantise experts' matrices into BF16 memory that is kept, by as many threads as torch has.
 
-    Between two rounds a large tensor is copied, by all threads: what the memory can move.
+    Between two rounds all threads copy a large tensor, which measures the memory bandwidth.
     """
     num_threads = torch.get_num_threads()
     shapes = [(intermediate_size, hidden_size)] * 2 + [(hidden_size, intermediate_size)]
@@ -126,7 +123,7 @@ def dequantise_experts(
     scales = [torch.rand(scale_shape(shape)) / 100 + 1e-4 for shape in shapes]
     places = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
     num_bytes = sum(code.nbytes for code in codes)
-    # Filled, since untouched memory is none.
+    # Filled, since untouched memory takes no pages.
     source = torch.full((min(_COPIED_BYTES, num_bytes),), 1, dtype=torch.uint8)
     target = torch.full_like(source, 2)
     rates, bandwidths = [], []
@@ -149,14 +146,14 @@ def dequantise_experts(
 
 
 def _normal_codes(shape: tuple[int, int]) -> torch.Tensor:
-    """Codes as a block of weights has them: normal, the largest near FP8's end, hardly one of them subnormal."""
+    """Draw codes as in a block of weights: normal, the largest near the end of FP8, hardly any subnormal."""
     levels = (LEVELS * (_FP8_MAX / float(LEVELS.max()))).float().to(torch.float8_e4m3fn).view(torch.uint8)
     codes = bytearray(os.urandom(shape[0] * shape[1])).translate(bytes(levels.tolist()))
     return torch.frombuffer(codes, dtype=torch.uint8).view(torch.float8_e4m3fn).view(shape)
 
 
 def _extents(entries: Iterable[TensorEntry]) -> Iterator[tuple[Path, int, int]]:
-    """File, offset and size of what lies together, in the order of files and offsets."""
+    """Yield file, offset and size of adjacent tensors, in the order of files and offsets."""
     path, start, stop = Path(), 0, 0
     for entry in sorted(entries, key=lambda entry: (entry.file, entry.offset)):
         if (entry.file, entry.offset) != (path, stop):

@@ -1,7 +1,7 @@
-"""Measured in a process of their own: the same model loaded and run by transformers and accelerate alone.
+"""Probes of transformers and accelerate, which load and run the same model.
 
-Every function returns numbers and digests by name; see `loading/probe.py`. Nothing of mm2 is imported before torch:
-what it settles for its own command must not settle how these run.
+Functions return numbers and digests by name; see `loading/probe.py`. Nothing of mm2 is imported before torch: its
+settings for torch must not apply here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loading.inputs import digest_of, open_inputs
 from minimax_tools.checkpoint.reader import CheckpointReader
 
 transformers_logging.disable_progress_bar()
-# Else they would be imported while memory and time are measured.
+# Otherwise these imports would count in memory and time.
 _IMPORTED_EARLY = (
     accelerate.hooks,
     numpy.ctypeslib,
@@ -34,7 +34,7 @@ _IMPORTED_EARLY = (
 
 
 def forward_offloaded(model: str, seq_lens: list[int], offload_folder: str) -> dict[str, Any]:
-    """The logits by accelerate's disk offload, from the folder on: every layer on disk, all else in memory."""
+    """Compute the logits by accelerate's disk offload: layers on disk, all else in memory."""
     folder = Path(model)
     spec, inputs = open_inputs(folder, seq_lens)
     device_map = {
@@ -54,7 +54,7 @@ def forward_offloaded(model: str, seq_lens: list[int], offload_folder: str) -> d
     ).eval()
     load_s = time.perf_counter() - began_s
     with CheckpointReader(folder) as reader:
-        # It rounds the router; with the checkpoint's own, the logits must be the streamed ones bit for bit.
+        # transformers rounds the router. With the checkpoint's, the logits equal the streamed ones bit for bit.
         restore_router(whole, reader)
     began_s = time.perf_counter()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def forward_offloaded(model: str, seq_lens: list[int], offload_folder: str) -> d
 
 
 def load_whole(model: str) -> dict[str, float]:
-    """transformers' `from_pretrained`, as anyone calls it."""
+    """Load the model by transformers' `from_pretrained`, with its defaults."""
     began_s = time.perf_counter()
     whole = MiniMaxM2ForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     return {"load_s": time.perf_counter() - began_s, "num_parameters": whole.num_parameters()}

@@ -1,4 +1,4 @@
-"""How large `bench_loading.py` makes everything: full, or a toy that tries the script out."""
+"""Sizes of `bench_loading.py`: full, or a toy that tries the script out."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """How large everything is.
+class LoadingScale:
+    """Sizes of a measurement.
 
     Args:
         model: The model that is loaded, streamed and offloaded.
-        large: A model of few layers of the size that packing is for.
-        shard_bytes: Of its shards.
-        split_layers: How many of its layers the split model has.
-        qwen2: The quantities of the other split model.
-        expert: Experts, intermediate and hidden size of what is dequantised.
-        rounds: How often each time is taken.
+        large: A model of few large layers, for packed experts.
+        shard_bytes: Size of a shard of `model`.
+        split_layers: Number of layers of `model` in the split model.
+        qwen2: Quantities of the other split model.
+        expert: Number of experts, intermediate and hidden size of what is dequantised.
+        rounds: Number of rounds.
     """
 
     model: SyntheticModel
@@ -32,10 +32,10 @@ class Scale:
     rounds: int
 
 
-SCALES: Mapping[str, Scale] = MappingProxyType(
+SCALES: Mapping[str, LoadingScale] = MappingProxyType(
     {
         # 5.05 GB in BF16: 16 layers of 307 MB.
-        "full": Scale(
+        "full": LoadingScale(
             model=SyntheticModel(
                 num_hidden_layers=16,
                 hidden_size=1024,
@@ -63,7 +63,7 @@ SCALES: Mapping[str, Scale] = MappingProxyType(
             expert=(64, 1536, 3072),
             rounds=3,
         ),
-        "toy": Scale(
+        "toy": LoadingScale(
             model=SyntheticModel(num_local_experts=16, num_experts_per_tok=2),
             large=SyntheticModel(num_hidden_layers=2),
             shard_bytes=4_000_000,

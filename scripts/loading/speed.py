@@ -1,7 +1,7 @@
-"""The figures of `bench_loading.py` that tell of time: loading, dequantising, streaming, offloading.
+"""Figures of time: loading, dequantising, streaming, offloading.
 
-Each ratio is that of one round, whose runs follow each other; the figure is the rounds' median. Seconds begin
-after a process's imports, on both sides of every ratio.
+A ratio is that of one round, whose runs follow each other; the figure is the median of the rounds. Seconds begin after
+the imports of a process, on both sides of each ratio.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from figures import Figure
-from page_cache import Cache
+from page_cache import CacheState
 
 from loading.bench import (
     DEQUANTISE,
@@ -20,35 +20,35 @@ from loading.bench import (
     FORWARD_STREAMED,
     LOAD_LAYERS,
     READ_PLAINLY,
-    Bench,
     Checkpoint,
-    Measured,
+    LoadingBench,
+    ProbeResult,
 )
 
 
-def measure_warm_load(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """A pass of `LayerLoader` over all layers against plain reads of the same bytes, from the page cache.
+def measure_warm_load(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
+    """Yield the time of `LayerLoader` over all layers against plain reads of the same bytes from the page cache.
 
-    The raw read is the faster of two: one thread with a buffer that stays in the processor's cache, and all threads
-    with as much memory as a layer takes. All threads with small buffers are told beside: they write no memory.
+    The plain read is the faster of two: one thread with a buffer in the processor's cache, or all threads with as much
+    memory as a layer takes. The rate of all threads with small buffers, which write no memory, is given beside it.
     """
     rates, ratios, raw_rates, cached_rates = [], [], [], []
     for _ in range(bench.scale.rounds):
         load = bench.probe(
             LOAD_LAYERS,
-            cache=Cache.WARM,
+            cache=CacheState.WARM,
             checkpoint=checkpoint,
             model=str(checkpoint.folder),
             prefetch=False,
         )
         read_s = min(
-            _read_s(bench, checkpoint, Cache.WARM, num_threads=1),
-            _read_s(bench, checkpoint, Cache.WARM, memory_bytes=checkpoint.layer_bytes),
+            _read_s(bench, checkpoint, CacheState.WARM, num_threads=1),
+            _read_s(bench, checkpoint, CacheState.WARM, memory_bytes=checkpoint.layer_bytes),
         )
         num_bytes, load_s = load.told["bytes_read"], load.told["pass_s"]
         rates.append(num_bytes / load_s)
         raw_rates.append(num_bytes / read_s)
-        cached_rates.append(num_bytes / _read_s(bench, checkpoint, Cache.WARM))
+        cached_rates.append(num_bytes / _read_s(bench, checkpoint, CacheState.WARM))
         ratios.append(load_s / read_s)
     yield Figure.at_most("warm_load_over_raw_read", median(ratios), 1.3)
     yield Figure.plain("warm_load_gb_per_s", median(rates) / 1e9)
@@ -56,8 +56,8 @@ def measure_warm_load(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
     yield Figure.plain("raw_warm_read_into_cache_gb_per_s", median(cached_rates) / 1e9)
 
 
-def measure_dequantising(bench: Bench) -> Iterator[Figure]:
-    """FP8 experts of the true size to BF16, and the share of what a copy by all threads moves."""
+def measure_dequantising(bench: LoadingBench) -> Iterator[Figure]:
+    """Yield the speed of dequantising FP8 experts of the true size, and its share of the memory bandwidth."""
     num_experts, intermediate_size, hidden_size = bench.scale.expert
     told = bench.probe(
         DEQUANTISE,
@@ -72,27 +72,26 @@ def measure_dequantising(bench: Bench) -> Iterator[Figure]:
 
 
 def measure_stream(
-    bench: Bench, checkpoint: Checkpoint, *, floor: str = "full", suffix: str = ""
+    bench: LoadingBench, checkpoint: Checkpoint, *, floor: str = "full", suffix: str = ""
 ) -> Iterator[Figure]:
-    """Whole streamed goldens, cold, over the longer of two: a cold read, and the golden without its reads.
+    """Yield the time of a whole streamed, cold golden over its bound.
 
-    The read is a plain one of all the checkpoint's tensors by all threads, the faster of two: through the page cache,
-    and past it. The golden without its reads is the same command on a
-    warm cache whose reader leaves out every matrix from the third layer on: it dequantises, computes, and writes the
-    capture.
+    The bound is the longer of a cold read, and of the golden without its reads. The cold read is a plain one of all
+    tensors by all threads, through the page cache or past it, whichever is faster. The golden without its reads is the
+    same command on a warm cache, whose reader leaves out the matrices from the third layer on.
     """
     options = ("--stream", "on", "--prefetch", "--noise-floor", floor)
-    runs: list[Measured] = []
+    runs: list[ProbeResult] = []
     ratios, idle_s, read_s = [], [], []
     for _ in range(bench.scale.rounds):
         with bench.folder("captures") as captures:
-            run = bench.golden(checkpoint, captures / "cold", *options, cache=Cache.COLD)
-            idle = bench.golden(checkpoint, captures / "idle", *options, cache=Cache.WARM, idle=True)
+            run = bench.golden(checkpoint, captures / "cold", *options, cache=CacheState.COLD)
+            idle = bench.golden(checkpoint, captures / "idle", *options, cache=CacheState.WARM, idle=True)
         runs.append(run)
         idle_s.append(idle.seconds)
         read_s.append(
             min(
-                _read_s(bench, checkpoint, Cache.COLD, layers_only=False, past_cache=past_cache)
+                _read_s(bench, checkpoint, CacheState.COLD, layers_only=False, past_cache=past_cache)
                 for past_cache in (False, True)
             )
         )
@@ -108,17 +107,17 @@ def measure_stream(
     yield Figure.plain(f"rchar_over_stored{suffix}", max(run.rchar for run in runs) / stored_bytes)
 
 
-def measure_offload(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
-    """The logits by accelerate's disk offload over the streamed ones, and what either leaves on the disk."""
+def measure_offload(bench: LoadingBench, checkpoint: Checkpoint) -> Iterator[Figure]:
+    """Yield the time of the logits by accelerate's disk offload over that by streaming, and their disk space."""
     arguments: dict[str, Any] = {"model": str(checkpoint.folder), "seq_lens": list(bench.seq_lens)}
-    streams: list[Measured] = []
-    offloads: list[Measured] = []
-    ratios: dict[Cache, list[float]] = {Cache.WARM: [], Cache.COLD: []}
+    streams: list[ProbeResult] = []
+    offloads: list[ProbeResult] = []
+    ratios: dict[CacheState, list[float]] = {CacheState.WARM: [], CacheState.COLD: []}
     for _ in range(bench.scale.rounds):
         for cache, kept in ratios.items():
             stream = bench.probe(FORWARD_STREAMED, cache=cache, checkpoint=checkpoint, **arguments)
             with bench.folder("offload") as folder:
-                # What it reads back from its own folder would count against a warm cache.
+                # The offload folder is read too, which may drop the checkpoint from the cache.
                 cache.prepare(checkpoint.shards)
                 offload = bench.probe(FORWARD_OFFLOADED, offload_folder=str(folder), **arguments)
             kept.append(offload.told["whole_s"] / stream.told["whole_s"])
@@ -126,8 +125,8 @@ def measure_offload(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
             offloads.append(offload)
     layer_bytes = checkpoint.layer_bytes
     equal = len({run.told["logits"] for run in (*streams, *offloads)}) == 1
-    yield Figure.at_least("offload_over_stream", median(ratios[Cache.COLD]), 5)
-    yield Figure.at_least("offload_over_stream_warm", median(ratios[Cache.WARM]), 5)
+    yield Figure.at_least("offload_over_stream", median(ratios[CacheState.COLD]), 5)
+    yield Figure.at_least("offload_over_stream_warm", median(ratios[CacheState.WARM]), 5)
     yield Figure.plain("streamed_logits_s", median(run.told["whole_s"] for run in streams))
     yield Figure.plain("offload_load_s", median(run.told["load_s"] for run in offloads))
     yield Figure.plain("offload_forward_s", median(run.told["forward_s"] for run in offloads))
@@ -141,25 +140,25 @@ def measure_offload(bench: Bench, checkpoint: Checkpoint) -> Iterator[Figure]:
 
 
 def _read_s(
-    bench: Bench,
+    bench: LoadingBench,
     checkpoint: Checkpoint,
-    cache: Cache,
+    cache: CacheState,
     *,
     num_threads: int | None = None,
     memory_bytes: int = 0,
     layers_only: bool = True,
     past_cache: bool = False,
 ) -> float:
-    """Seconds of a plain read.
+    """Measure the seconds of a plain read.
 
     Args:
         bench: The bench.
-        checkpoint: What is read.
-        cache: What of it the page cache holds.
-        num_threads: How many threads read; None for as many as torch has.
-        memory_bytes: How much memory they fill; as little as can be by default.
+        checkpoint: The checkpoint that is read.
+        cache: State of the page cache at the beginning.
+        num_threads: Number of reading threads; None for as many as torch has.
+        memory_bytes: Memory that they fill; by default as little as possible.
         layers_only: Whether only the layers are read.
-        past_cache: Whether they come straight from the disk.
+        past_cache: Whether the page cache is bypassed.
     """
     measured = bench.probe(
         READ_PLAINLY,

@@ -1,11 +1,10 @@
-"""Measured in a process of their own: `ModelFactory.create_split_models`, and a model to split.
+"""Probes of `ModelFactory.create_split_models`, and a model to split.
 
-Every function returns numbers and digests by name; see `loading/probe.py`.
+Functions return numbers and digests by name; see `loading/probe.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from statistics import median
 from typing import Any
@@ -17,6 +16,7 @@ import transformers.masking_utils
 from transformers import MiniMaxM2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from loading.inputs import digest_of
 from minimax_tools.split.factory import ModelFactory
 
 transformers_logging.disable_progress_bar()
@@ -29,7 +29,7 @@ _IMPORTED_EARLY = (
 
 
 def write_qwen2(folder: str, shard_bytes: int, quantities: dict[str, int]) -> dict[str, int]:
-    """A Qwen2 of small random numbers, written by transformers in several shards."""
+    """Write a Qwen2 of small random numbers by transformers, in several shards."""
     torch.manual_seed(0)
     config = Qwen2Config.from_dict({**quantities, "dtype": "bfloat16"})
     model = Qwen2ForCausalLM._from_config(config)
@@ -46,7 +46,7 @@ def split(
     num_tokens: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """The three components loaded, then run: seconds to load, tokens a second, and a digest of the logits."""
+    """Load and run the three components; return seconds to load, tokens per second, and a digest of the logits."""
     began_s = time.perf_counter()
     bottom, trunk, top = ModelFactory.create_split_models(
         model_type, model, *split_points, device="cpu", low_memory=low_memory
@@ -65,5 +65,5 @@ def split(
         "load_s": load_s,
         "tokens_per_s": num_tokens / median(seconds[1:]),
         "num_bytes": bottom.size_bytes + trunk.size_bytes + top.size_bytes,
-        "logits": hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+        "logits": digest_of(logits),
     }

@@ -1,1 +1,7 @@
-"""What bench_slices.py measures: plans, slices cut out, and runs along a plan; each file gives its figures."""
+"""Measurements of `bench_slices.py`.
+
+- `planning`: plans, against all possible plans
+- `extracting`: speed of cutting a slice, against `cp`, and its memory
+- `running`: bytes that a rank reads, and the time that two ranks save
+- `timed_capture`: one process of a timed golden capture
+"""

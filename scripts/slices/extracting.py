@@ -1,7 +1,7 @@
-"""The figures of `bench_slices.py` that tell of extraction: its speed against `cp`, and the memory it takes.
+"""Figures of extraction: its speed against `cp`, and its memory.
 
-Both sides of a ratio read from the page cache, write as many bytes to the same file system and see that they are on
-the disk. The rounds alternate, and the figure is the median of their ratios.
+Both sides of a ratio read from the page cache, write as many bytes to the same file system, and sync them to the disk.
+The rounds alternate, and the figure is the median of their ratios.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from minimax_tools.slices.stored_weights import StoredWeights
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
-# 2.1 GB in FP8, of which the slice is nine tenths; and 15 MB, too little for its ratio to mean anything.
+# 2.1 GB in FP8, of which the slice is nine tenths; the toy has 15 MB, too little for a meaningful ratio.
 _MODELS = {
     "full": SyntheticModel(
         num_hidden_layers=10, hidden_size=1536, intermediate_size=768, num_local_experts=56, vocab_size=32000
@@ -41,7 +41,7 @@ _MODELS = {
     "toy": SyntheticModel(),
 }
 _SHARD_BYTES = {"full": 500_000_000, "toy": 4_000_000}
-# As many tensors as MiniMax-M2 has, 96 103, all of them small: half of them are cut out.
+# As many tensors as MiniMax-M2 has, 96 103, all of them small; half of them are cut out.
 _MANY_TENSORS = {
     "full": SyntheticModel(
         num_hidden_layers=62,
@@ -56,7 +56,7 @@ _SMALL_SHARD_BYTES = 2_000_000
 _ROUNDS = {"full": 7, "toy": 2}
 _NODE = "a"
 
-# Anonymous memory above that of the imports, at most at once.
+# Peak of anonymous memory above the imports.
 _MEASURE = """
 import json, sys
 from pathlib import Path
@@ -75,10 +75,10 @@ print(json.dumps({"before": before, "peak": tracker.peak.anonymous_bytes}))
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """Extraction of most of a checkpoint.
+    """Yield the figures of extracting most of a checkpoint.
 
     Args:
-        scale: `full`, 2 GB that take minutes and 6 GB of disk where temporary files go; or `toy`.
+        scale: `full`, 2 GB that take minutes and 6 GB of disk for temporary files, or `toy`.
     """
     with tempfile.TemporaryDirectory(prefix="mm2-extracting-") as scratch:
         large, many = Path(scratch) / "large", Path(scratch) / "many"
@@ -94,14 +94,10 @@ def measure(scale: str) -> Iterator[Figure]:
 
 
 def _make_checkpoint(folder: Path, model: SyntheticModel, shard_size_bytes: int, *, num_layers: int) -> Path:
-    """An FP8 checkpoint, and a plan that gives the first node so many layers."""
+    """Write an FP8 checkpoint, and a plan that gives the first node `num_layers` layers; return the plan's file."""
     folder.mkdir()
     synthesize(
-        folder / "model",
-        model=model,
-        dtype=torch.float8_e4m3fn,
-        shard_size_bytes=shard_size_bytes,
-        seed=0,
+        folder / "model", model=model, dtype=torch.float8_e4m3fn, shard_size_bytes=shard_size_bytes, seed=0
     )
     source = open_source(str(folder / "model"))
     plan = source.divide(
@@ -131,7 +127,7 @@ def _measure_speed(folder: Path, plan_file: Path, *, rounds: int) -> Iterator[Fi
             warm_cache(read)
             seconds = _time(work)
             shutil.rmtree(target)
-            # What is freed costs the disk's journal something: not the next one's.
+            # Freeing costs time in the disk's journal, which must not count in the next round.
             os.sync()
             # The first round of each only warms up.
             if number:
@@ -144,7 +140,7 @@ def _measure_speed(folder: Path, plan_file: Path, *, rounds: int) -> Iterator[Fi
 
 
 def _measure_memory(plan_file: Path) -> float:
-    """What an extraction takes above the imports, at most, in 10⁶ bytes."""
+    """Measure the peak of an extraction's anonymous memory above the imports, in 10⁶ bytes."""
     words = [sys.executable, "-c", _MEASURE, str(plan_file), _NODE, str(plan_file.parent / "measured")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout.splitlines()[-1])
@@ -152,7 +148,7 @@ def _measure_memory(plan_file: Path) -> float:
 
 
 def _extract(plan_file: Path, output: Path) -> int:
-    """Extract as the command does, from reading the plan on; gives the size of the data."""
+    """Extract as the command does, from reading the plan on; return the size of the data."""
     plan = PartitionPlan.read(plan_file, tensors_of=_NODE)
     source = StoredWeights.of_slice(plan.model, plan.slice_of(_NODE))
     return write_slice(cut_slice(plan, _NODE, source), output).size_bytes

@@ -1,8 +1,8 @@
-"""Plans: found wherever there is one, valid, near the optimum, quick.
+"""Figures of planning: plans found, valid, near the optimum, and quick.
 
-Clusters are drawn around a division of MiniMax-M2's 62 layers, so that one is known to fit each of them; the rival
-is exo's rule, which divides by memory and then sees whether that fits. For the optimum every division of a small
-model is tried.
+Clusters are drawn around a division of MiniMax-M2's 62 layers, so that a plan exists for each. The rival is exo's rule,
+which divides by memory and then checks whether that fits. The optimum of small models is found by trying all
+divisions.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.synthetic.toy_tokenizer import TokenIds
 
 PLANNERS = ("memory", "compute", "balanced")
-# What is free on a node beyond what the known division takes of it, at most, as a share of that. So drawn, the rival
-# rejects about a sixth of the clusters: nearly all tight ones of many nodes, and loose ones where rounding does it.
+# Largest free memory of a node beyond its part of the known division, as a share of that part. The rival then rejects
+# about a sixth of the clusters: nearly all tight ones of many nodes, and loose ones because of rounding.
 _TIGHT_SLACK, _LOOSE_SLACK = 0.04, 8.0
 _TIGHT_SHARE = 0.04
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """How much is tried.
+class PlanningScale:
+    """Size of the measurement.
 
     Args:
-        num_clusters: Drawn around a known division.
-        balanced_every: Of so many clusters one is planned by `balanced` too, which takes longer.
-        num_small: Clusters whose optimum is found by trying all.
-        num_times: How often the largest plan is timed.
+        num_clusters: Number of clusters around a known division.
+        balanced_every: One cluster in so many is planned by `balanced` too, which takes longer.
+        num_small: Number of clusters whose optimum is found by trying all.
+        num_times: Number of times that the largest plan is timed.
     """
 
     num_clusters: int
@@ -52,16 +52,16 @@ class Scale:
     num_times: int
 
 
-SCALES: Mapping[str, Scale] = MappingProxyType(
+SCALES: Mapping[str, PlanningScale] = MappingProxyType(
     {
-        "full": Scale(num_clusters=20_000, balanced_every=10, num_small=1000, num_times=15),
-        "toy": Scale(num_clusters=60, balanced_every=10, num_small=20, num_times=3),
+        "full": PlanningScale(num_clusters=20_000, balanced_every=10, num_small=1000, num_times=15),
+        "toy": PlanningScale(num_clusters=60, balanced_every=10, num_small=20, num_times=3),
     }
 )
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """The figures of planning."""
+    """Yield the figures of planning."""
     cost = true_size_cost()
     yield from _measure_feasible(cost, SCALES[scale])
     yield from _measure_optimum(SCALES[scale])
@@ -69,7 +69,7 @@ def measure(scale: str) -> Iterator[Figure]:
 
 
 def true_size_cost() -> ModelCost:
-    """Of MiniMax-M2 in FP8, with 4096 tokens of context."""
+    """Measure the cost of MiniMax-M2 in FP8, with 4096 tokens of context."""
     token_ids = TokenIds(bos_token_id=0, eos_token_id=0)
     config = SyntheticModel.m2().config(dtype=torch.float8_e4m3fn, token_ids=token_ids)
     return measure_costs(
@@ -80,7 +80,7 @@ def true_size_cost() -> ModelCost:
     )
 
 
-def _measure_feasible(cost: ModelCost, scale: Scale) -> Iterator[Figure]:
+def _measure_feasible(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
     rng = random.Random(0)
     num_found = num_planned = num_invalid = num_rejected = 0
     for number in range(scale.num_clusters):
@@ -101,11 +101,11 @@ def _measure_feasible(cost: ModelCost, scale: Scale) -> Iterator[Figure]:
 
 
 def draw_cluster(cost: ModelCost, rng: random.Random) -> tuple[Node, ...]:
-    """1 to 64 nodes that can hold the model: around a division of it, in any order."""
+    """Draw 1 to 64 nodes that can hold the model, around a division of it, in any order."""
     num_layers = len(cost.layers)
     num_nodes = min(round(math.exp(rng.uniform(0, math.log(MAX_NODES + 1)))), MAX_NODES)
     slack = _TIGHT_SLACK if rng.random() < _TIGHT_SHARE else _LOOSE_SLACK
-    # Each holds at least one layer, as long as there are enough of them.
+    # Each node holds at least one layer, as long as there are enough.
     num_holders = min(num_nodes, num_layers)
     bounds = sorted(rng.sample(range(1, num_layers), num_holders - 1))
     nodes = []
@@ -123,9 +123,10 @@ def draw_cluster(cost: ModelCost, rng: random.Random) -> tuple[Node, ...]:
 
 
 def rival_fits(cost: ModelCost, nodes: Sequence[Node]) -> bool:
-    """Whether exo's rule divides the layers so that they fit.
+    """Decide whether the layers fit where exo's rule divides them.
 
-    By memory, the most first; shares rounded down, what is left to the largest fractions, at least one layer each.
+    Nodes with the most memory come first. Shares are rounded down, the rest goes to the largest fractions, and each
+    node has at least one layer.
     """
     num_layers = len(cost.layers)
     if len(nodes) > num_layers:
@@ -151,14 +152,10 @@ def rival_fits(cost: ModelCost, nodes: Sequence[Node]) -> bool:
 
 
 def is_valid(cost: ModelCost, nodes: Sequence[Node], stages: Sequence[Stage]) -> bool:
-    """Whether a plan holds every layer once, in order, embedding first and head last, within every node's memory."""
+    """Decide whether a plan holds all layers once and in order, within the memory of each node."""
     layers = [layer for stage in stages for layer in stage.layers]
     used = [stage for stage in stages if stage.is_used]
-    fits = all(
-        cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head).memory_bytes
-        <= stage.node.memory_bytes
-        for stage in stages
-    )
+    fits = all(_held(cost, stage).memory_bytes <= stage.node.memory_bytes for stage in stages)
     return (
         fits
         and layers == list(range(len(cost.layers)))
@@ -168,7 +165,7 @@ def is_valid(cost: ModelCost, nodes: Sequence[Node], stages: Sequence[Stage]) ->
     )
 
 
-def _measure_optimum(scale: Scale) -> Iterator[Figure]:
+def _measure_optimum(scale: PlanningScale) -> Iterator[Figure]:
     rng = random.Random(1)
     ratios: list[float] = []
     while len(ratios) < scale.num_small:
@@ -184,7 +181,7 @@ def _measure_optimum(scale: Scale) -> Iterator[Figure]:
 
 
 def draw_small(rng: random.Random) -> tuple[ModelCost, tuple[Node, ...]]:
-    """A model of up to 8 layers, alike or not, and up to 4 nodes that may just hold it or just not."""
+    """Draw a model of up to 8 layers, equal or not, and up to 4 nodes that just hold it or just do not."""
     num_layers, num_nodes = rng.randint(1, 8), rng.randint(1, 4)
     kinds = [
         PartCost(
@@ -211,7 +208,7 @@ def draw_small(rng: random.Random) -> tuple[ModelCost, tuple[Node, ...]]:
 
 
 def find_optimum(cost: ModelCost, nodes: Sequence[Node]) -> float:
-    """Seconds of the slowest stage in the best of all divisions among any of the nodes in any order; inf for none."""
+    """Find the seconds of the slowest stage in the best of all divisions among the nodes; inf where none fits."""
     num_layers = len(cost.layers)
     best = math.inf
 
@@ -226,7 +223,7 @@ def find_optimum(cost: ModelCost, nodes: Sequence[Node]) -> float:
                         node=node, layers=range(start, stop), has_embedding=is_first, has_head=is_last
                     )
                     seconds = max(slowest, _seconds(cost, stage))
-                    if seconds >= best or _memory(cost, stage) > node.memory_bytes:
+                    if seconds >= best or _held(cost, stage).memory_bytes > node.memory_bytes:
                         continue
                     if is_last:
                         best = seconds
@@ -237,18 +234,15 @@ def find_optimum(cost: ModelCost, nodes: Sequence[Node]) -> float:
     return best
 
 
-def _memory(cost: ModelCost, stage: Stage) -> int:
-    return cost.of_slice(
-        stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head
-    ).memory_bytes
+def _held(cost: ModelCost, stage: Stage) -> PartCost:
+    return cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
 
 
 def _seconds(cost: ModelCost, stage: Stage) -> float:
-    held = cost.of_slice(stage.layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
-    return held.flops_per_token / ((stage.node.tflops or 0.0) * 1e12)
+    return _held(cost, stage).flops_per_token / ((stage.node.tflops or 0.0) * 1e12)
 
 
-def _measure_time(cost: ModelCost, scale: Scale) -> Iterator[Figure]:
+def _measure_time(cost: ModelCost, scale: PlanningScale) -> Iterator[Figure]:
     rng = random.Random(2)
     nodes = [
         Node(

@@ -1,15 +1,19 @@
-"""The figures of `bench_slices.py` that tell of runs along a plan: what a rank reads, and what two ranks gain.
+"""Figures of runs along a plan: bytes that a rank reads, and time of two ranks against one process.
 
 `two_ranks_over_one` is the time of two ranks, each with one thread on a core of its own, over that of one process with
-one thread on one core: the same golden capture of eight prompts, noise floor and all, from the page cache. What bounds
-it is that the batch goes through the layers whole (see `gpu_reference.pipeline`): forward passes follow one another,
-however many prompts there are. With the shares S of forward passes, R of reading and dequantising, and W of float32
-twins, statistics, digests and writing in the single process's time, and x of the layers on the first rank, it is
-max(x, 1 − x, S + W + x (R − W)): the second rank waits for the first one's reading and forward pass, and writes last.
-Where W is more than R, the least of it is (S + W) / (S + 2 W), at that same x.
-Start-up, about ten seconds of imports in each process, is left out on both sides.
+one thread. Both capture the same golden of eight prompts with its noise floor, from the page cache. Start-up, about ten
+seconds of imports, is left out. The rounds alternate, and the figure is the median of their ratios.
 
-The rounds alternate, and the figure is the median of their ratios.
+The batch passes the layers whole (see `gpu_reference.pipeline`), so forward passes follow each other. This bounds the
+ratio, in terms of these shares:
+
+- S: forward passes in the time of the single process
+- R: reading and dequantising in that time
+- W: float32 twins, statistics, digests and writing in that time
+- x: layers on the first rank
+
+The ratio is max(x, 1 − x, S + W + x (R − W)): the second rank waits for reading and forward pass of the first, and
+writes last. Where W > R, its minimum is (S + W) / (S + 2 W), at x equal to it.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from minimax_tools.slices.source import open_source
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import SyntheticModel
 
-# 0.5 GB in FP8; and 15 MB, too little for its ratio to mean anything.
+# 0.5 GB in FP8; the toy has 15 MB, too little for a meaningful ratio.
 _MODELS = {
     "full": SyntheticModel(
         num_hidden_layers=12,
@@ -52,16 +56,16 @@ _MODELS = {
 }
 _LENGTHS = {"full": (96, 61, 96, 80, 72, 96, 64, 90), "toy": (24, 15, 24, 9, 20, 24, 12, 18)}
 _ROUNDS = {"full": 5, "toy": 1}
-# Of the layers, what the first of two ranks has: of 6, 7 and 8 of 12 the quickest.
+# Share of the layers on the first rank: of 6, 7 and 8 of 12 layers the quickest.
 _FIRST_SHARE = 7 / 12
 _SCRIPTS = Path(__file__).parents[1]
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """A golden capture by two ranks and by one process.
+    """Yield the figures of a golden capture by two ranks and by one process.
 
     Args:
-        scale: `full`, half a gigabyte of checkpoint and several minutes; or `toy`.
+        scale: `full`, with a checkpoint of half a gigabyte and several minutes, or `toy`.
     """
     with tempfile.TemporaryDirectory(prefix="mm2-running-") as scratch:
         folder, plan_file, output = (Path(scratch) / name for name in ("model", "plan.json", "capture"))
@@ -114,7 +118,7 @@ def _time(launcher: list[str], folder: Path, output: Path, *arguments: str) -> f
 
 
 def _read_over_slice(plan: PartitionPlan, capture: Path) -> float:
-    """Bytes read over bytes planned, of the rank where it differs most from one."""
+    """Compute bytes read over bytes planned, of the rank that is furthest from 1."""
     records = read_records(capture / RECORDS_FOLDER, [part.node.name for part in plan.used])
     ratios = [
         records[part.node.name].bytes_read / sum(tensor.size_bytes for tensor in part.tensors)

@@ -1,9 +1,8 @@
-"""One process of a timed golden capture, on one core: the only one, or a rank that torchrun started.
+"""A process of a timed golden capture on one core: the only one, or a rank of torchrun.
 
     python -m slices.timed_capture MODEL OUTPUT SEQ_LENS [PLAN]
 
-Prints one JSON object, from rank 0 alone: the seconds from when all are there, with all imported, to when the capture
-is complete.
+Rank 0 prints one JSON object: the seconds from when all ranks have started and imported to the complete capture.
 """
 
 from __future__ import annotations
@@ -16,16 +15,14 @@ import time
 from pathlib import Path
 
 import torch
+from cpu_golden import request_golden
 
 from gpu_reference.golden.golden import GoldenRequest, open_golden
-from gpu_reference.model.model import GoldenModelRequest
-from gpu_reference.model.placement import Placement
 from gpu_reference.pipeline.pipeline import capture_by_ranks
 from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.ranks.ranks import RankGroup, open_ranks
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.command_line.progress import NoProgress
-from minimax_tools.model.run import full_run
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.text.prompts import InputRequest, build_inputs
@@ -34,7 +31,7 @@ _CPU = torch.device("cpu")
 
 
 def main(model: str, output: str, lengths: str, plan_file: str | None = None) -> None:
-    """Capture, and print how long it took."""
+    """Capture, and print the seconds."""
     importlib.import_module("transformers.models.minimax_m2.modeling_minimax_m2")
     place = RankPlace.from_environment()
     torch.set_num_threads(1)
@@ -61,25 +58,9 @@ def main(model: str, output: str, lengths: str, plan_file: str | None = None) ->
 
 
 def _request(folder: Path, lengths: str, streaming: Streaming) -> GoldenRequest:
-    spec = ModelSpec.from_folder(folder)
-    num_layers = spec.num_hidden_layers if streaming.part is None else streaming.part.stage.layers.stop
     rows = InputRequest(seq_lens=tuple(map(int, lengths.split(","))))
-    return GoldenRequest(
-        model=GoldenModelRequest(
-            folder=folder,
-            spec=spec,
-            num_hidden_layers=num_layers,
-            dtype=torch.bfloat16,
-            placement=Placement(device_map={"": "cpu"}),
-            attn_implementation="sdpa",
-            experts_implementation="grouped_mm",
-        ),
-        model_source=str(folder),
-        run=full_run(spec.num_hidden_layers, sites_level="all"),
-        inputs=build_inputs(rows, folder=folder, spec=spec),
-        noise_floor="full",
-        streaming=streaming,
-    )
+    inputs = build_inputs(rows, folder=folder, spec=ModelSpec.from_folder(folder))
+    return request_golden(folder, inputs, noise_floor="full", streaming=streaming)
 
 
 def _meet(ranks: RankGroup) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.provenance import Provenance, library_versions, numeric_environment
 
 
@@ -23,7 +24,7 @@ def provenance() -> Provenance:
 
 
 def test_provenance_survives_a_manifest() -> None:
-    assert Provenance.from_json(json.loads(json.dumps(provenance().as_json()))) == provenance()
+    assert decode(Provenance, json.loads(json.dumps(encode(provenance())))) == provenance()
 
 
 def test_versions_are_those_of_what_is_installed() -> None:

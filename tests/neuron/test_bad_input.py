@@ -108,7 +108,7 @@ class TestGolden:
         self, run: Any, toy: Path, golden: Path, option: tuple[object, ...]
     ) -> None:
         result = run(*LAYER_0, "--model", toy, "--golden", golden, *option)
-        refused(result, "the golden's own inputs are run", "Leave out --prompt", exit_code=2)
+        refused(result, "--golden gives the token rows", "Leave out --prompt", exit_code=2)
 
     def test_golden_in_another_dtype_is_refused_before_anything_runs(
         self, run: Any, toy: Path, golden: Path, tmp_path: Path

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.model.weight_names import layer_of
 
 

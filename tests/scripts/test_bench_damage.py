@@ -12,9 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from damage.damages import DAMAGES, Damage
-from damage.scene import STATES, Scene, open_scene
+from damage.scene import STATES, DamageScene, open_scene
 from damage.tampering import exchange_files, make_old, sign
-from faults.joined import TRIED, Joined
+from faults.pass_tally import TRIED, Joined
 
 from minimax_tools.capture.manifest import Manifest
 
@@ -24,13 +24,13 @@ SIGNED = "under digests"
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DamageScene]:
     with open_scene(tmp_path_factory.mktemp("damage")) as scene:
         yield scene
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_whole_captures_are_judged(scene: Scene, state: str, tmp_path: Path) -> None:
+def test_whole_captures_are_judged(scene: DamageScene, state: str, tmp_path: Path) -> None:
     outcome = scene.judge(state, None, tmp_path / "scratch")
     text = " ".join(outcome.text.split())
     assert (outcome.exit_code, "PASS" in text) == (0, True)
@@ -39,7 +39,9 @@ def test_whole_captures_are_judged(scene: Scene, state: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
-def test_damage_is_refused_by_name_and_is_nobodys_fault(scene: Scene, damage: Damage, tmp_path: Path) -> None:
+def test_damage_is_refused_by_name_and_is_nobodys_fault(
+    scene: DamageScene, damage: Damage, tmp_path: Path
+) -> None:
     outcome = scene.judge("plain", damage, tmp_path / "scratch")
     refused(outcome.exit_code, outcome.text, damage)
 
@@ -51,7 +53,7 @@ def test_damage_is_refused_by_name_and_is_nobodys_fault(scene: Scene, damage: Da
         for number, damage in enumerate([one for one in DAMAGES if one.of_golden][::3])
     ],
 )
-def test_damage_of_a_certified_golden_is_refused(scene: Scene, damage: Damage, tmp_path: Path) -> None:
+def test_damage_of_a_certified_golden_is_refused(scene: DamageScene, damage: Damage, tmp_path: Path) -> None:
     outcome = scene.judge("certified", damage, tmp_path / "scratch")
     refused(outcome.exit_code, outcome.text, damage)
     assert (SIGNED in damage.name) == (
@@ -72,7 +74,9 @@ def test_damage_of_a_certified_golden_is_refused(scene: Scene, damage: Damage, t
         "positions shifted",
     ],
 )
-def test_damage_of_an_older_golden_is_refused(scene: Scene, name: str, state: str, tmp_path: Path) -> None:
+def test_damage_of_an_older_golden_is_refused(
+    scene: DamageScene, name: str, state: str, tmp_path: Path
+) -> None:
     (damage,) = [one for one in DAMAGES if one.name == name]
     outcome = scene.judge(state, damage, tmp_path / "scratch")
     assert outcome.exit_code == 3
@@ -90,7 +94,7 @@ def refused(exit_code: int, text: str, damage: Damage) -> None:
 
 
 class TestShow:
-    def test_whole_golden_is_verified(self, scene: Scene) -> None:
+    def test_whole_golden_is_verified(self, scene: DamageScene) -> None:
         outcome = scene.show(scene.golden("certified"))
         assert outcome.exit_code == 0
         assert "14 of 14 checks passed" in outcome.text
@@ -99,7 +103,9 @@ class TestShow:
         assert int(line.split()[1]) > 2 * num_stored
 
     @pytest.mark.parametrize("is_signed", [False, True])
-    def test_damage_voids_the_certificate(self, scene: Scene, tmp_path: Path, *, is_signed: bool) -> None:
+    def test_damage_voids_the_certificate(
+        self, scene: DamageScene, tmp_path: Path, *, is_signed: bool
+    ) -> None:
         scene.judge("certified", None, tmp_path / "scratch")
         golden = tmp_path / "scratch" / "golden"
         exchange_files(golden, "layer_0.fp32.safetensors", "layer_1.fp32.safetensors")
@@ -111,7 +117,7 @@ class TestShow:
         assert "14 of 14 checks passed;" not in outcome.text
         assert ("DAMAGED" in outcome.text) != is_signed
 
-    def test_older_golden_says_what_it_lacks(self, scene: Scene, tmp_path: Path) -> None:
+    def test_older_golden_says_what_it_lacks(self, scene: DamageScene, tmp_path: Path) -> None:
         scene.judge("plain", None, tmp_path / "scratch")
         golden = tmp_path / "scratch" / "golden"
         make_old(golden)

@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from bench_faults import main, run_all
 from faults.cases import Case
 from faults.effects import measure_effects, run_float32
-from faults.journal import Journal
+from faults.journal import RunJournal
 from faults.pairs import pair_plants
 from faults.plan import plan_quickly
 from faults.plant import Plant
 from faults.planted import EQUIVALENTS, MISTAKES, choose_plants
 from faults.runs import plan_plants
-from faults.scene import Scene, Stage, open_scene
+from faults.scene import Scene, SceneRequest, open_scene
 from faults.tally import clean_cases, give_figures, misses, upper_bound
 
 from minimax_tools.errors import UsageError
@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_faults.py"
 
 # On the left padding that one of them needs, and the far row that others do; 70 rows reach the end of a bucket, and a
 # window's.
-STAGE = Stage(
+STAGE = SceneRequest(
     name="tiny",
     seed=0,
     lengths=(70, 7),
@@ -95,7 +95,7 @@ RIGHT = replace(
 
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    stage = Stage(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
+    stage = SceneRequest(name="decoded", seed=0, lengths=(40, 39), num_layers=1, intermediate_size=128)
     with open_scene(stage, tmp_path_factory.mktemp("faults")) as opened:
         yield opened
 
@@ -285,27 +285,29 @@ def test_upper_bound_is_that_of_clopper_and_pearson() -> None:
 
 def test_journal_gives_back_what_finished(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    Journal(path).add(CASE.run, [CASE, replace(PAIR, effects={"output": math.inf})])
+    RunJournal(path).add(CASE.run, [CASE, replace(PAIR, effects={"output": math.inf})])
     with path.open("a") as file:
         file.write('{"run": "cut sh')
-    again = Journal(path)
+    again = RunJournal(path)
     assert again.find(CASE.run) == (CASE, replace(PAIR, effects={"output": math.inf}))
     assert again.find("another run") is None
 
 
 def test_journal_of_other_code_is_left(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    Journal(path).add(CASE.run, [CASE])
+    RunJournal(path).add(CASE.run, [CASE])
     path.write_text('{"sources": "other"}\n' + path.read_text().split("\n", 1)[1])
-    assert len(Journal(path)) == 0
+    assert len(RunJournal(path)) == 0
 
 
 def test_finished_runs_are_taken_from_the_journal(tmp_path: Path) -> None:
     path, plan = tmp_path / "journal", list(plan_quickly())
     for planned in plan:
-        Journal(path).add(repr(planned), [replace(CASE, run=str(planned))])
+        RunJournal(path).add(repr(planned), [replace(CASE, run=str(planned))])
     # Nothing is pending, so that no model is made.
-    assert [case.run for case in run_all(plan, journal=Journal(path))] == [str(planned) for planned in plan]
+    assert [case.run for case in run_all(plan, journal=RunJournal(path))] == [
+        str(planned) for planned in plan
+    ]
 
 
 def test_folder_that_is_no_model_ends_with_3(

@@ -10,9 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_loading
 from loading import bench as loading_bench
-from loading.bench import Bench, Checkpoint
+from loading.bench import Checkpoint, LoadingBench
 from loading.scales import SCALES
-from page_cache import Cache
+from page_cache import CacheState
 
 from minimax_tools.synthetic.checkpoint import FP8
 
@@ -52,8 +52,8 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(scratch=tmp_path, scale=SCALES["toy"], seq_lens=(5, 3))
+def bench(tmp_path: Path) -> LoadingBench:
+    return LoadingBench(scratch=tmp_path, scale=SCALES["toy"], seq_lens=(5, 3))
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_unknown_figure_is_wrong_usage(tmp_path: Path) -> None:
     assert "no figure peak_anonymous: choose of" in result.stderr
 
 
-def test_probe_that_fails_ends_the_benchmark(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_that_fails_ends_the_benchmark(bench: LoadingBench, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.probe(loading_bench.LOAD_LAYERS, model=str(bench.scratch / "absent"), prefetch=False)
     assert ended.value.code == 3
@@ -102,7 +102,7 @@ def test_probe_that_fails_ends_the_benchmark(bench: Bench, capsys: pytest.Captur
 
 
 def test_probe_that_would_not_fit_the_memory_is_not_run(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: LoadingBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.probe(loading_bench.LOAD_WHOLE, needs_bytes=1 << 60, model="absent")
@@ -111,7 +111,7 @@ def test_probe_that_would_not_fit_the_memory_is_not_run(
 
 
 def test_file_written_beside_the_capture_is_extra_even_if_removed(
-    bench: Bench, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    bench: LoadingBench, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = tmp_path_factory.mktemp("modules")
     (modules / "writing_probe.py").write_text(WRITING_PROBE)
@@ -124,9 +124,9 @@ def test_file_written_beside_the_capture_is_extra_even_if_removed(
     assert found == {"captures/file": 0, "tmp/file": 1 << 20, "file": 1 << 20}
 
 
-def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: Bench) -> None:
+def test_cold_read_comes_from_the_disk_and_a_warm_one_does_not(bench: LoadingBench) -> None:
     with bench.checkpoint("model", dtype=FP8) as checkpoint:
-        for cache, share in ((Cache.COLD, 1), (Cache.WARM, 0)):
+        for cache, share in ((CacheState.COLD, 1), (CacheState.WARM, 0)):
             measured = bench.probe(
                 loading_bench.READ_PLAINLY,
                 cache=cache,
@@ -152,7 +152,7 @@ def test_how_threads_wait_is_settled_for_goldens_and_not_for_rivals(module: str,
     assert result.stdout.strip() == str(comes_first)
 
 
-def test_layer_of_a_checkpoint_is_counted_as_stored(bench: Bench) -> None:
+def test_layer_of_a_checkpoint_is_counted_as_stored(bench: LoadingBench) -> None:
     with bench.checkpoint("fp8", dtype=FP8, num_layers=2) as checkpoint:
         stored = Checkpoint.of(checkpoint.folder)
     assert stored.layer_bytes < loading_bench.bf16_layer_bytes(bench.scale.model) < 2 * stored.layer_bytes

@@ -24,8 +24,11 @@ def test_goals_of_bisection_hold() -> None:
 
 
 def test_ends_of_chains_of_right_ports_are_within_their_limits() -> None:
-    setting = bench_chained_ends.Setting(shape="narrow", seed=0, dtype=torch.bfloat16)
-    ends = list(bench_chained_ends.measure(setting, every=30, ports=(("builtin", "cpu"),)))
+    ends = list(
+        bench_chained_ends.measure(
+            "narrow", seed=0, dtype=torch.bfloat16, every=30, ports=(("builtin", "cpu"),)
+        )
+    )
     # Chains begin at layers 0, 30 and 60, the last of which the model ends.
     assert [end.length for end in ends] == [*range(1, 9), *range(1, 9), 1, 2]
     figures = {figure.figure: figure for figure in bench_chained_ends.figures(ends, torch.bfloat16)}

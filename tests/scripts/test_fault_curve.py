@@ -12,12 +12,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from faults.cases import Case
 from faults.curve import FACTORS, give_curve_figures, render_curve, trace_operating_curve
-from faults.judging import judge_run
+from faults.judging import as_black_box, judge_run
 from faults.planted import choose_plants
 from faults.port import PlantedPort
-from faults.running import run_port
-from faults.scene import Scene, Stage, open_scene
-from faults.views import as_black_box
+from faults.runs import run_port
+from faults.scene import Scene, SceneRequest, open_scene
 
 from compare.limits.limits_file import calibrated_limits
 from neuron.devices.runtime import open_runtime
@@ -69,7 +68,7 @@ def test_curve_is_printed_as_figures_and_as_a_table() -> None:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    stage = Stage(name="curve", seed=0, lengths=(24, 7), num_layers=1, intermediate_size=128)
+    stage = SceneRequest(name="curve", seed=0, lengths=(24, 7), num_layers=1, intermediate_size=128)
     with open_scene(stage, tmp_path_factory.mktemp("faults")) as opened:
         yield opened
 

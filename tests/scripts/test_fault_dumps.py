@@ -11,20 +11,18 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from faults.cases import Case
-from faults.dump_cases import DumpCase
+from faults.cases import Case, DumpCase
 from faults.dump_runs import PlannedDump, carry_out_dump, plan_dumps
 from faults.dump_tally import dump_misses, give_dump_figures
-from faults.joined import Joined
-from faults.journal import Journal
-from faults.pass_tally import give_pass_figures
+from faults.journal import RunJournal
+from faults.pass_tally import Joined, give_pass_figures
 from faults.planted import choose_plants
-from faults.scene import Scene, Stage, open_scene
+from faults.scene import Scene, SceneRequest, open_scene
 
 from minimax_tools.errors import UsageError
 from neuron.devices.runtime import open_runtime
 
-STAGE = Stage(name="dump", seed=0, lengths=(20, 7), num_layers=3, intermediate_size=128)
+STAGE = SceneRequest(name="dump", seed=0, lengths=(20, 7), num_layers=3, intermediate_size=128)
 VIEWS = ("whole", "no_experts", "outputs", "vllm_neuron")
 
 DUMP = DumpCase(
@@ -72,7 +70,7 @@ def carry_out(planned: PlannedDump, scene: Scene, directory: Path) -> dict[tuple
 class TestRun:
     def test_mistake_in_the_last_layer_is_judged_in_every_view(self, scene: Scene, tmp_path: Path) -> None:
         (plant,) = choose_plants(["moe_residual_missing"])
-        cases = carry_out(PlannedDump(stage=STAGE, plant=plant, layer=2), scene, tmp_path)
+        cases = carry_out(PlannedDump(request=STAGE, plant=plant, layer=2), scene, tmp_path)
         assert set(cases) == {(view, known) for view in VIEWS for known in (True, False)}
         whole = cases["whole", True]
         assert whole.is_above_floor
@@ -86,7 +84,7 @@ class TestRun:
         assert "router_logits" in cases["vllm_neuron", True].shown
 
     def test_right_run_fails_in_no_view(self, scene: Scene, tmp_path: Path) -> None:
-        cases = carry_out(PlannedDump(stage=STAGE), scene, tmp_path)
+        cases = carry_out(PlannedDump(request=STAGE), scene, tmp_path)
         assert {case.verdict for case in cases.values()} <= {"pass", "incomparable"}
         assert cases["whole", True].is_passed
 
@@ -142,8 +140,8 @@ class TestFigures:
 
     def test_journal_gives_dumps_back(self, tmp_path: Path) -> None:
         path = tmp_path / "journal"
-        Journal(path).add("both", [DUMP, PORT, replace(DUMP, blamed=((None, ("logits",)),))])
-        assert Journal(path).find("both") == (DUMP, PORT, replace(DUMP, blamed=((None, ("logits",)),)))
+        RunJournal(path).add("both", [DUMP, PORT, replace(DUMP, blamed=((None, ("logits",)),))])
+        assert RunJournal(path).find("both") == (DUMP, PORT, replace(DUMP, blamed=((None, ("logits",)),)))
 
 
 class TestFalsePasses:
@@ -195,8 +193,8 @@ class TestFalsePasses:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("not JSON", "is no benchmark's output"),
-            ('{"figures": []}', "is no benchmark's output"),
+            ("not JSON", "is not the output of a benchmark"),
+            ('{"figures": []}', "is not the output of a benchmark"),
             (
                 '{"benchmark": "x", "figures": [{"figure": "false_passes", "value": 0}]}',
                 "does not count wrong_things",

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from faults.learned import LearnedModel
-from faults.model_plan import name_left_out, plan_part_on_model
-from faults.plan import PARTS
+from faults.plan import PARTS, name_left_out, plan_part_on_model
 from faults.planted import PLANTS
 from faults.runs import PlannedRun
-from faults.scene import Scene, Stage, open_scene
+from faults.scene import Scene, SceneRequest, TrainedModel, open_scene
 
 from minimax_tools.errors import CheckpointError
 from minimax_tools.synthetic.checkpoint import synthesize
@@ -23,8 +21,8 @@ from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.tokenizer import encode_texts
 
 TEXT = "A port of a model is right where it differs from the model by rounding alone. " * 40
-BF16 = LearnedModel(folder="/models/a", digest="0" * 16, num_layers=5, is_fp8=False)
-FP8 = LearnedModel(folder="/models/b", digest="0" * 16, num_layers=5, is_fp8=True)
+BF16 = TrainedModel(folder="/models/a", digest="0" * 16, num_layers=5, is_fp8=False)
+FP8 = TrainedModel(folder="/models/b", digest="0" * 16, num_layers=5, is_fp8=True)
 
 
 def write_model(folder: Path, dtype: torch.dtype) -> Path:
@@ -34,7 +32,7 @@ def write_model(folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def runs_of(part: str, model: LearnedModel) -> list[PlannedRun]:
+def runs_of(part: str, model: TrainedModel) -> list[PlannedRun]:
     planned = plan_part_on_model(part, PLANTS, model, seed=0, asks_names=True)
     return [run for run in planned if isinstance(run, PlannedRun)]
 
@@ -42,29 +40,29 @@ def runs_of(part: str, model: LearnedModel) -> list[PlannedRun]:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder = write_model(tmp_path_factory.mktemp("learned") / "model", torch.bfloat16)
-    learned = LearnedModel.open(folder)
-    stage = Stage(name="learned", seed=2, lengths=(9, 4), num_layers=1, learned=learned)
+    learned = TrainedModel.open(folder)
+    stage = SceneRequest(name="learned", seed=2, lengths=(9, 4), num_layers=1, trained=learned)
     with open_scene(stage, tmp_path_factory.mktemp("scratch")) as opened:
         yield opened
 
 
-class TestLearnedModel:
+class TestTrainedModel:
     @pytest.mark.parametrize(
         ("dtype", "is_fp8"), [(torch.bfloat16, False), (torch.float8_e4m3fn, True)], ids=str
     )
     def test_folder_tells_how_it_is_stored(self, dtype: torch.dtype, is_fp8: bool, tmp_path: Path) -> None:
-        model = LearnedModel.open(write_model(tmp_path / "model", dtype))
+        model = TrainedModel.open(write_model(tmp_path / "model", dtype))
         assert (model.name, model.num_layers, model.is_fp8) == ("model", 1, is_fp8)
 
     def test_other_text_is_another_model_to_the_journal(self, tmp_path: Path) -> None:
         folder = write_model(tmp_path / "model", torch.bfloat16)
-        before = LearnedModel.open(folder)
+        before = TrainedModel.open(folder)
         (folder / "held_out.txt").write_text(TEXT + "More.", encoding="utf-8")
-        assert LearnedModel.open(folder).digest != before.digest
+        assert TrainedModel.open(folder).digest != before.digest
 
     def test_folder_without_a_model_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
-            LearnedModel.open(tmp_path)
+            TrainedModel.open(tmp_path)
 
 
 class TestScene:
@@ -89,16 +87,16 @@ class TestPlan:
         assert left_out <= {run.plant.name for run in runs_of("short", FP8) if run.plant}
 
     def test_rows_hold_1_to_500_tokens_and_decoded_ones(self) -> None:
-        totals = {sum(run.stage.lengths) for part in PARTS for run in runs_of(part, FP8) if run.plant}
+        totals = {sum(run.request.lengths) for part in PARTS for run in runs_of(part, FP8) if run.plant}
         assert {1, 4, 24, 500} <= totals
         assert all(run.decodes for run in runs_of("decode", FP8))
-        goldens = {run.stage.attention for part in PARTS for run in runs_of(part, FP8) if run.plant}
+        goldens = {run.request.attention for part in PARTS for run in runs_of(part, FP8) if run.plant}
         assert goldens == {"sdpa", "eager"}
 
     def test_right_ports_are_every_implementation_against_every_golden(self) -> None:
         runs = runs_of("clean", BF16)
         assert all(run.plant is None for run in runs)
-        stages = {(run.stage.lengths, run.stage.attention) for run in runs}
+        stages = {(run.request.lengths, run.request.attention) for run in runs}
         assert stages == {
             (rows, golden)
             for rows in ((1,), (4,), (24, 7), (96, 61, 7), (500,))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.checkpoint.filling import ReadingPool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from device.regrouping import Experts
@@ -42,15 +42,7 @@ def test_both_layouts_hold_every_matrix_where_it_belongs(pool: ReadingPool) -> N
 
 def test_figures_are_named_and_have_their_goals() -> None:
     # A process of its own: memory that other tests gave back would hide what this takes.
-    words = [
-        sys.executable,
-        str(SCRIPT),
-        "--only",
-        "regrouping",
-        "--scale",
-        "toy",
-        "--json",
-    ]
+    words = [sys.executable, str(SCRIPT), "--only", "regrouping", "--scale", "toy", "--json"]
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     figures = {figure["figure"]: figure for figure in json.loads(result.stdout)["figures"]}
     assert {name: figure["goal"] for name, figure in figures.items()} == {

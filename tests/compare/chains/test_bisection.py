@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from compare.chains.bisection import find_all, find_exhaustively, find_first, find_until_proof
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.results.probes import BisectionFinding, Chain, Probe
 
@@ -181,4 +182,4 @@ def test_probe_comes_back_from_its_json() -> None:
     wrong = Chain(span=Span(2, 4), is_right=False, excess=math.inf, visible=0.01, reason="3 NaN")
     right = Chain(span=Span(0, 2), is_right=True, excess=0.1 + 0.2, visible=0.01)
     probe = Probe(span=Span(0, 8), chains=(right, wrong))
-    assert Probe.from_json(probe.as_json()) == probe
+    assert decode(Probe, encode(probe)) == probe

@@ -12,6 +12,7 @@ from gpu_reference.golden.golden import Golden, open_golden
 from minimax_tools.capture.generation import GENERATION_NAME, Generation
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CaptureError, UsageError
+from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE, layer_prefix
@@ -147,7 +148,7 @@ def test_text_is_none_without_a_tokenizer(opened: Golden, toy: Path, tmp_path: P
 
 def test_generation_is_stored_with_its_sampling(opened: Golden, toy: Path, tmp_path: Path) -> None:
     generated = generate(opened.model, batch(toy, seq_lens=(4,)), GREEDY, folder=toy)
-    opened.capture(tmp_path / "capture", extra={GENERATION_NAME: generated.as_json()})
+    opened.capture(tmp_path / "capture", extra={GENERATION_NAME: encode(generated)})
     stored = Generation.read(tmp_path / "capture")
     assert stored == generated
     assert stored.sampling["max_new_tokens"] == 8

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minimax_tools.checkpoint.layer_storage import GroupedStorage, PackedStorage
+from minimax_tools.checkpoint.layer_storage import grouped_storage, packed_storage
 from minimax_tools.model.run import single_layer_run
 from minimax_tools.reference.variants import variant_names
 from minimax_tools.synthetic.checkpoint import synthesize
@@ -25,8 +25,8 @@ LIBRARIES = 60e6
 def test_layers_take_what_their_storage_has(ask: Any, dtype: torch.dtype) -> None:
     footprint = ask(dtype=dtype).footprint
     for kind, expected in (
-        (GroupedStorage, footprint.layer_bytes),
-        (PackedStorage, footprint.packed_layer_bytes),
+        (grouped_storage, footprint.layer_bytes),
+        (packed_storage, footprint.packed_layer_bytes),
     ):
         places = kind(footprint.spec, dtype=dtype, device=CPU).places
         assert sum(place.nbytes for place in places.values()) == pytest.approx(expected, rel=1e-3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpu_reference.golden.golden import Golden, open_golden
-from gpu_reference.model.model_checks import certify, refuse_ragged_blocks
+from gpu_reference.model.model_checks import prove_model, refuse_ragged_blocks
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import GoldenRefusedError
 from minimax_tools.model.spec import ModelSpec
@@ -30,7 +30,7 @@ class Subject:
         return self.model.get_submodule(f"model.layers.{index}")
 
     def certify(self) -> tuple[str, ...]:
-        return certify(self.model, spec=self.spec, reader=self.reader, dtype=torch.bfloat16)
+        return prove_model(self.model, spec=self.spec, reader=self.reader, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from gpu_reference.ranks.ranks import RankGroup
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.capture.manifest import Description
 from minimax_tools.errors import CannotRunError, CaptureError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
@@ -75,7 +76,7 @@ def test_what_ranks_make_together_is_what_one_process_makes(
 
 def test_introduction_survives_being_told(introductions: list[Introduction]) -> None:
     for introduction in introductions:
-        told = Introduction.from_json(introduction.as_json())
+        told = decode(Introduction, encode(introduction))
         assert told.description.differences(introduction.description) == []
         assert (told.plan, dict(told.shapes)) == (introduction.plan, dict(introduction.shapes))
 

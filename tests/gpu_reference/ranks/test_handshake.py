@@ -14,6 +14,7 @@ from gpu_reference.ranks.process import Process
 from gpu_reference.ranks.rank_place import RankPlace
 from gpu_reference.ranks.watch import status_key
 from minimax_tools.errors import CannotRunError
+from minimax_tools.json_codec import encode
 
 
 def place(rank: int, num_ranks: int) -> RankPlace:
@@ -48,7 +49,7 @@ def test_what_an_attempt_before_left_in_the_store_is_nobodys() -> None:
 
 def test_answer_to_another_process_is_not_taken() -> None:
     store = HashStore()
-    stranger = {"id": "0" * 32, **Process.current().as_json()}
+    stranger = {"id": "0" * 32, **encode(Process.current())}
     store.set("answer", json.dumps({"nonce": "old", "hellos": [stranger, stranger]}))
     store.set("old/met", json.dumps([stranger, stranger]))
     with pytest.raises(CannotRunError, match="rank 1 was not called by rank 0 within 0 s"):

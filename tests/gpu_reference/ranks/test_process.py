@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 from gpu_reference.ranks.process import Process
+from minimax_tools.json_codec import decode, encode
 
 
 def test_process_that_ended_is_gone_and_a_living_one_is_not() -> None:
@@ -23,4 +24,4 @@ def test_nothing_is_known_of_a_process_on_another_machine() -> None:
 
 
 def test_what_is_told_of_a_process_names_it() -> None:
-    assert Process.from_json(Process.current().as_json()) == Process.current()
+    assert decode(Process, encode(Process.current())) == Process.current()

@@ -12,7 +12,13 @@ from gpu_reference.cli import main
 from gpu_reference.model.footprint import Footprint
 from gpu_reference.model.placement import Placement
 from gpu_reference.ranks.rank_place import RankPlace
-from gpu_reference.streaming.stream_choice import choose_part_streaming, choose_streaming, is_whole
+from gpu_reference.streaming.stream_choice import (
+    MemoryRoom,
+    StreamingRequest,
+    choose_part_streaming,
+    choose_streaming,
+    is_whole,
+)
 from gpu_reference.streaming.streaming import Streaming
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.memory import MemoryBudget, MemoryUsage, give_back_freed_memory
@@ -47,15 +53,9 @@ def choose(
     budget: MemoryBudget | None = None,
     absent_shards: tuple[str, ...] = (),
 ) -> Streaming | None:
-    return choose_streaming(
-        mode,
-        footprint,
-        placement,
-        prefetch=prefetch,
-        packed=packed,
-        budget=budget or MemoryBudget.unlimited(),
-        absent_shards=absent_shards,
-    )
+    asked = StreamingRequest(stream=mode, prefetch=prefetch, packed_experts=packed)
+    room = MemoryRoom(footprint=footprint, placement=placement, budget=budget or MemoryBudget.unlimited())
+    return choose_streaming(asked, room, absent_shards=absent_shards)
 
 
 def limited(num_bytes: float) -> Placement:
@@ -118,7 +118,7 @@ def test_missing_shards_of_other_layers_are_a_reason(
 def test_packed_experts_stream_and_say_so(footprint: Footprint, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert choose(footprint, packed=True) == Streaming(device=CPU, prefetch=True, packed=True)
-    assert "that is how experts stay packed" in caplog.text
+    assert "--packed-experts needs it" in caplog.text
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -229,14 +229,10 @@ def choose_part(
     footprint: Footprint, part: Slice, *, room: float = 1e15, mode: str = "auto", num_local: int = 1
 ) -> Streaming:
     return choose_part_streaming(
-        mode,
-        footprint,
-        ON_CPU,
+        StreamingRequest(stream=mode),
+        MemoryRoom(footprint=footprint, placement=ON_CPU, budget=in_use_and(room)),
         part,
         place=RankPlace(rank=0, num_ranks=num_local, local_rank=0, num_local=num_local),
-        prefetch=None,
-        packed=False,
-        budget=in_use_and(room),
     )
 
 

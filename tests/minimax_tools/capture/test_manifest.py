@@ -17,6 +17,7 @@ from minimax_tools.capture.manifest import (
     dtype_name,
 )
 from minimax_tools.errors import CaptureError
+from minimax_tools.json_codec import encode
 from minimax_tools.model.sites import Site
 
 
@@ -44,7 +45,7 @@ def manifest(describe: Any) -> Manifest:
 
 
 def test_manifest_survives_its_file(manifest: Manifest, tmp_path: Path) -> None:
-    store(tmp_path, manifest.finished().as_json())
+    store(tmp_path, encode(manifest.finished()))
     read = Manifest.read(tmp_path)
     assert read == manifest.finished()
     assert read.not_exposed == {0: (Site.ROUTER_LOGITS,)}
@@ -79,7 +80,7 @@ def test_digest_is_that_of_the_bytes_in_row_major_order() -> None:
 
 def test_equal_descriptions_do_not_differ(describe: Any, tmp_path: Path) -> None:
     description = describe()
-    store(tmp_path, Manifest(description=description).as_json())
+    store(tmp_path, encode(Manifest(description=description)))
     assert Manifest.read(tmp_path).description.differences(description) == []
 
 
@@ -117,7 +118,7 @@ def test_missing_manifest_says_how_to_make_one(tmp_path: Path) -> None:
 
 
 def test_other_schema_is_told_apart_from_damage(manifest: Manifest, tmp_path: Path) -> None:
-    store(tmp_path, {**manifest.as_json(), "schema_version": SCHEMA_VERSION + 1})
+    store(tmp_path, {**encode(manifest), "schema_version": SCHEMA_VERSION + 1})
     with pytest.raises(CaptureError, match=rf"another schema: expected version {SCHEMA_VERSION} or 2, found"):
         Manifest.read(tmp_path)
 
@@ -140,7 +141,7 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_manifest_is_named(manifest: Manifest, tmp_path: Path, damage: str) -> None:
-    store(tmp_path, DAMAGES[damage](manifest.as_json()))
+    store(tmp_path, DAMAGES[damage](encode(manifest)))
     with pytest.raises(CaptureError, match=r"manifest\.json is damaged: found .*Run the capture again"):
         Manifest.read(tmp_path)
 
@@ -149,8 +150,8 @@ def test_manifest_of_another_program_is_not_taken_for_ones_own(manifest: Manifes
     assert not Manifest.is_in(tmp_path)
     assert not Manifest.is_in(store(tmp_path, {"name": "my app"}))
     assert not Manifest.is_in(store(tmp_path, "{"))
-    assert Manifest.is_in(store(tmp_path, manifest.as_json()))
-    assert Manifest.is_in(store(tmp_path, {**manifest.as_json(), "schema_version": 99}))
+    assert Manifest.is_in(store(tmp_path, encode(manifest)))
+    assert Manifest.is_in(store(tmp_path, {**encode(manifest), "schema_version": 99}))
     (tmp_path / "inputs.safetensors").touch()
     assert Manifest.is_in(store(tmp_path, "{"))
 

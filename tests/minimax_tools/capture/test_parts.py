@@ -10,6 +10,7 @@ from minimax_tools.capture.parts import part_name
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import CaptureWriter, open_capture
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.inputs import Inputs
 
 
@@ -34,7 +35,7 @@ def test_parts_that_are_told_make_the_capture_of_one_process(
     # What the ranks tell is enough: the part's file need not be seen.
     (tmp_path / "two" / part_name(1)).unlink()
     writer = CaptureWriter(tmp_path / "two", own)
-    writer.add_part(Manifest.from_json(other.as_json()))
+    writer.add_part(decode(Manifest, encode(other)))
     writer.finish()
     assert (tmp_path / "two/manifest.json").read_bytes() == (tmp_path / "one/manifest.json").read_bytes()
 

@@ -11,6 +11,7 @@ import torch
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.writer import open_capture
 from minimax_tools.errors import CaptureError
+from minimax_tools.json_codec import encode
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import ModelSite, Site
@@ -127,4 +128,4 @@ def test_file_that_cannot_be_read_is_an_error(capture: Capture, damage: str) -> 
 def test_capture_can_be_carried_elsewhere(capture: Capture, tmp_path: Path) -> None:
     moved = capture.directory.rename(tmp_path.with_name("elsewhere"))
     assert torch.equal(Capture.open(moved).read(0, Site.OUTPUT)[0, 0], torch.tensor([0, 1, 2, 3]).bfloat16())
-    assert str(tmp_path) not in json.dumps(Capture.open(moved).manifest.as_json())
+    assert str(tmp_path) not in json.dumps(encode(Capture.open(moved).manifest))

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from minimax_tools.checkpoint.fingerprint import ModelFingerprint
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.errors import CaptureError, CheckpointError
+from minimax_tools.errors import CheckpointError
+from minimax_tools.json_codec import DecodeError, decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import (
@@ -142,7 +143,7 @@ def test_json_keeps_everything(
     has_embedding: bool, fp8_tensors: Tensors, spec: ModelSpec, tmp_path: Path
 ) -> None:
     fingerprint = _take_part(fp8_tensors, spec, tmp_path / "part", has_embedding=has_embedding)
-    assert ModelFingerprint.from_json(json.loads(json.dumps(fingerprint.as_json()))) == fingerprint
+    assert decode(ModelFingerprint, json.loads(json.dumps(encode(fingerprint)))) == fingerprint
 
 
 @pytest.mark.parametrize(
@@ -157,8 +158,8 @@ def test_json_keeps_everything(
 )
 def test_json_of_another_form_is_refused(change: dict[str, object] | None) -> None:
     data = {"spec_digest": "a", "tensors_digest": "b", "layer_tensors": {}, **change} if change else {}
-    with pytest.raises(CaptureError, match="a model fingerprint cannot be read"):
-        ModelFingerprint.from_json(data)
+    with pytest.raises(DecodeError, match=r"layers|layer_tensors|spec_digest"):
+        decode(ModelFingerprint, data)
 
 
 def test_a_layer_that_is_not_there_is_an_error(fp8_tensors: Tensors, take: Take) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minimax_tools.checkpoint.layer_loader import LayerLoader
-from minimax_tools.checkpoint.layer_storage import GroupedStorage, LayerStorage, PackedStorage
+from minimax_tools.checkpoint.layer_storage import LayerStorage, grouped_storage, packed_storage
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import CheckpointError
@@ -35,7 +35,7 @@ def spec(toy: Path) -> ModelSpec:
 
 @pytest.fixture
 def new_storage(spec: ModelSpec) -> NewStorage:
-    return partial(GroupedStorage, spec, dtype=torch.bfloat16, device=CPU)
+    return partial(grouped_storage, spec, dtype=torch.bfloat16, device=CPU)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_layer_that_was_not_announced_is_loaded_all_the_same(
 def test_asked_for_experts_alone_are_read(
     reader: CheckpointReader, spec: ModelSpec, new_storage: NewStorage, packed: bool
 ) -> None:
-    make = partial(PackedStorage, spec, dtype=torch.bfloat16, device=CPU) if packed else new_storage
+    make = partial(packed_storage, spec, dtype=torch.bfloat16, device=CPU) if packed else new_storage
     names = reader.index.layer_names(1)
     parts = ("experts.3.", "experts.30.")
     expected = sum(

@@ -8,10 +8,10 @@ import torch
 from minimax_tools.checkpoint.fp8 import dequantise
 from minimax_tools.checkpoint.layer_storage import (
     PACKED_DTYPE,
-    GroupedStorage,
     LayerStorage,
     PackedMatrices,
-    PackedStorage,
+    grouped_storage,
+    packed_storage,
 )
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
@@ -19,7 +19,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import FLOAT32_NAMES, expert_weight, layer_prefix, scale_name
 
 CPU = torch.device("cpu")
-KINDS = {"grouped": GroupedStorage, "packed": PackedStorage}
+KINDS = {"grouped": grouped_storage, "packed": packed_storage}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_weights_are_those_of_the_checkpoint(
 
 
 def test_grouped_modules_hold_gate_rows_and_then_up_rows(spec: ModelSpec, reader: CheckpointReader) -> None:
-    storage = filled(GroupedStorage, spec, reader, torch.bfloat16)
+    storage = filled(grouped_storage, spec, reader, torch.bfloat16)
     gate_up, down = (storage.modules[f"mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
     assert isinstance(gate_up, torch.Tensor)
     assert gate_up.shape == (4, 2 * 72, 160)
@@ -64,7 +64,7 @@ def test_grouped_modules_hold_gate_rows_and_then_up_rows(spec: ModelSpec, reader
 
 
 def test_filling_a_place_changes_what_the_module_computes_with(spec: ModelSpec) -> None:
-    storage = GroupedStorage(spec, dtype=torch.bfloat16, device=CPU)
+    storage = grouped_storage(spec, dtype=torch.bfloat16, device=CPU)
     for place in storage.places.values():
         place.zero_()
     storage.places[expert_weight(2, "w3")].fill_(1.0)
@@ -77,8 +77,8 @@ def test_filling_a_place_changes_what_the_module_computes_with(spec: ModelSpec) 
 def test_packed_matrices_are_the_grouped_ones_at_each_access(
     spec: ModelSpec, reader: CheckpointReader
 ) -> None:
-    grouped = filled(GroupedStorage, spec, reader, torch.bfloat16).modules
-    packed = filled(PackedStorage, spec, reader, torch.bfloat16).modules
+    grouped = filled(grouped_storage, spec, reader, torch.bfloat16).modules
+    packed = filled(packed_storage, spec, reader, torch.bfloat16).modules
     for name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
         matrices = packed[name]
         assert isinstance(matrices, PackedMatrices)
@@ -90,7 +90,7 @@ def test_packed_matrices_are_the_grouped_ones_at_each_access(
 
 
 def test_packed_access_is_good_until_the_next_one(spec: ModelSpec, reader: CheckpointReader) -> None:
-    matrices = filled(PackedStorage, spec, reader, torch.bfloat16).modules["mlp.experts.down_proj"]
+    matrices = filled(packed_storage, spec, reader, torch.bfloat16).modules["mlp.experts.down_proj"]
     first = matrices[0]
     kept = first.clone()
     assert matrices[1].data_ptr() == first.data_ptr()
@@ -98,7 +98,7 @@ def test_packed_access_is_good_until_the_next_one(spec: ModelSpec, reader: Check
 
 
 def test_packed_experts_take_a_byte_a_weight_and_their_scales(spec: ModelSpec) -> None:
-    places = PackedStorage(spec, dtype=torch.bfloat16, device=CPU).places
+    places = packed_storage(spec, dtype=torch.bfloat16, device=CPU).places
     experts = {name: place for name, place in places.items() if ".experts." in name}
     assert {place.dtype for place in experts.values()} == {torch.float8_e4m3fn, torch.float32}
     scales = sum(place.numel() for place in experts.values() if place.dtype == torch.float32)
@@ -108,7 +108,7 @@ def test_packed_experts_take_a_byte_a_weight_and_their_scales(spec: ModelSpec) -
 
 
 def test_scale_of_another_expert_would_show(spec: ModelSpec, reader: CheckpointReader) -> None:
-    storage = filled(PackedStorage, spec, reader, torch.bfloat16)
+    storage = filled(packed_storage, spec, reader, torch.bfloat16)
     name = expert_weight(1, "w1")
     codes, scale = storage.places[name], storage.places[scale_name(name)]
     scale.mul_(2)

@@ -116,6 +116,9 @@ def test_rows_of_a_weight_are_those_of_the_whole(rows: range, dtype: torch.dtype
             out = torch.empty(len(rows), 160, dtype=dtype)
             reader.read_weight_rows_into(name, rows, out)
             assert torch.equal(out, reader.read_weight(name, dtype)[rows.start : rows.stop])
+            as_columns = torch.empty(160, len(rows), dtype=dtype)
+            reader.read_weight_rows_into(name, rows, as_columns.mT)
+            assert torch.equal(as_columns, out.mT)
 
 
 @pytest.mark.parametrize("rows", [range(192), range(100, 131)], ids=str)
@@ -135,6 +138,9 @@ def test_columns_of_rows_are_those_of_the_whole(
             reader.read_weight_rows_into(name, rows, out, columns=columns)
             whole = reader.read_weight(name, dtype)
             assert torch.equal(out, whole[rows.start : rows.stop, columns.start : columns.stop])
+            as_columns = torch.empty(len(columns), len(rows), dtype=dtype)
+            reader.read_weight_rows_into(name, rows, as_columns.mT, columns=columns)
+            assert torch.equal(as_columns, out.mT)
 
 
 def test_only_the_rows_that_are_asked_for_are_read(tmp_path: Path) -> None:
@@ -216,6 +222,18 @@ def test_many_threads_read_the_same_bytes(fp8_tensors: Tensors, write: Writer) -
     with CheckpointReader(write(fp8_tensors)) as reader, ThreadPoolExecutor(4) as pool:
         for name, found in zip(names, pool.map(reader.read, names), strict=True):
             assert _bytes(found) == _bytes(fp8_tensors[name])
+
+
+def test_reading_past_the_cache_gives_the_same_bytes_and_counts_in_the_same_totals(
+    fp8_tensors: Tensors, write: Writer
+) -> None:
+    with CheckpointReader(write(fp8_tensors)) as reader:
+        past_cache = reader.past_cache()
+        for number, (name, tensor) in enumerate(fp8_tensors.items()):
+            source = past_cache if number % 2 else reader
+            assert _bytes(source.read(name)) == _bytes(tensor)
+        num_bytes = sum(tensor.nbytes for tensor in fp8_tensors.values())
+        assert reader.num_bytes_read == past_cache.num_bytes_read == num_bytes
 
 
 def test_closing_gives_every_descriptor_back(fp8_tensors: Tensors, write: Writer) -> None:

@@ -12,7 +12,7 @@ import torch
 from compare.cli import main as mm2_compare
 from gpu_reference.cli import main as mm2_gpu
 from minimax_tools.command_line import options
-from minimax_tools.command_line.options import read_input_request, read_span
+from minimax_tools.command_line.options import read_span
 from minimax_tools.errors import UsageError
 from minimax_tools.model.span import Span
 from neuron.cli import main as mm2_test
@@ -108,9 +108,9 @@ def test_dtype_is_parsed_at_the_edge() -> None:
 
 
 def test_lengths_are_parsed_at_the_edge() -> None:
-    values = parse(options.input_options, "--seq-len", "96,61", "--pad-to", "128, 512")
-    assert (values["seq_lens"], values["pad_to"]) == ((96, 61), (128, 512))
-    assert parse(options.input_options)["seq_lens"] == ()
+    request = parse(options.input_options, "--seq-len", "96,61", "--pad-to", "128, 512")["inputs"]
+    assert (request.seq_lens, request.pad_to) == ((96, 61), (128, 512))
+    assert parse(options.input_options)["inputs"].seq_lens == ()
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "0", "-4", "1.5"])
@@ -122,8 +122,9 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
 
 
 def test_start_positions_are_parsed_at_the_edge() -> None:
-    assert parse(options.input_options, "--start-positions", "0, 4096")["start_positions"] == (0, 4096)
-    assert parse(options.input_options)["start_positions"] == ()
+    arguments = ["--seq-len", "8,8", "--start-positions", "0, 4096"]
+    assert parse(options.input_options, *arguments)["inputs"].start_positions == (0, 4096)
+    assert parse(options.input_options)["inputs"].start_positions == ()
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "-4", "1.5"])
@@ -137,7 +138,8 @@ def test_start_positions_that_are_none_are_refused(text: str) -> None:
 def test_input_options_become_one_request() -> None:
     arguments = ["--prompt", "a", "--prompt", "b", "--chat", "--padding-side", "left", "--max-length", "9"]
     arguments += ["--start-positions", "0,8"]
-    request = read_input_request({**parse(options.input_options, *arguments), "seed": 4})
+    both = options.stack_options(options.input_options, options.run_options)
+    request = parse(both, *arguments, "--seed", "4")["inputs"]
     assert (request.prompts, request.chat, request.padding_side) == (("a", "b"), True, "left")
     assert (request.max_length, request.batch_size, request.seed) == (9, 1, 4)
     assert request.start_positions == (0, 8)

@@ -96,7 +96,7 @@ def test_the_checkpoint_may_lie_elsewhere_than_the_plan_says(
 @pytest.mark.parametrize(
     ("words", "exit_code", "message"),
     [
-        ((), 2, "whose slice?"),
+        ((), 2, "name the slices to cut"),
         (("--node", "a", "--all-nodes"), 2, "expected --node NAME or --all-nodes"),
         (("--node", "z"), 2, "no node 'z'"),
         (("--node", "a", "--shard-size", "12"), 2, "expected a size"),

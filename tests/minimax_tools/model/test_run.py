@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from minimax_tools.errors import UsageError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.run import (
     BOUNDARIES,
     Component,
@@ -46,11 +47,11 @@ def test_presets_have_the_names_and_modes_of_the_design(run: Run, name: str, mod
 
 @pytest.mark.parametrize("run", RUNS)
 def test_run_survives_a_manifest(run: Run) -> None:
-    assert Run.from_json(json.loads(json.dumps(run.as_json()))) == run
+    assert decode(Run, json.loads(json.dumps(encode(run)))) == run
 
 
 def test_manifest_names_first_and_last_site() -> None:
-    record = component_run(3, Component.ATTENTION).as_json()
+    record = encode(component_run(3, Component.ATTENTION))
     assert (record["first_site"], record["last_site"]) == ("input_norm", "attn_delta")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
+from minimax_tools.json_codec import encode
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors
@@ -205,7 +206,7 @@ def test_plan_that_cannot_be_written_leaves_nothing_behind(source: SliceSource, 
 def test_file_that_is_no_plan_is_refused(
     edit: Callable[[dict[str, Any]], None], source: SliceSource, tmp_path: Path
 ) -> None:
-    values = plan_of(source).to_values()
+    values = encode(plan_of(source))
     edit(values)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(values))
@@ -240,7 +241,7 @@ def test_faults_are_found_where_only_some_headers_are_known(source: SliceSource)
 
 def test_plan_of_another_version_or_none_is_refused(source: SliceSource, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps({**plan_of(source).to_values(), "schema_version": 2}))
+    path.write_text(json.dumps({**encode(plan_of(source)), "schema_version": 2}))
     with pytest.raises(UsageError, match="is a plan of another version: expected 1, found 2"):
         PartitionPlan.read(path)
     for text in ("", "[]", "null", "{}"):

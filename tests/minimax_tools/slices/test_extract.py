@@ -29,7 +29,7 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import Workload, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.partition.planned_slice import SyntheticTensor as PlaceOf
+from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
 from minimax_tools.slices.cut import FileFormat, SliceCut
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.extract import cut_slice

@@ -14,6 +14,7 @@ from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.errors import CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.ranges import NoRangesError
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.machine.new_folder import held
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
@@ -277,10 +278,10 @@ def test_a_server_without_ranges_says_to_fetch_whole_files(
 def test_a_plan_whose_places_are_not_the_hubs_is_refused(
     toy: Path, hub: Any, access: HubAccess, tmp_path: Path
 ) -> None:
-    values = make(access).to_values()
+    values = encode(make(access))
     values["slices"][1]["files"][0]["tensors"][0][1] += 2
     with pytest.raises(CheckpointError, match="does not lie at bytes"):
-        fetch_slice_ranges(PartitionPlan.from_values(values), "b", tmp_path / "b", access=access)
+        fetch_slice_ranges(decode(PartitionPlan, values), "b", tmp_path / "b", access=access)
 
 
 def test_a_folder_has_no_byte_ranges_to_fetch(toy: Path, access: HubAccess, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minimax_tools.capture.read_record import RECORDS_FOLDER, ReadRecord, read_records
-from minimax_tools.checkpoint.index import INDEX_FILE, TensorIndex
+from minimax_tools.checkpoint.index import TensorIndex
+from minimax_tools.checkpoint.weight_files import INDEX_FILE
 from minimax_tools.errors import CannotRunError, CheckpointError, UsageError
 from minimax_tools.hub.access import HubAccess
+from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.node import Node
@@ -159,9 +161,9 @@ def test_a_slice_with_the_whole_model_fails(plan: PartitionPlan, slices: Path, t
 
 
 def test_two_nodes_with_the_same_layers_fail(plan: PartitionPlan) -> None:
-    values = plan.to_values()
+    values = encode(plan)
     values["slices"][1]["layers"] = values["slices"][0]["layers"]
-    faults = failing(verify(PartitionPlan.from_values(values)))
+    faults = failing(verify(decode(PartitionPlan, values)))
     assert faults["nodes_differ"] == "a and b have the same 3 layers"
 
 
@@ -224,12 +226,12 @@ def test_nodes_that_download_the_same_of_several_shards_fail(
     judged = {verdict.name: verdict.holds for verdict in verify(plan, access=access).verdicts}
     assert judged["downloads_differ"]
     assert judged["nobody_holds_the_whole"]
-    moved = plan.to_values()
+    moved = encode(plan)
     moved["slices"][1]["files"] = [{**file, "tensors": []} for file in moved["slices"][0]["files"]]
     for slice_ in moved["slices"]:
         for file in slice_["files"]:
             file["tensors"] = [[f"{slice_['node']}.{file['file']}", 0, 8]]
-    faults = failing(verify(PartitionPlan.from_values(moved), access=access))
+    faults = failing(verify(decode(PartitionPlan, moved), access=access))
     assert faults["downloads_differ"].startswith("a and b download the same 4 weight files")
 
 
@@ -302,25 +304,25 @@ def test_weights_beside_a_slice_fail(plan: PartitionPlan, slices: Path, toy: Pat
 
 
 def test_a_plan_with_a_wrong_place_fails(plan: PartitionPlan) -> None:
-    values = plan.to_values()
+    values = encode(plan)
     values["slices"][0]["files"][0]["tensors"][0][1] += 2
-    assert failing(verify(PartitionPlan.from_values(values))).keys() == {"plan_is_whole"}
+    assert failing(verify(decode(PartitionPlan, values))).keys() == {"plan_is_whole"}
 
 
 def test_a_node_too_small_for_its_slice_fails(plan: PartitionPlan) -> None:
-    values = plan.to_values()
+    values = encode(plan)
     values["slices"][1]["memory_bytes"] = 1 * MIB
-    faults = failing(verify(PartitionPlan.from_values(values)))
+    faults = failing(verify(decode(PartitionPlan, values)))
     assert faults["memory_in_proportion"].startswith("b has 1.0 MB and needs")
 
 
 def test_what_a_slice_takes_is_measured_whatever_the_plan_says(plan: PartitionPlan, llama: Path) -> None:
-    values = plan.to_values()
+    values = encode(plan)
     values["slices"][1] |= {
         "memory_bytes": 1 * MIB,
         "cost": dict.fromkeys(values["slices"][1]["cost"], 0),
     }
-    faults = failing(verify(PartitionPlan.from_values(values)))
+    faults = failing(verify(decode(PartitionPlan, values)))
     assert faults.keys() == {"memory_in_proportion"}
     assert faults["memory_in_proportion"].startswith("b has 1.0 MB and needs")
 
@@ -557,17 +559,17 @@ def test_a_nodes_machine_finds_what_is_wrong_as_far_as_it_can_know(
     node_side: tuple[PartitionPlan, Path],
 ) -> None:
     plan, folder = node_side
-    values = plan.to_values()
+    values = encode(plan)
     values["slices"][0]["files"][0]["tensors"][0][1] += 2
-    faults = failing(verify(PartitionPlan.from_values(values), nodes=["a"], model=str(folder)))
+    faults = failing(verify(decode(PartitionPlan, values), nodes=["a"], model=str(folder)))
     assert "does not lie at bytes" in faults["plan_is_whole"]
-    values = plan.to_values()
+    values = encode(plan)
     lost = values["slices"][1]["files"][-1]["tensors"].pop()[0]
-    faults = failing(verify(PartitionPlan.from_values(values), nodes=["a"], model=str(folder)))
+    faults = failing(verify(decode(PartitionPlan, values), nodes=["a"], model=str(folder)))
     assert faults["cover_everything"] == f"no node holds {lost}"
-    values = plan.to_values()
+    values = encode(plan)
     values["slices"][1]["files"][-1]["tensors"].append(["model.layers.5.new", 0, 8])
-    faults = failing(verify(PartitionPlan.from_values(values), nodes=["a"], model=str(folder)))
+    faults = failing(verify(decode(PartitionPlan, values), nodes=["a"], model=str(folder)))
     assert "model.layers.5.new, which the checkpoint lacks" in faults["plan_is_whole"]
 
 
@@ -610,7 +612,8 @@ def test_digests_that_are_no_text_are_a_fault_and_no_crash(plan: PartitionPlan, 
     values = json.loads(path.read_text())
     values["tensors"][NORM] = 7
     path.write_text(json.dumps(values))
-    assert f"a digest of {NORM} that is 7" in failing(verify(plan, slices=slices))["slices_as_planned"]
+    fault = failing(verify(plan, slices=slices))["slices_as_planned"]
+    assert f"expected text, found 7 @ $.tensors['{NORM}']" in fault
     path.write_text(json.dumps({**values, "tensors": [NORM]}))
     with pytest.raises(CheckpointError, match="holds no slice"):
         SliceDescription.read(slices / "b")
@@ -626,11 +629,11 @@ def test_a_folder_of_config_and_index_says_what_it_does_not_know(
     assert not download.repository.is_listed
     assert download.reduction is not None
     assert 0 < download.reduction < 1
-    without_places = plan.to_values()
+    without_places = encode(plan)
     for slice_ in without_places["slices"]:
         names = [tensor[0] for file in slice_["files"] for tensor in file["tensors"]]
         slice_["files"] = [{"file": None, "tensors": [[name, None, None] for name in names]}]
-    verification = verify(PartitionPlan.from_values(without_places), nodes=["b"], model=str(folder))
+    verification = verify(decode(PartitionPlan, without_places), nodes=["b"], model=str(folder))
     assert verification.nodes[0].download.reduction is None
     assert {file.name for file in verification.nodes[0].download.weights} == set(plan.slice_of("b").files)
 

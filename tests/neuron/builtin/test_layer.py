@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from gpu_reference.cli import main as mm2_gpu
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.synthetic.checkpoint import synthesize
 from minimax_tools.synthetic.toy_model import PRESETS, SyntheticModel

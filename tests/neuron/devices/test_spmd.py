@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.checkpoint.filling import ReadingPool
 from minimax_tools.model.spec import ModelSpec
 from neuron.devices.ranks import Ranks
 from neuron.devices.runtime import open_runtime

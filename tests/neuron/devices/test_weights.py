@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.checkpoint.filling import Deferred, Gathered, ReadingPool
 from minimax_tools.errors import CheckpointError, TargetError
-from neuron.devices.weights import Deferred, Gathered, WeightLoader
+from neuron.devices.weights import WeightLoader
 
 # Two layers of tensors that share host buffers, each too large for any small-buffer path.
 LOAD_TWICE_ON_XLA = """
 import json
 import torch
 from torch import nn
-from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.checkpoint.filling import ReadingPool
 from neuron.devices.runtime import open_runtime
 from neuron.devices.weights import Deferred, Gathered, WeightLoader
 
@@ -214,7 +214,7 @@ def test_part_that_cannot_be_read_names_its_weight_and_nothing_is_written_afterw
         ):
             loader.load(module, weights, what="the port")
         num_written = len(written)
-        pool.finish(pool.start([lambda: None]))
+        pool.start([lambda: None]).finish()
         assert len(written) == num_written < 128
 
 

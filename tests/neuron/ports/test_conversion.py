@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minimax_tools.model.spec import ModelSpec
-from neuron.ports.targets import target_config
+from neuron.ports.target import target_config
 
 
 class TestConversion:

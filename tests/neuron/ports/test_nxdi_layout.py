@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimax_tools.checkpoint.filling import Deferred, Gathered
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.errors import TargetError
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import CORRECTION_BIAS, GATE
 from neuron.builtin.head_layout import HeadLayout
-from neuron.devices.weights import Deferred, Gathered, Weight
+from neuron.devices.weights import Weight
 from neuron.ports.nxdi_layout import NxdiLayout
 
 # The toy: 32 experts, hidden 256, intermediate 128, 8 query and 2 kv heads of 64.

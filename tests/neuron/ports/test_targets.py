@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from minimax_tools.errors import UsageError
+from neuron.ports.port_target import PortTarget
 from neuron.ports.targets import find_target
 
 IN_PLACE = """
@@ -28,7 +29,7 @@ SHORT = ("--seq-len", "12,7", "--json")
 class TestNotation:
     @pytest.mark.parametrize("name", ["nosuch", "port.py", ":Port", "port.py:", ""])
     def test_other_notation_is_wrong_usage(self, name: str) -> None:
-        expected = r"unknown.*builtin, reference, PATH\.py:NAME or package\.module:NAME"
+        expected = r"unknown.*builtin, reference, nxdi:.*traced:FILE, PATH\.py:NAME or package\.module:NAME"
         with pytest.raises(UsageError, match=expected):
             find_target(name)
 
@@ -36,7 +37,9 @@ class TestNotation:
         folder = tmp_path / "a:b"
         folder.mkdir()
         target = write_port("class Port(ReferenceLayer): pass\n", file="a:b/port.py")
-        assert find_target(target).factory.__name__ == "Port"
+        found = find_target(target)
+        assert isinstance(found, PortTarget)
+        assert getattr(found.factory, "__name__", None) == "Port"
 
     def test_package_module_and_name(self, tensors_of: Any) -> None:
         by_name = tensors_of("minimax_tools.reference.layer:ReferenceLayer")

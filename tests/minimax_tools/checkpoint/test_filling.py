@@ -7,14 +7,14 @@ import threading
 import pytest
 import torch
 
-from minimax_tools.checkpoint.reading_pool import ReadingPool
+from minimax_tools.checkpoint.filling import ReadingPool
 
 
 def test_as_many_run_at_once_as_there_are_threads() -> None:
     # Each waits for the two others: fewer threads would never end.
     together = threading.Barrier(3, timeout=60)
     with ReadingPool(3) as pool:
-        pool.finish(pool.start([lambda: void(together.wait())] * 3))
+        pool.start([lambda: void(together.wait())] * 3).finish()
 
 
 def void(_: object) -> None:
@@ -26,9 +26,9 @@ def test_first_error_in_the_order_of_the_jobs_is_raised() -> None:
         raise ValueError(text)
 
     with ReadingPool(2) as pool:
-        jobs = pool.start([lambda: None, lambda: fail("second"), lambda: fail("third")])
+        filling = pool.start([lambda: None, lambda: fail("second"), lambda: fail("third")])
         with pytest.raises(ValueError, match="second"):
-            pool.finish(jobs)
+            filling.finish()
 
 
 def test_abandoned_jobs_do_not_begin_and_those_begun_have_ended() -> None:
@@ -41,10 +41,10 @@ def test_abandoned_jobs_do_not_begin_and_those_begun_have_ended() -> None:
         ended.append("first")
 
     with ReadingPool(1) as pool:
-        jobs = pool.start([hold, lambda: ended.append("second")])
+        filling = pool.start([hold, lambda: ended.append("second")])
         begun.wait(60)
         threading.Timer(0.05, may_end.set).start()
-        pool.abandon(jobs)
+        filling.abandon()
         assert ended == ["first"]
 
 
@@ -54,7 +54,26 @@ def test_each_thread_computes_alone_and_the_caller_as_before() -> None:
     try:
         found: list[int] = []
         with ReadingPool(1) as pool:
-            pool.finish(pool.start([lambda: found.append(torch.get_num_threads())]))
+            pool.start([lambda: found.append(torch.get_num_threads())]).finish()
         assert (found, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)
+
+
+def test_failed_filling_writes_nothing_afterwards() -> None:
+    storage = torch.zeros(64)
+
+    def read(name: str, place: torch.Tensor) -> None:
+        if name == "3":
+            raise ValueError("no such tensor")
+        place.fill_(1)
+
+    with ReadingPool(1) as pool:
+        filling = pool.fill({str(index): storage[index] for index in range(64)}, read)
+        with pytest.raises(ValueError, match="no such tensor"):
+            filling.finish()
+        written = storage.clone()
+        pool.start([lambda: None]).finish()
+    assert torch.equal(storage, written)
+    assert storage[:3].all()
+    assert not storage.all()

@@ -1,14 +1,18 @@
+"""Where experts lie in grouped storage, and what is read into their places."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from minimax_tools.checkpoint.filling import ReadingPool
+from minimax_tools.checkpoint.layer_storage import down_places, gate_up_places
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.regroup import down_places, gate_up_places, group_down, group_gate_up
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import expert_weight, layer_prefix
 
@@ -43,8 +47,19 @@ def _group(
     down: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    group_gate_up(tensors, experts, gate_up, dtype=dtype)
-    group_down(tensors, experts, down, dtype=dtype)
+    places = {
+        **gate_up_places(experts, gate_up, dtype=dtype),
+        **down_places(experts, down, dtype=dtype),
+    }
+    layer = tensors if isinstance(tensors, LayerTensors) else _layer_of(tensors)
+    with ReadingPool(2) as pool:
+        pool.fill(places, layer.read_into).finish()
+
+
+def _layer_of(tensors: Mapping[str, torch.Tensor]) -> LayerTensors:
+    """A layer in which a port has set every tensor: none is left in the checkpoint."""
+    unread: Any = None
+    return LayerTensors(unread, layer=0, dtype=torch.bfloat16, stored={}, present=tensors)
 
 
 def test_experts_lie_in_integer_order_gate_before_up() -> None:
@@ -122,21 +137,22 @@ def test_a_checkpoints_layer_is_grouped_transposed_bit_for_bit(
 def test_storage_that_is_not_bf16_is_refused(dtype: torch.dtype) -> None:
     gate_up, down = _storage(2, dtype=dtype)
     with pytest.raises(ValueError, match=rf"the storage is {dtype}, expected torch\.bfloat16"):
-        group_gate_up(_experts(2), range(2), gate_up)
+        gate_up_places(range(2), gate_up, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=rf"the storage is {dtype}, expected torch\.bfloat16"):
-        group_down(_experts(2), range(2), down)
+        down_places(range(2), down, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 5), (2, 5, 6), (12, 5)], ids=["experts", "odd height", "flat"])
 def test_gate_up_storage_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"storage is \["):
-        group_gate_up(_experts(2), range(2), torch.empty(shape).bfloat16())
+        gate_up_places(range(2), torch.empty(shape).bfloat16(), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 3), (2, 3, 5), (10, 3)], ids=["experts", "transposed", "flat"])
 def test_down_storage_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    gate_up, _ = _storage(2)
     with pytest.raises(ValueError, match=r"\["):
-        group_down(_experts(2), range(2), torch.empty(shape).bfloat16())
+        _group(_experts(2), range(2), gate_up=gate_up, down=torch.empty(shape).bfloat16())
 
 
 def _with(name: str, value: torch.Tensor) -> Mapping[str, torch.Tensor]:

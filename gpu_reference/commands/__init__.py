@@ -1,0 +1,8 @@
+"""Commands of `mm2-gpu`.
+
+- `capture`: extract-all, full, single-layer and multi-layer
+- `golden_run`: the run of one process behind them
+- `planned_run`: the run of one rank of a plan behind extract-all
+- `certify`: the check of a finished golden
+- `show`: the content of a capture
+"""

@@ -1,0 +1,51 @@
+"""`mm2-gpu certify`: the check of a finished golden; the result goes into its manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gpu_reference.certification.certifier import certify_golden
+from minimax_tools.capture.certificate import Certificate, Outcome
+from minimax_tools.capture.store import GOLDEN_SIDE, newest_capture
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import captures_option, optional_model_option, output_options
+from minimax_tools.json_codec import encode
+
+_MARKS = {Outcome.PASSED: "[ok]", Outcome.FAILED: "[FAILED]", Outcome.NOT_CHECKED: "[not checked]"}
+
+
+@click.command("certify", cls=Mm2Command, epilog="\b\nExample: mm2-gpu certify --model DIR --golden GOLDEN")
+@optional_model_option
+@click.option(
+    "--golden",
+    type=click.Path(path_type=Path),
+    help="Golden capture. Default: the newest under --captures.",
+)
+@captures_option
+@output_options
+def certify_command(model: str | None, golden: Path | None, captures: Path, as_json: bool) -> None:
+    """Check a finished golden before it is trusted; the result becomes a part of it.
+
+    Checks of the golden alone: digests, NaN and Inf, recorded versions and dtypes, and the width of the norms of q
+    and k. Checks with --model: transformers' float32 layers against mm2's own, the choice of experts against the
+    checkpoint's float32 bias, and the rotary width against config.json.
+
+    One layer is in memory at a time, with one expert. Checks that could not run are named. Exits with 1 if a check
+    failed.
+    """
+    directory = golden or newest_capture(captures, GOLDEN_SIDE)
+    certificate = certify_golden(directory, model)
+    if as_json:
+        print_json({"directory": str(directory), "certificate": encode(certificate)})
+    else:
+        click.echo(_render(directory, certificate))
+    end_command(0 if certificate.has_passed else 1)
+
+
+def _render(directory: Path, certificate: Certificate) -> str:
+    verdict = "certified" if certificate.has_passed else "NOT CERTIFIED"
+    lines = [f"{directory}: {verdict}, {certificate}"]
+    lines += [f"  {_MARKS[check.outcome]:14}{check.name}: {check.found}" for check in certificate.checks]
+    return "\n".join(lines)

@@ -1,0 +1,156 @@
+"""A golden as a command makes it in one process: load or stream, generate, capture, certify, print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from gpu_reference.certification.certifier import certify_golden
+from gpu_reference.golden.generation import Sampling, generate
+from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.model.model import GoldenModelRequest
+from gpu_reference.model.placement import Placement, parse_placement
+from gpu_reference.options import GoldenOptions
+from gpu_reference.streaming.stream_choice import choose_streaming, is_whole
+from minimax_tools.capture.generation import GENERATION_NAME, Generation
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.checkpoint.index import find_absent_shards
+from minimax_tools.command_line.console import print_json
+from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.errors import UsageError
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.json_codec import encode
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.model.run import Run, full_run
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference.variants import DEFAULT_NUM_VARIANTS, variant_names
+from minimax_tools.text.prompts import build_inputs
+from reports.captures import capture_record, render_capture, render_statistics, statistics_record
+
+
+def run_golden(
+    options: GoldenOptions, make_run: Callable[[ModelSpec], Run], sampling: Sampling | None = None
+) -> None:
+    """Make a golden, and print it.
+
+    Raises:
+        UsageError: Options contradict each other.
+    """
+    if options.model is None:
+        raise UsageError("no checkpoint is named", next_step="Give --model, or a --plan, which names one.")
+    if options.certify and options.no_save:
+        raise UsageError("--certify checks a capture", found="--no-save", next_step="Leave one of them out.")
+    request = _read_request(options, options.model, make_run)
+    with open_golden(request) as golden:
+        generation = None
+        if sampling is not None:
+            generation = generate(golden.model, request.inputs, sampling, folder=request.model.folder)
+        if options.no_save:
+            layers = golden.run()
+            record, text = statistics_record(layers), render_statistics(layers)
+        else:
+            directory = options.store.directory(GOLDEN_SIDE, request.run.name)
+            extra = {GENERATION_NAME: encode(generation)} if generation else {}
+            with LayerProgress(len(request.run.span), label="Golden") as progress:
+                golden.capture(directory, extra=extra, progress=progress)
+            if options.certify:
+                certify_golden(directory, options.model)
+            capture = Capture.open(directory)
+            record, text = capture_record(capture), render_capture(capture)
+    print_golden(record, text, generation, as_json=options.as_json)
+
+
+def print_golden(record: dict[str, Any], text: str, generation: Generation | None, *, as_json: bool) -> None:
+    """Print a golden as JSON or as text, with the tokens that it generated."""
+    if as_json:
+        print_json({**record, "generation": encode(generation)} if generation else record)
+    else:
+        click.echo(text + str(generation or ""))
+
+
+def whole_model_run(options: GoldenOptions, spec: ModelSpec) -> Run:
+    """Return the run of all layers, with the sites that the options name."""
+    return full_run(spec.num_hidden_layers, sites_level=options.sites_level)
+
+
+def read_placement(options: GoldenOptions) -> Placement:
+    """Read the placement on this machine.
+
+    Raises:
+        UsageError: A value cannot be read, or has no effect.
+        BackendError: A GPU is named that is not here.
+    """
+    return parse_placement(
+        options.device_map, max_memory=options.max_memory, offload_folder=options.offload_folder
+    )
+
+
+def make_request(
+    options: GoldenOptions, run: Run, *, folder: Path, spec: ModelSpec, placement: Placement, num_layers: int
+) -> GoldenRequest:
+    """Return the request of a golden of which the first layers run; its streaming is still to be chosen.
+
+    Raises:
+        UsageError: The token rows cannot be built, or variants were asked for of a noise floor that is off.
+    """
+    assert options.model is not None, "the options or the plan name a model"
+    # A float32 run has no BF16 noise to measure.
+    noise_floor = "off" if options.dtype == torch.float32 else options.noise_floor
+    return GoldenRequest(
+        model=GoldenModelRequest(
+            folder=folder,
+            spec=spec,
+            num_hidden_layers=num_layers,
+            dtype=options.dtype,
+            placement=placement,
+            attn_implementation=options.attn_implementation,
+            experts_implementation=options.experts_implementation,
+        ),
+        model_source=options.model,
+        run=run,
+        inputs=build_inputs(options.inputs, folder=folder, spec=spec),
+        noise_floor=noise_floor,
+        floor_variants=_read_variants(options, noise_floor),
+        budget=MemoryBudget(options.memory_budget),
+    )
+
+
+def _read_request(options: GoldenOptions, model: str, make_run: Callable[[ModelSpec], Run]) -> GoldenRequest:
+    placement = read_placement(options)
+    spec = ModelSpec.from_folder(resolve_config(model))
+    run = make_run(spec)
+    run.span.within(spec.num_hidden_layers)
+    # transformers loads a model only where all its shards are; a stream reads those of its layers.
+    is_all = is_whole(options.streaming.stream, placement) or run.span.stop == spec.num_hidden_layers
+    folder = resolve_model(model, layers=None if is_all else range(run.span.stop))
+    request = make_request(
+        options, run, folder=folder, spec=spec, placement=placement, num_layers=run.span.stop
+    )
+    absent_shards = () if is_all else find_absent_shards(folder)
+    streaming = choose_streaming(options.streaming, request.room, absent_shards=absent_shards)
+    return replace(request, streaming=streaming)
+
+
+def _read_variants(options: GoldenOptions, noise_floor: str) -> tuple[str, ...]:
+    """Return the variants to measure; () without a noise floor.
+
+    Raises:
+        UsageError: Variants were asked for by number, and no noise floor is measured.
+    """
+    number = options.floor_variants
+    if noise_floor != "off" and not options.no_save:
+        return variant_names(DEFAULT_NUM_VARIANTS if number is None else number)
+    if not number:
+        return ()
+    off = "--noise-floor off" if options.noise_floor == "off" else "--dtype float32"
+    raise UsageError(
+        "--floor-variants widens the noise floor of a capture, and none is measured",
+        found="--no-save" if options.no_save else off,
+        next_step="Leave one of them out.",
+    )

@@ -1,0 +1,113 @@
+"""A golden as a command makes it in several processes: each runs one slice of a plan, and rank 0 prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import click
+
+from gpu_reference.commands.golden_run import make_request, print_golden, read_placement, whole_model_run
+from gpu_reference.golden.golden import GoldenRequest, open_golden
+from gpu_reference.options import GoldenOptions
+from gpu_reference.pipeline.pipeline import capture_by_ranks
+from gpu_reference.pipeline.plan_check import validate_plan
+from gpu_reference.ranks.rank_place import RankPlace, warn_of_idle_cores
+from gpu_reference.ranks.ranks import ToldError, open_ranks
+from gpu_reference.streaming.stream_choice import choose_part_streaming
+from minimax_tools.capture.read_record import ReadRecord, read_records
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import GOLDEN_SIDE
+from minimax_tools.command_line.console import show_warnings_only, shows_details, shows_pictures
+from minimax_tools.command_line.progress import LayerProgress, NoProgress, Progress
+from minimax_tools.errors import UsageError
+from minimax_tools.hub.checkpoint_folder import resolve_model
+from minimax_tools.model.run import Run
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.slices.verification_text import render_run
+from reports.captures import capture_record, render_capture
+
+
+def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | None) -> None:
+    """Run this rank's slice of a plan; rank 0 prints the whole capture.
+
+    Args:
+        options: The golden's options.
+        plan_file: The plan.
+        slices_folder: Parent folder of the extracted slices; None to read the checkpoint.
+
+    Raises:
+        UsageError: Options contradict each other.
+    """
+    if options.no_save:
+        raise UsageError("--plan writes a capture", found="--no-save", next_step="Leave one of them out.")
+    if options.certify:
+        raise UsageError(
+            "--certify reads the whole model, of which a rank has a slice",
+            next_step="Leave it out, and run mm2-gpu certify where the model is.",
+        )
+    place = RankPlace.from_environment()
+    if place.rank > 0:
+        show_warnings_only()
+    try:
+        with open_ranks(place) as ranks:
+            plan = PartitionPlan.read(plan_file)
+            ranks.assign([part.node.name for part in plan.used])
+            warn_of_idle_cores(place)
+            part = plan.used[place.rank]
+            _show_part(plan, part.node.name)
+            request = _read_request(
+                replace(options, model=options.model or plan.model), plan, part, place, slices_folder
+            )
+            assert request.streaming is not None, "a slice is streamed"
+            ranks.join(request.streaming.device)
+            directory = options.store.directory(GOLDEN_SIDE, request.run.name)
+            with open_golden(request) as golden, _progress_of(place, request.run) as progress:
+                capture_by_ranks(golden, ranks, plan, directory, progress=progress)
+            _show_part(plan, part.node.name, read_records(directory, [part.node.name]))
+    except ToldError as error:
+        click.get_current_context().exit(error.exit_code)
+    if place.rank == 0:
+        capture = Capture.open(directory)
+        print_golden(capture_record(capture), render_capture(capture), None, as_json=options.as_json)
+
+
+def _read_request(
+    options: GoldenOptions, plan: PartitionPlan, part: Slice, place: RankPlace, slices_folder: Path | None
+) -> GoldenRequest:
+    """Return the request of one rank: the layers up to its last; those before its first are skipped."""
+    placement = read_placement(options)
+    if slices_folder is not None:
+        folder = slices_folder / part.node.name
+    else:
+        folder = resolve_model(options.model or plan.model, layers=part.stage.layers)
+    spec = ModelSpec.from_folder(folder)
+    validate_plan(plan, folder, spec, part, is_slice=slices_folder is not None)
+    request = make_request(
+        options,
+        whole_model_run(options, spec),
+        folder=folder,
+        spec=spec,
+        placement=placement,
+        num_layers=max(part.stage.layers.stop, 1),
+    )
+    streaming = choose_part_streaming(options.streaming, request.room, part, place=place)
+    return replace(request, streaming=streaming)
+
+
+def _show_part(
+    plan: PartitionPlan, node: str, records: Mapping[str, ReadRecord] = MappingProxyType({})
+) -> None:
+    """Print what a rank is to load, or has loaded, if the variable DEBUG asks for it."""
+    if shows_details():
+        text = render_run(plan, node, record=records.get(node), with_marks=shows_pictures(sys.stderr))
+        click.echo(text, err=True)
+
+
+def _progress_of(place: RankPlace, run: Run) -> AbstractContextManager[Progress]:
+    return nullcontext(NoProgress()) if place.rank else LayerProgress(len(run.span), label="Golden")

@@ -1,0 +1,40 @@
+"""`mm2-gpu show`: what a capture holds, what was generated, and whether its files are as written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gpu_reference.commands.golden_run import print_golden
+from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.inspection import inspect_capture
+from minimax_tools.capture.reader import Capture
+from minimax_tools.command_line.console import Mm2Command, end_command
+from minimax_tools.command_line.options import output_options, reading_options
+from minimax_tools.dumps.opening import DumpReading, open_source
+from minimax_tools.errors import CaptureError
+from reports.captures import capture_record, is_damaged, render_capture
+
+
+@click.command(
+    "show", cls=Mm2Command, epilog="\b\nExample: mm2-gpu show mm2-captures/gpu_reference/full_model"
+)
+@click.argument("directory", type=click.Path(path_type=Path))
+@reading_options()
+@output_options
+def show_command(directory: Path, reading: DumpReading, as_json: bool) -> None:
+    """Print what a capture holds: layers, sites, shapes and statistics, what was generated, and any damage.
+
+    Exits with 3 where its files are not as they were written.
+    """
+    source = open_source(directory, reading)
+    inspection = inspect_capture(source) if isinstance(source, Capture) else None
+    print_golden(
+        capture_record(source, inspection),
+        render_capture(source, inspection),
+        Generation.read(directory),
+        as_json=as_json,
+    )
+    if is_damaged(source, inspection):
+        end_command(CaptureError.exit_code)

@@ -1,0 +1,61 @@
+"""`mm2-split synthesize`: a checkpoint of random numbers that behave like a trained model's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+import torch
+
+from minimax_tools.command_line.console import Mm2Command, print_json
+from minimax_tools.command_line.options import output_options
+from minimax_tools.commands.options import (
+    new_folder_option,
+    shard_size_option,
+    size_options,
+    stored_dtype_option,
+)
+from minimax_tools.synthetic.checkpoint import synthesize
+from minimax_tools.synthetic.toy_model import PRESETS
+
+_DTYPES = {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@click.command("synthesize", cls=Mm2Command)
+@new_folder_option
+@click.option(
+    "--preset",
+    "preset_name",
+    type=click.Choice(list(PRESETS)),
+    default="toy",
+    show_default=True,
+    help="Model that gives every size not chosen below.",
+)
+@size_options()
+@stored_dtype_option("--dtype", _DTYPES, default="fp8")
+@shard_size_option("at least four shards")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random numbers.")
+@output_options
+def synthesize_command(
+    output: Path,
+    preset_name: str,
+    dtype: torch.dtype,
+    shard_size_bytes: int | None,
+    seed: int,
+    as_json: bool,
+    **sizes: int | None,
+) -> None:
+    """Write a checkpoint in the hub's layout whose random numbers behave like a trained model's.
+
+    Example: mm2-split synthesize --output toy --num-hidden-layers 8
+    """
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    model = replace(PRESETS[preset_name], **chosen)
+    made = synthesize(output, model=model, dtype=dtype, shard_size_bytes=shard_size_bytes, seed=seed)
+    if as_json:
+        print_json({**asdict(made), "folder": str(made.folder)})
+    else:
+        click.echo(
+            f"{made.folder}: {made.num_tensors} tensors in {made.num_shards} shards, {made.size_bytes} bytes"
+        )

@@ -1,0 +1,123 @@
+"""Values as JSON and back, by the type hints of dataclasses: cattrs, strict about numbers and text.
+
+    encode(value) -> what json.dumps takes            decode(Kind, record) -> a Kind
+
+A dataclass is an object with one key for each field, an enum its value, a `torch.dtype` its name,
+a range its two ends. A class whose JSON is
+not its fields has the methods `to_json` and `from_json`, which `encode` and `decode` call wherever it stands.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import cattrs
+import torch
+from cattrs.strategies import use_class_methods
+
+T = TypeVar("T")
+
+_FORM = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+class DecodeError(ValueError):
+    """A record that is not of the form asked for; the message names each place and what was expected there."""
+
+
+def encode(value: Any) -> Any:
+    """Return a value as JSON takes it: dicts, lists, text, numbers, booleans and None."""
+    return _CONVERTER.unstructure(value)
+
+
+def decode(kind: type[T], record: Any) -> T:
+    """Return the value that `encode` turned into `record`; unknown keys are ignored.
+
+    Raises:
+        DecodeError: A key is missing, a value is of another type, or a constructor refuses it.
+    """
+    try:
+        return _CONVERTER.structure(record, kind)
+    except cattrs.BaseValidationError as error:
+        raise DecodeError("; ".join(cattrs.transform_error(error, format_exception=_describe))) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DecodeError(_describe(error, kind)) from error
+
+
+def encode_fields(value: Any) -> dict[str, Any]:
+    """Return a dataclass as an object with one key for each field, for a `to_json` that adds to it."""
+    record: dict[str, Any] = cattrs.gen.make_dict_unstructure_fn(type(value), _CONVERTER)(value)
+    return record
+
+
+def decode_fields(kind: type[T], record: Mapping[str, Any]) -> T:
+    """Return a dataclass from an object with one key for each field, for a `from_json` that changes it."""
+    value: T = cattrs.gen.make_dict_structure_fn(kind, _CONVERTER)(record, kind)
+    return value
+
+
+def omit_default(kind: type[T], *fields: str) -> None:
+    """Leave fields of a dataclass out of its JSON where they hold their default."""
+    overrides: Any = {name: cattrs.override(omit_if_default=True) for name in fields}
+    _CONVERTER.register_unstructure_hook(
+        kind, cattrs.gen.make_dict_unstructure_fn(kind, _CONVERTER, **overrides)
+    )
+
+
+def _describe(error: BaseException, _: type | None) -> str:
+    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def _exactly(kind: type) -> Any:
+    def structure(record: Any, wanted: type) -> Any:
+        if wanted is not kind:
+            # cattrs asks here for subclasses too: an enum of text.
+            return wanted(record)
+        if kind is float and type(record) is int:
+            return float(record)
+        # A bool is an int to Python, and none to JSON.
+        if type(record) is not kind:
+            raise TypeError(f"expected {_FORM[kind]}, found {record!r}")
+        return record
+
+    return structure
+
+
+def _dtype(name: Any, _: type) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"expected a dtype, found {name!r}")
+    return dtype
+
+
+def _has_number_keys(kind: Any) -> bool:
+    return typing.get_origin(kind) in (Mapping, dict) and typing.get_args(kind)[0] is int
+
+
+def _number_keys(kind: Any, converter: cattrs.Converter) -> Any:
+    """JSON holds a number that is a key as text."""
+    _, hint = typing.get_args(kind)
+    return lambda record, _: {int(key): converter.structure(one, hint) for key, one in record.items()}
+
+
+def _build_converter() -> cattrs.Converter:
+    converter = cattrs.Converter()
+    for kind in _FORM:
+        converter.register_structure_hook(kind, _exactly(kind))
+    converter.register_structure_hook(torch.dtype, _dtype)
+    converter.register_unstructure_hook(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."))
+    converter.register_structure_hook(
+        range, lambda record, _: range(*converter.structure(record, tuple[int, int]))
+    )
+    converter.register_unstructure_hook(range, lambda layers: [layers.start, layers.stop])
+    converter.register_unstructure_hook(MappingProxyType, dict)
+    converter.register_unstructure_hook(Enum, lambda member: member.value)
+    converter.register_structure_hook_factory(_has_number_keys, _number_keys)
+    use_class_methods(converter, "from_json", "to_json")
+    return converter
+
+
+_CONVERTER = _build_converter()

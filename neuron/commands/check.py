@@ -1,0 +1,70 @@
+"""`mm2-test check`: what this machine is, what changes numbers on it, and whether a layer fits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import torch
+
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import (
+    dtype_option,
+    optional_model_option,
+    output_options,
+    parse_lengths,
+)
+from minimax_tools.errors import CannotRunError
+from minimax_tools.hub.checkpoint_folder import resolve_config
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.synthetic.toy_model import SyntheticModel
+from neuron.check import Level, check_machine, worst
+from neuron.options import backend_option
+from neuron.runs.run_profile import RunProfile
+
+
+@click.command("check", cls=Mm2Command, epilog="\b\nExample: mm2-test check --model DIR --seq-len 128,2048")
+@optional_model_option
+@backend_option
+@click.option(
+    "--seq-len",
+    "seq_lens",
+    callback=parse_lengths,
+    metavar="128,2048",
+    default="128",
+    show_default=True,
+    help="Row lengths in tokens; the memory of a layer is reported for each.",
+)
+@click.option(
+    "--profile-of",
+    type=click.Path(path_type=Path),
+    metavar="CAPTURE",
+    help="Run made with --profile on this machine. Predicts the time of each length. Default: none.",
+)
+@dtype_option
+@output_options
+def check_command(
+    model: str | None,
+    backend: str,
+    seq_lens: tuple[int, ...],
+    profile_of: Path | None,
+    dtype: torch.dtype,
+    as_json: bool,
+) -> None:
+    """Report what this machine is, what changes numbers on it, and whether a layer fits.
+
+    Without --model, the layer is one of MiniMax-M2's. Exits with 3 where no run can work.
+    """
+    spec = SyntheticModel.m2().spec() if model is None else ModelSpec.from_folder(resolve_config(model))
+    profile = None if profile_of is None else RunProfile.read(profile_of)
+    findings = check_machine(spec, seq_lens, backend=backend, dtype=dtype, profile=profile)
+    if as_json:
+        print_json({"worst": str(worst(findings)), "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            click.echo(f"{f'[{finding.level}]':7}{finding.subject}: {finding.found}")
+            if finding.next_step:
+                click.echo(f"       → {finding.next_step}")
+    if worst(findings) is Level.FAIL:
+        end_command(CannotRunError.exit_code)

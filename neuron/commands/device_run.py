@@ -1,0 +1,226 @@
+"""A run of a port as a command carries it out: run or load, judge, print, end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from compare.comparer import compare_captures
+from compare.sides.golden_weights import CheckpointWeights
+from minimax_tools.capture.generation import Generation
+from minimax_tools.capture.manifest import dtype_name
+from minimax_tools.capture.reader import Capture
+from minimax_tools.capture.store import DEVICE_SIDE
+from minimax_tools.checkpoint.reader import CheckpointReader
+from minimax_tools.command_line.console import end_command, print_json
+from minimax_tools.command_line.progress import LayerProgress
+from minimax_tools.errors import CaptureError, TargetError
+from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
+from minimax_tools.json_codec import encode
+from minimax_tools.machine.memory import MemoryBudget
+from minimax_tools.machine.native_output import output_set_aside
+from minimax_tools.model.run import Run
+from minimax_tools.model.spec import ModelSpec
+from minimax_tools.results.results import Comparison
+from neuron.devices.runtime import open_runtime
+from neuron.options import DeviceOptions, read_inputs
+from neuron.ports.targets import find_target
+from neuron.report_text import find_warnings, render_report
+from neuron.runs.device_request import DeviceRequest
+from neuron.runs.run_profile import PROFILE_NAME, RunProfile
+from neuron.runs.run_report import RunReport
+from neuron.runs.runner import DeviceRun
+from reports.captures import capture_record, render_capture
+from reports.data import comparison_record
+from reports.json_values import to_json
+from reports.terminal import render_comparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """A finished run.
+
+    Args:
+        capture: Its capture.
+        report: Its graphs, profile and effects; None of a run that was loaded.
+        generation: The tokens it generated; None if it generated none.
+        comparison: Its verdict; None without a golden.
+    """
+
+    capture: Capture
+    report: RunReport | None
+    generation: Generation | None
+    comparison: Comparison | None
+
+    @property
+    def exit_code(self) -> int:
+        """The command's exit code."""
+        if self.comparison is not None:
+            return self.comparison.verdict.exit_code
+        failed = self.report is not None and self.report.generation_error is not None
+        return TargetError.exit_code if failed else 0
+
+
+def run_device(options: DeviceOptions, make_run: Callable[[ModelSpec], Run]) -> None:
+    """Run the target or load its saved run, judge it if there is a golden, print, and end with the exit code."""
+    spec = ModelSpec.from_folder(resolve_config(options.model))
+    run = make_run(spec).decoding(options.decode_rows)
+    run.span.within(spec.num_hidden_layers)
+    directory = options.store.directory(DEVICE_SIDE, run.name)
+    golden = Capture.open(options.golden) if options.golden else None
+    report = None
+    if options.skip_compile:
+        _refuse_other_run(Capture.open(directory), run, options)
+    else:
+        with output_set_aside():
+            report = _execute(options, spec, run, golden, directory)
+    capture = Capture.open(directory)
+    comparison = None
+    if golden is not None:
+        comparison = compare_captures(
+            golden,
+            capture,
+            criteria=options.criteria,
+            layer_pattern="layer_*",
+            weights=CheckpointWeights(model=options.model),
+        )
+    outcome = _Outcome(
+        capture=capture, report=report, generation=capture.read_generation(), comparison=comparison
+    )
+    if options.as_json:
+        _print_record(outcome)
+    else:
+        _print_text(outcome, shows_metrics=options.shows_metrics)
+    end_command(outcome.exit_code)
+
+
+def _execute(
+    options: DeviceOptions, spec: ModelSpec, run: Run, golden: Capture | None, directory: Path
+) -> RunReport:
+    layers = _read_layers(options, spec, run)
+    folder = resolve_model(options.model, layers=layers)
+    request = DeviceRequest(
+        folder=folder,
+        spec=spec,
+        model_source=options.model,
+        run=run,
+        inputs=read_inputs(options.inputs, folder, spec, golden),
+        dtype=options.dtype,
+        target=find_target(options.target),
+        golden=golden,
+        random_input=options.random_input,
+        seed=options.inputs.seed,
+        prefetch=options.prefetch,
+        budget=MemoryBudget(options.memory_budget),
+        checks_capture=options.check_capture,
+        profiles=options.profile,
+        max_new_tokens=options.max_new_tokens,
+    )
+    with (
+        open_runtime(options.backend, ranks=options.ranks) as runtime,
+        CheckpointReader(folder, layers=layers) as reader,
+        LayerProgress(request.num_layers, label="Device") as progress,
+    ):
+        report = DeviceRun(request, runtime=runtime, reader=reader, progress=progress).capture(directory)
+        if report.profile:
+            RunProfile(
+                backend=str(runtime.backend),
+                spec_digest=spec.digest(),
+                dtype=dtype_name(request.dtype),
+                num_ranks=options.ranks.degree,
+                decode_rows=run.decode_rows,
+                batch_size=request.inputs.batch_size,
+                sequence_length=request.inputs.sequence_length,
+                layers=report.profile,
+            ).write(directory)
+        return report
+
+
+def _read_layers(options: DeviceOptions, spec: ModelSpec, run: Run) -> range | None:
+    """Return the layers whose weights are read; None for all, when no shard may be missing.
+
+    Without a golden or random input, the layers before the span make its input.
+    """
+    has_input = options.golden is not None or options.random_input
+    layers = range(run.span.start if has_input else 0, run.span.stop)
+    return None if len(layers) == spec.num_hidden_layers else layers
+
+
+def _refuse_other_run(saved: Capture, run: Run, options: DeviceOptions) -> None:
+    """Raise if a saved run is not the one that the options describe.
+
+    Raises:
+        CaptureError: It has other layers, another mode, number of ranks or target.
+    """
+    found = saved.description.run
+    if (found.span, found.mode, found.component, found.decode_rows) != (
+        run.span,
+        run.mode,
+        run.component,
+        run.decode_rows,
+    ):
+        raise CaptureError(
+            f"{saved.directory} holds another run than --skip-compile asks for",
+            expected=str(run),
+            found=str(found),
+            next_step="Name its directory with --output-dir, or leave out --skip-compile.",
+        )
+    provenance = saved.description.provenance
+    asked, stored = options.ranks.degree, provenance.options.get("tp_degree", 1)
+    if options.ranks.are_several and asked != stored:
+        raise CaptureError(
+            f"{saved.directory} holds a run of another number of ranks",
+            expected=str(asked),
+            found=str(stored),
+            next_step="Leave out --tp-degree to show it, or --skip-compile to run with it.",
+        )
+    is_chosen = click.get_current_context().get_parameter_source("target") is not ParameterSource.DEFAULT
+    if is_chosen and provenance.target != options.target:
+        raise CaptureError(
+            f"{saved.directory} holds a run of another target",
+            expected=options.target,
+            found=provenance.target,
+            next_step="Leave out --target to show it, or --skip-compile to run the target.",
+        )
+
+
+def _print_record(outcome: _Outcome) -> None:
+    record = capture_record(outcome.capture)
+    record["graphs"] = asdict(outcome.report.compiles) if outcome.report else None
+    if outcome.report is not None and outcome.report.effects is not None:
+        record["capture_effects"] = to_json(outcome.report.effects)
+    if outcome.generation is not None:
+        record["generation"] = encode(outcome.generation)
+    print_json({**record, **(comparison_record(outcome.comparison) if outcome.comparison else {})})
+
+
+def _print_text(outcome: _Outcome, *, shows_metrics: bool) -> None:
+    click.echo(render_capture(outcome.capture))
+    if outcome.generation is not None:
+        click.echo(str(outcome.generation))
+        if outcome.comparison is None and any(len(row.generated_ids) > 1 for row in outcome.generation.rows):
+            click.echo("Tokens are judged with --golden: one that generated, made by mm2-gpu full.")
+    if outcome.report is not None:
+        print_report(outcome.report, trace=outcome.capture.directory / PROFILE_NAME)
+    if outcome.comparison is not None:
+        click.echo(render_comparison(outcome.comparison, shows_metrics=shows_metrics))
+
+
+def print_report(report: RunReport, *, trace: Path | None = None) -> None:
+    """Print graphs and profile of a run to stdout, and its warnings to stderr.
+
+    Args:
+        report: The run's report.
+        trace: File of the profile, if the run has one.
+    """
+    text = render_report(report)
+    if text:
+        click.echo(text)
+    if report.profile:
+        click.echo(f"  trace: {trace}")
+    for warning in find_warnings(report):
+        click.echo(f"warning: {warning}", err=True)

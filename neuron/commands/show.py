@@ -1,0 +1,39 @@
+"""`mm2-test show`: what a saved run holds, and whether its files are as written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from minimax_tools.capture.inspection import inspect_capture
+from minimax_tools.capture.reader import Capture
+from minimax_tools.command_line.console import Mm2Command, end_command, print_json
+from minimax_tools.command_line.options import output_options, reading_options
+from minimax_tools.dumps.opening import DumpReading, open_source
+from minimax_tools.errors import CaptureError
+from reports.captures import capture_record, is_damaged, render_capture
+from reports.map_template import map_template_of
+
+
+@click.command("show", cls=Mm2Command, epilog="\b\nExample: mm2-test show mm2-captures/neuron/single_layer_0")
+@click.argument("directory", type=click.Path(path_type=Path))
+@reading_options()
+@click.option("--map-template", is_flag=True, help="Print a --map file of the dump to fill in, and end.")
+@output_options
+def show_command(directory: Path, reading: DumpReading, map_template: bool, as_json: bool) -> None:
+    """Print what a saved run holds: layers, sites, shapes and statistics, and whether its files are as written.
+
+    Exits with 3 where they are not.
+    """
+    source = open_source(directory, reading)
+    if map_template:
+        click.echo(map_template_of(source), nl=False)
+        return
+    inspection = inspect_capture(source) if isinstance(source, Capture) else None
+    if as_json:
+        print_json(capture_record(source, inspection))
+    else:
+        click.echo(render_capture(source, inspection))
+    if is_damaged(source, inspection):
+        end_command(CaptureError.exit_code)

@@ -1,0 +1,39 @@
+"""Translation of errors raised by a port's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from minimax_tools.errors import Mm2Error, TargetError
+from neuron.process.status import doing
+
+
+class PortEndError(TargetError):
+    """A port's attempt to exit, or its lack of memory: either ends every run."""
+
+
+@contextmanager
+def port_errors(failed: str, *, activity: str, next_step: str) -> Iterator[None]:
+    """Turn any error of a port's code into a `TargetError`; errors of mm2 pass.
+
+    `SystemExit` is caught too: a port's exit code must not be read as a verdict. If the port kills the process,
+    the supervisor reads `activity`.
+
+    Args:
+        failed: Failure and location, such as "target port.py:Layer, layer 3 failed while it ran".
+        activity: Work in progress, such as "running layer 3 of target port.py:Layer".
+        next_step: Advice for the user.
+
+    Raises:
+        TargetError: The code raised.
+        PortEndError: The code tried to exit, or ran out of memory.
+    """
+    try:
+        with doing(activity):
+            yield
+    except (Mm2Error, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # also SystemExit and classes that no handler knows
+        kind = PortEndError if isinstance(error, (SystemExit, MemoryError)) else TargetError
+        raise kind(failed, found=f"{type(error).__name__}: {error}", next_step=next_step) from error

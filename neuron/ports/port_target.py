@@ -1,0 +1,71 @@
+"""A port's own class or function as a target: `PATH.py:NAME` or `package.module:NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from minimax_tools.errors import TargetError
+from neuron.builtin.layer import DeviceLayer
+from neuron.devices.weights import reads_in_place
+from neuron.ports.sources import import_callable
+from neuron.ports.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortTarget(Target):
+    """A class or function that is called as `factory(config, layer_idx)` and returns a module."""
+
+    forms = "PATH.py:NAME or package.module:NAME"
+
+    factory: Callable[[Any, int], object]
+
+    def __post_init__(self) -> None:
+        if self.build_dtype is not None and not isinstance(self.build_dtype, torch.dtype):
+            raise TargetError(
+                f"target {self.name}: build_dtype is no dtype",
+                expected="a torch.dtype, such as torch.float32",
+                found=repr(self.build_dtype),
+            )
+
+    @classmethod
+    def find(cls, name: str) -> PortTarget | None:
+        """Import the port's file or module; None if the name has no place or no attribute."""
+        found = import_callable(name)
+        if found is None:
+            return None
+        source, factory = found
+        return cls(name=name, factory=factory, source_digest=source.digest())
+
+    def make(self, config: Any, layer_idx: int) -> object:
+        """Call the port's factory."""
+        return self.factory(config, layer_idx)
+
+    @property
+    def is_reused(self) -> bool:
+        """True if the factory sets `reuse`."""
+        return bool(getattr(self.factory, "reuse", False))
+
+    @property
+    def build_dtype(self) -> torch.dtype | None:
+        """The factory's `build_dtype`."""
+        dtype: torch.dtype | None = getattr(self.factory, "build_dtype", None)
+        return dtype
+
+    @property
+    def adds_over_ranks(self) -> bool:
+        """True for mm2's device layer and classes derived from it."""
+        return isinstance(self.factory, type) and issubclass(self.factory, DeviceLayer)
+
+    @property
+    def fills_storage(self) -> bool:
+        """True for a class without a conversion, or with one that reads in place."""
+        convert = getattr(self.factory, "convert_state_dict", None)
+        return isinstance(self.factory, type) and (convert is None or reads_in_place(convert))
+
+    def _conversion(self, module: nn.Module) -> Any:
+        return super()._conversion(module) or getattr(self.factory, "convert_state_dict", None)

@@ -1,0 +1,247 @@
+"""A decoder layer under test: built as the target protocol says, then loaded with a layer's weights.
+
+Each kind of target is one subclass of `Target`; `targets` lists them.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from minimax_tools.checkpoint.filling import unchanged
+from minimax_tools.checkpoint.layer_tensors import LayerTensors
+from minimax_tools.errors import TargetError
+from minimax_tools.model.spec import ModelSpec
+from neuron.devices.backend import Backend
+from neuron.devices.ranks import Ranks
+from neuron.devices.runtime import Runtime
+from neuron.devices.weights import Weight, WeightLoader, reads_in_place
+from neuron.ports.port_errors import port_errors
+
+# Constants of the MiniMax-M2 graph; a config that transformers wrote may lack these keys.
+_FIXED_VALUES = {
+    "hidden_act": "silu",
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+_BUILD_STEP = "It is called as NAME(config, layer_idx); see --debug for the traceback."
+_CONVERT_STEP = "It gets the hub's names relative to the layer; see --debug for the traceback."
+_LOAD_STEP = "Its state_dict() is filled, then to(device) called; see --debug for the traceback."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target(ABC):
+    """An implementation of a decoder layer.
+
+    Args:
+        name: Value of --target.
+        source_digest: sha256 of its source.
+    """
+
+    # Forms of a --target of this kind.
+    forms: ClassVar[str]
+    # False if the weights come with the target instead of from the checkpoint.
+    reads_weights: ClassVar[bool] = True
+    # Whether each of several ranks is known to hold only its part of a layer.
+    divides_weights: ClassVar[bool] = False
+
+    name: str
+    source_digest: str
+
+    @classmethod
+    @abstractmethod
+    def find(cls, name: str) -> Target | None:
+        """Find the target of a name; None if it names another kind.
+
+        Raises:
+            UsageError: The name is malformed.
+            TargetError: The file, the module or the name in it does not exist or cannot be imported.
+        """
+
+    @abstractmethod
+    def make(self, config: Any, layer_idx: int) -> object:
+        """Build a layer's module; `build` calls it under the build dtype."""
+
+    @property
+    def is_reused(self) -> bool:
+        """True if one module serves all layers, its weights swapped."""
+        return False
+
+    @property
+    def build_dtype(self) -> torch.dtype | None:
+        """Default dtype during `make`; None for the run's dtype."""
+        return None
+
+    @property
+    def adds_over_ranks(self) -> bool:
+        """True if the layer adds up over ranks in the run's `reduce_dtype`."""
+        return False
+
+    @property
+    def fills_storage(self) -> bool:
+        """True if weights are known to be read in place, with no second layer in memory."""
+        return False
+
+    def num_experts_at_once(
+        self, spec: ModelSpec, *, dtype: torch.dtype, is_lazy: bool, ranks: Ranks | None = None
+    ) -> int | None:
+        """Count the experts that run together, on a lazy device in one graph; None if unknown."""
+        return None
+
+    def require_traceable(self, backend: Backend) -> None:  # noqa: B027 - most targets are one program
+        """Pass if a layer can be compiled into one file for a backend.
+
+        Raises:
+            UsageError: The target is compiled already.
+            TargetError: The target is more than one program.
+        """
+
+    def sharing(self, runtime: Runtime) -> dict[str, int | str]:
+        """Return the options by which ranks share a layer, by name."""
+        sharing = dict(runtime.sharing)
+        if not self.adds_over_ranks:
+            sharing.pop("reduce_dtype", None)
+        return sharing
+
+    def converts(self, module: nn.Module) -> bool:
+        """Decide whether the port converts tensors itself, with a second layer in memory."""
+        convert = self._conversion(module)
+        return convert is not None and not reads_in_place(convert)
+
+    def build(
+        self, spec: ModelSpec, layer: int, *, dtype: torch.dtype, ranks: Ranks | None = None
+    ) -> nn.Module:
+        """Build the module of a layer, its weights not loaded.
+
+        Args:
+            spec: The model.
+            layer: The layer.
+            dtype: The run's dtype.
+            ranks: Ranks that share the layer; None for one alone.
+
+        Raises:
+            TargetError: The port raised, or returned no module.
+        """
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.build_dtype or dtype)
+        try:
+            failed = f"target {self.name} cannot be built for layer {layer}"
+            activity = f"building layer {layer} of target {self.name}"
+            with port_errors(failed, activity=activity, next_step=_BUILD_STEP):
+                module = self.make(target_config(spec, ranks=ranks), layer)
+                if isinstance(module, nn.Module):
+                    module.eval()
+        finally:
+            torch.set_default_dtype(default)
+        if not isinstance(module, nn.Module):
+            raise TargetError(
+                f"target {self.name} returned no module for layer {layer}",
+                expected="torch.nn.Module",
+                found=type(module).__name__,
+                next_step="NAME(config, layer_idx) must return the layer.",
+            )
+        return module
+
+    def load(
+        self,
+        module: nn.Module,
+        tensors: LayerTensors,
+        spec: ModelSpec,
+        *,
+        loader: WeightLoader,
+        ranks: Ranks | None = None,
+        prepared: dict[str, Weight] | None = None,
+    ) -> None:
+        """Load a layer's weights, on several ranks this rank's part, and move `module` to the loader's device.
+
+        Args:
+            module: Result of `build`.
+            tensors: The layer's tensors.
+            spec: The model.
+            loader: Reads and sends the weights.
+            ranks: Ranks that share the layer; None for one alone.
+            prepared: Result of `prepare` for this layer; None if it was not called.
+
+        Raises:
+            CheckpointError: A tensor cannot be read.
+            TargetError: The port's conversion raised, or its names or shapes do not fit.
+        """
+        weights = self._weights(module, tensors, spec, ranks) if prepared is None else prepared
+        what = f"target {self.name}, layer {tensors.layer}"
+        activity = f"loading layer {tensors.layer} of target {self.name}"
+        with port_errors(f"{what} cannot be loaded", activity=activity, next_step=_LOAD_STEP):
+            loader.load(module, weights, what=what)
+
+    def prepare(
+        self,
+        module: nn.Module,
+        tensors: LayerTensors,
+        spec: ModelSpec,
+        *,
+        loader: WeightLoader,
+        ranks: Ranks | None = None,
+    ) -> dict[str, Weight]:
+        """Begin to read a layer's weights while `module` computes with those of another.
+
+        Raises:
+            CheckpointError: As for `load`.
+            TargetError: As for `load`.
+        """
+        weights = self._weights(module, tensors, spec, ranks)
+        loader.begin(module, weights)
+        return weights
+
+    def _conversion(self, module: nn.Module) -> Any:
+        """Return the port's convert_state_dict; None if it has none."""
+        return getattr(module, "convert_state_dict", None)
+
+    def _weights(
+        self, module: nn.Module, tensors: LayerTensors, spec: ModelSpec, ranks: Ranks | None
+    ) -> dict[str, Weight]:
+        """Return the module's weights in a new dictionary, which `WeightLoader.load` empties."""
+        converted: object = tensors
+        convert = self._conversion(module)
+        what = f"target {self.name}, layer {tensors.layer}: convert_state_dict"
+        if convert is not None:
+            # Tensors are read when the port asks for them: errors of the checkpoint pass as they are.
+            activity = f"converting the weights of layer {tensors.layer} of target {self.name}"
+            with port_errors(f"{what} failed", activity=activity, next_step=_CONVERT_STEP):
+                converted = convert(tensors, target_config(spec, ranks=ranks), tensors.layer)
+        if not isinstance(converted, Mapping):
+            raise TargetError(
+                f"{what} returned no state dict",
+                expected="a mapping of names to tensors",
+                found=type(converted).__name__,
+                next_step="Return what load_state_dict would take.",
+            )
+        if isinstance(converted, LayerTensors):
+            return {name: unchanged(converted, name) for name in converted}
+        return dict(converted)
+
+
+def target_config(spec: ModelSpec, *, ranks: Ranks | None = None) -> SimpleNamespace:
+    """Return a new, writable copy of config.json as attributes, named as on the hub and as in transformers.
+
+    `config.ranks` holds this rank and the number of ranks.
+    """
+    values = {**_FIXED_VALUES, **copy.deepcopy(dict(spec.raw)), **spec.quantities()}
+    config = SimpleNamespace(**values)
+    config.ranks = ranks or Ranks()
+    config.num_experts = spec.num_local_experts
+    config.moe_intermediate_size = spec.intermediate_size
+    config.partial_rotary_factor = spec.rotary_dim / spec.head_dim
+    config.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": spec.rope_theta,
+        "partial_rotary_factor": config.partial_rotary_factor,
+    }
+    return config
