@@ -24,7 +24,7 @@ class RouterNoise:
     Args:
         margin: [T], distance of the k-th from the (k+1)-th biased score, in float32.
         noise: [T], what BF16 cost the golden on the scores that compete there.
-        widening: [T], factor by which a chained layer's incoming error widens the noise; None if isolated.
+        widening: [T], factor by which a chained layer's input error widens the noise; None if isolated.
         scores: [T,E], the golden's biased scores; None where the bias is not known.
     """
 
