@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.results import Comparison, Flip, NoiseRatio, SiteResult, SiteStatus
+from minimax_tools.results.choices import Flip
+from minimax_tools.results.results import Comparison, NoiseRatio, SiteResult, SiteStatus
 from reports.canvas import Canvas, Column, Row
 from reports.wording import word_figure, word_fraction, word_index
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from minimax_tools.results.choices import LogitsResult
 from minimax_tools.results.results import (
     BlameGroup,
     Comparison,
     GeneratedRow,
-    LogitsResult,
     NoiseRatio,
     SiteStatus,
     Verdict,

@@ -1,11 +1,10 @@
 """Blame: a site is to blame when it fails and everything it is computed from passes.
 
-Where a site further upstream fails, what passes may still carry its error: a site behind it is to blame only for more
-than that accounts for (see `handed_on`).
-A failing site that fails too when the golden's layer is fed what the port fed it (see `refeed`) is to blame as well,
-whatever fails before it.
-Sites that were not compared are looked through: the nearest ones that were stand for them, and the blame then
-names the whole set that may hold the fault.
+- Sites that pass may still carry an error from further upstream. A site behind them is to blame only for more than it
+  inherits (see `is_inherited`).
+- A failing site that also fails when it is recomputed from the port's own values is to blame, whatever fails before it.
+- Sites that were not compared are looked through to the nearest ones that were. The blame then names all sites that may
+  hold the fault.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from types import MappingProxyType
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.results.results import Blame, BlameGroup, NearestLimit, SiteResult, SiteStatus
 
-# These show any fault of the site they are computed from: they are plain products of it alone, while a norm
-# hides a wrong scale, attention a shift, a residual add what is small beside the stream.
+# Plain products of one site show any fault of it. Other operations may hide one: a norm a wrong scale, attention a
+# shift, a residual add an error that is small beside the stream.
 _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     {
         Site.INPUT_NORM: (Site.Q_PROJ, Site.K_PROJ, Site.V_PROJ),
@@ -29,18 +28,18 @@ _SHOWN_BY: Mapping[Site, tuple[Site, ...]] = MappingProxyType(
     }
 )
 
-_NONE_REFED: Mapping[Site, SiteResult] = MappingProxyType({})
+_NONE_RECOMPUTED: Mapping[Site, SiteResult] = MappingProxyType({})
 # Judged given what the port itself chose there: a wrong choice is no excuse for it.
-_GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
+_JUDGED_GIVEN: Mapping[Site, Site] = MappingProxyType({Site.MOE_DELTA: Site.ROUTER_EXPERTS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ancestry:
-    """What a site is computed from.
+    """Inputs of a site, direct or further upstream.
 
     Args:
-        known: Nearest sites upstream that were compared, fed, or are shown right by others.
-        hidden: Sites between them and the site that nobody could see.
+        known: Nearest sites upstream that were compared, given, or are shown right by others.
+        hidden: Sites between them and the site that were not compared.
     """
 
     known: frozenset[Site]
@@ -51,53 +50,53 @@ def blame_layer(
     results: Mapping[Site, SiteResult],
     *,
     layer: int,
-    fed: tuple[Site, ...],
+    given: tuple[Site, ...],
     is_chained: bool,
-    refed: Mapping[Site, SiteResult] = _NONE_REFED,
+    recomputed: Mapping[Site, SiteResult] = _NONE_RECOMPUTED,
 ) -> tuple[Blame, ...]:
-    """The sites of one layer to blame, in execution order.
+    """Return the sites of one layer to blame, in execution order.
 
     Args:
         results: Results of the declared sites.
         layer: The layer.
-        fed: Sites whose values are known to have been given to the layer: they are right by construction.
-        is_chained: Whether the layer was handed an error of other layers, so that blame is only an onset.
-        refed: Results of excused sites (see `excused_sites`), judged by what the port itself computed them from.
+        given: Sites whose values were given to the layer: they are right by construction.
+        is_chained: Whether the layer inherits errors, so that blame is only an onset.
+        recomputed: Results of excused sites (see `excused_sites`), judged on the port's own values of their inputs.
     """
-    first, excused = _sort_failures(results, fed)
+    first, excused = _sort_failures(results, given)
     blame = {
         site: _blame(layer, site, results, ancestry, is_chained=is_chained)
         for site, ancestry in first.items()
     }
     for site in excused:
-        if _fails(refed, site):
-            blame[site] = Blame(layer=layer, sites=(str(site),), reason=refed[site].reason)
+        if _fails(recomputed, site):
+            blame[site] = Blame(layer=layer, sites=(str(site),), reason=recomputed[site].reason)
     return tuple(blame[site] for site in _in_order(set(blame)))
 
 
-def excused_sites(results: Mapping[Site, SiteResult], *, fed: tuple[Site, ...]) -> tuple[Site, ...]:
+def excused_sites(results: Mapping[Site, SiteResult], *, given: tuple[Site, ...]) -> tuple[Site, ...]:
     """Failing sites behind one to blame: their error may be that one's.
 
     Args:
         results: Results of the declared sites.
-        fed: Sites whose values are known to have been given to the layer.
+        given: Sites whose values were given to the layer.
     """
-    return _sort_failures(results, fed)[1]
+    return _sort_failures(results, given)[1]
 
 
 def _sort_failures(
-    results: Mapping[Site, SiteResult], fed: tuple[Site, ...]
+    results: Mapping[Site, SiteResult], given: tuple[Site, ...]
 ) -> tuple[dict[Site, _Ancestry], tuple[Site, ...]]:
-    """The first failures, with what they are computed from, and those that a failure before them excuses."""
+    """Sort failing sites into first ones, with their inputs, and those that a failure before them excuses."""
     first: dict[Site, _Ancestry] = {}
     excused: list[Site] = []
-    # Failing sites that show no more than what they were handed.
+    # Failing sites that show no more than they inherit.
     traces: set[Site] = set()
     for site, result in results.items():
         if result.status is not SiteStatus.FAIL:
             continue
-        ancestry = _ancestry(site, results, fed)
-        if any(_fails(results, upstream) and upstream not in traces for upstream in ancestry.known):
+        ancestry = _ancestry(site, results, given)
+        if any(_fails(results, source) and source not in traces for source in ancestry.known):
             excused.append(site)
         elif _is_trace(site, results, ancestry):
             traces.add(site)
@@ -107,45 +106,45 @@ def _sort_failures(
 
 
 def _is_trace(site: Site, results: Mapping[Site, SiteResult], ancestry: _Ancestry) -> bool:
-    """Whether what a failing site is computed from carries enough of an error that failed before."""
-    if not any(_fails(results, upstream) for upstream in _upstream(site, results)):
+    """Decide whether a site's error is merely inherited from a failure further upstream."""
+    if not any(_fails(results, source) for source in _all_sources(site, results)):
         return False
-    return is_handed_on(results[site], [results[known] for known in ancestry.known if known in results])
+    return is_inherited(results[site], [results[known] for known in ancestry.known if known in results])
 
 
-def _upstream(site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:
-    """All that a site is computed from, however far."""
+def _all_sources(site: Site, results: Mapping[Site, SiteResult]) -> frozenset[Site]:
+    """Return every site that a site is computed from, however far upstream."""
     found: set[Site] = set()
     waiting = list(_inputs(site, results))
     while waiting:
-        upstream = waiting.pop()
-        if upstream not in found:
-            found.add(upstream)
-            waiting.extend(_inputs(upstream, results))
+        source = waiting.pop()
+        if source not in found:
+            found.add(source)
+            waiting.extend(_inputs(source, results))
     return frozenset(found)
 
 
-def _ancestry(site: Site, results: Mapping[Site, SiteResult], fed: tuple[Site, ...]) -> _Ancestry:
+def _ancestry(site: Site, results: Mapping[Site, SiteResult], given: tuple[Site, ...]) -> _Ancestry:
     known: set[Site] = set()
     hidden: set[Site] = set()
     waiting = list(_inputs(site, results))
     while waiting:
-        upstream = waiting.pop()
-        is_compared = upstream in results and results[upstream].status.is_compared
-        if upstream in fed or is_compared or _is_shown_right(results, upstream):
-            known.add(upstream)
-        elif upstream not in hidden:
-            hidden.add(upstream)
-            waiting.extend(_inputs(upstream, results))
+        source = waiting.pop()
+        is_compared = source in results and results[source].status.is_compared
+        if source in given or is_compared or _is_shown_right(results, source):
+            known.add(source)
+        elif source not in hidden:
+            hidden.add(source)
+            waiting.extend(_inputs(source, results))
     return _Ancestry(known=frozenset(known), hidden=frozenset(hidden))
 
 
 def _inputs(site: Site, results: Mapping[Site, SiteResult]) -> tuple[Site, ...]:
-    """What a site is computed from, without a choice that failed and that it was judged by all the same."""
-    given = results.get(_GIVEN[site]) if site in _GIVEN else None
+    """Return a site's inputs, without a failed choice that the site was judged by all the same."""
+    given = results.get(_JUDGED_GIVEN[site]) if site in _JUDGED_GIVEN else None
     if given is None or given.routing is None or given.status is not SiteStatus.FAIL:
         return SITE_INPUTS[site]
-    return tuple(upstream for upstream in SITE_INPUTS[site] if upstream is not _GIVEN[site])
+    return tuple(source for source in SITE_INPUTS[site] if source is not _JUDGED_GIVEN[site])
 
 
 def _fails(results: Mapping[Site, SiteResult], site: Site) -> bool:
@@ -153,7 +152,7 @@ def _fails(results: Mapping[Site, SiteResult], site: Site) -> bool:
 
 
 def _is_shown_right(results: Mapping[Site, SiteResult], site: Site) -> bool:
-    """Whether a site that was not compared must be right, because what shows its faults passes."""
+    """Decide whether a site that was not compared must be right, because a site that shows its faults passes."""
     witnesses = _SHOWN_BY.get(site, ())
     return any(one in results and results[one].status is SiteStatus.PASS for one in witnesses)
 
@@ -172,7 +171,7 @@ def _blame(
             f"; {_join(traces)} {'fails' if len(traces) == 1 else 'fail'} by too little to account for it"
         )
     if Site.INPUT in ancestry.hidden:
-        reason += "; nothing tells what the layer was fed"
+        reason += "; the layer's input was not captured"
     if ancestry.hidden - {Site.INPUT}:
         reason += "; what lies between was not compared"
     if is_chained:
@@ -190,7 +189,7 @@ def _in_order(sites: frozenset[Site] | set[Site]) -> list[Site]:
 
 
 def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[BlameGroup, ...]:
-    """Blame by the sites that it names, in the order of the first layer of each.
+    """Group blame by the sites that it names, in the order of the first layer of each.
 
     Args:
         blame: Earliest layer first.
@@ -219,12 +218,12 @@ def group_blame(blame: Iterable[Blame], grounds: Iterable[SiteResult]) -> tuple[
     )
 
 
-def is_handed_on(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
-    """Whether a failing site breaks its limit by no more than its inputs' errors account for.
+def is_inherited(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
+    """Decide whether a failing site breaks its limit by no more than its inputs' errors account for.
 
     Args:
-        result: The failing site's; what fails without a figure, such as NaN or a wrong shape, nobody handed on.
-        inputs: Those of the sites that it is computed from, which pass.
+        result: The failing site's; a failure without a figure, such as NaN or a wrong shape, is never inherited.
+        inputs: Results of its inputs, which pass.
     """
     broken = result.nearest
     if broken is None or not broken.excess > 1.0:
@@ -233,12 +232,12 @@ def is_handed_on(result: SiteResult, inputs: Iterable[SiteResult]) -> bool:
     return broken.value**2 <= broken.limit**2 + carried
 
 
-def _carried(upstream: SiteResult, broken: NearestLimit) -> float:
-    """The square of what a site hands on, in the unit of the figure that is broken behind it."""
-    if upstream.noise is not None:
-        value: float | None = getattr(upstream.noise, broken.figure, None)
+def _carried(source: SiteResult, broken: NearestLimit) -> float:
+    """Return the square of the error that a site passes on, in the unit of the figure broken behind it."""
+    if source.noise is not None:
+        value: float | None = getattr(source.noise, broken.figure, None)
         return 0.0 if value is None else max(value**2 - 1.0, 0.0)
-    if upstream.relative is not None and upstream.nearest is not None:
+    if source.relative is not None and source.nearest is not None:
         # No floor tells how much of it is noise: all of it may be an error.
-        return (broken.limit * upstream.nearest.excess) ** 2
+        return (broken.limit * source.nearest.excess) ** 2
     return 0.0

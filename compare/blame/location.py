@@ -1,4 +1,4 @@
-"""Locating: what is said of the place of an error at the sites to blame of one layer."""
+"""Location: sentences on where the error lies, at the blamed sites of one layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from compare.blame.recomputed_judge import Recomputed
-from compare.blame.regions import Bounds, describe_whereabouts
+from compare.blame.regions import Bounds, describe_regions
 from compare.judging.layer_judge import LayerJudge
 from compare.noise.rho import Rows
 from compare.sides.sides import Sides
@@ -35,16 +35,16 @@ def locate_blamed(
     blame: tuple[Blame, ...],
     *,
     judge: LayerJudge,
-    refed: Mapping[Site, Recomputed],
+    recomputed: Mapping[Site, Recomputed],
     sides: Sides,
 ) -> Mapping[Site, SiteResult]:
-    """Results of one layer, those to blame with what their wrong tokens and channels have in common.
+    """Add to the results of blamed sites where their wrong tokens and channels lie.
 
     Args:
-        results: Of a layer that was fed the golden's own input.
+        results: Of a layer whose input is the golden's.
         blame: Whom they blame.
         judge: Its judge.
-        refed: Sites that were judged by what the port itself computed them from.
+        recomputed: Sites that were judged on the port's own values of their inputs.
         sides: The captures.
     """
     if sides.criteria.name == "classic":
@@ -53,7 +53,7 @@ def locate_blamed(
     blamed = {Site(one.sites[-1]) for one in blame}
     located = dict(results)
     for site in blamed:
-        rows = refed[site].rows if site in refed else judge.judged_rows(site)
+        rows = recomputed[site].rows if site in recomputed else judge.judged_rows(site)
         located[site] = replace(
             results[site], where=_locate(site, rows, layer=results[site].layer, sides=sides)
         )
@@ -66,7 +66,7 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
     bounds = _bounds(site, rows, sides)
     if bounds is None:
         return ()
-    return describe_whereabouts(
+    return describe_regions(
         rows,
         bounds=bounds,
         decoded=_find_decoded(rows, sides),
@@ -77,8 +77,8 @@ def _locate(site: Site, rows: Rows | None, *, layer: int | None, sides: Sides) -
 
 
 def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
-    """The limits on one token and one channel; None where the criteria limit no token."""
-    terms = sides.terms()
+    """Return the limits on one token and one channel; None where the criteria limit no token."""
+    context = sides.limit_context()
     limits = sides.criteria.noise.of_ratios(
         is_chained=False, is_estimated=rows.twin is None, is_widened=rows.widest is not None
     )
@@ -87,15 +87,15 @@ def _bounds(site: Site, rows: Rows, sides: Sides) -> Bounds | None:
         return None
     num_tokens, num_channels = rows.reference.shape
     return Bounds(
-        token=token.at(num_tokens=num_tokens, share=terms.share / num_tokens),
+        token=token.at(num_tokens=num_tokens, share=context.share / num_tokens),
         channel=None
         if channel is None
-        else channel.at(num_tokens=num_tokens, share=terms.share / num_channels),
+        else channel.at(num_tokens=num_tokens, share=context.share / num_channels),
     )
 
 
 def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """Which tokens were computed one at a time, bool [T]; None where none was."""
+    """Find the tokens that were decoded one at a time, bool [T]; None where none was."""
     description, mask = sides.target.known_description, sides.reference.read_attention_mask()
     if description is None or not description.run.decode_rows or mask is None:
         return None
@@ -104,7 +104,7 @@ def _find_decoded(rows: Rows, sides: Sides) -> torch.Tensor | None:
 
 
 def _read_experts(layer: int, rows: Rows, sides: Sides) -> torch.Tensor | None:
-    """The experts of each token, [T,k]: the port's own where it shows them, else the golden's."""
+    """Return the experts of each token, [T,k]: the port's where it shows them, else the golden's."""
     reference, target = sides.reference, sides.target
     if not {Site.ROUTER_EXPERTS, Site.ROUTER_LOGITS} <= set(reference.sites(layer)):
         return None
@@ -125,7 +125,7 @@ def _batch_shape(sides: Sides) -> tuple[int, int]:
 
 
 def _head_dim(layer: int, reference: CaptureSource) -> int | None:
-    """D, which only the sites that keep heads apart tell."""
+    """Return D, which only the sites that keep heads apart tell."""
     for site in (Site.K_ROPE, Site.Q_ROPE):
         if site in reference.sites(layer):
             return reference.read(layer, site).shape[-1]

@@ -1,4 +1,4 @@
-"""Judging what stands behind a failing site by what the port itself computed it from: is it wrong too?"""
+"""Judgement of sites behind a failing one, each recomputed from the port's own values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from compare.blame.recompute import Refeed
+from compare.blame.recompute import Recomputation
 from compare.judging.judge import judge_values
 from compare.judging.layer_judge import LayerJudge
 from compare.noise.rho import Rows
@@ -18,11 +18,11 @@ from minimax_tools.results.results import SiteResult, SiteStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recomputed:
-    """A site judged by what the port itself computed it from.
+    """A site judged on the port's own values of its inputs.
 
     Args:
-        result: What became of it.
-        rows: What it was judged by; None of a choice of experts, and of what has another shape or dtype.
+        result: The judgement.
+        rows: Rows that it was judged by; None of a choice of experts, and of what has another shape or dtype.
     """
 
     result: SiteResult
@@ -37,15 +37,17 @@ def judge_recomputed(
     judge: LayerJudge,
     sides: Sides,
 ) -> Mapping[Site, Recomputed]:
-    """Judge failing sites of one layer by what the port itself computed them from.
+    """Judge failing sites of one layer on the port's own values of their inputs.
 
-    Left out are those that cannot be judged so: the golden is not mm2's own, a side lacks what the site is computed
-    from, it is no number there, or nobody knows the weights; and, of a golden without a floor, the choice of experts
-    and attention.
+    A site is left out where:
+
+    - the golden is not mm2's own, or the weights are not known,
+    - a side lacks one of the site's inputs, or holds NaN or Inf there,
+    - the golden has no floor, and the site is the choice of experts or attention.
 
     Args:
-        sites: Those that other failing ones excuse, in execution order.
-        layer: The layer; it was fed the golden's own input.
+        sites: Sites that other failing ones excuse, in execution order.
+        layer: The layer; its input is the golden's.
         failing: All of its sites that fail.
         judge: Its judge.
         sides: The captures.
@@ -59,7 +61,7 @@ def judge_recomputed(
         return {}
     seen = set(golden.sites(layer)) & set(sides.target.sites(layer))
     with ExitStack() as stack:
-        refeed = Refeed(
+        recomputation = Recomputation(
             sides,
             golden,
             layer=layer,
@@ -70,12 +72,17 @@ def judge_recomputed(
         for site in sites:
             if not {site, *SITE_INPUTS[site]} <= seen:
                 continue
-            refed = _judge(
-                site, layer=layer, refeed=refeed, judge=judge, sides=sides, doubted=frozenset(doubted)
+            recomputed = _judge(
+                site,
+                layer=layer,
+                recomputation=recomputation,
+                judge=judge,
+                sides=sides,
+                doubted=frozenset(doubted),
             )
-            if refed is not None:
-                judged[site] = refed
-                if refed.result.status is not SiteStatus.FAIL:
+            if recomputed is not None:
+                judged[site] = recomputed
+                if recomputed.result.status is not SiteStatus.FAIL:
                     doubted.remove(site)
     return judged
 
@@ -84,7 +91,7 @@ def _judge(
     site: Site,
     *,
     layer: int,
-    refeed: Refeed,
+    recomputation: Recomputation,
     judge: LayerJudge,
     sides: Sides,
     doubted: frozenset[Site],
@@ -92,23 +99,25 @@ def _judge(
     result = SiteResult(layer=layer, site=str(site), status=SiteStatus.FAIL)
     mismatch = find_mismatch(sides.reference.read(layer, site), sides.target.read(layer, site))
     if mismatch is not None:
-        return Recomputed(result=replace(result, reason=mismatch)) if refeed.can_feed(site) else None
+        return Recomputed(result=replace(result, reason=mismatch)) if recomputation.can_feed(site) else None
     if site is Site.ROUTER_EXPERTS:
-        choice = None if judge.router_noise is None else refeed.choice(judge.router_noise)
+        choice = None if judge.router_noise is None else recomputation.choice(judge.router_noise)
         return None if choice is None else Recomputed(result=_told(judge.judge_choice(result, *choice)))
     stored = judge.stored_rows(site)
     first: Recomputed | None = None
-    for rows in refeed.rows(site, stored, doubted=doubted):
-        judged = judge_values(result, rows, criteria=sides.criteria, terms=judge.terms(site))
-        refed = Recomputed(result=_told(judged), rows=rows)
+    for rows in recomputation.rows(site, stored, doubted=doubted):
+        judged = judge_values(result, rows, criteria=sides.criteria, context=judge.limit_context(site))
+        recomputed = Recomputed(result=_told(judged), rows=rows)
         if judged.status is not SiteStatus.FAIL:
-            return refed
-        first = first or refed
+            return recomputed
+        first = first or recomputed
     return first
 
 
 def _told(result: SiteResult) -> SiteResult:
-    """A result that says what it rests on."""
+    """Add the inputs that a result rests on to its reason."""
     inputs = sorted(SITE_INPUTS[Site(result.site)], key=lambda site: site.order)
-    fed = ", ".join(str(site) for site in inputs)
-    return replace(result, reason=f"{result.reason}, given the port's own {fed}") if result.reason else result
+    names = ", ".join(str(site) for site in inputs)
+    return (
+        replace(result, reason=f"{result.reason}, given the port's own {names}") if result.reason else result
+    )

@@ -1,7 +1,7 @@
-"""Whereabouts: what the wrong part of a site has in common, in a sentence or two.
+"""Regions: where the wrong tokens and channels of a site lie, in a sentence or two.
 
-A mistake that nobody has catalogued still has a place: some rows of the batch, positions from one on, the tokens of
-an expert, a head, a run of channels (see `place`).
+A mistake that is in no catalogue still has a place: rows of the batch, a range of positions, the tokens of an expert, a
+head, a run of channels.
 T judged tokens, F channels of a site, H heads of D channels, k experts per token.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from compare.noise.rho import Rows, token_ratios
+from compare.noise.squared_errors import TINY_FLOAT32
 
 # The sites' part is a multiple of the golden's where the multiple leaves this share of the error.
 _LEFT_BY_SCALE = 0.2
 _SAME_HEAD = 0.98
-_TINY = 1e-30
 # A place is told where chance would put all that is wrong into one as small this rarely.
 _CHANCE = 1e-6
 # A place within another is told where it is this unlikely there.
@@ -30,7 +30,7 @@ _MOST_EXPERTS_SHARE = 4  # of all experts, at most a quarter are a place
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
-    """Some of the tokens or channels.
+    """A named subset of the tokens or channels.
 
     Args:
         words: Which, in words.
@@ -43,7 +43,7 @@ class Region:
     num_choices: float
 
     def __and__(self, other: Region) -> Region:
-        """What lies in both."""
+        """Return the intersection of two regions."""
         return Region(
             words=f"{self.words}, {other.words}",
             items=self.items & other.items,
@@ -51,24 +51,24 @@ class Region:
         )
 
     def adds_to(self, other: Region, wrong: torch.Tensor) -> bool:
-        """Whether it says something of what is wrong, bool [T] or [F], within another place."""
+        """Decide whether it narrows down the wrong items, bool [T] or [F], within another region."""
         items = other.items
         return _log_chance(wrong[items], self.items[items], self.num_choices) < math.log(_CHANCE_WITHIN)
 
 
 def tightest(wrong: torch.Tensor, candidates: Iterable[Region]) -> Region | None:
-    """The smallest place that holds all that is wrong, if that is hardly chance."""
+    """Return the smallest region that holds all wrong items, unless that may be chance."""
     best: Region | None = None
-    for place in candidates:
-        size = int(place.items.sum())
+    for region in candidates:
+        size = int(region.items.sum())
         is_small = size <= _MOST_OF_ALL * wrong.numel() and (best is None or size < int(best.items.sum()))
-        if is_small and _log_chance(wrong, place.items, place.num_choices) < math.log(_CHANCE):
-            best = place
+        if is_small and _log_chance(wrong, region.items, region.num_choices) < math.log(_CHANCE):
+            best = region
     return best
 
 
-def row_places(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
-    """The rows of the batch that hold wrong tokens; `rows` [T] tells each token's."""
+def row_regions(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
+    """Yield the rows of the batch that hold wrong tokens; `rows` [T] tells each token's."""
     held = sorted(set(rows[wrong].tolist()))
     yield Region(
         words="in " + _count_words("row", held),
@@ -77,10 +77,10 @@ def row_places(wrong: torch.Tensor, rows: torch.Tensor) -> Iterator[Region]:
     )
 
 
-def range_places(
+def range_regions(
     wrong: torch.Tensor, numbers: torch.Tensor, within: torch.Tensor, *, word: str
 ) -> Iterator[Region]:
-    """From the first wrong number to the last; open where the range ends as the numbers do."""
+    """Yield the range from the first wrong number to the last; open where it ends as the numbers do."""
     low, high = int(numbers[wrong].min()), int(numbers[wrong].max())
     least, most = int(numbers[within].min()), int(numbers[within].max())
     if low > least:
@@ -96,8 +96,8 @@ def range_places(
         )
 
 
-def expert_places(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tensor) -> Iterator[Region]:
-    """The fewest experts without which no token is wrong: of those that most wrong tokens need, one after the other."""
+def expert_regions(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tensor) -> Iterator[Region]:
+    """Yield the fewest experts that all wrong tokens use, chosen greedily."""
     num_experts = int(experts.max()) + 1
     takes = torch.zeros(experts.shape[0], num_experts, dtype=torch.bool)
     takes.scatter_(1, experts, True)
@@ -117,16 +117,16 @@ def expert_places(wrong: torch.Tensor, experts: torch.Tensor, within: torch.Tens
         )
 
 
-def channel_places(wrong: torch.Tensor, head_dim: int | None, word: str) -> Iterator[Region]:
-    """Heads and runs of channels that hold the wrong ones; `word` is what one channel is."""
+def channel_regions(wrong: torch.Tensor, head_dim: int | None, word: str) -> Iterator[Region]:
+    """Yield heads and runs of channels that hold the wrong ones; `word` is what one channel is."""
     numbers = torch.arange(wrong.numel())
     if head_dim is not None and wrong.numel() % head_dim == 0:
-        yield from _head_places(wrong, numbers, head_dim)
-    yield from range_places(wrong, numbers, torch.ones_like(wrong), word=f"from {word}")
+        yield from _head_regions(wrong, numbers, head_dim)
+    yield from range_regions(wrong, numbers, torch.ones_like(wrong), word=f"from {word}")
 
 
 def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) -> float:
-    """How likely one of so many places of that size holds by chance all that is wrong; 0 where this one does not."""
+    """Return the log of the chance that a region of that size holds all wrong items; 0 where this one does not."""
     if bool((wrong & ~items).any()) or not bool(wrong.any()):
         return 0.0
     num_wrong = int(wrong.sum())
@@ -135,11 +135,11 @@ def _log_chance(wrong: torch.Tensor, items: torch.Tensor, num_choices: float) ->
 
 
 def _log_ways(total: int, num_chosen: int) -> float:
-    """Logarithm of the number of ways to choose so many of the total."""
+    """Return the logarithm of the number of ways to choose so many of the total."""
     return math.lgamma(total + 1) - math.lgamma(num_chosen + 1) - math.lgamma(total - num_chosen + 1)
 
 
-def _head_places(wrong: torch.Tensor, numbers: torch.Tensor, head_dim: int) -> Iterator[Region]:
+def _head_regions(wrong: torch.Tensor, numbers: torch.Tensor, head_dim: int) -> Iterator[Region]:
     heads, dims = numbers // head_dim, numbers % head_dim
     held = sorted(set(heads[wrong].tolist()))
     yield Region(
@@ -147,8 +147,8 @@ def _head_places(wrong: torch.Tensor, numbers: torch.Tensor, head_dim: int) -> I
         items=torch.isin(heads, torch.tensor(held)),
         num_choices=math.comb(wrong.numel() // head_dim, len(held)),
     )
-    for place in range_places(wrong, dims, torch.ones_like(wrong), word="in dim"):
-        yield Region(words=f"{place.words} of each head", items=place.items, num_choices=place.num_choices)
+    for region in range_regions(wrong, dims, torch.ones_like(wrong), word="in dim"):
+        yield Region(words=f"{region.words} of each head", items=region.items, num_choices=region.num_choices)
 
 
 def _count_words(noun: str, numbers: list[int]) -> str:
@@ -165,13 +165,13 @@ def _count_words(noun: str, numbers: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What right ports stay below: ρ of the worst token, and of the worst channel, where it is limited."""
+    """Limits on right ports: ρ of the worst token, and of the worst channel where it is limited."""
 
     token: float
     channel: float | None
 
 
-def describe_whereabouts(
+def describe_regions(
     rows: Rows,
     *,
     bounds: Bounds,
@@ -180,7 +180,7 @@ def describe_whereabouts(
     head_dim: int | None,
     channel_word: str = "channel",
 ) -> tuple[str, ...]:
-    """Sentences on where the error of a site lies; none where it has no place of its own.
+    """Describe where the error of a site lies; nothing where it is everywhere.
 
     Args:
         rows: The judged tokens, with their floor.
@@ -201,7 +201,7 @@ def describe_whereabouts(
     part = rows.select(wrong) if bool(wrong.any()) else rows
     channels = _wrong_channels(part, bounds)
     if channels is not None and bool(channels.any()):
-        found = tightest(channels, channel_places(channels, head_dim, channel_word))
+        found = tightest(channels, channel_regions(channels, head_dim, channel_word))
         if found is not None:
             sentences.append(_word(f"wrong {channel_word}s", channels, found.words, found.items))
         sentences += _describe_content(part, channels, head_dim)
@@ -217,13 +217,13 @@ def _describe_tokens(
     experts: torch.Tensor | None,
 ) -> Iterator[str]:
     def candidates(within: torch.Tensor) -> Iterator[Region]:
-        yield from row_places(wrong, places[:, 0])
-        yield from range_places(wrong, places[:, 1], within, word="at position")
+        yield from row_regions(wrong, places[:, 0])
+        yield from range_regions(wrong, places[:, 1], within, word="at position")
         if decoded is not None:
             yield Region(words="decoded one at a time", items=decoded, num_choices=1)
             yield Region(words="computed in one pass", items=~decoded, num_choices=1)
         if experts is not None:
-            yield from expert_places(wrong, experts, within)
+            yield from expert_regions(wrong, experts, within)
 
     single = list(candidates(torch.ones_like(wrong)))
     pairs = [
@@ -244,48 +244,48 @@ def _word(subject: str, wrong: torch.Tensor, words: str, items: torch.Tensor) ->
 
 
 def _wrong_channels(rows: Rows, bounds: Bounds) -> torch.Tensor | None:
-    """Which channels are off by more than BF16 costs right ones, bool [F]; None where nothing tells."""
-    if rows.twin is None or bounds.channel is None or rows.incoming is not None:
+    """Find channels that are off by more than BF16 costs right ports, bool [F]; None where nothing tells."""
+    if rows.twin is None or bounds.channel is None or rows.input_error is not None:
         return None
     twin = rows.twin.float()
     error = (rows.target.float() - twin).square().sum(dim=0, dtype=torch.float64)
     floor = (rows.reference.float() - twin).square().sum(dim=0, dtype=torch.float64)
-    ratios = (error / floor.clamp(min=max(float(floor.median()), _TINY))).sqrt()
+    ratios = (error / floor.clamp(min=max(float(floor.median()), TINY_FLOAT32))).sqrt()
     return ratios > bounds.channel
 
 
 def _describe_content(rows: Rows, channels: torch.Tensor, head_dim: int | None) -> Iterator[str]:
-    """What stands where something is wrong: nothing, a multiple of the golden's, or other heads of it."""
-    mine, theirs = rows.reference[:, channels].double(), rows.target[:, channels].double()
-    error, size = float((theirs - mine).norm()), float(mine.norm())
-    if size <= _TINY or error <= _TINY:
+    """Describe the wrong values: zeros, a multiple of the golden's, or other heads of it."""
+    golden, port = rows.reference[:, channels].double(), rows.target[:, channels].double()
+    error, size = float((port - golden).norm()), float(golden.norm())
+    if size <= TINY_FLOAT32 or error <= TINY_FLOAT32:
         return
-    if not bool(theirs.any()):
+    if not bool(port.any()):
         yield "the port's values there are all 0"
         return
-    factor = float((theirs * mine).sum()) / size**2
-    if float((theirs - factor * mine).norm()) < _LEFT_BY_SCALE * error:
+    factor = float((port * golden).sum()) / size**2
+    if float((port - factor * golden).norm()) < _LEFT_BY_SCALE * error:
         yield f"the port's values there are {factor:.4g} times the golden's"
     elif head_dim is not None and rows.reference.shape[1] % head_dim == 0:
         moved = _moved_heads(rows, head_dim)
         if moved:
             yield "the port holds " + ", ".join(
-                f"in head {place} the golden's head {origin}" for place, origin in moved
+                f"in head {region} the golden's head {origin}" for region, origin in moved
             )
 
 
 def _moved_heads(rows: Rows, head_dim: int) -> list[tuple[int, int]]:
-    """Heads of the port that are another of the golden's heads: where each is, and which it is."""
-    mine, theirs = (
+    """Find heads of the port that hold another head of the golden: its place, and the golden's."""
+    golden, port = (
         torch.nn.functional.normalize(
             side.double().unflatten(-1, (-1, head_dim)).transpose(0, 1).flatten(1), dim=-1
         )
         for side in (rows.reference, rows.target)
     )
-    likeness = theirs @ mine.T
+    likeness = port @ golden.T
     best = likeness.argmax(dim=-1).tolist()
     return [
-        (place, origin)
-        for place, origin in enumerate(best)
-        if origin != place and float(likeness[place, origin]) > _SAME_HEAD
+        (region, origin)
+        for region, origin in enumerate(best)
+        if origin != region and float(likeness[region, origin]) > _SAME_HEAD
     ]

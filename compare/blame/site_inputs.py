@@ -1,4 +1,4 @@
-"""SiteInputs: what a site is computed from, as both sides show it, and as the port may have it besides.
+"""SiteInputs: the inputs of a site, as both sides show them, and as the port may have computed with.
 
 T real tokens, E experts, k experts per token, F channels of a site.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.judging.routing import expert_shares
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import SITE_INPUTS, Site
+from minimax_tools.reference.float32_stages import expert_shares
 
 # Rows [T,F] of sites, float32; experts int64.
 Values = Mapping[Site, torch.Tensor]
@@ -21,23 +21,23 @@ Values = Mapping[Site, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteInputs:
-    """What a site is computed from.
+    """Inputs of one site, on both sides.
 
     Args:
         site: The site.
-        mine: The golden's values.
-        theirs: The port's.
+        golden: The golden's values.
+        port: The port's.
         usable: Tokens that can be computed from the port's, bool [T]: numbers, and experts that there are.
     """
 
     site: Site
-    mine: Values
-    theirs: Values
+    golden: Values
+    port: Values
     usable: torch.Tensor
 
     @classmethod
     def read(cls, site: Site, *, sides: Sides, layer: int, prompt_of: torch.Tensor) -> SiteInputs | None:
-        """What both sides hold of it; None where one lacks a part, or holds it in another shape.
+        """Read both sides' inputs of a site; None where one lacks a part, or holds it in another shape.
 
         Args:
             site: The site.
@@ -45,29 +45,29 @@ class SiteInputs:
             layer: The layer.
             prompt_of: The prompt that each token belongs to, [T].
         """
-        mine: dict[Site, torch.Tensor] = {}
-        theirs: dict[Site, torch.Tensor] = {}
+        golden: dict[Site, torch.Tensor] = {}
+        port: dict[Site, torch.Tensor] = {}
         usable = torch.ones_like(prompt_of, dtype=torch.bool)
-        for upstream in SITE_INPUTS[site]:
-            rows = sides.read_rows(layer, upstream)
+        for source in SITE_INPUTS[site]:
+            rows = sides.read_rows(layer, source)
             if rows is None:
                 return None
-            mine[upstream], theirs[upstream] = (_as_computed(upstream, side, site) for side in rows)
-            usable &= _are_usable(theirs[upstream], sides, layer)
+            golden[source], port[source] = (_as_computed(source, side, site) for side in rows)
+            usable &= _are_usable(port[source], sides, layer)
         if site is Site.ATTN_CONTEXT:
             # Tokens attend to others of their prompt.
             usable = ~torch.isin(prompt_of, prompt_of[~usable])
-        return cls(site=site, mine=mine, theirs=theirs, usable=usable)
+        return cls(site=site, golden=golden, port=port, usable=usable)
 
     def variants(self, doubted: frozenset[Site], router: SiteInputs | None) -> Iterator[Values]:
-        """What the site may have been computed from: first all that the port shows.
+        """Yield possible inputs of the port's site: first all values that the port shows.
 
-        What it shows may be a copy of what it computes with, scaled or in another order: so then with the golden's
-        values, or experts weighed again, in place of what is doubted.
+        These may be copies of the values that it computes with, scaled or in another order. So the golden's values, or
+        recomputed weights of experts, take the place of doubted ones next.
 
         Args:
-            doubted: Sites that are wrong by themselves; what only repeats an error is what the port computes with.
-            router: What the router's weights are computed from; of `moe_delta` alone.
+            doubted: Sites that are wrong by themselves, and do not only inherit an error.
+            router: Inputs of the router's weights; of `moe_delta` alone.
         """
         groups = [[one] for one in SITE_INPUTS[self.site]]
         if self.site is Site.MOE_DELTA:
@@ -76,25 +76,25 @@ class SiteInputs:
         choices = [list(self._alternatives(group, doubted, router)) for group in groups]
         for chosen in itertools.product(*choices):
             values = {name: rows for part in chosen for name, rows in part.items()}
-            if any(values[name] is not self.mine[name] for name in values):
+            if any(values[name] is not self.golden[name] for name in values):
                 yield values
 
     def _alternatives(
         self, group: list[Site], doubted: frozenset[Site], router: SiteInputs | None
     ) -> Iterator[Values]:
-        yield {site: self.theirs[site] for site in group}
+        yield {site: self.port[site] for site in group}
         if not doubted & set(group):
             return
         if Site.ROUTER_WEIGHTS in group and router is not None and bool(router.usable.all()):
             # Whatever order the port shows their weights in.
-            experts = self.theirs[Site.ROUTER_EXPERTS]
-            shares = expert_shares(router.theirs[Site.ROUTER_LOGITS].sigmoid(), experts)
+            experts = self.port[Site.ROUTER_EXPERTS]
+            shares = expert_shares(router.port[Site.ROUTER_LOGITS].sigmoid(), experts)
             yield {Site.ROUTER_EXPERTS: experts, Site.ROUTER_WEIGHTS: shares}
-        yield {site: self.mine[site] for site in group}
+        yield {site: self.golden[site] for site in group}
 
 
 def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor:
-    """Rows [T,F] of a site as another is computed from them."""
+    """Return rows [T,F] of a site in the form in which another is computed from them."""
     if site is not Site.ROUTER_EXPERTS:
         return rows.float()
     # The router's weights are judged in the order of their experts.
@@ -102,7 +102,7 @@ def _as_computed(site: Site, rows: torch.Tensor, consumer: Site) -> torch.Tensor
 
 
 def _are_usable(rows: torch.Tensor, sides: Sides, layer: int) -> torch.Tensor:
-    """Which tokens can be computed with, bool [T]."""
+    """Find tokens that can be computed with, bool [T]."""
     if rows.is_floating_point():
         return rows.isfinite().all(dim=-1)
     if Site.ROUTER_LOGITS not in sides.reference.sites(layer):

@@ -1,1 +1,8 @@
-"""Room."""
+"""Chains: layers that ran one after the other.
+
+- `curve`: growth of a chained run's error
+- `bisection`: the search for wrong layers by running parts of them
+- `chain_judge`: the output at a chain's end
+- `chain_noise`: its error in units of the layers' noise
+- `chain_limits`: limits by the chain's length
+"""

@@ -14,7 +14,7 @@ RunProbe = Callable[[Span], Probe]
 
 
 def find_first(span: Span, run_probe: RunProbe) -> BisectionFinding | None:
-    """The first finding in `span`, in at most ⌈log2 of its length⌉ + 1 probes; None where every chain is right.
+    """Return the first finding in `span`, in at most ⌈log2 of its length⌉ + 1 probes; None where all is right.
 
     The left half of the suspects runs first: where it holds no error, the right half is suspected, and in the end one
     layer runs alone. So the probes that are right cover every layer before the finding, or all of `span`.
@@ -39,7 +39,7 @@ def find_first(span: Span, run_probe: RunProbe) -> BisectionFinding | None:
 
 
 def find_all(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
-    """Every finding in `span`: behind each, the search goes on from the golden's own input."""
+    """Yield the findings in `span`: behind each, the search goes on from the golden's own input."""
     rest: Span | None = span
     while rest is not None:
         finding = find_first(rest, run_probe)
@@ -51,7 +51,7 @@ def find_all(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
 
 
 def find_until_proof(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
-    """Every finding up to the first that proves the port wrong: behind a faint drift the search goes on."""
+    """Yield the findings up to the first that proves the port wrong; a faint drift does not stop the search."""
     for finding in find_all(span, run_probe):
         yield finding
         if finding.is_proof:
@@ -59,7 +59,7 @@ def find_until_proof(span: Span, run_probe: RunProbe) -> Iterator[BisectionFindi
 
 
 def find_exhaustively(span: Span, run_probe: RunProbe) -> Iterator[BisectionFinding]:
-    """Every layer of `span` that is wrong when it runs alone: a probe for each."""
+    """Yield the layers of `span` that are wrong when they run alone: a probe for each."""
     for layer in span:
         found = run_probe(Span.single(layer)).first_wrong
         if found is not None:

@@ -1,8 +1,8 @@
-"""ChainJudge: judges the output at the end of a chain of layers that was fed the golden's input.
+"""ChainJudge: judges the output at the end of a chain of layers that began with the golden's input.
 
 A layer that ran alone is judged as in a sweep; a chain by the limits of its length (see `chain_limits`).
-What it says that it sees is the size of noise on every token, relative to all of the token's channels but the massive
-ones, at the place that is judged: layers behind a mistake change its size.
+Its `visible` is the smallest noise on every token that it sees, relative to the token without its massive channels. It
+holds at the place that is judged: layers behind a mistake change its size.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ChainJudge:
     def _judge_site(self, layer: int, site: Site, tensor: torch.Tensor) -> SiteResult:
         target = _OneSite(layer=layer, site=site, tensor=tensor)
         sides = Sides(reference=self._golden, target=target, batch=self._batch, criteria=self._criteria)
-        return LayerJudge(sides, layer=layer, feed=CapturedInput(known=(Site.INPUT,))).judge(site)
+        return LayerJudge(sides, layer=layer, layer_input=CapturedInput(known=(Site.INPUT,))).judge(site)
 
     def _judge_chain(self, span: Span, output: torch.Tensor) -> Chain:
         reference = self._batch.rows(self._golden.read(span.last, Site.OUTPUT), Site.OUTPUT)
@@ -112,17 +112,17 @@ class ChainJudge:
 
     @property
     def _layer_error(self) -> float:
-        """What a layer may differ by between implementations, relative to its output, where no floor tells."""
+        """Usual difference of right implementations of a layer, relative to its output, where no floor tells."""
         return _LAYER_ERROR_FLOAT32 if computes_in_float32(self._golden) else _LAYER_ERROR
 
     def _excess(self, result: SiteResult) -> float:
-        """The error of a layer that ran alone, in units of the limit that is nearest."""
+        """Return the error of a layer that ran alone, in units of the nearest limit."""
         if result.nearest is not None:
             return result.nearest.excess
         return math.inf if result.status is SiteStatus.FAIL else 0.0
 
     def _visible_alone(self, layer: int, site: Site, *, dtype: torch.dtype) -> float:
-        """The size from which noise at a site of a layer that runs alone is seen, relative to the layer's output.
+        """Return the smallest noise that is seen at a site of a layer that runs alone, relative to its output.
 
         Whatever error the port has besides: with it, less noise is enough.
         """
@@ -137,7 +137,7 @@ class ChainJudge:
         return visible * math.sqrt(1.0 + 1.0 / result.nearest.limit**2)
 
     def sweep_visible(self, span: Span) -> float | None:
-        """The size from which noise in the MoE's delta is seen by a sweep of all sites, in every layer of `span`.
+        """Return the smallest noise in the MoE's delta that a sweep sees in every layer of `span`.
 
         Returns:
             It is relative to the layer's output; None where the golden kept no floor of that site.
@@ -183,7 +183,7 @@ class _OneSite(CaptureSource):
 
 
 def _invert(excess: float) -> float:
-    """The size of noise that a judge just lets pass, of its excess at noise as large as the output.
+    """Return the noise that a judge just lets pass, from its excess at noise as large as the output.
 
     Its limits are on errors in units that do not hang on the target: the excess grows in proportion to the noise.
     """

@@ -37,7 +37,7 @@ _SHORT, _LONG = 2, LONGEST_CHAIN
 
 
 def chain_limits(length: int, dtype: torch.dtype) -> ChainError:
-    """The limits at the end of a chain.
+    """Return the limits at the end of a chain.
 
     Args:
         length: Its number of layers, at most `LONGEST_CHAIN`.
@@ -48,5 +48,5 @@ def chain_limits(length: int, dtype: torch.dtype) -> ChainError:
 
 
 def default_chain_length(dtype: torch.dtype) -> int:
-    """How many layers a chain has where the user does not say."""
+    """Return the default number of layers of a chain."""
     return _LONG if dtype is torch.float32 else _SHORT

@@ -1,9 +1,8 @@
 """Chain noise: the error at the end of a chain of layers, in units of what BF16 alone costs the layers one by one.
 
-The unit is the root of the sum of squares over the chain's layers of what two right implementations differ by, as if
-no layer changed the error that it is handed. Layers do change it: they amplify it, and where it flips an expert a
-token gets an error that no floor foretells. So even right ports exceed the unit, the more the longer the chain is;
-how far is measured (scripts/bench_chained_ends.py).
+The unit adds up the squares of each layer's difference between two right implementations, as if no layer changed the
+error that it inherits. Layers do change it: they amplify it, and a flipped expert gives a token an error that no floor
+foretells. So right ports exceed the unit too, the more the longer the chain is (see scripts/bench_chained_ends.py).
 T judged tokens, F channels of the output.
 """
 
@@ -15,15 +14,13 @@ from types import MappingProxyType
 
 import torch
 
-from compare.noise.squared_errors import Squares, square_difference, square_rows
+from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
 from compare.sides.batch import Batch
 from compare.sides.layer_floor import LayerFloor
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import massive_channels
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
-
-_TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +38,15 @@ class ChainError:
     massive: float
 
     def excess(self, limits: ChainError) -> float:
-        """The largest of its parts in units of its limit."""
+        """Return the largest of its parts in units of its limit."""
         return max(float(getattr(self, name) / getattr(limits, name)) for name in PARTS)
 
     def worst_part(self, limits: ChainError) -> str:
-        """The name of that part."""
+        """Return the name of that part."""
         return max(PARTS, key=lambda name: getattr(self, name) / getattr(limits, name))
 
     def times(self, factor: float) -> ChainError:
-        """Each part `factor` times as large."""
+        """Return this error times a factor."""
         return ChainError(**{name: factor * getattr(self, name) for name in PARTS})
 
 
@@ -79,11 +76,11 @@ class ChainUnit:
     @property
     def relative(self) -> float:
         """The median token's, relative to its output, over the ordinary channels."""
-        return float((self.squares.ordinary / self.norms.ordinary.clamp(min=_TINY)).sqrt().median())
+        return float((self.squares.ordinary / self.norms.ordinary.clamp(min=TINY)).sqrt().median())
 
 
 def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error: float) -> ChainUnit:
-    """The unit at the end of the chain `span`.
+    """Measure the unit at the end of the chain `span`.
 
     Args:
         golden: The golden, with the outputs of the chain's layers.
@@ -104,12 +101,12 @@ def measure_unit(golden: CaptureSource, span: Span, *, batch: Batch, layer_error
 
 
 def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit) -> ChainError:
-    """The error of a chain's output, both [T,F] and finite."""
+    """Measure the error of a chain's output, both [T,F] and finite."""
     massive = massive_channels(reference)
     error = square_difference(reference, target, massive=massive)
     ordinary = unit.squares.ordinary
     # A token whose own unit is unusually small is held against the median token's.
-    tokens = (error.ordinary / torch.maximum(ordinary, ordinary.median()).clamp(min=_TINY)).sqrt()
+    tokens = (error.ordinary / torch.maximum(ordinary, ordinary.median()).clamp(min=TINY)).sqrt()
     shares = torch.tensor((0.25, 0.5, 0.75, 0.9), dtype=tokens.dtype)
     lower, median, upper, ninth = torch.quantile(tokens, shares).tolist()
     total = float(unit.squares.massive.sum())
@@ -118,7 +115,7 @@ def measure_error(reference: torch.Tensor, target: torch.Tensor, unit: ChainUnit
         median=median,
         upper_quartile=upper,
         ninth_decile=ninth,
-        massive=float((error.massive.sum() / total).sqrt()) if total > _TINY else 0.0,
+        massive=float((error.massive.sum() / total).sqrt()) if total > TINY else 0.0,
     )
 
 

@@ -1,7 +1,7 @@
 """The curve of a chained run: how its error grows from layer to layer, and where it grows by more than noise.
 
-It shows where a fault begins, not who is to blame: a layer behind it was handed other values than the golden's, and its
-sites are judged by floors that are widened by them. What a layer itself does wrong, an isolated run tells.
+It shows where a fault begins, not which site is to blame: layers behind it inherit its error, which widens their
+floors. An isolated run shows a layer's own mistakes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from compare.noise.input_error import InputError
-from compare.noise.squared_errors import square_difference, square_rows
+from compare.noise.squared_errors import TINY, square_difference, square_rows
 from compare.sides.sides import Sides
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.metrics.noise_floor import massive_channels
@@ -18,11 +18,9 @@ from minimax_tools.model.run import Mode
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Curve, CurvePoint, SiteResult, SiteStatus
 
-_TINY = 1e-300
-
 
 def measure_point(
-    sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, incoming: InputError | None
+    sides: Sides, layer: int, results: Mapping[Site, SiteResult], *, input_error: InputError | None
 ) -> CurvePoint | None:
     """Return how far a layer's output is from the golden's; None where it was not judged.
 
@@ -30,7 +28,7 @@ def measure_point(
         sides: The captures; the golden's own values, not those on the port's input.
         layer: The layer.
         results: Of its sites.
-        incoming: The error of what it was handed.
+        input_error: The error of its input.
     """
     result, rows = results.get(Site.OUTPUT), sides.read_rows(layer, Site.OUTPUT)
     if result is None or rows is None or result.nearest is None:
@@ -40,8 +38,8 @@ def measure_point(
     noise = result.noise
     return CurvePoint(
         layer=layer,
-        error=float((error.sum() / size.sum().clamp(min=_TINY)).sqrt()),
-        handed_on=0.0 if incoming is None else incoming.overall,
+        error=float((error.sum() / size.sum().clamp(min=TINY)).sqrt()),
+        handed_on=0.0 if input_error is None else input_error.overall,
         floor=None if noise is None else noise.floor,
         ratio=result.nearest.excess if noise is None else noise.whole,
     )
@@ -54,7 +52,7 @@ def trace_curve(
     target: CaptureSource,
     golden: CaptureSource,
 ) -> Curve | None:
-    """The curve of a comparison; None where the run is isolated, or no layer's output was judged.
+    """Trace the curve of a comparison; None where the run is isolated, or no layer's output was judged.
 
     Args:
         points: Of every layer, ascending.
@@ -75,7 +73,7 @@ def trace_curve(
 
 
 def _command(layer: int, target: CaptureSource, golden: CaptureSource) -> str:
-    """What runs the layer alone, on the golden's own input."""
+    """Return the command that runs the layer alone, on the golden's own input."""
     description = target.known_description
     assert description is not None, "only a run that says what it is has a curve"
     provenance = description.provenance

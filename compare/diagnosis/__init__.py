@@ -1,12 +1,20 @@
-"""The diagnosis: which known mistake explains a layer's output; the command `mm2-diagnose` (`cli`).
+"""The diagnosis: the known mistake that explains a layer's output.
 
-- `diagnose`: the library's entry: two captures and a checkpoint in, a `Diagnosis` (`finding`) out
-- `catalogue`: the mistakes; `mistake`: what an entry is, and a hypothesis: an entry with parameters
-- `evaluation`: the layer in float32 as a graph of `stages`, of which a hypothesis replaces some
-- `layer_weights`, `expert_pass`: the weights, read once; the experts of many hypotheses run together
-- `layer_case`: what judges one layer's hypotheses; `yardstick`: errors in units of the noise, at one site
-- `trial`: the scores of hypotheses; `fitting`: their parameters; `search`: from all hypotheses to the best
-- `naming`: what counts as an explanation
-- `model`: the same outside the layers: embedding, final norm and head
-- `layer_group`: layers told together; `report`: the text and JSON, with `mistake_text` and `site_report`
+- `cli`: the command `mm2-diagnose`
+- `diagnose`: the library's entry: two captures and a checkpoint to a diagnosis
+- `finding`: named mistakes, and what was close
+- `report`: a diagnosis as text and JSON
+- `layer_group`: layers with one finding, told together
+- `catalogue/`: the mistakes of a layer
+- `mistake`: an entry of the catalogue, and a hypothesis: an entry with parameters
+- `evaluation`: the float32 layer, of which a hypothesis replaces stages
+- `expert_pass`: the experts of many hypotheses at once
+- `layer_weights`: a layer's weights, FP8 codes too
+- `layer_case`: one layer of two captures
+- `yardstick`: noise at one site, by token and channel
+- `trial`: scores of hypotheses
+- `fitting`: parameters of mistakes
+- `naming`: scores that count as an explanation
+- `search`: from all hypotheses to the best
+- `model/`: the same outside the layers
 """

@@ -1,13 +1,13 @@
-"""The diagnosis of a device run: which known mistakes explain its layers. `diagnose` is the library's entry."""
+"""The diagnosis of a device run: the known mistakes that explain its layers. `diagnose` is the library's entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from compare.comparer import compare_captures
+from compare.comparer import JudgedRun, judge_run
 from compare.diagnosis.catalogue.catalogue import find_mistakes
 from compare.diagnosis.finding import Diagnosis, LayerDiagnosis, SiteDiagnosis
 from compare.diagnosis.layer_case import LayerCase
@@ -19,17 +19,11 @@ from compare.diagnosis.model.search import search_site
 from compare.diagnosis.naming import LIMITS
 from compare.diagnosis.search import search_layer
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
-from compare.sides.batch import Batch
-from compare.sides.captured_input import CapturedInput, read_captured_input
-from compare.sides.golden_weights import CheckpointWeights, refuse_other_model
-from compare.sides.sides import Sides
+from compare.sides.golden_weights import CheckpointWeights, WeightSource
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.checkpoint.fingerprint import ModelFingerprint
-from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.command_line.progress import NoProgress, Progress
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.results import Blame, Comparison, SiteStatus
 from reports.wording import word_layers
 
@@ -47,139 +41,116 @@ def diagnose(
 
     Args:
         reference: The golden, a capture of mm2's own.
-        target: The device run; its layers were fed the golden's values, each by itself, or each other's outputs.
+        target: The device run, isolated or chained.
         model: The checkpoint's folder.
         layers: The layers to diagnose, to blame or not; None for those that the comparison blames.
         mistakes: Names of the mistakes to try; empty for the whole catalogue.
         progress: Told of every layer.
 
     Raises:
-        IncomparableError: The captures must not be compared, are not of this checkpoint, or of no layer that is to
-            be diagnosed both sides hold what it was fed.
+        IncomparableError: The captures must not be compared, are not of this checkpoint, or hold the input of no
+            layer that is to be diagnosed.
         CheckpointError: The checkpoint cannot be read.
         UsageError: A mistake is not in the catalogue, or the run has no such layer.
     """
     entries = find_mistakes(mistakes, also=MODEL_CATALOGUE)
-    golden = _own_capture(reference)
-    criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
-    pattern = f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*"
-    weights = CheckpointWeights(model=str(model))
-    comparison = compare_captures(golden, target, criteria=criteria, layer_pattern=pattern, weights=weights)
+    golden, weights = _require_golden(reference), CheckpointWeights(model=str(model))
+    run = judge_run(
+        golden,
+        target,
+        criteria=Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL),
+        layer_pattern=f"layer_{layers[0]}" if layers is not None and len(layers) == 1 else "layer_*",
+        weights=weights,
+    )
+    comparison = run.comparison
     chosen = layers if layers is not None else _blamed_layers(comparison)
-    sides = Sides(reference=golden, target=target, batch=Batch.of(golden, target), criteria=criteria)
-    judged = {site.layer for site in comparison.sites if site.layer is not None}
-    seen = {layer: _find_feed(sides, layer) for layer in (sorted(judged) if layers is None else layers)}
-    feeds = {layer: feed for layer in chosen if (feed := seen[layer]) is not None}
-    has_model = layers is None or judged <= set(layers)
+    has_model = layers is None or set(comparison.layers) <= set(layers)
     sites, site_notes = (
-        _diagnose_model(sides, comparison, golden=golden, model=model, mistakes=find_model_mistakes(mistakes))
-        if has_model
-        else ((), ())
+        _diagnose_outside(run, golden, weights, find_model_mistakes(mistakes)) if has_model else ((), ())
     )
-    if chosen and not feeds and all(site.is_right for site in sites):
+    judgeable = tuple(layer for layer in chosen if _has_finite_input(run, layer))
+    if chosen and not judgeable and all(site.is_right for site in sites):
         raise _not_held(chosen[0])
-    found = (
-        _diagnose_layers(
-            golden,
-            target,
-            model=model,
-            suspects={layer: _suspects(comparison, layer) for layer in feeds},
-            where={layer: _where(comparison, layer) for layer in feeds},
-            handed_on=frozenset(layer for layer, feed in feeds.items() if feed.is_handed_on),
-            mistakes=entries,
-            progress=progress or NoProgress(),
-        )
-        if feeds
-        else ()
+    diagnosed = tuple(
+        _diagnose_layers(run, golden, weights, judgeable, mistakes=entries, progress=progress or NoProgress())
     )
-    diagnosed = tuple(found)
     blame = tuple(
         one
         for one in comparison.blame
         if (has_model if one.layer is None else layers is None or one.layer in layers)
     )
+    is_failing = any(
+        site.status is SiteStatus.FAIL and (layers is None or site.layer in layers)
+        for site in comparison.sites
+    )
+    # A chain's comparison allows for inherited errors; on the port's own input there are none.
+    is_wrong_alone = any(
+        run.inputs[one.layer].is_inherited and one.unexplained > LIMITS.leaves for one in diagnosed
+    )
     return Diagnosis(
         reference=str(golden.directory),
         target=str(target.directory),
-        is_failed=any(
-            site.status is SiteStatus.FAIL
-            for site in comparison.sites
-            if layers is None or site.layer in layers
-        )
-        or bool(blame)
-        # What a chain's comparison allows for, the port's own input does not excuse.
-        or any(feeds[one.layer].is_handed_on and one.unexplained > LIMITS.leaves for one in diagnosed),
+        is_failed=is_failing or bool(blame) or is_wrong_alone,
         layers=diagnosed,
         sites=sites,
         unexplained=tuple(one for one in blame if not _is_explained(one, diagnosed, sites)),
         notes=(
             *site_notes,
-            *(str(_not_held(layer)) for layer in chosen if layer not in feeds),
-            *(_chain_notes(seen, chosen) if layers is None else ()),
+            *(str(_not_held(layer)) for layer in chosen if layer not in judgeable),
+            *(_chain_notes(run, chosen) if layers is None else ()),
         ),
     )
 
 
 def _diagnose_layers(
+    run: JudgedRun,
     golden: CaptureSource,
-    target: CaptureSource,
+    source: WeightSource,
+    layers: Sequence[int],
     *,
-    model: Path,
-    suspects: Mapping[int, frozenset[Site]],
-    where: Mapping[int, tuple[str, ...]],
-    handed_on: frozenset[int],
     mistakes: Sequence[Mistake],
     progress: Progress,
 ) -> Iterator[LayerDiagnosis]:
-    """One layer after the other; what explained one is tried first on the next."""
-    spec = ModelSpec.from_folder(model)
+    """Diagnose one layer after the other; mistakes that explained one are tried first on the next."""
     expected: dict[str, Hypothesis] = {}
-    with CheckpointReader(model, layers=range(min(suspects), max(suspects) + 1)) as reader:
-        for layer, sites in suspects.items():
-            num_bytes_before = reader.num_bytes_read
-            refuse_other_model(golden, ModelFingerprint.of(reader, spec, range(layer, layer + 1)), str(model))
+    for layer in layers:
+        suspects = frozenset(
+            Site(site) for one in run.comparison.blame if one.layer == layer for site in one.sites
+        )
+        with source.open_layer(layer, golden) as weights, torch.no_grad():
             case = LayerCase(
                 golden,
-                target,
-                reader=reader,
-                spec=spec,
+                run.sides.target,
+                weights=weights,
                 layer=layer,
-                suspects=sites,
-                is_handed_on=layer in handed_on,
+                suspects=suspects,
+                is_inherited=run.inputs[layer].is_inherited,
             )
-            with torch.no_grad():
-                outcome = search_layer(
-                    case.open_trial(), mistakes, suspects=sites, expected=tuple(expected.values())
-                )
-            found = [score.hypothesis for score in outcome.named]
-            # The last layer's parameters are the likeliest ones of the next.
-            expected |= {one.name: one for one in found}
-            progress.advance(layer, num_bytes=reader.num_bytes_read - num_bytes_before)
-            # A mistake that has a name says where it is; of another its place is all that is known.
-            notes = case.notes if outcome.named else (*case.notes, *where[layer])
-            yield LayerDiagnosis.of(layer, outcome, sites=case.sites, is_blamed=bool(sites), notes=notes)
+            outcome = search_layer(
+                case.open_trial(), mistakes, suspects=suspects, expected=tuple(expected.values())
+            )
+            progress.advance(layer, num_bytes=weights.tensors.reader.num_bytes_read)
+        # The last layer's parameters are the likeliest ones of the next.
+        expected |= {one.hypothesis.name: one.hypothesis for one in outcome.named}
+        # A mistake that has a name says where it is; of another its place is all that is known.
+        notes = case.notes if outcome.named else (*case.notes, *_word_regions(run.comparison, layer))
+        yield LayerDiagnosis.of(layer, outcome, sites=case.sites, is_blamed=bool(suspects), notes=notes)
 
 
-def _diagnose_model(
-    sides: Sides,
-    comparison: Comparison,
-    *,
-    golden: CaptureSource,
-    model: Path,
-    mistakes: Sequence[ModelMistake],
+def _diagnose_outside(
+    run: JudgedRun, golden: CaptureSource, source: WeightSource, mistakes: Sequence[ModelMistake]
 ) -> tuple[tuple[SiteDiagnosis, ...], tuple[str, ...]]:
-    """Return what lies outside the layers, each site on the port's own input to it; and why one could not be judged."""
-    target = sides.target
+    """Diagnose the sites outside the layers, each on the port's own input; and note those that could not be judged."""
+    comparison, target = run.comparison, run.sides.target
     held = [site for site in ModelSite if site in golden.model_sites() and site in target.model_sites()]
     if not held:
         return (), ()
     blamed = {site for one in comparison.blame if one.layer is None for site in one.sites}
     failing = {one.site for one in comparison.of_layer(None) if one.status is SiteStatus.FAIL}
-    last, spec = max(comparison.layers), ModelSpec.from_folder(model)
+    last = max(comparison.layers)
     found, notes = [], []
-    with CheckpointReader(model, layers=range(last, last + 1)) as reader, torch.no_grad():
-        refuse_other_model(golden, ModelFingerprint.of(reader, spec, range(last, last + 1)), str(model))
-        cases = ModelCases(golden, target, batch=sides.batch, last_layer=last, reader=reader, spec=spec)
+    with source.open_layer(last, golden) as weights, torch.no_grad():
+        cases = ModelCases(golden, target, batch=run.sides.batch, last_layer=last, weights=weights)
         for site in held:
             case = cases.open(site)
             if isinstance(case, SiteCase):
@@ -190,7 +161,7 @@ def _diagnose_model(
 
 
 def _is_explained(blame: Blame, layers: Sequence[LayerDiagnosis], sites: Sequence[SiteDiagnosis]) -> bool:
-    """Return whether a named mistake explains what the comparison blames."""
+    """Decide whether a named mistake explains a blame."""
     if blame.layer is not None:
         return any(one.named for one in layers if one.layer == blame.layer)
     return any(one.named for one in sites if one.site in blame.sites)
@@ -200,36 +171,33 @@ def _blamed_layers(comparison: Comparison) -> tuple[int, ...]:
     return tuple(sorted({blame.layer for blame in comparison.blame if blame.layer is not None}))
 
 
-def _suspects(comparison: Comparison, layer: int) -> frozenset[Site]:
-    return frozenset(Site(site) for blame in comparison.blame if blame.layer == layer for site in blame.sites)
-
-
-def _where(comparison: Comparison, layer: int) -> tuple[str, ...]:
-    """What the wrong tokens and channels of a layer's sites to blame have in common."""
+def _word_regions(comparison: Comparison, layer: int) -> tuple[str, ...]:
+    """Say where the wrong tokens and channels of a layer's blamed sites lie."""
     return tuple(f"{site.site}: {sentence}" for site in comparison.of_layer(layer) for sentence in site.where)
 
 
-def _find_feed(sides: Sides, layer: int) -> CapturedInput | None:
-    """What a layer was fed; None where that is not known, or is not finite."""
-    if layer not in sides.target.layers:
-        return None
-    feed = read_captured_input(sides, layer)
-    is_finite = feed.incoming is None or feed.incoming.is_finite
-    return feed if feed.is_recorded and is_finite else None
-
-
-def _chain_notes(feeds: Mapping[int, CapturedInput | None], blamed: tuple[int, ...]) -> tuple[str, ...]:
-    """What a comparison of a chained run may have missed, and how to look closer."""
-    handed_on = [layer for layer, feed in feeds.items() if feed is not None and feed.is_handed_on]
-    if not set(handed_on) - set(blamed):
-        return ()
+def _has_finite_input(run: JudgedRun, layer: int) -> bool:
+    """Decide whether both sides hold a layer's input, and it is finite."""
+    captured = run.inputs.get(layer)
     return (
-        f"{word_layers(handed_on)} were fed each other's outputs, and the comparison allows for the errors that they "
-        "were handed: --layer-pattern 'layer_*' judges every layer on the port's own input",
+        captured is not None and captured.is_recorded and (captured.error is None or captured.error.is_finite)
     )
 
 
-def _own_capture(reference: CaptureSource) -> CaptureSource:
+def _chain_notes(run: JudgedRun, blamed: tuple[int, ...]) -> tuple[str, ...]:
+    """Note layers of a chained run in which the comparison may have missed a mistake, and how to look closer."""
+    inherited = [
+        layer for layer, one in run.inputs.items() if one.is_inherited and _has_finite_input(run, layer)
+    ]
+    if not set(inherited) - set(blamed):
+        return ()
+    return (
+        f"{word_layers(inherited)} ran on each other's outputs, and the comparison allows for the errors that they "
+        "inherited: --layer-pattern 'layer_*' judges every layer on the port's own input",
+    )
+
+
+def _require_golden(reference: CaptureSource) -> CaptureSource:
     if reference.known_description is None:
         raise IncomparableError(
             f"{reference.directory} does not say which model and tokens it is of",
@@ -241,8 +209,8 @@ def _own_capture(reference: CaptureSource) -> CaptureSource:
 
 def _not_held(layer: int) -> IncomparableError:
     return IncomparableError(
-        f"what layer {layer} was fed is not held on both sides, or not finite: its own mistakes cannot be told from "
-        "what it was handed",
+        f"the input of layer {layer} is not held on both sides, or not finite: its own mistakes cannot be told from "
+        "inherited errors",
         next_step=f"Capture the layer's input too, or run mm2-test single-layer --layer {layer} --golden DIR, and "
         "diagnose that run.",
     )

@@ -6,19 +6,20 @@ B batch, S sequence, H hidden, N heads, K kv heads, D head_dim, E experts, k exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import reduce
 from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.expert_pass import ExpertJob, Recipe
+from compare.diagnosis.expert_pass import ExpertJob, Recipe, run_experts
 from compare.diagnosis.layer_weights import LayerWeights
 from minimax_tools.metrics.noise_floor import token_rows
 from minimax_tools.model.sites import SITE_INPUTS, Site
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.reference import float32_stages
+from minimax_tools.reference.float32_stages import choose_rows, has_all_rows
 
 
 class ExpertValue(str, Enum):
@@ -44,13 +45,11 @@ NODE_INPUTS: Mapping[GraphNode, tuple[GraphNode, ...]] = MappingProxyType(
         Site.MOE_DELTA: (ExpertValue.EXPERT_OUTPUTS, Site.ROUTER_WEIGHTS),
     }
 )
-# Attention mixes rows up to here: these have all rows of the batch, what comes later has the chosen tokens' alone.
-_OF_ALL_ROWS = frozenset(site for site in Site if site.order < Site.ATTN_CONTEXT.order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerInputs:
-    """What a layer is run on.
+    """Inputs and weights of one layer.
 
     Args:
         spec: The model.
@@ -74,7 +73,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Change:
-    """What replaces parts of the layer.
+    """A replacement of parts of the layer.
 
     Args:
         stages: New stages by node.
@@ -86,7 +85,7 @@ class Change:
 
     @property
     def nodes(self) -> frozenset[GraphNode]:
-        """What it replaces."""
+        """Nodes that it replaces."""
         experts = () if self.recipe is None else (ExpertValue.EXPERT_OUTPUTS,)
         return frozenset((*self.stages, *experts))
 
@@ -96,7 +95,7 @@ class Change:
         return frozenset(node if isinstance(node, Site) else Site.MOE_DELTA for node in self.nodes)
 
     def and_also(self, other: Change) -> Change:
-        """Both changes; where both replace the same, the other one."""
+        """Return both changes as one; where both replace a node, the other's stage counts."""
         return Change(stages={**self.stages, **other.stages}, recipe=other.recipe or self.recipe)
 
 
@@ -135,7 +134,7 @@ class Evaluation:
 
     @property
     def base_recipe(self) -> Recipe:
-        """How experts compute without this change."""
+        """Recipe of the experts without this change."""
         return Recipe() if self.base is self else self.base.recipe
 
     @property
@@ -148,7 +147,26 @@ class Evaluation:
         """The layer's weights."""
         return self.scene.weights
 
-    def __getitem__(self, node: GraphNode) -> torch.Tensor:
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """1 on real tokens: int64 [B,S]."""
+        return self.scene.attention_mask
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Positions: int64 [B,S]."""
+        return self.scene.position_ids
+
+    @property
+    def decode_start(self) -> int:
+        """First row that is decoded from the golden's keys and values; S for none."""
+        return self.scene.decode_start
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a weight of the layer, but for experts, float32; made once."""
+        return self.scene.weights.kept_value(name)
+
+    def __getitem__(self, node: GraphNode, /) -> torch.Tensor:
         if self.base is not self and node not in self._affected and node not in self._values:
             return self.base[node]
         if node not in self._values:
@@ -156,48 +174,48 @@ class Evaluation:
         return self._values[node]
 
     def changed(self, change: Change) -> Evaluation:
-        """This layer with a change."""
+        """Return this layer with a change."""
         return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=change)
 
     def is_affected(self, node: GraphNode) -> bool:
-        """Whether the change may touch a node."""
+        """Decide whether the change may touch a node."""
         return node in self._affected
 
     def give(self, node: GraphNode, value: torch.Tensor) -> None:
-        """Tell a value that was computed elsewhere."""
+        """Set a value that was computed elsewhere."""
         self._values[node] = value
 
     def with_value(self, node: GraphNode, value: torch.Tensor) -> Evaluation:
-        """This layer, its change included, with another value at a node."""
+        """Return this layer, its change included, with another value at a node."""
         given = Change(stages={node: _constant(value)})
         return Evaluation(self.scene, self._stages, tokens=self.tokens, base=self, change=given)
 
     def at(self, places: torch.Tensor) -> Evaluation:
-        """This base with some of its tokens alone, by their places; no value that is known is computed again."""
+        """Return this base with some of its tokens, by their places; known values are not computed again."""
         values = {
-            node: value if node in _OF_ALL_ROWS else value[places] for node, value in self._values.items()
+            node: value if has_all_rows(node) else value[places] for node, value in self._values.items()
         }
         return Evaluation(self.scene, self._stages, tokens=self.tokens[places], values=values)
 
     def everywhere(self) -> Evaluation:
-        """The same layer with all B·S tokens, padding too."""
+        """Return this layer with all B·S tokens, padding too."""
         if self._everywhere is None:
             everything = torch.arange(self.scene.attention_mask.numel())
-            values = {node: value for node, value in self._values.items() if node in _OF_ALL_ROWS}
+            values = {node: value for node, value in self._values.items() if has_all_rows(node)}
             self._everywhere = Evaluation(self.scene, self._stages, tokens=everything, values=values)
         return self._everywhere
 
     def chosen(self, rows: torch.Tensor) -> torch.Tensor:
-        """The chosen tokens of [B,S,F]: [T,F]."""
-        return rows.flatten(0, 1)[self.tokens]
+        """Pick the chosen tokens of [B,S,F]: [T,F]."""
+        return choose_rows(self, rows)
 
     def rows(self, site: Site) -> torch.Tensor:
-        """The chosen tokens of any site: [T,F]."""
+        """Return the chosen tokens of any site: [T,F]."""
         value = self[site]
-        return self.chosen(token_rows(value, site)) if site in _OF_ALL_ROWS else value
+        return self.chosen(token_rows(value, site)) if has_all_rows(site) else value
 
     def expert_job(self) -> ExpertJob:
-        """What this evaluation asks of the experts."""
+        """Return this evaluation's request to the experts."""
         return ExpertJob(
             states=self[ExpertValue.EXPERT_INPUT],
             experts=self[ExpertValue.EXPERT_NUMBERS],
@@ -206,19 +224,29 @@ class Evaluation:
         )
 
 
-def join_changes(changes: Iterable[Change]) -> Change:
-    """Several changes as one."""
-    return reduce(Change.and_also, changes, Change())
+def _moe_delta(at: Evaluation) -> torch.Tensor:
+    return (at[ExpertValue.EXPERT_OUTPUTS] * at[Site.ROUTER_WEIGHTS][..., None]).sum(1)
+
+
+STAGES: Mapping[GraphNode, Stage] = MappingProxyType(
+    {
+        **{site: stage for site, stage in float32_stages.STAGES.items()},  # noqa: C416 - wider keys
+        ExpertValue.EXPERT_INPUT: lambda at: at[Site.POST_NORM],
+        ExpertValue.EXPERT_NUMBERS: lambda at: at[Site.ROUTER_EXPERTS],
+        ExpertValue.EXPERT_OUTPUTS: lambda at: run_experts(at.weights, [at.expert_job()])[0],
+        Site.MOE_DELTA: _moe_delta,
+    }
+)
 
 
 def with_given(
     stages: Mapping[GraphNode, Stage], given: Mapping[Site, torch.Tensor]
 ) -> dict[GraphNode, Stage]:
-    """The stages, those of `given` sites [B,S,…] replaced by what the layer was fed there."""
-    fed: dict[GraphNode, Stage] = {
-        site: _constant(value) if site in _OF_ALL_ROWS else _chosen(value) for site, value in given.items()
+    """Replace the stages of `given` sites by their values [B,S,…]."""
+    replaced: dict[GraphNode, Stage] = {
+        site: _constant(value) if has_all_rows(site) else _chosen(value) for site, value in given.items()
     }
-    return {**stages, **fed}
+    return {**stages, **replaced}
 
 
 def _chosen(value: torch.Tensor) -> Stage:

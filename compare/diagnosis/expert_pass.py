@@ -1,4 +1,4 @@
-"""The experts' outputs for many evaluations at once: every expert's weights are made float32 once for all of them.
+"""Expert pass: many evaluations at once, so that every expert's weights are made float32 once for all of them.
 
 T tokens, k experts per token, H hidden, I intermediate, n rows of one expert.
 """
@@ -13,26 +13,26 @@ import torch
 from compare.diagnosis.layer_weights import LayerWeights
 from minimax_tools.machine.core_pool import CorePool
 from minimax_tools.model.weight_names import EXPERT_DOWN, EXPERT_GATE, EXPERT_UP, expert_weight
+from minimax_tools.reference.float32_stages import swiglu
 
-# From gate [n,I], up [n,I] and the shares [n] of these experts to what the down projection is fed, [n,I].
+# From gate [n,I], up [n,I] and the shares [n] of these experts to the input of the down projection, [n,I].
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # From an expert's number and matrix to its values, float32.
 ReadMatrix = Callable[[LayerWeights, int, str], torch.Tensor]
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """What MiniMax-M2 computes."""
-    return torch.nn.functional.silu(gate) * up
+def _mix(gate: torch.Tensor, up: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return swiglu(gate, up)
 
 
 def read_matrix(weights: LayerWeights, expert: int, matrix: str) -> torch.Tensor:
-    """A matrix as it is."""
+    """Read a matrix as it is."""
     return weights.value(expert_weight(expert, matrix))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How an expert computes.
+    """An expert's arithmetic.
 
     Args:
         mix: Its activation.
@@ -40,14 +40,14 @@ class Recipe:
         changed: The matrices that `read` gives other values for: w1, w2, w3.
     """
 
-    mix: Mix = swiglu
+    mix: Mix = _mix
     read: ReadMatrix = read_matrix
     changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertJob:
-    """What one evaluation asks of the experts.
+    """A request of one evaluation to the experts.
 
     Args:
         states: float32 [T,H].
@@ -63,16 +63,16 @@ class ExpertJob:
 
 
 def run_experts(weights: LayerWeights, jobs: Sequence[ExpertJob]) -> list[torch.Tensor]:
-    """What each job's experts put out, not weighed by their shares: float32 [T,k,H] for each job."""
+    """Run the experts of every job: float32 [T,k,H] each, not weighed by their shares."""
     outputs = [torch.zeros(*job.experts.shape, job.states.shape[1]) for job in jobs]
     places = [_places(job.experts) for job in jobs]
     numbers = sorted({number for place in places for number in place})
 
     def run(number: int) -> None:
         with torch.no_grad():
-            mine = [index for index in range(len(jobs)) if number in places[index]]
+            asking = [index for index in range(len(jobs)) if number in places[index]]
             matrices = _Matrices(weights, number)
-            for same in _by_weights(jobs, mine):
+            for same in _by_weights(jobs, asking):
                 rows = [places[index][number] for index in same]
                 _run_one(matrices, [jobs[index] for index in same], rows, [outputs[index] for index in same])
 
@@ -82,7 +82,7 @@ def run_experts(weights: LayerWeights, jobs: Sequence[ExpertJob]) -> list[torch.
 
 
 class _Matrices:
-    """One expert's matrices, each made float32 once for all recipes that leave it as it is."""
+    """Matrices of one expert, each made float32 once for all recipes that leave it as it is."""
 
     def __init__(self, weights: LayerWeights, number: int) -> None:
         self._weights = weights
@@ -103,7 +103,7 @@ def _run_one(
     rows: list[tuple[torch.Tensor, torch.Tensor]],
     outputs: list[torch.Tensor],
 ) -> None:
-    """One expert for jobs that agree on its weights, in one product for all of them."""
+    """Run one expert for jobs that agree on its weights, in one product for all of them."""
     recipe = jobs[0].recipe
     states = torch.cat([job.states[tokens] for job, (tokens, _) in zip(jobs, rows, strict=True)])
     sizes = [len(tokens) for tokens, _ in rows]
@@ -119,7 +119,7 @@ def _run_one(
 
 
 def _places(experts: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and slots of each expert that is asked for."""
+    """Find tokens and slots of each expert that is asked for."""
     tokens = torch.arange(experts.shape[0])[:, None].expand_as(experts).flatten()
     slots = torch.arange(experts.shape[1])[None].expand_as(experts).flatten()
     flat = experts.flatten()
@@ -134,7 +134,7 @@ def _places(experts: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor
 
 
 def _by_weights(jobs: Sequence[ExpertJob], indices: list[int]) -> list[list[int]]:
-    """The jobs at `indices`, those together that read the same weights."""
+    """Group the jobs at `indices` that read the same weights."""
     groups: dict[object, list[int]] = {}
     for index in indices:
         recipe = jobs[index].recipe

@@ -1,4 +1,4 @@
-"""What a diagnosis found: mistakes that explain layers, what else was close, and what was left unexplained."""
+"""Findings of a diagnosis: mistakes that explain layers, other close ones, and unexplained blame."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MistakeFinding:
 
     @classmethod
     def of(cls, layer: int, score: Score, *, alike: tuple[Score, ...] = ()) -> MistakeFinding:
-        """What a score says, and which others say as much."""
+        """Build the finding of a score, beside others that explain as much."""
         mistakes, name = score.hypothesis.mistakes, score.hypothesis.name
         others = (other.hypothesis.name for other in alike)
         return cls(
@@ -71,7 +71,7 @@ class MistakeFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDiagnosis:
-    """What was found of one layer.
+    """Findings in one layer.
 
     Args:
         layer: The layer.
@@ -95,7 +95,7 @@ class LayerDiagnosis:
 
     @property
     def is_right(self) -> bool:
-        """Return whether there is nothing to explain: nobody blames it, and its error is that of a right layer."""
+        """True where nothing is to explain: it is not blamed, and its error is that of a right layer."""
         return not self.named and not self.is_blamed and self.unexplained <= LIMITS.leaves
 
     @classmethod
@@ -108,7 +108,7 @@ class LayerDiagnosis:
         is_blamed: bool,
         notes: tuple[str, ...],
     ) -> LayerDiagnosis:
-        """What a search came to."""
+        """Build the diagnosis of a layer from the outcome of its search."""
         return cls(
             layer=layer,
             sites=sites,
@@ -145,7 +145,7 @@ class SiteDiagnosis:
 
     @property
     def is_right(self) -> bool:
-        """Return whether the site is right by what the port fed it; unless it is blamed, it may be a little off."""
+        """True where the site is right on the port's own input; unless it is blamed, it may be a little off."""
         limit = LIMITS.leaves if self.is_blamed else _CLEARLY_WRONG
         return not self.named and self.unexplained <= limit
 

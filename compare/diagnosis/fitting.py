@@ -11,10 +11,13 @@ from types import MappingProxyType
 from compare.diagnosis.mistake import Hypothesis, Parameters
 from compare.diagnosis.trial import Score, Trial
 
-_ROUNDS, _MOST_ROUNDS = 4, 7
-# So far from 1 an amplitude tells that the value is not found yet.
-_AMPLITUDE_OFF = 0.1
+# With 5 points on a logarithmic scale, a round narrows the bracket threefold: a factor of 16 becomes 3 % in 4 rounds. A
+# faint factor such as 0.97 lies far from the candidates 0.5 and 2, and takes up to 7 (DECISIONS.md).
 _POINTS = 5
+_ROUNDS, _MOST_ROUNDS = 4, 7
+# An amplitude this far from 1 says that the value is not found yet.
+_AMPLITUDE_OFF = 0.1
+# Last bits of a point that is computed again.
 _SAME_VALUE = 1e-9
 # Beyond the first and the last candidate, how far the search may go.
 _REACH = 4.0
@@ -30,7 +33,7 @@ class _Bracket:
     high: float
 
     def points(self, *, is_whole: bool) -> tuple[float, ...]:
-        """Values within it, evenly spread on a logarithmic scale."""
+        """Return values within it, evenly spread on a logarithmic scale."""
         step = (self.high / self.low) ** (1.0 / (_POINTS + 1))
         points = [self.low * step**index for index in range(1, _POINTS + 1)]
         if is_whole:
@@ -38,7 +41,7 @@ class _Bracket:
         return tuple(dict.fromkeys(points))
 
     def around(self, value: float, points: Sequence[float]) -> _Bracket:
-        """The narrower bracket between the neighbours of a value."""
+        """Return the narrower bracket between the neighbours of a value."""
         # The middle of a bracket is the value itself again, but for its last bits.
         others = [point for point in points if not math.isclose(point, value, rel_tol=_SAME_VALUE)]
         return _Bracket(
@@ -48,10 +51,10 @@ class _Bracket:
 
 
 def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
-    """Each score, or a better one of the same mistakes with a value that is no candidate of the catalogue.
+    """Return each score, or a better one with a parameter between the catalogue's candidates.
 
     Args:
-        trial: What judges.
+        trial: Judges hypotheses.
         scores: One of each hypothesis that is worth it.
     """
     best = list(scores)
@@ -61,7 +64,7 @@ def fit_parameters(trial: Trial, scores: Sequence[Score]) -> list[Score]:
 
 
 def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
-    """All of them at once: the experts' weights are read once for each round."""
+    """Fit one mistake of each hypothesis; the experts' weights are read once a round for all of them."""
     best = list(scores)
     brackets = {
         index: _first_bracket(trial, score.hypothesis, part)
@@ -101,7 +104,7 @@ def _fit_part(trial: Trial, scores: list[Score], part: int) -> list[Score]:
 
 
 def _with_value(hypothesis: Hypothesis, part: int, value: float) -> Hypothesis:
-    """The hypothesis with another value of one mistake's fitted parameter."""
+    """Replace the value of one mistake's fitted parameter."""
     changed: Parameters = MappingProxyType(
         {**hypothesis.parameters[part], str(hypothesis.mistakes[part].fitted): value}
     )

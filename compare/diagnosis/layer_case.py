@@ -1,4 +1,4 @@
-"""LayerCase: all that a layer's hypotheses are judged by, read from two captures and the checkpoint.
+"""LayerCase: one layer of two captures and its weights, from which its hypotheses are judged.
 
 B batch, S sequence, T real tokens, F channels.
 """
@@ -10,17 +10,15 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from compare.diagnosis.catalogue.fp8 import is_fp8
-from compare.diagnosis.evaluation import Evaluation, GraphNode, LayerInputs, with_given
+from compare.diagnosis.evaluation import STAGES, Evaluation, GraphNode, LayerInputs, with_given
 from compare.diagnosis.layer_weights import LayerWeights
-from compare.diagnosis.stages import STAGES
 from compare.diagnosis.trial import Trial, settled_tokens
 from compare.diagnosis.yardstick import Yardstick
-from compare.sides.batch import Batch
+from compare.sides.batch import Batch, spread_evenly
 from compare.sides.captured_input import fed_sites
+from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.options import DTYPES
 from minimax_tools.errors import IncomparableError
 from minimax_tools.model.inputs import decoded_rows
 from minimax_tools.model.sites import Site
@@ -33,19 +31,18 @@ _RELATIVE_LOGIT_NOISE = 5e-3
 
 
 class LayerCase:
-    """One layer of two captures, and its weights.
+    """A layer of two captures, and its weights.
 
     Args:
-        reference: The golden; it holds what the layer was fed.
-        target: The device run, fed the golden's own values.
-        is_handed_on: Whether the layer was fed another layer's output instead, which the run holds as its input.
-        reader: The checkpoint.
-        spec: The model.
+        reference: The golden, with the layer's input.
+        target: The device run.
+        is_inherited: Whether the run's input of the layer is another layer's output, and not the golden's.
+        weights: The layer's weights.
         layer: The layer.
         suspects: The sites that are to blame; empty where none is known.
 
     Raises:
-        CheckpointError: The checkpoint lacks the layer, or holds another than `spec` describes.
+        IncomparableError: The sides have no site in common that could judge.
     """
 
     def __init__(
@@ -53,31 +50,27 @@ class LayerCase:
         reference: CaptureSource,
         target: CaptureSource,
         *,
-        reader: CheckpointReader,
-        spec: ModelSpec,
+        weights: GoldenWeights,
         layer: int,
         suspects: frozenset[Site],
-        is_handed_on: bool = False,
+        is_inherited: bool = False,
     ) -> None:
-        self._is_handed_on = is_handed_on
+        self._is_inherited = is_inherited
         self._reference = reference
         self._target = target
         self._layer = layer
-        self._dtype = DTYPES[reference.description.provenance.dtypes["weights"]]
         self.sites = judging_sites(reference, target, layer, suspects)
-        self.scene = _make_scene(
-            reference, target, LayerWeights(reader, spec, layer=layer, dtype=self._dtype), spec
-        )
+        self.scene = _make_scene(reference, target, LayerWeights(weights.tensors), weights.spec)
         self._port = {site: self._batch.rows(target.read(layer, site), site).float() for site in self.sites}
         self._is_usable = torch.stack([rows.isfinite().all(-1) for rows in self._port.values()]).all(0)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be tried or judged."""
+        """Notes on mistakes that were not tried, and tokens that were not judged."""
         notes = []
-        if self._is_handed_on:
+        if self._is_inherited:
             notes.append(
-                "it was fed the outputs of other layers: every hypothesis was run on the port's own input, and "
+                "its input is the output of other layers: every hypothesis was run on the port's own input, and "
                 "mistakes fainter than the noise were not tried"
             )
         if not is_fp8(self.scene):
@@ -93,19 +86,19 @@ class LayerCase:
         return tuple(notes)
 
     def open_trial(self) -> Trial:
-        """What judges the layer's hypotheses, on all real tokens."""
+        """Build the trial of the layer's hypotheses, on all real tokens."""
         tokens, reference, layer = self.scene.real_tokens, self._reference, self._layer
-        fed = _read_fed(reference, self._target, layer)
-        stages = with_given(STAGES, fed)
+        given = _read_given(reference, self._target, layer)
+        stages = with_given(STAGES, given)
         right = Evaluation(self.scene, stages, tokens=tokens)
         noise = _logit_noise(reference, right, self._batch, layer)
         settled = settled_tokens(right, noise)
-        base = right if not self._is_handed_on else self._open_own(fed)
+        base = right if not self._is_inherited else self._evaluate_on_port_input(given)
         length = self.scene.attention_mask.shape[1]
         return Trial(
             base=base,
-            fed=None
-            if self._is_handed_on
+            on_golden_values=None
+            if self._is_inherited
             else Evaluation(self.scene, stages, tokens=tokens, values=self._read_all()),
             yardsticks={
                 site: Yardstick.of(
@@ -113,7 +106,7 @@ class LayerCase:
                     golden=self._read_golden(site, right=right, base=base),
                     exact=base.rows(site),
                     settled=settled,
-                    dtype=self._dtype,
+                    dtype=self.scene.weights.dtype,
                 )
                 for site, rows in self._port.items()
             },
@@ -122,16 +115,21 @@ class LayerCase:
             is_usable=self._is_usable,
         )
 
-    def _open_own(self, fed: Mapping[Site, torch.Tensor]) -> Evaluation:
-        """The layer without a mistake, on what the port's layer was fed."""
+    def _evaluate_on_port_input(self, given: Mapping[Site, torch.Tensor]) -> Evaluation:
+        """Evaluate the right layer on the port's input."""
         # Padding may hold NaN, and zero times NaN is NaN.
         is_padding = self.scene.attention_mask == 0
-        own = _widened(self._target.read(self._layer, Site.INPUT)).masked_fill(is_padding[..., None], 0.0)
-        stages = with_given(STAGES, {**fed, Site.INPUT: own})
+        port_input = _widened(self._target.read(self._layer, Site.INPUT)).masked_fill(
+            is_padding[..., None], 0.0
+        )
+        stages = with_given(STAGES, {**given, Site.INPUT: port_input})
         return Evaluation(self.scene, stages, tokens=self.scene.real_tokens)
 
     def _read_golden(self, site: Site, *, right: Evaluation, base: Evaluation) -> torch.Tensor:
-        """The golden's rows, float32 [T,F]; with its own noise on the port's input where the layer was handed on."""
+        """Return the golden's rows, float32 [T,F]; moved to the port's input where the layer inherits errors.
+
+        The golden's measured noise stays the unit, as on its own input: `PortInputGolden` has another one.
+        """
         golden = self._batch.rows(self._reference.read(self._layer, site), site).float()
         return golden if base is right else golden - right.rows(site) + base.rows(site)
 
@@ -140,7 +138,7 @@ class LayerCase:
         return Batch(self.scene.attention_mask)
 
     def _read_all(self) -> dict[GraphNode, torch.Tensor]:
-        """All values of the layer that the golden holds, but for what it gives out."""
+        """Read the values that the golden holds of the layer, but for its output."""
         values: dict[GraphNode, torch.Tensor] = {}
         for site in self._reference.sites(self._layer):
             value = _widened(self._reference.read(self._layer, site))
@@ -154,20 +152,20 @@ class LayerCase:
 def judging_sites(
     reference: CaptureSource, target: CaptureSource, layer: int, suspects: frozenset[Site]
 ) -> tuple[Site, ...]:
-    """The sites that judge a layer: the suspects that both sides hold, and the last one that the run computes.
+    """Return the sites that judge a layer: the suspects that both sides hold, and the last one of the run.
 
     A router is judged by what the experts give; a layer without suspects by its deltas too.
 
     Raises:
         IncomparableError: Both sides hold none.
     """
-    fed = fed_sites(target)
+    given = fed_sites(target)
     both = [
         site
         for site in reference.sites(layer)
         if site in target.sites(layer)
         and site not in _NOT_JUDGED
-        and site not in fed
+        and site not in given
         and find_mismatch(reference.read(layer, site), target.read(layer, site)) is None
     ]
     if not both:
@@ -196,8 +194,8 @@ def _make_scene(
     )
 
 
-def _read_fed(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
-    """The golden's values of the layer's input and of all that the run was fed."""
+def _read_given(reference: CaptureSource, target: CaptureSource, layer: int) -> dict[Site, torch.Tensor]:
+    """Read the golden's values of the layer's input and of all that the run was given."""
     return {site: _widened(reference.read(layer, site)) for site in {Site.INPUT, *fed_sites(target)}}
 
 
@@ -206,7 +204,7 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer: int) -> float:
-    """Standard deviation of the golden's error on the router's logits."""
+    """Return the standard deviation of the golden's error on the router's logits."""
     exact = base[Site.ROUTER_LOGITS]
     if Site.ROUTER_LOGITS in reference.sites(layer):
         golden = batch.rows(reference.read(layer, Site.ROUTER_LOGITS), Site.ROUTER_LOGITS).float()
@@ -215,10 +213,10 @@ def _logit_noise(reference: CaptureSource, base: Evaluation, batch: Batch, layer
 
 
 def spread_places(num_tokens: int, lengths: Iterable[int], most: int) -> torch.Tensor:
-    """Some of the tokens, ascending: evenly spread, and the last of each prompt."""
+    """Choose tokens, evenly spread, and the last of each prompt: places, ascending."""
     if num_tokens <= 1.5 * most:
         return torch.arange(num_tokens)
     last = torch.tensor(list(lengths)).cumsum(0) - 1
-    even = torch.linspace(0, num_tokens - 1, most - min(len(last), most // 2)).round().long()
+    even = spread_evenly(num_tokens, most - min(len(last), most // 2))
     places: torch.Tensor = torch.cat((even, last[: most // 2])).unique()
     return places

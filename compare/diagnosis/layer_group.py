@@ -29,7 +29,7 @@ class LayerGroup:
 
     @property
     def is_right(self) -> bool:
-        """Return whether there is nothing to explain."""
+        """True where nothing is to explain."""
         return self.layers[0].is_right
 
     @property
@@ -39,10 +39,10 @@ class LayerGroup:
 
 
 def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
-    """Layers by what explains them, in the order of the first of each.
+    """Group layers by what explains them, in the order of the first of each.
 
-    A mistake that resembles the best one of a layer explains it as well, so a layer belongs to the first group whose
-    mistake is among its own; those that nothing explains belong together where the same mistake comes nearest.
+    A mistake that resembles the best one of a layer explains it as well: a layer belongs to the first group whose
+    mistake is among its named ones. Layers that nothing explains belong together where the same mistake comes nearest.
     """
     groups: list[list[tuple[LayerDiagnosis, MistakeFinding | None]]] = []
     for layer in layers:
@@ -52,9 +52,9 @@ def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
                 members.append((layer, None))
                 break
             if bool(first.named) is bool(layer.named) and not (first.is_right or layer.is_right):
-                own = _find_alike(shared, layer.named or layer.nearest[:1])
-                if own is not None or (shared is None and not layer.nearest):
-                    members.append((layer, own))
+                match = _find_alike(shared, layer.named or layer.nearest[:1])
+                if match is not None or (shared is None and not layer.nearest):
+                    members.append((layer, match))
                     break
         else:
             groups.append([(layer, next(iter(layer.named or layer.nearest), None))])
@@ -62,7 +62,7 @@ def group_layers(layers: Iterable[LayerDiagnosis]) -> tuple[LayerGroup, ...]:
 
 
 def gather(findings: Iterable[MistakeFinding]) -> tuple[tuple[MistakeFinding, ...], ...]:
-    """Findings by mistake and parameters, the commonest first."""
+    """Gather findings by mistake and parameters, the commonest first."""
     gathered: list[list[MistakeFinding]] = []
     for finding in findings:
         for members in gathered:
@@ -78,12 +78,12 @@ def _group(members: Sequence[tuple[LayerDiagnosis, MistakeFinding | None]]) -> L
     is_named = bool(members[0][0].named)
     return LayerGroup(
         layers=tuple(layer for layer, _ in members),
-        named=tuple(own for _, own in members if is_named and own is not None),
+        named=tuple(match for _, match in members if is_named and match is not None),
         others=gather(
             other
-            for layer, own in members
+            for layer, match in members
             for other in layer.named or layer.nearest
-            if not is_named or other is not own
+            if not is_named or other is not match
         ),
     )
 
@@ -95,7 +95,7 @@ def _find_alike(shared: MistakeFinding | None, findings: Iterable[MistakeFinding
 
 
 def _are_alike(first: MistakeFinding, second: MistakeFinding) -> bool:
-    """Whether two findings are one mistake with about the same parameters."""
+    """Decide whether two findings are one mistake with about the same parameters."""
     if first.mistake != second.mistake or first.parameters.keys() != second.parameters.keys():
         return False
     return all(

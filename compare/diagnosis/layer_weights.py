@@ -13,8 +13,6 @@ import torch
 
 from minimax_tools.checkpoint.fp8 import BLOCK_SIZE, dequantise, scale_shape
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.model.spec import ModelSpec
 from minimax_tools.model.weight_names import layer_prefix, scale_name
 
 # From the codes [R,C] and their scales, one per block of 128 x 128, to the values [R,C] of any float dtype.
@@ -25,46 +23,40 @@ class LayerWeights:
     """The weights of a layer by the hub's relative names; safe to use from several threads.
 
     Args:
-        reader: The checkpoint.
-        spec: The model.
-        layer: The layer.
-        dtype: What the run computes in: values are rounded to it before they become float32.
-
-    Raises:
-        CheckpointError: The checkpoint's layer is not the one that `spec` describes.
+        tensors: The layer's tensors; their dtype is the run's, to which values are rounded before they become float32.
     """
 
-    def __init__(self, reader: CheckpointReader, spec: ModelSpec, *, layer: int, dtype: torch.dtype) -> None:
-        self._tensors = LayerTensors.open(reader, spec, layer, dtype)
-        self._prefix = layer_prefix(layer)
+    def __init__(self, tensors: LayerTensors) -> None:
+        self._tensors = tensors
+        self._prefix = layer_prefix(tensors.layer)
         self._kept: dict[str, torch.Tensor] = {}
         self._exact: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     @property
-    def num_bytes_read(self) -> int:
-        """Bytes that the checkpoint's reader has read so far."""
-        return self._tensors.reader.num_bytes_read
+    def dtype(self) -> torch.dtype:
+        """Dtype that the run computes in."""
+        return self._tensors.dtype
 
     def is_fp8(self, name: str) -> bool:
-        """Whether the checkpoint stores the tensor as FP8 codes."""
+        """Decide whether the checkpoint stores the tensor as FP8 codes."""
         return self._tensors.stored_dtype(name) == torch.float8_e4m3fn
 
     def value(self, name: str) -> torch.Tensor:
-        """A tensor's values, float32; made anew at every call."""
+        """Read a tensor's values, float32; made anew at every call."""
         if not self.is_fp8(name):
             return self._keep(name, lambda: self._tensors[name]).float()
         return dequantise(*self.codes(name), dtype=self._tensors.dtype).float()
 
     def kept_value(self, name: str) -> torch.Tensor:
-        """The same, made once: for all but experts."""
+        """Read a tensor's values, float32; made once, so for all but experts."""
         with self._lock:
             if name not in self._exact:
                 self._exact[name] = self.value(name)
             return self._exact[name]
 
     def codes(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The FP8 codes [R,C] and block scales of a matrix that is stored so."""
+        """Read the FP8 codes [R,C] and block scales of a matrix."""
         reader, full_name = self._tensors.reader, self._prefix + name
         scales = scale_name(name)
         return (
@@ -73,7 +65,7 @@ class LayerWeights:
         )
 
     def decoded(self, name: str, decode: Decode) -> torch.Tensor:
-        """An FP8 matrix's values as another decoding gives them, rounded to the run's dtype: float32 [R,C]."""
+        """Read an FP8 matrix by another decoding, rounded to the run's dtype: float32 [R,C]."""
         return decode(*self.codes(name)).to(self._tensors.dtype).float()
 
     def _keep(self, name: str, read: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -84,11 +76,11 @@ class LayerWeights:
 
 
 def read_codes(codes: torch.Tensor) -> torch.Tensor:
-    """The numbers that FP8 codes [R,C] stand for, float32."""
+    """Return the numbers that FP8 codes [R,C] stand for, float32."""
     return dequantise(codes, torch.ones(scale_shape(tuple(codes.shape))), dtype=torch.float32)
 
 
 def spread_scales(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Block scales as one value per element, float32 [R,C]."""
+    """Spread block scales to one value per element, float32 [R,C]."""
     rows = scales.repeat_interleave(BLOCK_SIZE, dim=0)[: shape[0]]
     return rows.repeat_interleave(BLOCK_SIZE, dim=1)[:, : shape[1]]

@@ -18,7 +18,7 @@ NOTHING: Parameters = MappingProxyType({})
 
 
 def once(_: LayerInputs) -> tuple[Parameters, ...]:
-    """A mistake without parameters."""
+    """Offer no parameters, once."""
     return (NOTHING,)
 
 
@@ -50,17 +50,17 @@ class Mistake:
     is_rounding: bool = False
 
     def hypotheses(self, scene: LayerInputs) -> tuple[Hypothesis, ...]:
-        """This mistake with each of its candidates."""
+        """Return this mistake with each of its candidates."""
         return tuple(self.with_parameters(parameters) for parameters in self.candidates(scene))
 
     def with_parameters(self, parameters: Parameters) -> Hypothesis:
-        """This mistake with given parameters."""
+        """Return this mistake with given parameters."""
         return Hypothesis(mistakes=(self,), parameters=(parameters,), change=self.build(**parameters))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hypothesis:
-    """One mistake, or two that happened together, with their parameters.
+    """A mistake, or two that happened together, with their parameters.
 
     Args:
         mistakes: The mistakes.
@@ -89,11 +89,11 @@ class Hypothesis:
 
     @property
     def is_of_attention(self) -> bool:
-        """Whether it begins before the norm of the experts: pairs are of one that does and one that does not."""
+        """True where it begins before the norm of the experts: pairs are of one that does and one that does not."""
         return min(site.order for site in self.sites) < Site.POST_NORM.order
 
     def and_also(self, other: Hypothesis) -> Hypothesis:
-        """Both together."""
+        """Join two hypotheses."""
         return Hypothesis(
             mistakes=(*self.mistakes, *other.mistakes),
             parameters=(*self.parameters, *other.parameters),
@@ -108,7 +108,7 @@ class Hypothesis:
 
 
 def word_mistake(name: str, parameters: Parameters) -> str:
-    """`rope_theta (theta 1e+04)`."""
+    """Word a mistake and its parameters, as in `rope_theta (theta 1e+04)`."""
     words = [
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in parameters.items()
@@ -117,7 +117,7 @@ def word_mistake(name: str, parameters: Parameters) -> str:
 
 
 def each(name: str, values: Callable[[LayerInputs], tuple[Value, ...]]) -> Candidates:
-    """One parameter, with each of the values that a scene allows."""
+    """Build candidates of one parameter: every value that a scene allows."""
 
     def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
         return tuple(MappingProxyType({name: value}) for value in values(scene))
@@ -126,5 +126,5 @@ def each(name: str, values: Callable[[LayerInputs], tuple[Value, ...]]) -> Candi
 
 
 def values_of(name: str, *values: Value) -> Candidates:
-    """One parameter, with the same values everywhere."""
+    """Build candidates of one parameter, with the same values everywhere."""
     return each(name, lambda _: values)

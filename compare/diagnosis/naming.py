@@ -10,7 +10,7 @@ from compare.diagnosis.trial import Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamingLimits:
-    """When a mistake is named.
+    """Limits on naming a mistake.
 
     Args:
         leaves: Most that it may leave: what a right port may have at a site.
@@ -54,7 +54,7 @@ LIMITS = NamingLimits()
 
 
 def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
-    """Whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
+    """Decide whether a hypothesis explains the port: down to the noise, or, below it, beyond chance."""
     if score.hypothesis.is_rounding and score.unexplained <= limits.faint_below:
         return (
             score.z >= limits.faint_z
@@ -76,12 +76,12 @@ def is_explanation(score: Score, limits: NamingLimits = LIMITS) -> bool:
 
 
 def is_proof(score: Score, limits: NamingLimits = LIMITS) -> bool:
-    """Whether it explains the port so well that no other mistake needs to be tried."""
+    """Decide whether it explains the port so well that no other mistake needs to be tried."""
     return score.unexplained >= limits.proof_of and score.leaves <= limits.proof
 
 
 def best_first(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> list[Score]:
-    """The best score of each hypothesis by name, the least misfit first."""
+    """Return the best score of each hypothesis by name, the least misfit first."""
     best: dict[tuple[str, bool], Score] = {}
     for score in scores:
         key = (score.hypothesis.name, score.is_decode_only)
@@ -92,7 +92,7 @@ def best_first(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> list[S
 
 
 def name_mistakes(scores: Sequence[Score], limits: NamingLimits = LIMITS) -> tuple[Score, ...]:
-    """The scores that explain the port: the best, and those that resemble it; none where nothing does."""
+    """Return the scores that explain the port: the best, and those that resemble it; none where nothing does."""
     likeness = max((score.likeness for score in scores), default=0.0)
     # One token that goes to other experts may look like any rounding, by chance.
     beyond_chance = max((score.likeness for score in scores if score.z >= limits.faint_z), default=0.0)

@@ -1,4 +1,4 @@
-"""The report of a diagnosis: as text for whoever mends the port, and as JSON values."""
+"""The report of a diagnosis, as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEARLY_ALL = 0.9
 
 
 def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as JSON: `diagnosis` lists the mistakes that were named, layers ascending, best first."""
+    """Return the diagnosis as JSON: `diagnosis` lists the named mistakes, layers ascending, best first."""
     return {
         "diagnosis": to_json(diagnosis.findings),
         "layers": [
@@ -61,7 +61,7 @@ def diagnosis_record(diagnosis: Diagnosis) -> dict[str, Any]:
 def render_diagnosis(
     diagnosis: Diagnosis, *, width: int | None = None, is_terminal: bool | None = None
 ) -> str:
-    """The diagnosis as text; see `reports.terminal.render_comparison`."""
+    """Render the diagnosis as text; see `reports.terminal.render_comparison`."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     wrong = [site for site in diagnosis.sites if not site.is_right]
     if not diagnosis.layers and not wrong and not diagnosis.exit_code:
@@ -83,7 +83,7 @@ def render_diagnosis(
 
 
 def render_catalogue(*, width: int | None = None, is_terminal: bool | None = None) -> str:
-    """The catalogue as a table."""
+    """Render the catalogue as a table."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     columns = [Column(title=title, is_text=True) for title in ("mistake", "what the port does")]
     canvas.table(columns, [Row(cells=(mistake.name, mistake.what)) for mistake in _catalogue()])
@@ -95,7 +95,7 @@ def _catalogue() -> tuple[Mistake | ModelMistake, ...]:
 
 
 def catalogue_record() -> dict[str, Any]:
-    """The catalogue as JSON."""
+    """Return the catalogue as JSON."""
     return {
         "mistakes": [
             {
@@ -137,7 +137,7 @@ def _explains_some(findings: Sequence[MistakeFinding], group: LayerGroup) -> boo
 
 
 def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
-    """What these captures cannot tell from the mistake that is named, of whichever of the layers."""
+    """Draw the mistakes that these captures cannot tell from the named one, in whichever layer."""
     if not group.others:
         return
     words = [
@@ -151,7 +151,7 @@ def _draw_look_alikes(canvas: Canvas, group: LayerGroup) -> None:
 
 
 def _draw_how(canvas: Canvas, group: LayerGroup) -> None:
-    """What was tried, and what to know beside."""
+    """Draw the number of hypotheses, the judging sites, and the notes."""
     sites = dict.fromkeys(str(site) for layer in group.layers for site in layer.sites)
     tried = word_range((layer.num_hypotheses for layer in group.layers), word=lambda value: f"{value:g}")
     each = "" if len(group.layers) == 1 else " on each"
@@ -162,7 +162,7 @@ def _draw_how(canvas: Canvas, group: LayerGroup) -> None:
 
 
 def _word(findings: Sequence[MistakeFinding]) -> str:
-    """A mistake with its parameters; those that were fitted as the range that they lie in."""
+    """Word a mistake with its parameters; fitted ones as the range that they lie in."""
     parameters = {
         name: _word_parameter([finding.parameters[name] for finding in findings])
         for name in findings[0].parameters
@@ -171,7 +171,7 @@ def _word(findings: Sequence[MistakeFinding]) -> str:
 
 
 def _word_where(findings: Sequence[MistakeFinding], group: LayerGroup) -> str:
-    """In which of the layers; nothing where it is in all of them."""
+    """Word the layers of some findings; nothing where it is all of them."""
     layers = sorted({finding.layer for finding in findings if finding.layer is not None})
     return "" if len(layers) == len(group.layers) else f" in {word_layers(layers)}"
 
@@ -203,7 +203,7 @@ def draw_mistake(canvas: Canvas, named: Sequence[MistakeFinding]) -> None:
 
 
 def word_range(values: Iterable[float], *, word: Callable[[float], str] = word_figure) -> str:
-    """The least and the largest of them, such as `0.98 … 1.02`; one where they read alike."""
+    """Word the least and the largest, such as `0.98 … 1.02`; one where they read alike."""
     ordered = sorted(values)
     least, largest = word(ordered[0]), word(ordered[-1])
     return least if least == largest else f"{least} … {largest}"
@@ -226,7 +226,7 @@ def draw_site(canvas: Canvas, site: SiteDiagnosis) -> None:
         canvas.line(f"{site.site}: no known mistake explains it (ρ {before})", style="bold")
         for near in site.nearest:
             canvas.paragraph(f"nearest: {_word_finding(near)} leaves ρ {word_figure(near.leaves)}")
-    canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on what the port itself fed it")
+    canvas.paragraph(f"{site.num_hypotheses} hypotheses tried on the port's own input")
     for note in site.notes:
         canvas.item(note)
 
@@ -238,7 +238,7 @@ def draw_right_sites(canvas: Canvas, diagnosis: Diagnosis) -> None:
         return
     names = ", ".join(str(site.site) for site in right)
     figures = word_range(site.unexplained for site in right)
-    canvas.line(f"{names}: nothing to explain (ρ {figures} on what the port itself fed)")
+    canvas.line(f"{names}: nothing to explain (ρ {figures} on the port's own input)")
 
 
 def draw_unexplained(canvas: Canvas, diagnosis: Diagnosis) -> None:

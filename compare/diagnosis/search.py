@@ -15,20 +15,26 @@ from minimax_tools.model.sites import Site
 
 logger = logging.getLogger(__name__)
 
-# Tokens that screen: attention's hypotheses ask for other experts' inputs each, and cost most.
+# Some 365 hypotheses are screened on few tokens: one of attention changes the experts' input, and costs a run of all
+# experts. With these numbers a layer of true size takes 185 s of processor time (BENCHMARKS.md).
 _FIRST_TOKENS, _SCREENING_TOKENS = 24, 64
+# Hypotheses that go from the first tokens to the screening ones: three times the finalists, and a few by
+# likeness, which a parameter that is far off does not spoil (DECISIONS.md).
 _SURVIVORS = 30
-_MOST_FITTED = 6
 _MOST_ALIKE = 3
-_MOST_FINALISTS = 10
-_MOST_FAINT = 5
-_MOST_NEAREST = 3
+# Fitting tries 5 values in 4 to 7 rounds: 6 hypotheses are 120 to 210 trials beside the 365.
+_MOST_FITTED = 6
+# Judged on all tokens: the best by what they leave, and the clearest of those that noise covers.
+_MOST_FINALISTS, _MOST_FAINT = 10, 5
+# Pairs are 5 of attention with all of the experts' hypotheses, and the reverse: all with all are tens of thousands.
 _PARTNERS = 5
+# As many as a report shows.
+_MOST_NEAREST = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """What the search of one layer came to.
+    """Outcome of the search in one layer.
 
     Args:
         null: The layer without a mistake.
@@ -48,14 +54,14 @@ def search_layer(
 ) -> SearchOutcome:
     """Find the mistakes that explain a layer.
 
-    Hypotheses are tried in turns, as long as nothing explains the layer: those that other layers were explained by,
-    those that begin where the comparison lays the blame, all others, and pairs.
+    Hypotheses are tried in turns, until one explains the layer: mistakes that explained other layers, those that begin
+    at a blamed site, all others, and pairs.
 
     Args:
-        trial: What judges, on all tokens.
+        trial: Judges hypotheses on all tokens.
         mistakes: The catalogue's entries to try.
         suspects: The sites that are to blame; empty where none is known.
-        expected: What other layers of this run were explained by, with the parameters that were fitted there.
+        expected: Mistakes that explained other layers of this run, with the parameters that were fitted there.
     """
     if not bool(trial.is_usable.any()):
         return SearchOutcome(null=trial.null(), named=(), nearest=(), num_tried=0)
@@ -78,7 +84,7 @@ def search_layer(
     named = name_mistakes(faint)
     if named:
         return SearchOutcome(null=trial.null(), named=named, nearest=(), num_tried=num_tried)
-    # Below that nobody could tell a pair from a single mistake.
+    # Below that a pair cannot be told from a single mistake.
     pairs = _pairs(seen) if trial.null().leaves >= LIMITS.clear else []
     if pairs:
         logger.info("Trying %d pairs of mistakes on %d tokens.", len(pairs), len(first.base.tokens))
@@ -91,7 +97,7 @@ def search_layer(
 
 
 def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-    """The scores of mistakes whose effect the noise may cover; none where the error is far above it."""
+    """Score mistakes that the noise may cover; none where the error is far above it."""
     null = trial.null()
     if null.leaves > LIMITS.faint_below:
         return []
@@ -104,14 +110,14 @@ def _search_faint(trial: Trial, screen: Trial, hypotheses: Sequence[Hypothesis])
 
 
 def _most_alike(scores: Sequence[Score], most: int = _MOST_ALIKE) -> list[Score]:
-    """The few whose predicted error points where the port's does, however large it is."""
+    """Return the few whose predicted error points where the port's does, however large it is."""
     return sorted(scores, key=lambda score: -score.likeness)[:most]
 
 
 def _turns(
     trial: Trial, mistakes: Sequence[Mistake], *, suspects: frozenset[Site], expected: Sequence[Hypothesis]
 ) -> Iterator[tuple[bool, list[Hypothesis]]]:
-    """The hypotheses in turns, and whether a turn is of what other layers were explained by."""
+    """Yield the hypotheses in turns, and whether a turn is of mistakes that explained other layers."""
     names = {one.name for one in expected}
     # The catalogue's candidates first: a value that was fitted elsewhere must explain more than they do.
     left = [one for mistake in mistakes for one in mistake.hypotheses(trial.base.scene)] + list(expected)
@@ -128,7 +134,7 @@ def _turns(
 
 
 def _sift(first: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
-    """The scores on more tokens of those hypotheses that the first few tokens do not refute."""
+    """Score on more tokens the hypotheses that the first few tokens do not refute."""
     if first is screen:
         return list(scores)
     ranked = best_first(scores)
@@ -152,7 +158,7 @@ def _screen(trial: Trial, most: int) -> Trial:
 
 
 def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]:
-    """The best of the screened, their parameters fitted, judged on all tokens."""
+    """Fit the parameters of the best scores, and judge them on all tokens."""
     best = best_first(scores)
     faint = sorted(best, key=lambda score: -abs(score.z))[:_MOST_FAINT]
     finalists = list(dict.fromkeys([*best[:_MOST_FINALISTS], *faint]))
@@ -171,12 +177,12 @@ def _finish(trial: Trial, screen: Trial, scores: Sequence[Score]) -> list[Score]
 
 
 def _fitted(scores: Sequence[Score]) -> list[Score]:
-    """Those of mistakes with a parameter that is searched."""
+    """Keep scores of mistakes with a fitted parameter."""
     return [score for score in scores if any(one.fitted for one in score.hypothesis.mistakes)]
 
 
 def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
-    """One mistake of attention and one of the experts: of the best few of each, and the best with all of the others."""
+    """Pair a mistake of attention with one of the experts: the best few of each, and the best with all others."""
     attention, experts = (
         [
             score
@@ -200,6 +206,6 @@ def _pairs(scores: Sequence[Score]) -> list[Hypothesis]:
 
 
 def _partners(scores: Sequence[Score]) -> list[Score]:
-    """The best few by what they leave, and by how much they resemble the error."""
+    """Return the best few by what they leave, and by how much they resemble the error."""
     best = best_first(scores)
     return [*best[:_PARTNERS], *_most_alike(best, _PARTNERS)]

@@ -11,17 +11,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, GraphNode
+from compare.diagnosis.evaluation import STAGES, Change, Evaluation, ExpertValue, GraphNode
 from compare.diagnosis.expert_pass import run_experts
 from compare.diagnosis.mistake import Hypothesis
-from compare.diagnosis.stages import STAGES
 from compare.diagnosis.yardstick import Yardstick, trimmed_mean
 from minimax_tools.model.sites import Site
 
+# Experts' outputs held at a time, float32: a layer of true size was diagnosed within 8 GB (BENCHMARKS.md).
 _MOST_BYTES = 1_500_000_000
+# Noise of twice the golden's: golden and port each have their own, and the port's may be larger. A token whose experts
+# stay the same in 6 draws changes them with a chance of less than about a third.
 _DRAWS = 6
 _NOISE_FACTOR = 2.0
+# Fewer settled tokens may all be near ties. The screening begins with 24 tokens.
 _FEWEST_TOKENS = 6
+# (Σx)² / Σx² of the tokens' weights: with fewer, one token decides, and the spread over tokens tells nothing.
 _FEWEST_EFFECTIVE = 4.0
 _STREAMS = (Site.ATTN_DELTA, Site.MOE_DELTA)
 _ROUTER = frozenset({Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS})
@@ -30,7 +34,7 @@ _NEEDS_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
-    """How well a hypothesis explains the port's values.
+    """Fit of a hypothesis to the port's values.
 
     Args:
         hypothesis: What was supposed.
@@ -60,7 +64,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Prediction:
-    """A site's values [T,F] under a hypothesis, and by how much the squares of what is added there grow, [T]."""
+    """Values [T,F] of a site under a hypothesis, and the growth in squares of what is added there, [T]."""
 
     rows: torch.Tensor
     growth: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
@@ -68,12 +72,12 @@ class _Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trial:
-    """What hypotheses are judged by.
+    """A layer's noise and both sides' values, by which hypotheses are judged.
 
     Args:
         base: The layer without a mistake, of these tokens.
-        fed: The same, each of its stages fed the golden's own values where it holds them; None where the golden was
-            fed something else.
+        on_golden_values: The same, each of its stages computed from the golden's own values where it holds them; None
+            where the layer inherits errors.
         yardsticks: The sites that judge.
         logit_noise: Standard deviation of what BF16 does to the router's logits.
         is_decoded: Which tokens were decoded, bool [T].
@@ -81,17 +85,17 @@ class Trial:
     """
 
     base: Evaluation
-    fed: Evaluation | None
+    on_golden_values: Evaluation | None
     yardsticks: Mapping[Site, Yardstick]
     logit_noise: float
     is_decoded: torch.Tensor
     is_usable: torch.Tensor
 
     def at(self, places: torch.Tensor) -> Trial:
-        """The trial of some of the tokens."""
+        """Return the trial of some of the tokens."""
         return Trial(
             base=self.base.at(places),
-            fed=None if self.fed is None else self.fed.at(places),
+            on_golden_values=None if self.on_golden_values is None else self.on_golden_values.at(places),
             yardsticks={site: yardstick.at(places) for site, yardstick in self.yardsticks.items()},
             logit_noise=self.logit_noise,
             is_decoded=self.is_decoded[places],
@@ -99,7 +103,7 @@ class Trial:
         )
 
     def judge(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """The scores of hypotheses; where rows were decoded, each is also supposed of these alone."""
+        """Score hypotheses; where rows were decoded, each is also supposed of these alone."""
         scores = []
         settled = self.settled
         for hypothesis, evaluation in self.evaluate(hypotheses):
@@ -107,38 +111,38 @@ class Trial:
                 site: _Prediction(rows=evaluation.rows(site), growth=self._growth(evaluation, site))
                 for site in self.yardsticks
             }
-            mine = settled & self._settled(evaluation)
-            scores += self._score_scopes(hypothesis, predicted, mine, elsewhere=settled)
+            judged = settled & self._settled(evaluation)
+            scores += self._score_scopes(hypothesis, predicted, judged, elsewhere=settled)
         return scores
 
     def judge_faint(self, hypotheses: Sequence[Hypothesis]) -> list[Score]:
-        """The scores of mistakes that may be fainter than the noise; none where the golden was fed something else.
+        """Score mistakes that may be fainter than the noise; none where the layer inherits errors.
 
-        What a mistake makes of the golden's own BF16 values, less what the right layer makes of them, is added to the
-        float32 layer: a rounding depends on the very bits that it rounds. A router's mistake is judged by all tokens:
-        it shows where experts are nearly tied.
+        Mistake and right layer are both computed from the golden's own BF16 values, since a rounding depends on the
+        bits that it rounds. Their difference is added to the float32 layer. A router's mistake is judged by all
+        tokens: it shows where experts are nearly tied.
         """
-        if self.fed is None:
+        if self.on_golden_values is None:
             return []
         clean: dict[frozenset[GraphNode], dict[Site, torch.Tensor]] = {}
         right = {hypothesis.change.nodes: _right(hypothesis.change.nodes) for hypothesis in hypotheses}
-        for hypothesis, evaluation in self.evaluate(list(right.values()), base=self.fed):
+        for hypothesis, evaluation in self.evaluate(list(right.values()), base=self.on_golden_values):
             clean[hypothesis.change.nodes] = {site: evaluation.rows(site) for site in self.yardsticks}
         scores = []
-        for hypothesis, evaluation in self.evaluate(hypotheses, base=self.fed):
+        for hypothesis, evaluation in self.evaluate(hypotheses, base=self.on_golden_values):
             origin = clean[hypothesis.change.nodes]
             predicted = {
                 site: _Prediction(rows=yardstick.exact + evaluation.rows(site) - origin[site])
                 for site, yardstick in self.yardsticks.items()
             }
-            mine = self.is_usable if hypothesis.sites & _ROUTER else self.settled
-            scores += self._score_scopes(hypothesis, predicted, mine, elsewhere=mine)
+            judged = self.is_usable if hypothesis.sites & _ROUTER else self.settled
+            scores += self._score_scopes(hypothesis, predicted, judged, elsewhere=judged)
         return scores
 
     def evaluate(
         self, hypotheses: Sequence[Hypothesis], *, base: Evaluation | None = None
     ) -> Iterator[tuple[Hypothesis, Evaluation]]:
-        """The layer, or another base, under each hypothesis; the experts of many run together."""
+        """Evaluate the layer, or another base, under each hypothesis; the experts of many run together."""
         k, hidden = self.base.spec.num_experts_per_tok, self.base.spec.hidden_size
         at_once = max(_MOST_BYTES // (4 * len(self.base.tokens) * k * hidden), 1)
         for start in range(0, len(hypotheses), at_once):
@@ -149,11 +153,11 @@ class Trial:
 
     @property
     def settled(self) -> torch.Tensor:
-        """Tokens of the layer without a mistake whose experts no noise changes, bool [T]."""
+        """Tokens of the right layer whose experts no noise changes, bool [T]."""
         return self._settled(self.base)
 
     def null(self) -> Score:
-        """The score of no mistake at all."""
+        """Score the layer without a mistake."""
         nothing = Hypothesis(mistakes=(), parameters=(), change=Change())
         right = {site: _Prediction(rows=yardstick.exact) for site, yardstick in self.yardsticks.items()}
         return self._score(nothing, right, self.settled, is_decode_only=False)
@@ -176,11 +180,11 @@ class Trial:
         *,
         elsewhere: torch.Tensor,
     ) -> list[Score]:
-        """The score for all rows, and for the decoded ones; `elsewhere` are the tokens that are settled without it."""
+        """Score all rows, and decoded ones alone; `elsewhere` are the tokens that are settled without the mistake."""
         scores = [self._score(hypothesis, predicted, settled, is_decode_only=False)]
         if bool(self.is_decoded.any()):
-            mine = torch.where(self.is_decoded, settled, elsewhere)
-            scores.append(self._score(hypothesis, predicted, mine, is_decode_only=True))
+            judged = torch.where(self.is_decoded, settled, elsewhere)
+            scores.append(self._score(hypothesis, predicted, judged, is_decode_only=True))
         return scores
 
     def _score(
@@ -225,7 +229,7 @@ class Trial:
         )
 
     def _growth(self, evaluation: Evaluation, site: Site) -> torch.Tensor:
-        """By how much squares of what is added to the stream, or of the site itself, exceed the base's: [T]."""
+        """Return the growth in squares of what is added to the stream, or of the site itself, over the base's: [T]."""
         grown = (site, *(_STREAMS if site is Site.OUTPUT else ()))
         return sum(
             (
@@ -237,27 +241,27 @@ class Trial:
 
 
 def _right(nodes: frozenset[GraphNode]) -> Hypothesis:
-    """The layer as it is, computed anew from these nodes on."""
+    """Return the right layer, computed anew from these nodes on."""
     return Hypothesis(
         mistakes=(), parameters=(), change=Change(stages={node: STAGES[node] for node in nodes})
     )
 
 
 def settled_tokens(evaluation: Evaluation, logit_noise: float) -> torch.Tensor:
-    """Tokens whose experts are the same whatever noise is on the router's logits: bool [T]."""
+    """Find tokens whose experts are the same whatever noise is on the router's logits: bool [T]."""
     logits = evaluation[Site.ROUTER_LOGITS]
-    own = evaluation[Site.ROUTER_EXPERTS].sort(-1).values
+    right_experts = evaluation[Site.ROUTER_EXPERTS].sort(-1).values
     settled = torch.ones(len(logits), dtype=torch.bool)
     generator = torch.Generator().manual_seed(0)
     for _ in range(_DRAWS):
         noise = torch.randn(logits.shape, generator=generator) * (_NOISE_FACTOR * logit_noise)
         noisy = evaluation.with_value(Site.ROUTER_LOGITS, logits + noise)
-        settled &= (noisy[Site.ROUTER_EXPERTS].sort(-1).values == own).all(-1)
+        settled &= (noisy[Site.ROUTER_EXPERTS].sort(-1).values == right_experts).all(-1)
     return settled
 
 
 def _fit_amplitude(along: torch.Tensor, across: torch.Tensor) -> tuple[float, float]:
-    """The factor that fits best over tokens, and its ratio to its uncertainty."""
+    """Return the factor that fits best over tokens, and its ratio to its uncertainty."""
     total = float(across.sum())
     if total <= 0.0 or not math.isfinite(total) or not bool(along.isfinite().all()):
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Yardstick: what BF16 costs at a site, for each token and channel, and how far a prediction is from the port in it.
+"""Yardstick: the noise of BF16 at a site, for each token and channel, and a prediction's distance in units of it.
 
 T tokens, F channels.
 """
@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 import torch
 
+from compare.noise.squared_errors import TINY_FLOAT32
+
 # Errors of BF16 relative to what is added to a stream, of several roundings: they grow with it.
 _GROWTH = {torch.bfloat16: 6e-3, torch.float32: 1e-6}
 _LEAST_SHARE = 1e-3
-_TINY = 1e-30
 # Of the judged tokens, those that are worst by any prediction: a near tie of experts that flipped unforeseen.
 _TRIMMED_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Yardstick:
-    """One site on both sides, and its noise.
+    """A site on both sides, and its noise.
 
     Args:
         port: float32 [T,F], what the port gave.
@@ -45,7 +46,7 @@ class Yardstick:
         settled: torch.Tensor,
         dtype: torch.dtype,
     ) -> Yardstick:
-        """The yardstick of a site; `settled`, bool [T], are the tokens whose experts no noise changes."""
+        """Build the yardstick of a site; `settled`, bool [T], are the tokens whose experts no noise changes."""
         squares = (golden - exact).square()
         return cls(
             port=port,
@@ -56,7 +57,7 @@ class Yardstick:
         )
 
     def at(self, places: torch.Tensor) -> Yardstick:
-        """That of some tokens."""
+        """Select some tokens."""
         return Yardstick(
             port=self.port[places],
             golden=self.golden[places],
@@ -66,18 +67,18 @@ class Yardstick:
         )
 
     def widened(self, growth: torch.Tensor) -> torch.Tensor:
-        """The variance [T,F] where what is added has grown by `growth`, squared norms [T]."""
+        """Return the variance [T,F] where what is added has grown by `growth`, squared norms [T]."""
         added = _GROWTH[self.dtype] ** 2 * growth.clamp(min=0.0) / self.port.shape[1]
         return self.variance + added[:, None]
 
     def misfit(self, prediction: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        """Mean over the channels of (port - prediction)², in units of the variance: float64 [T]."""
+        """Return the mean over the channels of (port - prediction)², in units of the variance: float64 [T]."""
         return ((self.port - prediction).square() / variance).double().mean(-1)
 
     def project(
         self, prediction: torch.Tensor, variance: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The port's error times the predicted one, the predicted one squared, the port's squared: float64 [T].
+        """Return port's error times the predicted one, the predicted one squared, the port's squared: float64 [T].
 
         The port's error is taken from the golden, whose roundings it shares.
         """
@@ -91,7 +92,7 @@ class Yardstick:
 
 
 def trimmed_mean(values: torch.Tensor) -> float:
-    """The mean without the largest few; infinity where there is none, or one is not finite."""
+    """Return the mean without the largest few; infinity where there is none, or one is not finite."""
     if not values.numel():
         return float("inf")
     num_kept = max(len(values) - int(_TRIMMED_SHARE * len(values) + 0.999), 1)
@@ -100,11 +101,11 @@ def trimmed_mean(values: torch.Tensor) -> float:
 
 
 def _fit_variance(squares: torch.Tensor, settled: torch.Tensor) -> torch.Tensor:
-    """Squared errors as a product of a channel's share and a token's size: each is seen too seldom by itself."""
+    """Fit squared errors by a channel's share times a token's size: each is seen too seldom by itself."""
     of_channel = squares[settled].mean(0)
-    of_channel = of_channel.clamp(min=_LEAST_SHARE * float(of_channel.median()) + _TINY)
+    of_channel = of_channel.clamp(min=_LEAST_SHARE * float(of_channel.median()) + TINY_FLOAT32)
     of_token = (squares / of_channel).mean(-1)
     typical = float(of_token[settled].median())
     # Where the golden's own experts flipped, its error is no noise.
-    of_token = torch.where(settled, of_token, typical).clamp(min=_LEAST_SHARE * typical + _TINY)
+    of_token = torch.where(settled, of_token, typical).clamp(min=_LEAST_SHARE * typical + TINY_FLOAT32)
     return of_token[:, None] * of_channel

@@ -1,8 +1,7 @@
-"""Coverage: what a pass stands on, and which compared layers it would not stand on.
+"""Coverage: compared layers that a pass proves right, and those that it does not.
 
-A layer is proved by its end: what leaves it shows every mistake in it. A layer whose end was judged on no token may be
-wrong, whatever passes before. So may one that was handed the errors of other layers, where no checkpoint tells what a
-right layer makes of them.
+A layer is proved by its end: the experts' sum or the output shows every mistake in it. Two kinds of layers may pass and
+be wrong: those whose end was judged on no token, and those that inherit errors where no checkpoint is known.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def is_proved(results: Sequence[SiteResult]) -> bool:
 
 
 def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
-    """The tokens that both sides computed, such as `81 at positions 0-47`; empty where neither side is mm2's own."""
+    """Word the tokens that both sides computed, such as `81 at positions 0-47`; empty where no side is mm2's own."""
     for source in (reference, target):
         if source.known_description is not None:
             inputs = source.read_inputs()
@@ -45,7 +44,7 @@ def word_tokens(reference: CaptureSource, target: CaptureSource) -> str:
 
 
 def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
-    """Return which layers no verdict stands on, and what would settle them."""
+    """Note the layers that no verdict stands on, and what would settle them."""
     if not layers:
         return ()
     names = ", ".join(str(layer) for layer in layers)
@@ -55,7 +54,7 @@ def unproved_notes(layers: Sequence[int], *, sides: Sides) -> tuple[str, ...]:
         else "capture router_experts, router_logits or post_norm of the port, or run its layers one by one"
     )
     return (
-        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that was handed errors of others, or whose "
+        f"nothing proves layer{'s' * (len(layers) > 1)} {names}: a layer that inherits errors, or whose "
         f"end was judged on no token, may be wrong and pass. To settle it: {remedy}",
     )
 
@@ -66,7 +65,9 @@ SiteKind = TypeVar("SiteKind", Site, ModelSite)
 def leave_undecided(
     results: Mapping[SiteKind, SiteResult], target: CaptureSource
 ) -> dict[SiteKind, SiteResult]:
-    """The results of a part that was fed nobody knows what: failures are not judged, but for NaN and other shapes.
+    """Leave failures undecided in a part whose input was not captured, but for NaN and other shapes.
+
+    A result that stays as it was is the same object.
 
     What stays as it was is the same object.
     """
@@ -78,12 +79,12 @@ def leave_undecided(
 
 
 def undecided_notes(num_undecided: int) -> tuple[str, ...]:
-    """That something differs of which it cannot be told who is to blame, and what would tell."""
+    """Note sites that differ, perhaps through an input that was not captured."""
     if not num_undecided:
         return ()
     return (
-        f"{num_undecided} sites differ behind an input that the device run does not hold: it may come from there. "
-        "Capture what layers are fed, or say in a map where it lies",
+        f"{num_undecided} sites differ behind an input that was not captured: the difference may come from there. "
+        "Capture the layers' inputs, or say in a map where they lie",
     )
 
 
@@ -96,5 +97,5 @@ def _may_be_handed_on(result: SiteResult) -> bool:
 
 
 def _undecided(result: SiteResult) -> SiteResult:
-    reason = f"{result.reason}; what it is computed from is not held"
+    reason = f"{result.reason}; its inputs are not held"
     return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)

@@ -1,6 +1,6 @@
-"""DerivedChoice: the experts that a port must have chosen, by what it shows of its router.
+"""DerivedChoice: the experts that a port must have chosen, derived from what it shows of its router.
 
-A dump often keeps the router's logits, or what the router was fed, and not the choice. A right router chooses by them.
+A dump often keeps the router's logits or input, and not the choice, which follows from them.
 Where the choice is shown too, the two must agree: no rounding of the hidden states stands between them.
 T real tokens, E experts, k experts per token, H hidden.
 """
@@ -37,7 +37,7 @@ class DerivedChoice:
     is_sure: torch.Tensor
 
     def completed(self, other: DerivedChoice | None) -> DerivedChoice:
-        """This choice, and the other's where this one is not sure."""
+        """Return this choice, and the other's where this one is not sure."""
         if other is None:
             return self
         return DerivedChoice(
@@ -47,10 +47,10 @@ class DerivedChoice:
 
 
 def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
-    """The choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
+    """Derive the choice of a layer whose port shows its router's logits or `post_norm`, and not its experts.
 
     Returns:
-        None where the port shows neither, or nobody knows the weights.
+        None where the port shows neither, or the weights are not known.
 
     Raises:
         IncomparableError: The weights are another model's.
@@ -71,7 +71,7 @@ def derive_choice(sides: Sides, layer: int) -> DerivedChoice | None:
 
 
 def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torch.Tensor | None:
-    """Tokens whose experts are not those that the port's own logits and the right correction bias give: bool [T].
+    """Find tokens whose experts contradict the port's own logits and the right correction bias: bool [T].
 
     Args:
         sides: The captures.
@@ -79,7 +79,7 @@ def find_contradictions(sides: Sides, layer: int, experts: torch.Tensor) -> torc
         experts: The port's, [T,k].
 
     Returns:
-        None where the port does not show its logits, or nobody knows the bias.
+        None where the port does not show its logits, or the bias is not known.
 
     Raises:
         IncomparableError: The weights are another model's.

@@ -52,19 +52,19 @@ def compare_generated(
     is_drawn = bool(reference.sampling.get("do_sample"))
     is_greedy = not target.sampling.get("do_sample")
     found = []
-    for row, (mine, theirs, num_alike) in enumerate(
+    for row, (golden, port, num_alike) in enumerate(
         zip(reference.rows, target.rows, target.num_alike(reference), strict=True)
     ):
         reach = _reach(row, noise, places)
-        golden = mine if first is None else _with_first(mine, first.reference[row])
-        port = theirs if first is None else _with_first(theirs, first.target[row])
-        compared = _compare_row(row, golden, theirs, num_alike, reach=reach, is_drawn=is_drawn)
-        found.append(_against_own_logits(compared, mine, port, reach=reach) if is_greedy else compared)
+        if first is not None:
+            golden, port = _with_first(golden, first.reference[row]), _with_first(port, first.target[row])
+        compared = _compare_row(row, golden, port, num_alike, reach=reach, is_drawn=is_drawn)
+        found.append(_judge_by_port_logits(compared, golden, port, reach=reach) if is_greedy else compared)
     return tuple(found)
 
 
 def _with_first(row: Continuation, logits: torch.Tensor) -> Continuation:
-    """A row with the first token's alternatives, by the logits [V] behind the prompt, where it kept none."""
+    """Add the first token's alternatives to a row that kept none, by the logits [V] behind the prompt."""
     if (row.likeliest and row.likeliest[0]) or not row.generated_ids:
         return row
     values, tokens = logits.float().sort(descending=True)
@@ -73,7 +73,7 @@ def _with_first(row: Continuation, logits: torch.Tensor) -> Continuation:
     return replace(row, likeliest=(kept, *row.likeliest[1:]))
 
 
-def _against_own_logits(
+def _judge_by_port_logits(
     result: GeneratedRow, golden: Continuation, port: Continuation, *, reach: float | None
 ) -> GeneratedRow:
     """Fail a row with a token that the port's own logits do not choose, by more than noise."""
@@ -99,7 +99,7 @@ def _against_own_logits(
 
 
 def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) -> float | None:
-    """The margin that noise may turn round behind a prompt, by what nearly all of the prompt's tokens suffer."""
+    """Return the margin that noise may turn round behind a prompt, from what nearly all its tokens suffer."""
     if noise is None or places is None:
         return None
     return REACH * float(torch.quantile(noise[places[:, 0] == row], _NOISE_QUANTILE))
@@ -107,22 +107,22 @@ def _reach(row: int, noise: torch.Tensor | None, places: torch.Tensor | None) ->
 
 def _compare_row(
     row: int,
-    mine: Continuation,
-    theirs: Continuation,
+    golden: Continuation,
+    port: Continuation,
     num_alike: int,
     *,
     reach: float | None,
     is_drawn: bool,
 ) -> GeneratedRow:
-    num_compared = min(len(mine.generated_ids), len(theirs.generated_ids))
+    num_compared = min(len(golden.generated_ids), len(port.generated_ids))
     if num_alike == num_compared:
         status = SiteStatus.NOT_JUDGED if is_drawn or not num_compared else SiteStatus.PASS
         reason = "the golden drew its tokens" if is_drawn else ""
         return GeneratedRow(
             row=row, num_compared=num_compared, num_alike=num_alike, status=status, reason=reason
         )
-    wanted, found = mine.generated_ids[num_alike], theirs.generated_ids[num_alike]
-    margin, is_kept = _margin(mine, num_alike, found)
+    wanted, found = golden.generated_ids[num_alike], port.generated_ids[num_alike]
+    margin, is_kept = _margin(golden, num_alike, found)
     if is_drawn or margin is None or reach is None:
         status = SiteStatus.NOT_JUDGED
         reason = (
@@ -153,7 +153,7 @@ def _compare_row(
 
 
 def _margin(golden: Continuation, index: int, token: int) -> tuple[float | None, bool]:
-    """How far a token's logit was below the golden's choice, and whether it was kept: else it was further than that."""
+    """Return how far a token's logit was below the golden's choice, and whether the golden kept that token."""
     if index >= len(golden.likeliest) or not golden.likeliest[index]:
         return None, False
     for one in golden.likeliest[index]:

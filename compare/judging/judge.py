@@ -14,12 +14,10 @@ from compare.limits.criteria import Criteria, Judgement, judge_classic
 from compare.limits.limit_context import LimitContext
 from compare.limits.limits import NoiseLimits
 from compare.noise.rho import Rows, noise_ratio
-from compare.noise.squared_errors import square_difference, square_rows
+from compare.noise.squared_errors import TINY, square_difference, square_rows
 from minimax_tools.errors import IncomparableError
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
 from minimax_tools.results.results import RelativeError, SiteResult, SiteStatus
-
-_TINY = 1e-300
 
 
 def judge_values(
@@ -27,7 +25,7 @@ def judge_values(
     rows: Rows,
     *,
     criteria: Criteria,
-    terms: LimitContext,
+    context: LimitContext,
     set_aside: torch.Tensor | None = None,
     replayed: Rows | None = None,
 ) -> SiteResult:
@@ -37,7 +35,7 @@ def judge_values(
         result: Which layer and site; its other fields are filled in.
         rows: Both sides' tokens.
         criteria: How to judge.
-        terms: What the limits hang on beside.
+        context: What the limits hang on beside.
         set_aside: Tokens that ρ must leave out, bool [T].
         replayed: What ρ is taken of: the same rows, the golden's with the port's own experts. None for `rows`.
 
@@ -52,13 +50,13 @@ def judge_values(
         return replace(result, status=SiteStatus.FAIL, reason=_describe_nonfinite(rows, metrics))
     if criteria.name == "classic":
         return _concluded(result, judge_classic(result))
-    if rows.incoming is not None and not rows.incoming.is_finite:
-        return replace(result, status=SiteStatus.FAIL, reason="NaN or Inf was handed on to its layer")
+    if rows.input_error is not None and not rows.input_error.is_finite:
+        return replace(result, status=SiteStatus.FAIL, reason="the layer's input already held NaN or Inf")
     judged = rows if replayed is None else replayed
     if set_aside is not None and bool(set_aside.any()):
         judged = judged.select(~set_aside)
-    if terms.hides_flips and not judged.has_floor:
-        judged = _nearest_tokens(judged, criteria.noise, terms)
+    if context.hides_flips and not judged.has_floor:
+        judged = _nearest_tokens(judged, criteria.noise, context)
     result = replace(result, num_set_aside=rows.num_tokens - judged.num_tokens)
     if judged.num_tokens == 0:
         reason = "no token is left on which both sides are sure to choose the same experts"
@@ -66,11 +64,11 @@ def judge_values(
     judged_metrics = metrics if judged is rows else _measure(judged, criteria)
     result = replace(result, num_judged=judged.num_tokens)
     if not judged.has_floor:
-        incoming = judged.incoming.overall if judged.incoming else 0.0
-        relative = RelativeError(value=judged_metrics.relative_l2, incoming=incoming)
+        input_error = judged.input_error.overall if judged.input_error else 0.0
+        relative = RelativeError(value=judged_metrics.relative_l2, incoming=input_error)
         result = replace(result, relative=relative)
         judgement, nearest = judge_without_floor(
-            relative, criteria.noise, site=result.site, num_tokens=judged.num_tokens, terms=terms
+            relative, criteria.noise, site=result.site, num_tokens=judged.num_tokens, context=context
         )
         return _concluded(replace(result, nearest=nearest), _note_dtype(judgement, judged))
     noise = noise_ratio(judged)
@@ -81,7 +79,7 @@ def judge_values(
         site=result.site,
         num_tokens=judged.num_tokens,
         num_channels=judged.reference.shape[1],
-        terms=terms,
+        context=context,
     )
     return _concluded(replace(result, noise=noise, nearest=closest), _note_dtype(judgement, judged))
 
@@ -92,14 +90,14 @@ def _measure(rows: Rows, criteria: Criteria) -> PairMetrics:
     return replace(metrics, worst_index=(*rows.places[token].tolist(), channel))
 
 
-def _nearest_tokens(rows: Rows, limits: NoiseLimits, terms: LimitContext) -> Rows:
-    """The tokens nearest to the golden's, as many as are sure to have its experts; the others may have flipped."""
-    incoming = rows.incoming.overall if rows.incoming else 0.0
-    num_kept = count_unflipped(rows.num_tokens, limits, incoming=incoming, terms=terms)
+def _nearest_tokens(rows: Rows, limits: NoiseLimits, context: LimitContext) -> Rows:
+    """Keep the tokens nearest to the golden's, as many as are sure to have its experts."""
+    input_error = rows.input_error.overall if rows.input_error else 0.0
+    num_kept = count_unflipped(rows.num_tokens, limits, input_error=input_error, context=context)
     if num_kept == rows.num_tokens:
         return rows
     error = square_difference(rows.reference, rows.target, massive=rows.massive).whole
-    relative = error / square_rows(rows.reference, massive=rows.massive).whole.clamp(min=_TINY)
+    relative = error / square_rows(rows.reference, massive=rows.massive).whole.clamp(min=TINY)
     kept = torch.zeros(rows.num_tokens, dtype=torch.bool)
     kept[relative.argsort()[:num_kept]] = True
     return rows.select(kept)
@@ -121,7 +119,7 @@ def _describe_nonfinite(rows: Rows, metrics: PairMetrics) -> str:
 
 
 def _note_dtype(judgement: Judgement, rows: Rows) -> Judgement:
-    """A pass in another dtype than the golden's deserves a look."""
+    """Warn of a pass in another dtype than the golden's."""
     if judgement[0] is SiteStatus.PASS and rows.dtype != rows.target.dtype:
         return SiteStatus.WARN, f"dtype: expected {rows.dtype}, found {rows.target.dtype}"
     return judgement

@@ -38,28 +38,28 @@ class LayerJudge:
     Args:
         sides: The captures.
         layer: The layer; both sides hold it.
-        feed: What the target's layer was fed.
+        layer_input: The input of the target's layer.
 
     Attributes:
         router_noise: How close the golden's choice of experts was; None where it kept no floor of it.
     """
 
-    def __init__(self, sides: Sides, *, layer: int, feed: CapturedInput) -> None:
+    def __init__(self, sides: Sides, *, layer: int, layer_input: CapturedInput) -> None:
         self._sides = sides
         self._reference = sides.reference
         self._target = sides.target
         self._batch = sides.batch
         self._criteria = sides.criteria
         self._layer = layer
-        self._incoming = feed.incoming
+        self._input_error = layer_input.error
         self._floor = LayerFloor(sides.reference, sides.batch, layer=layer)
         self._experts = sides.read_rows(layer, Site.ROUTER_EXPERTS)
         self.router_noise = self._read_router_noise()
         self._derived = self._derive_choice() if self._hides_experts else None
         choices = self._experts
         if self._derived is not None:
-            mine = self._reference.read(layer, Site.ROUTER_EXPERTS)
-            choices = self._batch.rows(mine, Site.ROUTER_EXPERTS), self._derived.experts
+            golden = self._reference.read(layer, Site.ROUTER_EXPERTS)
+            choices = self._batch.rows(golden, Site.ROUTER_EXPERTS), self._derived.experts
         self._replay = None if choices is None else Replay(sides, layer=layer, experts=choices)
 
     def _derive_choice(self) -> DerivedChoice | None:
@@ -67,7 +67,7 @@ class LayerJudge:
         derived = derive_choice(self._sides, self._layer)
         noise = self.router_noise
         is_told = derived is not None and bool(derived.is_sure.all())
-        if is_told or noise is None or self._incoming is not None or self._sides.is_classic:
+        if is_told or noise is None or self._input_error is not None or self._sides.is_classic:
             return derived
         for site in (Site.MOE_DELTA, Site.OUTPUT):
             shown = self._sides.read_rows(self._layer, site)
@@ -91,11 +91,11 @@ class LayerJudge:
         )
 
     def judge_all(self, sites: tuple[Site, ...]) -> Mapping[Site, SiteResult]:
-        """Every declared site, in the order given."""
+        """Judge every declared site, in the order given."""
         return {site: self.judge(site) for site in sites}
 
     def judge(self, site: Site) -> SiteResult:
-        """The result of one declared site; nothing is skipped without a status that says so."""
+        """Judge one declared site; a site that cannot be judged has a status that says so."""
         result = SiteResult(layer=self._layer, site=str(site), status=SiteStatus.FAIL)
         if site not in self._target.sites(self._layer):
             if site in self._target.not_exposed(self._layer):
@@ -111,22 +111,22 @@ class LayerJudge:
         if site is Site.ROUTER_EXPERTS:
             return self._judge_experts(result)
         rows = self.stored_rows(site)
-        terms = self.terms(site)
+        context = self.limit_context(site)
         if site not in _PAST_A_FLIP or self._criteria.name == "classic":
-            return judge_values(result, rows, criteria=self._criteria, terms=terms)
+            return judge_values(result, rows, criteria=self._criteria, context=context)
         replay = self._replay_of(site)
         replayed = None if replay is None else replay.tokens(site)
         return judge_values(
             replace(result, num_replayed=0 if replayed is None else int(replayed.sum())),
             rows,
             criteria=self._criteria,
-            terms=terms,
+            context=context,
             set_aside=self._find_set_aside(replayed),
             replayed=None if replay is None else replay.rows(site, rows),
         )
 
     def judged_rows(self, site: Site) -> Rows | None:
-        """The tokens of a site that ρ is taken of, the golden's with the port's own experts where they are replayed.
+        """Return the tokens of a site that ρ is taken of, the golden's replayed with the port's experts.
 
         None where the values of both sides cannot be held against each other.
         """
@@ -164,7 +164,7 @@ class LayerJudge:
         )
 
     def _choice_places(self) -> torch.Tensor:
-        """Row and position of each token whose experts both sides hold, [T,2]."""
+        """Return row and position of each token whose experts both sides hold, [T,2]."""
         experts = self._reference.read(self._layer, Site.ROUTER_EXPERTS)
         return self._batch.places(experts, Site.ROUTER_EXPERTS)
 
@@ -184,64 +184,64 @@ class LayerJudge:
             status, reason = SiteStatus.NOT_JUDGED, OUTPUTS_ALONE
         else:
             has_floor = noise is not None
-            incoming = self._incoming.overall if self._incoming else 0.0
+            input_error = self._input_error.overall if self._input_error else 0.0
             status, reason = judge_routing(
                 routing,
                 self._criteria.noise,
                 has_floor=has_floor,
-                incoming=incoming,
-                terms=self.terms(Site.ROUTER_EXPERTS),
+                input_error=input_error,
+                context=self.limit_context(Site.ROUTER_EXPERTS),
             )
         return replace(result, status=status, reason=reason, routing=routing)
 
-    def terms(self, site: Site) -> LimitContext:
-        """What the limits of a site hang on beside its figures."""
-        return self._sides.terms(hides_flips=site in _PAST_A_FLIP and self._replay is None)
+    def limit_context(self, site: Site) -> LimitContext:
+        """Return the context of a site's limits."""
+        return self._sides.limit_context(hides_flips=site in _PAST_A_FLIP and self._replay is None)
 
     def stored_rows(self, site: Site) -> Rows:
-        """The real rows of a site that both sides hold in one shape, with the floor that the golden kept."""
+        """Read the real rows of a site that both sides hold in one shape, with the golden's floor."""
         reference, target = self._reference.read(self._layer, site), self._target.read(self._layer, site)
         twin = self._reference.read_twin(self._layer, site)
-        mine, theirs = self._batch.rows(reference, site), self._batch.rows(target, site)
+        golden, port = self._batch.rows(reference, site), self._batch.rows(target, site)
         exact = None if twin is None else self._batch.rows(twin, site)
-        massive = massive_channels(mine)
+        massive = massive_channels(golden)
         if exact is None:
             floor: Squares | None = self._floor.squares(site)
         else:
-            floor = self._floor.measure(site, mine, exact, massive=massive)
+            floor = self._floor.measure(site, golden, exact, massive=massive)
         if site is Site.ROUTER_WEIGHTS:
             # In another order they may be another distance apart.
-            floor, massive = None if exact is not None else floor, massive_channels(mine)
-            mine, theirs, exact = self._align(mine, theirs, exact)
+            floor, massive = None if exact is not None else floor, massive_channels(golden)
+            golden, port, exact = self._align(golden, port, exact)
         return Rows(
-            reference=mine,
-            target=theirs,
+            reference=golden,
+            target=port,
             massive=massive,
             places=self._batch.places(reference, site),
             twin=exact,
             floor=floor,
             widest=self._floor.widened_squares(site),
             widest_averages=self._floor.structure(site),
-            incoming=self._incoming,
+            input_error=self._input_error,
         )
 
     def _align(
         self, reference: torch.Tensor, target: torch.Tensor, twin: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Router weights [T,k] in one order on all sides, whatever order the experts were chosen in."""
+        """Put router weights [T,k] in one order on all sides, whatever order the experts were chosen in."""
         if self._experts is None:
             exact = None if twin is None else align_by_size(twin)
             return align_by_size(reference), align_by_size(target), exact
-        mine, theirs = self._experts
-        exact = None if twin is None else align_by_expert(twin, mine)
-        return align_by_expert(reference, mine), align_by_expert(target, theirs), exact
+        golden, port = self._experts
+        exact = None if twin is None else align_by_expert(twin, golden)
+        return align_by_expert(reference, golden), align_by_expert(target, port), exact
 
     def _replay_of(self, site: Site) -> Replay | None:
-        """Return what replays a site behind the choice; weights of experts that nobody shows have no order."""
+        """Return the replay of a site behind the choice; without the experts their weights have no order."""
         return None if site is Site.ROUTER_WEIGHTS and self._experts is None else self._replay
 
     def _find_set_aside(self, replayed: torch.Tensor | None) -> torch.Tensor | None:
-        """Tokens past a flip that are not replayed; tokens that may flip where the port does not show its experts."""
+        """Find tokens to leave out: past a flip and not replayed, or fragile where the port hides its experts."""
         if self._replay is not None:
             left_out = self._replay.flipped if replayed is None else self._replay.flipped & ~replayed
             return left_out if self._derived is None else left_out | ~self._derived.is_sure
@@ -255,12 +255,12 @@ class LayerJudge:
         return RouterNoise(margin=margin, noise=noise, widening=self._widening())
 
     def _widening(self) -> torch.Tensor | None:
-        """How much an incoming error adds to the noise on the router's logits, per token."""
+        """Return the factor by which an input error widens the noise on the router's logits, per token."""
         site = Site.ROUTER_LOGITS
         floor = self._floor.largest(error_name(site))
-        if self._incoming is None or floor is None or site not in self._reference.sites(self._layer):
+        if self._input_error is None or floor is None or site not in self._reference.sites(self._layer):
             return None
         logits = self._batch.rows(self._reference.read(self._layer, site), site)
-        own = floor.double().square().mean()
-        added = (self._incoming.widest * logits.double().norm(dim=-1)).square()
-        return ((own + added) / own).sqrt() if float(own) > 0.0 else None
+        usual = floor.double().square().mean()
+        added = (self._input_error.widest * logits.double().norm(dim=-1)).square()
+        return ((usual + added) / usual).sqrt() if float(usual) > 0.0 else None

@@ -1,8 +1,8 @@
 """Logits: how far the port's next-token distributions are from the golden's, and which choices noise explains.
 
-Of every token the distributions are compared whole (Kullback-Leibler divergence, in nats) and at their top. What noise
-foretells comes from the size of the error that a right port may have: where every logit is off by σ, on both sides,
-the divergence is about σ², and the distance between two logits is off by 2 σ.
+Each token's distributions are compared whole (Kullback-Leibler divergence, in nats) and at their top. The noise to
+expect follows from σ, the error of a logit on either side. The divergence is about σ², and the distance between two
+logits is off by 2 σ.
 T judged tokens, V the vocabulary.
 """
 
@@ -16,10 +16,10 @@ import torch
 
 from compare.noise.rho import Rows, foreseen_error
 from compare.noise.squared_errors import square_rows
-from minimax_tools.results.results import LogitsResult, TokenChoice
+from minimax_tools.results.choices import LogitsResult, TokenChoice
 
 TOP = (1, 5, 10)
-# Two logits trade places when their errors, on both sides, add up to the distance between them: 2 σ is usual, four
+# Two logits trade places when their errors, on both sides, add up to the distance between them. 2 σ is usual; four
 # times that does not happen in thousands of tokens.
 REACH = 8.0
 _BLOCK_ROWS = 16
@@ -28,17 +28,17 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Block:
-    """What some tokens came to, [t] each."""
+    """Figures of some tokens, [t] each."""
 
     divergence: torch.Tensor
     overlaps: torch.Tensor
-    mine: torch.Tensor
-    theirs: torch.Tensor
+    golden: torch.Tensor
+    port: torch.Tensor
     margin: torch.Tensor
 
 
 def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
-    """σ, by which a right port's logits may be off from exact ones: of each token [T], in logits.
+    """Return σ, by which a right port's logits may be off from exact ones: of each token [T], in logits.
 
     Args:
         rows: Both sides' logits.
@@ -48,8 +48,8 @@ def logit_noise(rows: Rows, *, usual_error: float) -> torch.Tensor:
     if rows.has_floor:
         return foreseen_error(rows).whole.sqrt() / size
     relative = torch.full((rows.num_tokens,), usual_error, dtype=torch.float64)
-    if rows.incoming is not None:
-        relative = torch.hypot(relative, rows.incoming.widest)
+    if rows.input_error is not None:
+        relative = torch.hypot(relative, rows.input_error.widest)
     return relative * square_rows(rows.reference, massive=rows.massive).whole.sqrt() / size
 
 
@@ -62,11 +62,11 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
     """
     blocks = list(_blocks(rows.reference, rows.target))
     divergence = torch.cat([block.divergence for block in blocks])
-    mine, theirs, margin = (
-        torch.cat([getattr(block, name) for block in blocks]) for name in ("mine", "theirs", "margin")
+    golden, port, margin = (
+        torch.cat([getattr(block, name) for block in blocks]) for name in ("golden", "port", "margin")
     )
     noise = logit_noise(rows, usual_error=usual_error)
-    disagrees = mine != theirs
+    disagrees = golden != port
     explained = disagrees & (margin <= REACH * noise)
     unexplained = (disagrees & ~explained).nonzero()[:, 0]
     unexplained = unexplained[margin[unexplained].argsort(descending=True, stable=True)]
@@ -88,8 +88,8 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
             TokenChoice(
                 row=int(rows.places[token, 0]),
                 position=int(rows.places[token, 1]),
-                reference=int(mine[token]),
-                target=int(theirs[token]),
+                reference=int(golden[token]),
+                target=int(port[token]),
                 margin=float(margin[token]),
                 reach=REACH * float(noise[token]),
             )
@@ -100,24 +100,24 @@ def compare_logits(rows: Rows, *, usual_error: float) -> LogitsResult:
 
 def _blocks(reference: torch.Tensor, target: torch.Tensor) -> Iterator[_Block]:
     for start in range(0, reference.shape[0], _BLOCK_ROWS):
-        mine, theirs = (side[start : start + _BLOCK_ROWS].double() for side in (reference, target))
-        log_mine, log_theirs = mine.log_softmax(dim=-1), theirs.log_softmax(dim=-1)
-        divergence = (log_mine.exp() * (log_mine - log_theirs)).sum(dim=-1).clamp(min=0.0)
-        size = min(max(TOP), mine.shape[-1])
-        top_mine, top_theirs = (side.topk(size, dim=-1).indices for side in (mine, theirs))
-        best = mine.gather(-1, top_mine[:, :1]) - mine.gather(-1, top_theirs[:, :1])
+        golden, port = (side[start : start + _BLOCK_ROWS].double() for side in (reference, target))
+        log_golden, log_port = golden.log_softmax(dim=-1), port.log_softmax(dim=-1)
+        divergence = (log_golden.exp() * (log_golden - log_port)).sum(dim=-1).clamp(min=0.0)
+        size = min(max(TOP), golden.shape[-1])
+        top_golden, top_port = (side.topk(size, dim=-1).indices for side in (golden, port))
+        best = golden.gather(-1, top_golden[:, :1]) - golden.gather(-1, top_port[:, :1])
         # The first of equals is what a greedy choice takes, which topk does not promise.
-        first_mine, first_theirs = mine.argmax(dim=-1), theirs.argmax(dim=-1)
+        golden_choice, port_choice = golden.argmax(dim=-1), port.argmax(dim=-1)
         yield _Block(
             divergence=divergence,
-            overlaps=torch.stack([_overlap(top_mine[:, :k], top_theirs[:, :k]) for k in TOP], dim=-1),
-            mine=first_mine,
-            theirs=first_theirs,
+            overlaps=torch.stack([_overlap(top_golden[:, :k], top_port[:, :k]) for k in TOP], dim=-1),
+            golden=golden_choice,
+            port=port_choice,
             margin=best[:, 0],
         )
 
 
-def _overlap(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Share of the tokens [t,k] that both sides have, [t]."""
-    shared = (mine[:, :, None] == theirs[:, None, :]).any(dim=-1)
+def _overlap(golden: torch.Tensor, port: torch.Tensor) -> torch.Tensor:
+    """Return the share of the tokens [t,k] that both sides have, [t]."""
+    shared = (golden[:, :, None] == port[:, None, :]).any(dim=-1)
     return shared.double().mean(dim=-1)

@@ -27,7 +27,8 @@ from minimax_tools.metrics.noise_floor import (
     ordinary_error_name,
 )
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.results.results import GeneratedRow, LogitsResult, SiteResult, SiteStatus
+from minimax_tools.results.choices import LogitsResult
+from minimax_tools.results.results import GeneratedRow, SiteResult, SiteStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class TokenLimits:
     Args:
         kl: Of the divergence's mean and 95th percentile, in units of what noise foretells. A divergence grows with
             the square of the error, so it is the square of ρ's limit; clean ports stay below 0.4 (mean) and 0.7
-            (95th percentile) with errors handed on by 3 to 6 layers, and at 1 with none, as both sides err there.
+            (95th percentile) with errors inherited from 3 to 6 layers, and at 1 with none, as both sides err there.
         fewest: Tokens from which that holds. Of fewer, as where a dump holds each prompt's last token alone, the limit
             grows with the root of what is lacking: where two tokens share nearly all probability, the divergence of
             one is half a squared normal deviate, which exceeds 4 once in 200 prompts, and 16 never.
@@ -55,7 +56,7 @@ class TokenLimits:
 
 
 def judge_logits(
-    logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, terms: LimitContext
+    logits: LogitsResult, limits: TokenLimits, *, noise: NoiseLimits, context: LimitContext
 ) -> Judgement:
     """Judge next-token distributions.
 
@@ -63,7 +64,7 @@ def judge_logits(
         logits: What they say.
         limits: What those of right ports stay below.
         noise: Where limits were measured, and how much further one must be broken elsewhere.
-        terms: Where the port ran.
+        context: Where the port ran.
     """
     faults = []
     if logits.num_unexplained > limits.unexplained:
@@ -87,7 +88,7 @@ def judge_logits(
             is_anywhere |= not found <= noise.slack**2 * limit * foreseen
     if not faults:
         return SiteStatus.PASS, ""
-    return judge_broken("; ".join(faults), noise, terms=terms, is_anywhere=is_anywhere)
+    return judge_broken("; ".join(faults), noise, context=context, is_anywhere=is_anywhere)
 
 
 class ModelJudge:
@@ -95,7 +96,7 @@ class ModelJudge:
 
     Args:
         sides: The captures.
-        last_layer: The layer whose output the head was fed.
+        last_layer: The layer before the head.
     """
 
     def __init__(self, sides: Sides, *, last_layer: int) -> None:
@@ -103,7 +104,7 @@ class ModelJudge:
         self._last_layer = last_layer
 
     def judge(self, site: ModelSite) -> SiteResult:
-        """The result of one declared site."""
+        """Judge one declared site."""
         reference, target = self._sides.reference, self._sides.target
         result = SiteResult(layer=None, site=str(site), status=SiteStatus.FAIL)
         if site not in target.model_sites():
@@ -111,11 +112,11 @@ class ModelJudge:
         if site not in reference.model_sites():
             reason = "the golden was captured without it"
             return replace(result, status=SiteStatus.NOT_CAPTURED, reason=reason)
-        mine, theirs = reference.read_model(site), target.read_model(site)
-        mismatch = find_mismatch(mine, theirs)
+        golden, port = reference.read_model(site), target.read_model(site)
+        mismatch = find_mismatch(golden, port)
         if mismatch is not None:
             return replace(result, reason=mismatch)
-        rows = self._rows(site, mine, theirs)
+        rows = self._rows(site, golden, port)
         if rows.num_tokens == 0:
             reason = "the sides hold it of no token in common"
             return replace(result, status=SiteStatus.NOT_JUDGED, reason=reason)
@@ -123,54 +124,56 @@ class ModelJudge:
             result,
             rows,
             criteria=self._sides.criteria,
-            terms=self._sides.terms(),
+            context=self._sides.limit_context(),
         )
         return self._judge_tokens(judged, rows) if site is ModelSite.LOGITS else judged
 
     def judge_generated(self) -> tuple[GeneratedRow, ...]:
-        """What both sides generated, prompt by prompt; nothing where a side generated nothing.
+        """Compare what both sides generated, prompt by prompt; nothing where a side generated nothing.
 
         Raises:
             CaptureError: A file is damaged.
         """
-        mine, theirs = (side.read_generation() for side in (self._sides.reference, self._sides.target))
-        if mine is None or theirs is None:
+        golden, port = (side.read_generation() for side in (self._sides.reference, self._sides.target))
+        if golden is None or port is None:
             return ()
         rows = self._read_logits()
         return compare_generated(
-            mine,
-            theirs,
+            golden,
+            port,
             noise=None if rows is None else logit_noise(rows, usual_error=self._usual_error),
             places=None if rows is None else rows.places,
-            first=None if rows is None else _first_logits(rows, len(mine.rows)),
+            first=None if rows is None else _first_logits(rows, len(golden.rows)),
         )
 
     def _read_logits(self) -> Rows | None:
-        """The logits of both sides; None where a side lacks them, or they cannot be compared."""
+        """Read the logits of both sides; None where a side lacks them, or they cannot be compared."""
         reference, target = self._sides.reference, self._sides.target
         if any(ModelSite.LOGITS not in side.model_sites() for side in (reference, target)):
             return None
-        mine, theirs = reference.read_model(ModelSite.LOGITS), target.read_model(ModelSite.LOGITS)
-        if find_mismatch(mine, theirs) is not None or not bool(theirs.isfinite().all()):
+        golden, port = reference.read_model(ModelSite.LOGITS), target.read_model(ModelSite.LOGITS)
+        if find_mismatch(golden, port) is not None or not bool(port.isfinite().all()):
             return None
-        return self._rows(ModelSite.LOGITS, mine, theirs)
+        return self._rows(ModelSite.LOGITS, golden, port)
 
     @property
     def _usual_error(self) -> float:
-        """What ports that are right are usually off by, relative to the logits, where the golden kept no floor."""
+        """Usual error of right ports, relative to the logits, where the golden kept no floor."""
         limits = self._sides.criteria.noise
-        if self._sides.terms().is_float32:
+        if self._sides.limit_context().is_float32:
             return limits.float32
         return limits.floorless(ModelSite.LOGITS, "relative_l2").usual
 
     def _judge_tokens(self, result: SiteResult, rows: Rows) -> SiteResult:
-        """The logits' result, with what they say of the next tokens."""
+        """Add to the logits' result what they say of the next tokens."""
         if result.metrics is None or result.metrics.num_nonfinite_target:
             return result
         logits = compare_logits(rows, usual_error=self._usual_error)
         result = replace(result, logits=logits)
         criteria = self._sides.criteria
-        status, reason = judge_logits(logits, TokenLimits(), noise=criteria.noise, terms=self._sides.terms())
+        status, reason = judge_logits(
+            logits, TokenLimits(), noise=criteria.noise, context=self._sides.limit_context()
+        )
         if criteria.name == "classic" or status is SiteStatus.PASS:
             return result
         worst = SiteStatus.FAIL if SiteStatus.FAIL in (status, result.status) else SiteStatus.WARN
@@ -178,20 +181,20 @@ class ModelJudge:
 
     def _rows(self, site: ModelSite, reference: torch.Tensor, target: torch.Tensor) -> Rows:
         batch = self._sides.batch
-        mine = batch.rows(reference, site)
-        twin, massive = self._twin(site, mine, target), massive_channels(mine)
-        if twin is None or twin is mine:
+        golden = batch.rows(reference, site)
+        twin, massive = self._twin(site, golden, target), massive_channels(golden)
+        if twin is None or twin is golden:
             floor = self._stored_floor(site) if twin is None else None
         else:
-            floor = self._measured_floor(site, mine, twin, massive)
+            floor = self._measured_floor(site, golden, twin, massive)
         rows = Rows(
-            reference=mine,
+            reference=golden,
             target=batch.rows(target, site),
             massive=massive,
             places=batch.places(reference, site),
             twin=twin,
             floor=floor,
-            incoming=self._incoming() if site is not ModelSite.EMBEDDING else None,
+            input_error=self._input_error() if site is not ModelSite.EMBEDDING else None,
         )
         held = [
             batch.tokens(places)
@@ -210,7 +213,7 @@ class ModelJudge:
     def _measured_floor(
         self, site: ModelSite, reference: torch.Tensor, twin: torch.Tensor, massive: torch.Tensor
     ) -> Squares:
-        """(golden − twin)² summed per token, which must be what the golden stored of it."""
+        """Sum (golden − twin)² per token, which must be what the golden stored of it."""
         measured = square_difference(twin, reference, massive=massive)
         stored = self._statistic(error_name(site))
         refuse_other_floor(self._sides.reference, None, site, measured=measured, stored=stored)
@@ -227,15 +230,15 @@ class ModelJudge:
         return squares
 
     def _statistic(self, name: str) -> torch.Tensor | None:
-        """One of the golden's floor statistics of the model's sites, [T]."""
+        """Read one of the golden's floor statistics of the model's sites, [T]."""
         statistic = self._sides.reference.read_model_floor(name)
         return None if statistic is None else self._sides.batch.tokens(statistic)
 
-    def _incoming(self) -> InputError | None:
-        """The error of what the head was fed; None where it is the golden's, or a side does not keep it."""
+    def _input_error(self) -> InputError | None:
+        """Measure the error of the head's input; None where it is the golden's, or a side does not keep it."""
         rows = self._sides.read_rows(self._last_layer, Site.OUTPUT)
-        incoming = None if rows is None else measure_input_error(*rows)
-        return None if incoming is None or incoming.overall == 0.0 else incoming
+        input_error = None if rows is None else measure_input_error(*rows)
+        return None if input_error is None or input_error.overall == 0.0 else input_error
 
 
 def _first_logits(rows: Rows, num_prompts: int) -> FirstLogits | None:

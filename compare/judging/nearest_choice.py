@@ -14,12 +14,14 @@ from collections.abc import Iterator
 import torch
 
 from compare.judging.derived_choice import DerivedChoice
-from compare.judging.routing import RouterNoise, expert_shares
+from compare.judging.routing import RouterNoise
 from compare.noise.rho import Rows, token_ratios
 from compare.noise.squared_errors import square_difference
+from compare.sides.batch import spread_evenly
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
+from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.upcast import upcast_experts
 
 # A token so near to the golden, in units of what rounding may cost there, has its experts.
@@ -32,40 +34,41 @@ _MOST_TOKENS = 256
 def find_nearest_choice(
     sides: Sides, layer: int, *, site: Site, rows: Rows, noise: RouterNoise
 ) -> DerivedChoice | None:
-    """The choice that each token of a port came nearest to, among those that noise may have made.
+    """Find the choice that each token of a port came nearest to, among those that noise may have made.
 
     Args:
-        sides: The captures; the port was fed the golden's own input.
+        sides: The captures; the layer's input is the golden's.
         layer: The layer.
         site: `moe_delta` or `output`, which both sides hold.
         rows: That site's, with a floor; both sides' are numbers.
         noise: How close the golden's choice was.
 
     Returns:
-        None where nobody knows the weights, or the golden does not hold what its experts were fed.
+        None where the weights are not known, or the golden does not hold its experts' input.
 
     Raises:
         IncomparableError: The weights are another model's.
         CheckpointError: They cannot be read.
     """
-    mine = sides.read_golden(layer, Site.ROUTER_EXPERTS)
-    fed = {one: sides.read_exact(layer, one) for one in (Site.POST_NORM, Site.ROUTER_LOGITS)}
+    golden = sides.read_golden(layer, Site.ROUTER_EXPERTS)
+    router_values = {one: sides.read_exact(layer, one) for one in (Site.POST_NORM, Site.ROUTER_LOGITS)}
     stream = None if site is Site.MOE_DELTA else sides.read_stream(layer, is_exact=True)
-    states, logits = fed[Site.POST_NORM], fed[Site.ROUTER_LOGITS]
-    if sides.weights is None or mine is None or states is None or logits is None:
+    states, logits = router_values[Site.POST_NORM], router_values[Site.ROUTER_LOGITS]
+    if sides.weights is None or golden is None or states is None or logits is None:
         return None
     if stream is None and site is Site.OUTPUT:
         return None
-    experts = mine.long()
+    experts = golden.long()
     reach = noise.reach
     is_open = noise.is_fragile() & (token_ratios(rows) > _PLAINLY_ALIKE)
     if not bool(is_open.any()):
         return DerivedChoice(experts=experts, is_sure=torch.ones_like(is_open))
+    open_tokens = is_open.nonzero()[:, 0]
     with sides.weights.open_layer(layer, sides.reference) as weights:
         scores = logits.sigmoid() + weights.tensors[CORRECTION_BIAS].float()
         choices = {
             token: _choices_within(scores[token], experts[token], float(reach[token]))
-            for token in _evenly_spread(is_open.nonzero()[:, 0], _MOST_TOKENS).tolist()
+            for token in open_tokens[spread_evenly(len(open_tokens), _MOST_TOKENS)].tolist()
         }
         known = {token: found for token, found in choices.items() if found is not None}
         is_sure = ~is_open
@@ -87,15 +90,8 @@ def find_nearest_choice(
     return DerivedChoice(experts=nearest, is_sure=is_sure)
 
 
-def _evenly_spread(tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """Return at most so many of the tokens."""
-    if len(tokens) <= most:
-        return tokens
-    return tokens[torch.linspace(0, len(tokens) - 1, most).round().long()]
-
-
 def _choices_within(scores: torch.Tensor, chosen: torch.Tensor, reach: float) -> torch.Tensor | None:
-    """Every choice that noise may have made of scores [E] in place of `chosen` [k]: int64 [c,k]; None of too many.
+    """List the choices that noise may have made of scores [E] in place of `chosen` [k]: int64 [c,k].
 
     Experts may trade places where no one that was dropped is further than `reach` above one that came for it.
     """

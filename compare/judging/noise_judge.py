@@ -18,7 +18,8 @@ from compare.limits.limits import (
 )
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import Site
-from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, RoutingResult, SiteStatus
+from minimax_tools.results.choices import RoutingResult
+from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteStatus
 
 # The scale of a value is told where it is this far off.
 _TELLING_SCALE = 0.02
@@ -47,7 +48,7 @@ def judge_noise(
     site: str,
     num_tokens: int,
     num_channels: int,
-    terms: LimitContext,
+    context: LimitContext,
 ) -> tuple[Judgement, NearestLimit | None]:
     """Judge a site by ρ and the figures beside it.
 
@@ -58,13 +59,15 @@ def judge_noise(
         site: The site's name.
         num_tokens: How many tokens the figures are of.
         num_channels: How many channels the site has.
-        terms: What else the limits hang on.
+        context: What else the limits hang on.
 
     Returns:
         The judgement, and the limit that decided or came nearest to it.
     """
     found = tuple(
-        _held_limits(noise, limits, site=site, num_tokens=num_tokens, num_channels=num_channels, terms=terms)
+        _held_limits(
+            noise, limits, site=site, num_tokens=num_tokens, num_channels=num_channels, context=context
+        )
     )
     nearest = max(found, key=lambda one: one.excess, default=None)
     if nearest is None or nearest.excess <= 1.0:
@@ -74,72 +77,76 @@ def judge_noise(
     scale = f", norm ×{metrics.norm_ratio:.3g}" if abs(metrics.norm_ratio - 1.0) > _TELLING_SCALE else ""
     reason = f"{_describe(told, noise)}, limit {told.limit:.3g}{scale}"
     is_anywhere = any(_is_broken_anywhere(one, limits) for one in found)
-    return judge_broken(reason, limits, terms=terms, is_anywhere=is_anywhere), nearest
+    return judge_broken(reason, limits, context=context, is_anywhere=is_anywhere), nearest
 
 
-def judge_broken(reason: str, limits: NoiseLimits, *, terms: LimitContext, is_anywhere: bool) -> Judgement:
+def judge_broken(reason: str, limits: NoiseLimits, *, context: LimitContext, is_anywhere: bool) -> Judgement:
     """Judge a broken limit: a warning where it was not measured on the port's backend, and is not broken by far.
 
     Args:
         reason: Which limit, and by how much.
         limits: Where they were measured.
-        terms: Where the port ran.
+        context: Where the port ran.
         is_anywhere: Whether it is broken so far that it hangs on no backend.
     """
-    if limits.is_measured_on(terms.backend) or is_anywhere:
+    if limits.is_measured_on(context.backend) or is_anywhere:
         return SiteStatus.FAIL, reason
-    where = "nobody knows where it ran" if terms.backend is None else f"not measured on {terms.backend}"
+    where = "its backend is not known" if context.backend is None else f"not measured on {context.backend}"
     return SiteStatus.WARN, f"{reason} ({where})"
 
 
 def judge_without_floor(
-    relative: RelativeError, limits: NoiseLimits, *, site: str, num_tokens: int, terms: LimitContext
+    relative: RelativeError, limits: NoiseLimits, *, site: str, num_tokens: int, context: LimitContext
 ) -> tuple[Judgement, NearestLimit]:
     """Judge a site by its relative L2 error, where the golden kept no floor: by what BF16 usually costs there."""
-    limit = floorless_limit(relative.incoming, limits, site=site, num_tokens=num_tokens, terms=terms)
+    limit = floorless_limit(relative.incoming, limits, site=site, num_tokens=num_tokens, context=context)
     nearest = NearestLimit(figure="relative_l2", value=relative.value, limit=limit)
     if not relative.value <= limit:
         reason = f"relative L2 {relative.value:.3g}, limit {limit:.3g} (no noise floor)"
         is_anywhere = not nearest.excess <= limits.slack
-        return judge_broken(reason, limits, terms=terms, is_anywhere=is_anywhere), nearest
+        return judge_broken(reason, limits, context=context, is_anywhere=is_anywhere), nearest
     return (SiteStatus.PASS, ""), nearest
 
 
 def floorless_limit(
-    incoming: float, limits: NoiseLimits, *, site: str, num_tokens: int, terms: LimitContext
+    input_error: float, limits: NoiseLimits, *, site: str, num_tokens: int, context: LimitContext
 ) -> float:
-    """The largest relative L2 error that is still noise, of a layer that was handed `incoming` of it."""
+    """Return the largest relative L2 error that is still noise, of a layer with that relative input error."""
 
     def limit(figure: str) -> float:
-        return limits.floorless(site, figure).at(num_tokens=num_tokens, share=terms.share)
+        return limits.floorless(site, figure).at(num_tokens=num_tokens, share=context.share)
 
-    own = limits.float32 if terms.is_float32 else limit("relative_l2")
-    return math.hypot(own, limit("amplification") * incoming if incoming else 0.0)
+    layer_error = limits.float32 if context.is_float32 else limit("relative_l2")
+    return math.hypot(layer_error, limit("amplification") * input_error if input_error else 0.0)
 
 
-def count_unflipped(num_tokens: int, limits: NoiseLimits, *, incoming: float, terms: LimitContext) -> int:
-    """How many of the tokens are sure to have the golden's experts, where nobody shows the port's choice.
+def count_unflipped(
+    num_tokens: int, limits: NoiseLimits, *, input_error: float, context: LimitContext
+) -> int:
+    """Count the tokens that are sure to have the golden's experts, where the port does not show its choice.
 
     In a deep chain nearly all may have others; the best quarter of many tokens is then judged all the same.
     """
-    chance = flip_chance(incoming, limits, terms=terms)
-    sure = num_tokens - most_hits(num_tokens, chance=chance, share=terms.share)
+    chance = flip_chance(input_error, limits, context=context)
+    sure = num_tokens - most_hits(num_tokens, chance=chance, share=context.share)
     return max(sure, num_tokens // 4 if num_tokens >= _MANY_TOKENS else 0)
 
 
-def flip_chance(incoming: float, limits: NoiseLimits, *, terms: LimitContext) -> float:
-    """How likely a token's experts are to flip without a fault, where no floor tells its margin.
+def flip_chance(input_error: float, limits: NoiseLimits, *, context: LimitContext) -> float:
+    """Return the chance that a token's experts flip without a fault, where no floor tells its margin.
 
-    They flip the more, the more the router's logits are off: by their own noise, and by what they were handed.
+    They flip the more, the more the router's logits are off: by their own noise, and by the input error.
     """
     chance = limits.floorless(Site.ROUTER_EXPERTS, "flipped_share").usual
-    own = limits.float32 if terms.is_float32 else limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
+    layer_error = (
+        limits.float32 if context.is_float32 else limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
+    )
     bfloat16 = limits.floorless(Site.ROUTER_LOGITS, "relative_l2").usual
-    return min(chance * math.hypot(own, incoming) / bfloat16, 1.0)
+    return min(chance * math.hypot(layer_error, input_error) / bfloat16, 1.0)
 
 
 def judge_routing(
-    routing: RoutingResult, limits: NoiseLimits, *, has_floor: bool, incoming: float, terms: LimitContext
+    routing: RoutingResult, limits: NoiseLimits, *, has_floor: bool, input_error: float, context: LimitContext
 ) -> Judgement:
     """Judge expert sets: noise must explain every flip; where the noise is not known, there must be few.
 
@@ -147,8 +154,8 @@ def judge_routing(
         routing: The flips.
         limits: What right ports stay below.
         has_floor: Whether the golden tells margins and noise.
-        incoming: Relative error of what the layer was handed; 0 in isolated runs.
-        terms: What else the limits hang on.
+        input_error: Relative error of the layer's input; 0 in isolated runs.
+        context: What else the limits hang on.
     """
     if has_floor and routing.num_unexplained:
         margin = routing.widest_unexplained_margin
@@ -161,8 +168,8 @@ def judge_routing(
         return SiteStatus.PASS, f"{routing.num_flipped} flips within noise" if routing.num_flipped else ""
     if routing.num_flipped == 0:
         return SiteStatus.PASS, ""
-    chance = flip_chance(incoming, limits, terms=terms)
-    most = most_hits(routing.num_tokens, chance=chance, share=terms.share)
+    chance = flip_chance(input_error, limits, context=context)
+    most = most_hits(routing.num_tokens, chance=chance, share=context.share)
     flips = f"{routing.num_flipped} of {routing.num_tokens} tokens chose other experts (no noise floor)"
     if routing.num_flipped <= most:
         return SiteStatus.PASS, flips
@@ -176,9 +183,9 @@ def _held_limits(
     site: str,
     num_tokens: int,
     num_channels: int,
-    terms: LimitContext,
+    context: LimitContext,
 ) -> Iterator[NearestLimit]:
-    """Every figure that has a limit, in their order."""
+    """Yield every figure that has a limit, in their order."""
     table = limits.of_ratios(
         is_chained=noise.incoming > 0.0, is_estimated=noise.is_estimated, is_widened=noise.is_widened
     )
@@ -188,7 +195,7 @@ def _held_limits(
     for figure in figures:
         value, limit = getattr(noise, figure), table.find(site, figure)
         if value is not None and limit is not None:
-            share = terms.share / max(among.get(figure, 1), 1)
+            share = context.share / max(among.get(figure, 1), 1)
             yield NearestLimit(
                 figure=figure,
                 value=math.inf if math.isnan(value) else value,
@@ -197,7 +204,7 @@ def _held_limits(
 
 
 def _is_broken_anywhere(found: NearestLimit, limits: NoiseLimits) -> bool:
-    """Whether a limit is broken so far that it hangs on no backend.
+    """Decide whether a limit is broken so far that the backend does not matter.
 
     Hardware that was not measured may well round in other places; a function that it approximates may be off in
     one direction, which averages show however little it is.

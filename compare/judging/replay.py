@@ -1,7 +1,7 @@
-"""Replay: what the golden would have computed with the port's own experts, so that tokens past a flip are judged.
+"""Replay: the golden computed with the port's own experts, so that tokens past a flip are judged.
 
 Other experts are another computation, with a noise floor of its own. So past a flip all of it is computed anew from
-what the golden fed its experts: exactly, as a golden rounds, and with a random variant of its roundings.
+the golden's input to its experts: exactly, as a golden rounds, and with a random variant of its roundings.
 T real tokens, t those that are replayed, H hidden, E experts, k experts per token, F channels of a site.
 """
 
@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compare.judging.routing import expert_shares, flipped_tokens
+from compare.judging.routing import flipped_tokens
 from compare.noise.rho import Rows
-from compare.noise.squared_errors import square_difference
+from compare.noise.squared_errors import TINY, square_difference
 from compare.sides.golden_weights import GoldenWeights, WeightSource
 from compare.sides.layer_floor import LayerFloor
 from compare.sides.sides import Sides
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import CORRECTION_BIAS
+from minimax_tools.reference.float32_stages import expert_shares
 from minimax_tools.reference.rounding import Rounding, RoundingKind
 from minimax_tools.reference.upcast import ExpertRounding, upcast_experts
 
 # Of these the other experts' products must be computed; of the router's weights its logits tell all.
 _BEHIND_EXPERTS = (Site.MOE_DELTA, Site.OUTPUT)
-_TINY = 1e-300
 
 
 class Replay:
@@ -39,7 +39,7 @@ class Replay:
     def __init__(self, sides: Sides, *, layer: int, experts: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._sides = sides
         self._layer = layer
-        self._theirs = experts[1].long()
+        self._port_experts = experts[1].long()
         self.flipped = flipped_tokens(*experts)
         self._logits = self._read(Site.ROUTER_LOGITS)
         self._tokens = self.flipped & self._are_experts()
@@ -47,7 +47,7 @@ class Replay:
 
     @property
     def scores(self) -> torch.Tensor | None:
-        """The golden's biased scores, float32 [T,E]; None where no token flipped, or the weights are not known.
+        """Biased scores of the golden, float32 [T,E]; None where no token flipped, or the weights are not known.
 
         Raises:
             IncomparableError: The weights are another model's.
@@ -58,14 +58,14 @@ class Replay:
         return self._logits.sigmoid() + self._open(self._sides.weights).bias
 
     def tokens(self, site: Site) -> torch.Tensor:
-        """Tokens past a flip that can be replayed at a site behind the router: bool [T]."""
+        """Find tokens past a flip that can be replayed at a site behind the router: bool [T]."""
         needs_weights = site in _BEHIND_EXPERTS
         if needs_weights and (self._sides.weights is None or self._read(Site.POST_NORM) is None):
             return torch.zeros_like(self._tokens)
         return self._tokens
 
     def rows(self, site: Site, rows: Rows) -> Rows:
-        """Rows of a site whose golden holds, past a flip, what the port's own experts give.
+        """Replace the golden's rows past a flip by what the port's own experts give.
 
         Args:
             site: The router's weights, ordered by the experts that they belong to, or a site behind the experts.
@@ -94,13 +94,13 @@ class Replay:
         )
 
     def _replay_weights(self, rows: Rows, tokens: torch.Tensor) -> Rows:
-        """The router's weights, which its logits tell for any choice."""
-        mine = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
-        reference = _put(rows.reference, tokens, mine)
+        """Replay the router's weights, which its logits tell for any choice."""
+        golden = self._shares(self._read_reference(Site.ROUTER_LOGITS), tokens)
+        reference = _put(rows.reference, tokens, golden)
         if self._logits is None:
             return replace(rows, reference=reference)
         exact = self._shares(self._logits, tokens)
-        error = square_difference(exact, mine, massive=rows.massive)
+        error = square_difference(exact, golden, massive=rows.massive)
         return replace(
             rows,
             reference=reference,
@@ -114,10 +114,10 @@ class Replay:
     def _logit_growth(self) -> torch.Tensor:
         """Return the squared error of variants' logits over the golden's: float64 [T], at least 1."""
         floor = LayerFloor(self._sides.reference, self._sides.batch, layer=self._layer)
-        own, widest = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
-        if own is None or widest is None:
+        golden_squares, widest = floor.squares(Site.ROUTER_LOGITS), floor.widened_squares(Site.ROUTER_LOGITS)
+        if golden_squares is None or widest is None:
             return torch.ones(len(self.flipped), dtype=torch.float64)
-        return (widest.whole / own.whole.clamp(min=_TINY)).clamp(min=1.0)
+        return (widest.whole / golden_squares.whole.clamp(min=TINY)).clamp(min=1.0)
 
     def _behind(
         self, site: Site, experts: tuple[torch.Tensor, ...], tokens: torch.Tensor, rows: Rows
@@ -125,17 +125,19 @@ class Replay:
         """Return a site behind the experts for each of their outputs [t,H]: exact, and rounded in several ways."""
         if site is Site.MOE_DELTA:
             return experts
-        exact, mine = (self._sides.read_stream(self._layer, is_exact=is_exact) for is_exact in (True, False))
+        exact, golden = (
+            self._sides.read_stream(self._layer, is_exact=is_exact) for is_exact in (True, False)
+        )
         assert exact is not None, "the golden holds what its experts added"
-        assert mine is not None, "the golden holds what its experts added"
-        rounded = ((mine[tokens] + one).to(rows.dtype).float() for one in experts[1:])
+        assert golden is not None, "the golden holds what its experts added"
+        rounded = ((golden[tokens] + one).to(rows.dtype).float() for one in experts[1:])
         return (exact[tokens] + experts[0], *rounded)
 
     def _are_experts(self) -> torch.Tensor:
-        """Tokens whose experts the port names by numbers that there are: bool [T]."""
+        """Find tokens whose experts the port names by numbers that exist: bool [T]."""
         if self._logits is None:
             return torch.zeros_like(self.flipped)
-        return ((self._theirs >= 0) & (self._theirs < self._logits.shape[-1])).all(dim=-1)
+        return ((self._port_experts >= 0) & (self._port_experts < self._logits.shape[-1])).all(dim=-1)
 
     def _read(self, site: Site) -> torch.Tensor | None:
         return self._sides.read_exact(self._layer, site)
@@ -144,12 +146,12 @@ class Replay:
         return self._sides.read_golden(self._layer, site)
 
     def _shares(self, logits: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-        """What the port's experts count by the golden's logits, [t,k], in ascending order of the experts."""
+        """Return the shares of the port's experts by the golden's logits, [t,k], experts in ascending order."""
         assert logits is not None, "tokens are replayed where the logits are known"
-        return expert_shares(logits[tokens].sigmoid(), self._theirs[tokens].sort(dim=-1).values)
+        return expert_shares(logits[tokens].sigmoid(), self._port_experts[tokens].sort(dim=-1).values)
 
     def _open(self, source: WeightSource) -> _Opened:
-        """What the layer's weights tell; they are read once."""
+        """Read the layer's weights once, and compute from them."""
         if self._opened is None:
             with source.open_layer(self._layer, self._sides.reference) as weights:
                 self._opened = _Opened(
@@ -161,18 +163,18 @@ class Replay:
     def _compute_experts(self, weights: GoldenWeights) -> tuple[torch.Tensor, ...] | None:
         """Return what the port's experts give, [t,H] each: exactly, rounded to nearest, and with a random variant."""
         tokens, states, logits = self._tokens, self._read(Site.POST_NORM), self._logits
-        mine, mine_logits = (self._read_reference(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
-        if states is None or logits is None or mine is None or mine_logits is None:
+        golden, golden_logits = (self._read_reference(site) for site in (Site.POST_NORM, Site.ROUTER_LOGITS))
+        if states is None or logits is None or golden is None or golden_logits is None:
             return None
-        experts = self._theirs[tokens]
+        experts = self._port_experts[tokens]
         shares = [
-            expert_shares(side[tokens].sigmoid(), experts) for side in (logits, mine_logits, mine_logits)
+            expert_shares(side[tokens].sigmoid(), experts) for side in (logits, golden_logits, golden_logits)
         ]
         kinds = torch.tensor([RoundingKind.EXACT, RoundingKind.NEAREST, RoundingKind.RANDOM])
         # One pass: each expert is read and upcast once.
         outputs = upcast_experts(
             weights.tensors,
-            torch.cat((states[tokens], mine[tokens], mine[tokens])),
+            torch.cat((states[tokens], golden[tokens], golden[tokens])),
             experts.repeat(len(kinds), 1),
             torch.cat(shares),
             rounding=ExpertRounding(
@@ -184,12 +186,12 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Opened:
-    """What the layer's weights tell.
+    """Values that need the layer's weights.
 
     Args:
         bias: The correction bias, float32 [E].
         experts: What the port's experts add, float32 [t,H]: exactly, and rounded in two ways; None where the golden did
-            not keep what they were fed.
+            not keep their input.
     """
 
     bias: torch.Tensor

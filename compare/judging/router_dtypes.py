@@ -24,7 +24,7 @@ _ROUNDED: Mapping[str, str] = MappingProxyType(
 def find_router_dtypes(
     reference: CaptureSource, target: CaptureSource, sites: Iterable[SiteResult]
 ) -> tuple[RouterDtype, ...]:
-    """What the port's router holds in another dtype, by name.
+    """Find what the port's router holds in another dtype, by name.
 
     Args:
         reference: The golden.

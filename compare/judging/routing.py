@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minimax_tools.results.results import Flip, RoutingResult
+from minimax_tools.results.choices import Flip, RoutingResult
 
 # Two experts trade places when their scores' errors, on either side, add up to the margin.
 _NOISE_FACTOR = 4.0
@@ -19,13 +19,13 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouterNoise:
-    """How close the golden's choice was, token by token.
+    """Closeness of the golden's choice, token by token.
 
     Args:
         margin: [T], distance of the k-th from the (k+1)-th biased score, in float32.
         noise: [T], what BF16 cost the golden on the scores that compete there.
-        widening: [T], factor by which a chained layer's incoming error widens the noise; None if isolated.
-        scores: [T,E], the golden's biased scores; None where nobody tells the bias.
+        widening: [T], factor by which a chained layer's input error widens the noise; None if isolated.
+        scores: [T,E], the golden's biased scores; None where the bias is not known.
     """
 
     margin: torch.Tensor
@@ -34,11 +34,11 @@ class RouterNoise:
     scores: torch.Tensor | None = None
 
     def is_fragile(self) -> torch.Tensor:
-        """Tokens whose experts may flip without a fault: bool [T]."""
+        """Find tokens whose experts may flip without a fault: bool [T]."""
         return self.is_within_reach(self.margin)
 
     def is_within_reach(self, margin: torch.Tensor) -> torch.Tensor:
-        """Tokens on which noise may turn a margin [T] round: bool [T]."""
+        """Find tokens on which noise may turn a margin [T] round: bool [T]."""
         return margin.double() <= self.reach
 
     @property
@@ -48,10 +48,10 @@ class RouterNoise:
         return reach.expand(len(self.noise)) if self.widening is None else reach * self.widening
 
     def flip_margin(self, reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """What noise must overcome to turn one choice [T,k] into the other, [T].
+        """Return the margin that noise must overcome to turn one choice [T,k] into the other, [T].
 
-        The k-th and the (k+1)-th score do not tell how far behind the expert is that was chosen instead: where the
-        scores are known, the widest distance between an expert that was dropped and one that came for it counts.
+        The expert that was chosen instead may lie further behind than the (k+1)-th score. So where the scores are
+        known, the widest distance between a dropped expert and a new one counts.
         """
         if self.scores is None:
             return self.margin
@@ -62,7 +62,7 @@ class RouterNoise:
 
 
 def flipped_tokens(reference: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Tokens whose expert sets differ: bool [T], of two [T,k] of expert numbers in any order."""
+    """Find tokens whose expert sets differ: bool [T], of two [T,k] of expert numbers in any order."""
     return (_in_order(reference) != _in_order(target)).any(dim=-1)
 
 
@@ -108,30 +108,24 @@ def compare_routing(
     )
 
 
-def expert_shares(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """What each of the experts [T,k] counts by the router's scores [T,E]: [T,k] that sum to one."""
-    chosen = scores.gather(-1, experts)
-    return chosen / chosen.sum(dim=-1, keepdim=True)
-
-
 def align_by_expert(weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Weights [T,k] in ascending order of the experts [T,k] they belong to."""
+    """Sort weights [T,k] in ascending order of the experts [T,k] they belong to."""
     return weights.gather(-1, experts.long().argsort(dim=-1))
 
 
 def align_by_size(weights: torch.Tensor) -> torch.Tensor:
-    """Weights [T,k] in ascending order, where nobody tells the experts they belong to."""
+    """Sort weights [T,k] by size, where their experts are not known."""
     return weights.sort(dim=-1).values
 
 
 def _repeating_tokens(experts: torch.Tensor) -> torch.Tensor:
-    """Tokens that name an expert twice, which no noise does: bool [T]."""
+    """Find tokens that name an expert twice, which no noise does: bool [T]."""
     ordered = _in_order(experts)
     return (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
 
 
 def _membership(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Which experts are among those of each token, bool [T,E], of [T,k]; numbers that are no expert's are left out."""
+    """Mark the experts of each token, bool [T,E], of [T,k]; numbers that are no expert's are left out."""
     valid = (experts >= 0) & (experts < num_experts)
     counts = torch.zeros(experts.shape[0], num_experts, dtype=torch.int64)
     return counts.scatter_add_(1, experts.long().where(valid, 0), valid.long()) > 0
@@ -141,12 +135,12 @@ def _describe_flip(
     reference: torch.Tensor, target: torch.Tensor, *, place: torch.Tensor, margin: float | None
 ) -> Flip:
     row, position = place.tolist()
-    mine, theirs = sorted(reference.tolist()), sorted(target.tolist())
+    golden, port = sorted(reference.tolist()), sorted(target.tolist())
     return Flip(
         row=row,
         position=position,
-        dropped=tuple(expert for expert in mine if expert not in theirs),
-        chosen=tuple(expert for expert in theirs if expert not in mine),
+        dropped=tuple(expert for expert in golden if expert not in port),
+        chosen=tuple(expert for expert in port if expert not in golden),
         margin=margin,
     )
 

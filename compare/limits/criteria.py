@@ -42,7 +42,7 @@ class ClassicLimits:
         return ", ".join((*upper, *lower))
 
     def failures(self, metrics: PairMetrics) -> tuple[str, ...]:
-        """The limits that are broken, in words."""
+        """Return the limits that are broken, in words."""
         nonfinite = metrics.num_nonfinite_reference + metrics.num_nonfinite_target
         upper = [
             f"{name} {getattr(metrics, name):.4g} > {getattr(self, name):g}"
@@ -78,7 +78,7 @@ def layers_without_output(results: Iterable[SiteResult]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criteria:
-    """How to judge.
+    """Limits and tolerances to judge by.
 
     Args:
         name: `noise`, `classic`, or the file that the limits of noise were read from.

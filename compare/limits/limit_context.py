@@ -1,4 +1,4 @@
-"""LimitContext: what the limits of a site hang on beside its figures."""
+"""LimitContext: facts beside a site's figures that its limits depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minimax_tools.capture.source import CaptureSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitContext:
-    """What is known of both sides, and how much of them is judged.
+    """Facts of both sides that limits depend on.
 
     Args:
         backend: Where the port ran; None where nothing tells.
@@ -25,12 +25,12 @@ class LimitContext:
 
 
 def computes_in_float32(reference: CaptureSource) -> bool:
-    """Whether a golden computed in float32; a layout that does not say is taken for BF16."""
+    """Decide whether a golden computed in float32; a layout that does not say is taken for BF16."""
     description = reference.known_description
     return description is not None and description.provenance.dtypes.get("weights") == "float32"
 
 
 def backend_of(target: CaptureSource) -> str | None:
-    """Where a port ran; None where its layout does not say."""
+    """Return the backend that a port ran on; None where its layout does not say."""
     description = target.known_description
     return None if description is None else description.provenance.backend

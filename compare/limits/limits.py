@@ -7,8 +7,9 @@ those that a user writes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 from compare.limits.limit import Limit
 from minimax_tools.errors import UsageError
@@ -16,12 +17,12 @@ from minimax_tools.errors import UsageError
 ALL_SITES = "all"
 # In this order a broken limit is told: what says most first.
 RATIO_FIGURES = ("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst")
-# Seen only beside a float32 twin, on layers that were fed the golden's input.
+# Seen only beside a float32 twin, on layers whose input is the golden's.
 STRUCTURE_FIGURES = ("token_gain", "channel_gain", "channel_offset", "channel_worst")
 # An average over fewer tokens is noise itself.
 FEWEST_FOR_STRUCTURE = 16
 NOISE_FIGURES = (*RATIO_FIGURES, *STRUCTURE_FIGURES)
-# The error itself, its growth over the error that a layer was handed, and the share of tokens whose experts flip.
+# The error itself, its growth over the layer's input error, and the share of tokens whose experts flip.
 FLOORLESS_FIGURES = ("relative_l2", "amplification", "flipped_share")
 
 
@@ -35,44 +36,38 @@ class SiteLimits:
 
     table: Mapping[str, Mapping[str, Limit]] = field(default_factory=lambda: MappingProxyType({}))
 
+    @classmethod
+    def of(cls, table: Mapping[str, Mapping[str, Limit]]) -> SiteLimits:
+        """Build limits from a table, which is copied."""
+        return cls(MappingProxyType({site: MappingProxyType(dict(its)) for site, its in table.items()}))
+
     def find(self, site: str, figure: str) -> Limit | None:
-        """The limit on a figure of a site; None where it is not limited."""
-        own = self.table.get(site, {}).get(figure)
-        return own if own is not None else self.table.get(ALL_SITES, {}).get(figure)
+        """Return the limit on a figure of a site; None where it is not limited."""
+        limit = self.table.get(site, {}).get(figure)
+        return limit if limit is not None else self.table.get(ALL_SITES, {}).get(figure)
 
     def overlaid(self, other: SiteLimits) -> SiteLimits:
-        """These, but for what the other names; what it names for all sites holds for each."""
-        everywhere = other.table.get(ALL_SITES, {})
-        kept = {
-            site: {figure: limit for figure, limit in own.items() if figure not in everywhere}
-            for site, own in self.table.items()
-        }
-        sites = dict.fromkeys((*self.table, *other.table))
-        merged = {site: {**kept.get(site, {}), **other.table.get(site, {})} for site in sites}
-        return SiteLimits(MappingProxyType({site: MappingProxyType(own) for site, own in merged.items()}))
+        """Return these limits with the other's in their place; the other's for all sites hold for each site."""
+        kept = self.without(other.table.get(ALL_SITES, {})).table
+        sites = (*self.table, *other.table)
+        return SiteLimits.of({site: {**kept.get(site, {}), **other.table.get(site, {})} for site in sites})
 
     def without(self, figures: Collection[str]) -> SiteLimits:
-        """These but for some figures, which are not limited then."""
-        return SiteLimits(
-            MappingProxyType(
-                {
-                    site: MappingProxyType(
-                        {name: limit for name, limit in own.items() if name not in figures}
-                    )
-                    for site, own in self.table.items()
-                }
-            )
+        """Return these limits without some figures, which are then not limited."""
+        return SiteLimits.of(
+            {
+                site: {name: limit for name, limit in its.items() if name not in figures}
+                for site, its in self.table.items()
+            }
         )
 
     def scaled(self, factor: float) -> SiteLimits:
-        """These times a factor."""
-        return SiteLimits(
-            MappingProxyType(
-                {
-                    site: MappingProxyType({name: limit.scaled(factor) for name, limit in own.items()})
-                    for site, own in self.table.items()
-                }
-            )
+        """Return these limits times a factor."""
+        return SiteLimits.of(
+            {
+                site: {name: limit.scaled(factor) for name, limit in its.items()}
+                for site, its in self.table.items()
+            }
         )
 
 
@@ -82,8 +77,8 @@ class NoiseLimits:
 
     Args:
         level: Share of comparisons of right ports that may fail, over all that one comparison judges.
-        isolated: On ρ and its like, of layers that were fed the golden's input.
-        chained: Of layers that were handed an error of others, by which the floor was widened.
+        isolated: On ρ and its like, of layers whose input is the golden's.
+        chained: Of layers that inherit an error, which widens the floor.
         isolated_estimated, chained_estimated: The same where the floor's statistics alone were kept.
         isolated_variants, isolated_variants_estimated: Those of isolated layers where variants widened the floor, which
             right ports stray from less; None to judge them as others.
@@ -106,7 +101,7 @@ class NoiseLimits:
     isolated_variants_estimated: SiteLimits | None = None
 
     def of_ratios(self, *, is_chained: bool, is_estimated: bool, is_widened: bool = False) -> SiteLimits:
-        """The limits on ρ and its like; those of chains hold whether variants widened the floor or not."""
+        """Return the limits on ρ and its like; those of chains hold whether variants widened the floor or not."""
         if is_chained:
             return self.chained_estimated if is_estimated else self.chained
         of_variants = self.isolated_variants_estimated if is_estimated else self.isolated_variants
@@ -115,7 +110,7 @@ class NoiseLimits:
         return self.isolated_estimated if is_estimated else self.isolated
 
     def floorless(self, site: str, figure: str) -> Limit:
-        """A limit without a floor.
+        """Return a limit without a floor.
 
         Raises:
             UsageError: There is none: a file that stands alone must name each.
@@ -130,40 +125,31 @@ class NoiseLimits:
         return limit
 
     def share(self, num_judged: int) -> float:
-        """The share of false alarms that each of so many judged figures may have."""
+        """Return the share of false alarms that each of so many judged figures may have."""
         return self.level / max(num_judged, 1)
 
     def is_measured_on(self, backend: str | None) -> bool:
-        """Whether the limits were measured on a backend; None is one that nobody knows."""
+        """Decide whether the limits were measured on a backend; None where it is not known."""
         return self.backends is None or backend in self.backends
 
     def of_noise_alone(self) -> NoiseLimits:
-        """These without the averages that show less than noise, whatever backend they are held against."""
-        widened = self.isolated_variants
-        return replace(
-            self,
-            isolated=self.isolated.without(STRUCTURE_FIGURES),
-            isolated_variants=None if widened is None else widened.without(STRUCTURE_FIGURES),
-            backends=None,
-        )
+        """Return these limits without the averages that show less than noise."""
+        isolated: dict[str, Any] = {
+            name: table.without(STRUCTURE_FIGURES)
+            for name in ("isolated", "isolated_variants")
+            if (table := getattr(self, name)) is not None
+        }
+        return replace(self, **isolated, backends=None)
 
     def scaled(self, factor: float) -> NoiseLimits:
-        """These times a factor: how many mistakes would be found and right ports failed with tighter or wider ones.
+        """Return these limits times a factor, to try tighter or wider ones.
 
         Raises:
             ValueError: The factor is not above 0.
         """
-        widened, widened_estimated = self.isolated_variants, self.isolated_variants_estimated
-        return replace(
-            self,
-            isolated=self.isolated.scaled(factor),
-            chained=self.chained.scaled(factor),
-            isolated_estimated=self.isolated_estimated.scaled(factor),
-            chained_estimated=self.chained_estimated.scaled(factor),
-            without_floor=self.without_floor.scaled(factor),
-            float32=self.float32 * factor,
-            isolated_variants=None if widened is None else widened.scaled(factor),
-            isolated_variants_estimated=None
-            if widened_estimated is None
-            else widened_estimated.scaled(factor),
-        )
+        tables: dict[str, Any] = {
+            field.name: table.scaled(factor)
+            for field in fields(self)
+            if isinstance(table := getattr(self, field.name), SiteLimits)
+        }
+        return replace(self, **tables, float32=self.float32 * factor)

@@ -125,18 +125,14 @@ class _File:
         return {key: readers[key](node, key) for key, node in self._items(root, "", _KEYS) if key != _REMARK}
 
     def _table(self, node: yaml.Node, where: str) -> SiteLimits:
-        return SiteLimits(
-            MappingProxyType(
-                {
-                    site: MappingProxyType(
-                        {
-                            figure: self._limit(value, f"{where}.{site}.{figure}")
-                            for figure, value in self._items(figures, f"{where}.{site}", _TABLES[where])
-                        }
-                    )
-                    for site, figures in self._items(node, where, _SITES)
+        return SiteLimits.of(
+            {
+                site: {
+                    figure: self._limit(value, f"{where}.{site}.{figure}")
+                    for figure, value in self._items(figures, f"{where}.{site}", _TABLES[where])
                 }
-            )
+                for site, figures in self._items(node, where, _SITES)
+            }
         )
 
     def _limit(self, node: yaml.Node, where: str) -> Limit:

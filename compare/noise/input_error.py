@@ -1,4 +1,4 @@
-"""InputError: the error of what a chained layer was handed, relative to what the golden was fed there.
+"""InputError: the error of a chained layer's input, relative to the golden's input.
 
 It widens the noise floor of all that is computed from it. T tokens, F channels.
 """
@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compare.noise.squared_errors import Squares, square_difference, square_rows
+from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
 from minimax_tools.metrics.noise_floor import massive_channels
-
-_TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,21 +30,21 @@ class InputError:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no NaN or Inf was handed on."""
+        """True where the input holds no NaN or Inf."""
         return math.isfinite(self.overall)
 
     @property
     def widest(self) -> torch.Tensor:
-        """What each token may suffer from, [T]: its own error, or that of the tokens that it attends to."""
+        """Error that each token may suffer from, [T]: its own, or that of the tokens that it attends to."""
         return self.tokens.clamp(min=self.overall)
 
     def select(self, tokens: torch.Tensor) -> InputError:
-        """That of some tokens, bool [T]."""
+        """Select some tokens, bool [T]."""
         return InputError(overall=self.overall, tokens=self.tokens[tokens])
 
 
 def measure_input_error(reference: torch.Tensor, target: torch.Tensor) -> InputError:
-    """The error of an input [T,F] against the golden's."""
+    """Measure the error of an input [T,F] against the golden's."""
     massive = massive_channels(reference)
     error = square_difference(reference, target, massive=massive)
     norm = square_rows(reference, massive=massive)
@@ -55,8 +53,8 @@ def measure_input_error(reference: torch.Tensor, target: torch.Tensor) -> InputE
 
 
 def _relative(error: Squares, norm: Squares) -> torch.Tensor:
-    whole = error.whole / norm.whole.clamp(min=_TINY)
-    ordinary = error.ordinary / norm.ordinary.clamp(min=_TINY)
+    whole = error.whole / norm.whole.clamp(min=TINY)
+    ordinary = error.ordinary / norm.ordinary.clamp(min=TINY)
     return torch.maximum(whole, ordinary).sqrt()
 
 

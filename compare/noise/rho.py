@@ -12,11 +12,10 @@ import torch
 from scipy.special import stdtrit
 
 from compare.noise.input_error import InputError
-from compare.noise.squared_errors import Squares, square_difference, square_rows
+from compare.noise.squared_errors import TINY, Squares, square_difference, square_rows
 from minimax_tools.metrics.error_structure import Structure, measure_structure
 from minimax_tools.results.results import NoiseRatio
 
-_TINY = 1e-300
 # Relative L2 error of one rounding to BF16, of normally distributed values.
 _BFLOAT16_ROUNDING = 1.7e-3
 # Averages over fewer channels may be near 0 in the golden by chance, such as those of two routing weights, which add up
@@ -38,7 +37,7 @@ class Rows:
         widest: Largest (golden or variant − twin)² summed per token; None for a golden without variants.
         widest_averages: Averages of the variants over those of the golden, in the order of `Structure.figures`; None
             where they were not measured.
-        incoming: Error of a chained layer's input; None in isolated runs.
+        input_error: Error of a chained layer's input; None in isolated runs.
         stored_dtype: Dtype that the golden holds, where `reference` has another.
     """
 
@@ -50,7 +49,7 @@ class Rows:
     floor: Squares | None = None
     widest: Squares | None = None
     widest_averages: tuple[float, ...] | None = None
-    incoming: InputError | None = None
+    input_error: InputError | None = None
     stored_dtype: torch.dtype | None = None
 
     @property
@@ -78,7 +77,7 @@ class Rows:
             twin=None if self.twin is None else self.twin[tokens],
             floor=None if self.floor is None else self.floor.select(tokens),
             widest=None if self.widest is None else self.widest.select(tokens),
-            incoming=None if self.incoming is None else self.incoming.select(tokens),
+            input_error=None if self.input_error is None else self.input_error.select(tokens),
         )
 
 
@@ -114,7 +113,7 @@ def noise_ratio(rows: Rows) -> NoiseRatio:
         worst_token=(row, position),
         is_estimated=rows.twin is None,
         is_widened=rows.widest is not None,
-        incoming=rows.incoming.overall if rows.incoming else 0.0,
+        incoming=rows.input_error.overall if rows.input_error else 0.0,
         floor=_relative(widened.whole, norms.whole),
         interval=rho_interval(error.whole, widened.whole, rows.places),
         token_gain=structure.token_gain if structure else None,
@@ -138,7 +137,7 @@ def token_ratios(rows: Rows) -> torch.Tensor:
 
 def _structure(rows: Rows) -> Structure | None:
     """Measure the structure of the error; None without a twin, or where the port may have errors besides rounding."""
-    if rows.num_tokens == 0 or rows.twin is None or rows.incoming is not None or _is_rounded(rows):
+    if rows.num_tokens == 0 or rows.twin is None or rows.input_error is not None or _is_rounded(rows):
         return None
     return measure_structure(rows.twin, rows.reference, rows.target, massive=rows.massive)
 
@@ -182,8 +181,8 @@ def _to_scale(
     floor: torch.Tensor, before: torch.Tensor, after: torch.Tensor, *, rounding: float
 ) -> torch.Tensor:
     """Scale the floor of values with squared norms `before` to values with `after`, float64 [T] each."""
-    usual = (floor / before.clamp(min=_TINY)).median()
-    shrinking = (after / before.clamp(min=_TINY)).median().clamp(max=1.0)
+    usual = (floor / before.clamp(min=TINY)).median()
+    shrinking = (after / before.clamp(min=TINY)).median().clamp(max=1.0)
     return torch.maximum(torch.maximum(usual, usual.new_tensor(rounding)) * after, shrinking * floor)
 
 
@@ -212,29 +211,29 @@ def _widen(floor: Squares, norms: Squares, rows: Rows) -> Squares:
         floor = floor.widest(rows.widest)
     if _is_rounded(rows):
         floor = floor.plus(norms, factor=_BFLOAT16_ROUNDING**2)
-    if rows.incoming is not None:
-        floor = floor.plus(norms, factor=rows.incoming.widest.square())
+    if rows.input_error is not None:
+        floor = floor.plus(norms, factor=rows.input_error.widest.square())
     return floor
 
 
 def _relative(floor: torch.Tensor, norms: torch.Tensor) -> float | None:
     total = float(norms.sum())
-    return math.sqrt(float(floor.sum()) / total) if total > _TINY else None
+    return math.sqrt(float(floor.sum()) / total) if total > TINY else None
 
 
 def _rho(error: torch.Tensor, floor: torch.Tensor) -> float:
     """Compute the root of error over floor; a floor of zero demands bit equality."""
     numerator, denominator = float(error.sum()), float(floor.sum())
-    if denominator <= _TINY:
-        return 0.0 if numerator <= _TINY else math.inf
+    if denominator <= TINY:
+        return 0.0 if numerator <= TINY else math.inf
     return math.sqrt(numerator / denominator)
 
 
 def _per_token(error: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """Compute ρ per token [T]; a token with an unusually small floor is compared with the median floor."""
-    if float(floor.sum()) <= _TINY:
-        return torch.where(error <= _TINY, 0.0, math.inf).double()
-    return (error / torch.maximum(floor, floor.median()).clamp(min=_TINY)).sqrt()
+    if float(floor.sum()) <= TINY:
+        return torch.where(error <= TINY, 0.0, math.inf).double()
+    return (error / torch.maximum(floor, floor.median()).clamp(min=TINY)).sqrt()
 
 
 _UPPER_QUANTILE = 0.975
@@ -264,7 +263,7 @@ def rho_interval(
     errors = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, groups, error.double())
     floors = torch.zeros(num_groups, dtype=torch.float64).index_add_(0, groups, floor.double())
     without_error, without_floor = errors.sum() - errors, floors.sum() - floors
-    if bool((without_error <= _TINY).any()) or bool((without_floor <= _TINY).any()):
+    if bool((without_error <= TINY).any()) or bool((without_floor <= TINY).any()):
         return None
     logarithms = 0.5 * (without_error / without_floor).log()
     if not bool(logarithms.isfinite().all()):

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+# Below the square of any float32, so that a division by a sum of squares is never one by 0.
+TINY = 1e-300
+# Likewise for float32 sums, which cannot hold the number above.
+TINY_FLOAT32 = 1e-30
 _BLOCK_ROWS = 64
 
 
@@ -21,37 +25,37 @@ class Squares:
 
     @classmethod
     def of(cls, *, ordinary: torch.Tensor, massive: torch.Tensor) -> Squares:
-        """Those of norms, both [T]."""
+        """Square norms, both [T]."""
         return cls(ordinary=ordinary.double().square(), massive=massive.double().square())
 
     @property
     def whole(self) -> torch.Tensor:
-        """Over all channels, [T]."""
+        """Squared norms over all channels, [T]."""
         return self.ordinary + self.massive
 
     def select(self, tokens: torch.Tensor) -> Squares:
-        """Those of some tokens, bool [T]."""
+        """Select some tokens, bool [T]."""
         return Squares(ordinary=self.ordinary[tokens], massive=self.massive[tokens])
 
     def put(self, tokens: torch.Tensor, other: Squares) -> Squares:
-        """These, but for the other's [t] at some tokens, bool [T]."""
+        """Replace the values at some tokens, bool [T], by the other's [t]."""
         ordinary, massive = self.ordinary.clone(), self.massive.clone()
         ordinary[tokens], massive[tokens] = other.ordinary, other.massive
         return Squares(ordinary=ordinary, massive=massive)
 
     def plus(self, other: Squares, *, factor: torch.Tensor | float) -> Squares:
-        """This and `factor` (of each token, [T]) times the other; never below 0."""
+        """Return this and `factor` (of each token, [T]) times the other; never below 0."""
         return Squares(
             ordinary=(self.ordinary + factor * other.ordinary).clamp(min=0.0),
             massive=(self.massive + factor * other.massive).clamp(min=0.0),
         )
 
     def times(self, factor: torch.Tensor) -> Squares:
-        """`factor` (of each token, [T]) times these."""
+        """Return `factor` (of each token, [T]) times this."""
         return Squares(ordinary=factor * self.ordinary, massive=factor * self.massive)
 
     def widest(self, other: Squares) -> Squares:
-        """The larger of both, token by token."""
+        """Return the larger of both, token by token."""
         return Squares(
             ordinary=torch.maximum(self.ordinary, other.ordinary),
             massive=torch.maximum(self.massive, other.massive),
@@ -59,17 +63,17 @@ class Squares:
 
 
 def square_rows(rows: torch.Tensor, *, massive: torch.Tensor) -> Squares:
-    """Squared norms of the rows [T,F]; the channels `massive`, bool [F], are massive."""
+    """Sum the squares of the rows [T,F]; the channels `massive`, bool [F], are massive."""
     return _sum_squares(rows, None, massive)
 
 
 def square_difference(reference: torch.Tensor, target: torch.Tensor, *, massive: torch.Tensor) -> Squares:
-    """Squared norms of target − reference, both [T,F]; the channels `massive`, bool [F], are massive."""
+    """Sum the squares of target − reference, both [T,F]; the channels `massive`, bool [F], are massive."""
     return _sum_squares(target, reference, massive)
 
 
 def _sum_squares(rows: torch.Tensor, origin: torch.Tensor | None, massive: torch.Tensor) -> Squares:
-    """A block of rows at a time: the float64 copies never exceed one."""
+    """Sum squares a block of rows at a time: the float64 copies never exceed one."""
     ordinary_parts, massive_parts = [], []
     # Mostly no channel is massive: then none is picked out, which takes longer than the sums.
     ordinary = ~massive if bool(massive.any()) else slice(None)

@@ -1,1 +1,14 @@
-"""Room."""
+"""Sides: the golden and the device run, and what both were computed from.
+
+- `opening`: both sides as a command names them
+- `pairing`: captures that may be compared, and their layers
+- `proving`: no verdict before all that was read is proved
+- `sides`: the pair, its batch, criteria and weights
+- `batch`: the real tokens
+- `captured_input`: a layer's input
+- `golden_weights`: weights that the golden computed with
+- `layer_floor`: a layer's noise floor as the golden kept it
+- `proven_floor`: checks that a golden agrees with its own floor
+- `port_input`: a layer's golden on the port's own input
+- `port_head`: the head's golden on the port's own last output
+"""

@@ -1,4 +1,4 @@
-"""Batch: which tokens of two captures are real, so that padding is never judged.
+"""Batch: the real tokens of two captures, so that padding is never judged.
 
 B batch, S sequence, T real tokens, F channels of a site.
 """
@@ -30,22 +30,22 @@ class Batch:
 
     @classmethod
     def of(cls, reference: CaptureSource, target: CaptureSource) -> Batch:
-        """The batch that two captures have in common.
+        """Return the batch that two captures have in common.
 
         Raises:
             IncomparableError: Their masks differ, or no token is real.
         """
-        mine, theirs = reference.read_attention_mask(), target.read_attention_mask()
-        if mine is not None and theirs is not None and not torch.equal(mine.bool(), theirs.bool()):
+        golden, port = reference.read_attention_mask(), target.read_attention_mask()
+        if golden is not None and port is not None and not torch.equal(golden.bool(), port.bool()):
             raise IncomparableError(
                 "the captures have different inputs: attention_mask differs",
-                expected=f"rows of {_lengths(mine)} tokens (golden)",
-                found=_lengths(theirs),
+                expected=f"rows of {_lengths(golden)} tokens (golden)",
+                found=_lengths(port),
             )
-        return cls(theirs if mine is None else mine)
+        return cls(port if golden is None else golden)
 
     def rows(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """The real rows [T,F] of a site's tensor, which may be [B·S,F] too.
+        """Return the real rows [T,F] of a site's tensor, which may be [B·S,F] too.
 
         Raises:
             IncomparableError: The tensor is of another batch.
@@ -53,7 +53,7 @@ class Batch:
         return self.tokens(self._laid_out(tensor, site))
 
     def tokens(self, statistic: torch.Tensor) -> torch.Tensor:
-        """What belongs to the real tokens, [T,…], of [B,S,…].
+        """Select the real tokens, [T,…], of [B,S,…].
 
         Raises:
             IncomparableError: The tensor is of another batch.
@@ -70,18 +70,23 @@ class Batch:
         return statistic[self._mask]
 
     def places(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """Row and position of every real token of a site's tensor, [T,2]."""
+        """Return row and position of every real token of a site's tensor, [T,2]."""
         if self._mask is not None:
             return self._mask.nonzero()
         return torch.ones(self._laid_out(tensor, site).shape[:2]).nonzero()
 
     def _laid_out(self, tensor: torch.Tensor, site: Site | ModelSite) -> torch.Tensor:
-        """[B,S,F]; one long row of the batch where a flat tensor does not tell B and S."""
+        """Lay a tensor out as [B,S,F]; as one long row where a flat tensor does not tell B and S."""
         if tensor.ndim <= 2:
             is_ours = self._mask is not None and self._mask.numel() == tensor.shape[0]
             batch = self._mask.shape if self._mask is not None and is_ours else (1, -1)
             return tensor.reshape(*batch, tensor.shape[-1])
         return token_rows(tensor, site) if isinstance(site, Site) else tensor
+
+
+def spread_evenly(num_tokens: int, most: int) -> torch.Tensor:
+    """Choose at most so many of the tokens, evenly spread: their places, int64, ascending."""
+    return torch.linspace(0, num_tokens - 1, min(num_tokens, most)).round().long()
 
 
 def _lengths(mask: torch.Tensor) -> str:

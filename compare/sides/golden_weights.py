@@ -1,8 +1,8 @@
-"""Weights: where a comparison gets a layer's weights from, for what captures alone cannot tell."""
+"""Golden weights: a layer's weights, for what captures alone cannot tell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,12 @@ from minimax_tools.command_line.options import DTYPES
 from minimax_tools.errors import CheckpointError, IncomparableError
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
+from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenWeights:
-    """A layer's weights.
+    """Weights of one layer.
 
     Args:
         spec: The model.
@@ -33,12 +33,12 @@ class GoldenWeights:
     """
 
     spec: ModelSpec
-    tensors: Mapping[str, torch.Tensor]
+    tensors: LayerTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadWeights:
-    """The weights behind the last layer, in the dtype that the golden computed in.
+    """Weights behind the last layer, in the dtype that the golden computed in.
 
     Args:
         spec: The model.
@@ -55,14 +55,14 @@ class WeightSource(Protocol):
     """Gives the weights that a golden computed with, layer by layer."""
 
     def open_head(self, reference: CaptureSource) -> AbstractContextManager[HeadWeights]:
-        """The weights behind the last layer.
+        """Open the weights behind the last layer.
 
         Raises:
             CheckpointError: They cannot be read.
         """
 
     def open_layer(self, layer: int, reference: CaptureSource) -> AbstractContextManager[GoldenWeights]:
-        """A layer's weights.
+        """Open a layer's weights.
 
         Raises:
             IncomparableError: They are not those of the golden `reference`.
@@ -85,7 +85,7 @@ class CheckpointWeights:
 
     @contextmanager
     def open_layer(self, layer: int, reference: CaptureSource) -> Iterator[GoldenWeights]:
-        """A layer's weights (see `WeightSource`)."""
+        """Open a layer's weights (see `WeightSource`)."""
         layers = range(layer, layer + 1)
         folder = resolve_model(self.model, layers=layers)
         spec = ModelSpec.from_folder(folder)
@@ -96,17 +96,16 @@ class CheckpointWeights:
 
     @contextmanager
     def open_head(self, reference: CaptureSource) -> Iterator[HeadWeights]:
-        """The weights behind the last layer (see `WeightSource`)."""
+        """Open the weights behind the last layer (see `WeightSource`)."""
         spec = ModelSpec.from_folder(resolve_config(self.model))
         last = spec.num_hidden_layers - 1
         folder = resolve_model(self.model, layers=range(last, last + 1))
         with self._open(folder, range(last, last + 1)) as reader:
-            lm_head = EMBEDDING if spec.tie_word_embeddings else LM_HEAD
             dtype = _computed_dtype(reference)
             yield HeadWeights(
                 spec=spec,
                 norm=reader.read_weight(FINAL_NORM, dtype),
-                lm_head=reader.read_weight(lm_head, dtype),
+                lm_head=reader.read_weight(head_name(spec), dtype),
             )
 
     def _open(self, folder: Path, layers: range) -> CheckpointReader:
@@ -154,7 +153,7 @@ def _computed_dtype(reference: CaptureSource) -> torch.dtype:
 def find_weights(
     model: str | None, reference: CaptureSource, target: CaptureSource
 ) -> CheckpointWeights | None:
-    """The weights of the checkpoint that was named, else of the one that either capture was made from.
+    """Find the weights of the named checkpoint, else of the one that either capture was made from.
 
     Args:
         model: As `--model` names it; None to look for the captures' own, which may not be on this machine.

@@ -1,4 +1,4 @@
-"""LayerFloor: what a golden kept of one layer's noise floor, for the real tokens.
+"""LayerFloor: a layer's noise floor as the golden kept it, for the real tokens.
 
 T real tokens of the batch.
 """
@@ -51,25 +51,25 @@ class LayerFloor:
         self._measured: dict[Site, Squares] = {}
 
     def statistic(self, name: str) -> torch.Tensor | None:
-        """One of the golden's own statistics, [T]; None where it kept none of that name."""
+        """Read one of the golden's own statistics, [T]; None where it kept none of that name."""
         statistic = self._reference.read_floor(self._layer, name)
         return None if statistic is None else self._batch.tokens(statistic)
 
     def largest(self, name: str) -> torch.Tensor | None:
-        """The same of the golden or of a variant of its layer, whichever is the largest at a token, [T].
+        """Return the largest of a statistic over the golden and its variants, token by token, [T].
 
         Raises:
             CaptureError: The golden says that it measured a variant, and has none of it.
         """
-        own = self.statistic(name)
-        if own is None:
+        stored = self.statistic(name)
+        if stored is None:
             return None
-        return torch.stack((own, *(self._of_variant(variant, name) for variant in self._variants))).amax(
+        return torch.stack((stored, *(self._of_variant(variant, name) for variant in self._variants))).amax(
             dim=0
         )
 
     def squares(self, site: Site) -> Squares | None:
-        """(golden − twin)² summed per token; None where the golden kept nothing of that site.
+        """Return (golden − twin)² summed per token; None where the golden kept nothing of that site.
 
         Raises:
             CaptureError: The golden was changed: the distances that it stored do not add up, or are all zero.
@@ -123,12 +123,14 @@ class LayerFloor:
         refuse_other_router_noise(
             golden, self._layer, errors=errors, stored=stored, num_competing=places.stop - places.start
         )
-        own = golden.read(self._layer, Site.ROUTER_EXPERTS)
-        mine, exactly = (self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (own, chosen))
-        refuse_other_choice(golden, self._layer, mine, exactly, errors=errors, margin=margin)
+        held = golden.read(self._layer, Site.ROUTER_EXPERTS)
+        golden_experts, twin_experts = (
+            self._batch.rows(side, Site.ROUTER_EXPERTS) for side in (held, chosen)
+        )
+        refuse_other_choice(golden, self._layer, golden_experts, twin_experts, errors=errors, margin=margin)
 
     def widened_squares(self, site: Site) -> Squares | None:
-        """(golden or variant − twin)², the largest per token; None of a golden without variants.
+        """Return (golden or variant − twin)², the largest per token; None of a golden without variants.
 
         Raises:
             CaptureError: The golden says that it measured a variant, and has none of it.
@@ -170,6 +172,6 @@ class LayerFloor:
 
 
 def _squares(site: Site, read: Callable[[str], torch.Tensor | None]) -> Squares | None:
-    """The squares of a site's error norms, read by their names; None where one is missing."""
+    """Square a site's error norms, read by their names; None where one is missing."""
     ordinary, massive = (read(name) for name in (ordinary_error_name(site), massive_error_name(site)))
     return None if ordinary is None or massive is None else Squares.of(ordinary=ordinary, massive=massive)

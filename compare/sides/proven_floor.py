@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from compare.limits.limit_context import computes_in_float32
-from compare.noise.squared_errors import Squares
+from compare.noise.squared_errors import TINY_FLOAT32, Squares
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import error_name, massive_error_name, ordinary_error_name
@@ -18,7 +18,6 @@ from minimax_tools.model.sites import ModelSite, Site
 
 # The stored distances are float32 sums in another order: 6e-7 were measured at 6144 channels, 2e-5 at 200 064.
 _TOLERANCE = 1e-3
-_TINY = 1e-30
 # Biased scores are float32 of about 1 to 10.
 _SCORE_SLACK = 2e-6
 _AGAIN = "Copy the golden again from where it was made, or make it again: mm2-gpu extract-all."
@@ -32,7 +31,7 @@ def refuse_other_floor(
     measured: Squares,
     stored: torch.Tensor | None,
 ) -> None:
-    """Pass where the distances that a golden stored are those from its value to its twin.
+    """Refuse a golden whose stored distances are not those from its value to its twin.
 
     Args:
         golden: The golden.
@@ -73,7 +72,7 @@ def refuse_torn_floor(
     stored: torch.Tensor | None,
     variant: str | None = None,
 ) -> None:
-    """Pass where the stored distances over all channels are those over ordinary and massive channels together.
+    """Refuse a golden whose ordinary and massive distances do not add up to those over all channels.
 
     Args:
         golden: The golden.
@@ -102,7 +101,7 @@ def refuse_torn_floor(
 
 
 def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: Squares) -> None:
-    """Pass unless a golden that computed in BF16 says that its rounding cost nothing at any token.
+    """Refuse a BF16 golden that says that its rounding cost nothing at any token.
 
     Args:
         golden: The golden.
@@ -128,7 +127,7 @@ def refuse_empty_floor(golden: CaptureSource, layer: int, site: Site, *, parts: 
 def refuse_other_router_noise(
     golden: CaptureSource, layer: int, *, errors: torch.Tensor, stored: torch.Tensor, num_competing: int
 ) -> None:
-    """Pass where the stored noise on the scores that compete for the last expert is that of some of the scores.
+    """Refuse a golden whose stored router noise is not that of some of its scores.
 
     Which scores compete hangs on the correction bias, which a golden does not hold: the noise is the largest error of
     `num_competing` of them.
@@ -167,7 +166,7 @@ def refuse_other_choice(
     errors: torch.Tensor,
     margin: torch.Tensor,
 ) -> None:
-    """Pass where the golden chose other experts than its twin only at tokens whose scores are close enough for that.
+    """Refuse a golden that chose other experts than its twin though the scores are far apart.
 
     Args:
         golden: The golden.
@@ -194,7 +193,7 @@ def refuse_other_choice(
 
 
 def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TINY)
+    return torch.allclose(found, expected, rtol=_TOLERANCE, atol=TINY_FLOAT32)
 
 
 def _damaged(

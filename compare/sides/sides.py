@@ -27,11 +27,11 @@ class Sides:
 
     @property
     def is_classic(self) -> bool:
-        """Return whether the five classic limits judge."""
+        """True where the five classic limits judge."""
         return self.criteria.name == "classic"
 
-    def terms(self, *, hides_flips: bool = False) -> LimitContext:
-        """What the limits of a site hang on beside its figures; whether its flips are hidden, the caller knows."""
+    def limit_context(self, *, hides_flips: bool = False) -> LimitContext:
+        """Return the context of limits; the caller knows whether flips are hidden."""
         return LimitContext(
             backend=backend_of(self.target),
             is_float32=computes_in_float32(self.reference),
@@ -40,7 +40,7 @@ class Sides:
         )
 
     def read_rows(self, layer: int, site: Site) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Both sides' real rows [T,F]; None where a side lacks them, or they cannot be compared."""
+        """Read both sides' real rows [T,F]; None where a side lacks them, or they cannot be compared."""
         if site not in self.reference.sites(layer) or site not in self.target.sites(layer):
             return None
         reference, target = self.reference.read(layer, site), self.target.read(layer, site)
@@ -49,18 +49,18 @@ class Sides:
         return self.batch.rows(reference, site), self.batch.rows(target, site)
 
     def read_golden(self, layer: int, site: Site) -> torch.Tensor | None:
-        """The golden's real rows, [T,F] float32; None where it lacks them."""
+        """Read the golden's real rows, [T,F] float32; None where it lacks them."""
         if site not in self.reference.sites(layer):
             return None
         return self.batch.rows(self.reference.read(layer, site), site).float()
 
     def read_exact(self, layer: int, site: Site) -> torch.Tensor | None:
-        """The best that is known of what the golden computed with, [T,F] float32: its twin, else the golden."""
+        """Read the float32 twin, else the golden: real rows, [T,F] float32."""
         twin = self.reference.read_twin(layer, site)
         return self.read_golden(layer, site) if twin is None else self.batch.rows(twin, site).float()
 
     def read_stream(self, layer: int, *, is_exact: bool) -> torch.Tensor | None:
-        """Read what the experts' sum is added to, [T,H] float32: the residual, else the output without that sum.
+        """Read the stream that the experts' sum is added to, [T,H] float32: the residual, else output − sum.
 
         Args:
             layer: The layer.

@@ -11,7 +11,7 @@ import torch
 from minimax_tools.checkpoint.layer_tensors import LayerTensors
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.spec import ModelSpec
-from minimax_tools.model.weight_names import EMBEDDING, FINAL_NORM, LM_HEAD
+from minimax_tools.model.weight_names import FINAL_NORM, head_name
 
 
 class TwinWeights(Protocol):
@@ -46,8 +46,3 @@ class CheckpointTwinWeights:
         """Read the final norm [H] and the lm_head [vocab,H]."""
         lm_head = head_name(self.spec)
         return self.reader.read_weight(FINAL_NORM, self.dtype), self.reader.read_weight(lm_head, self.dtype)
-
-
-def head_name(spec: ModelSpec) -> str:
-    """Return the name of the lm_head's weight in the checkpoint."""
-    return EMBEDDING if spec.tie_word_embeddings else LM_HEAD

@@ -39,7 +39,6 @@ from gpu_reference.golden.golden import Golden
 from gpu_reference.golden.recording import recording_layers, recording_model
 from gpu_reference.golden.resumption import running_only
 from gpu_reference.model.placement import watched_memory
-from gpu_reference.model.twin_weights import head_name
 from gpu_reference.pipeline.shared_capture import CaptureProposal, open_shared_capture
 from gpu_reference.pipeline.steps import Step, plan_steps
 from gpu_reference.streaming.once_reader import OnceReader
@@ -54,6 +53,7 @@ from minimax_tools.errors import CannotRunError, CaptureError
 from minimax_tools.json_codec import decode, encode
 from minimax_tools.model.run import Run
 from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.model.weight_names import head_name
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.ranks.rank_group import RankGroup
 

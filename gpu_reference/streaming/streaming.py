@@ -22,7 +22,6 @@ from gpu_reference.model.model_checks import (
     prove_weights,
     proved_expert_names,
 )
-from gpu_reference.model.twin_weights import head_name
 from gpu_reference.streaming.once_reader import OnceReader
 from minimax_tools.checkpoint.layer_loader import LayerLoader
 from minimax_tools.checkpoint.layer_storage import (
@@ -40,6 +39,7 @@ from minimax_tools.model.weight_names import (
     EXPERTS,
     FINAL_NORM,
     expected_layer_shapes,
+    head_name,
     layer_prefix,
 )
 from minimax_tools.partition.plan import Slice

@@ -46,6 +46,11 @@ SCALE_SUFFIX = ".weight_scale_inv"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
+def head_name(spec: ModelSpec) -> str:
+    """Return the name of the tensor that is lm_head's weight: the embedding's where the two are tied."""
+    return EMBEDDING if spec.tie_word_embeddings else LM_HEAD
+
+
 def layer_prefix(layer: int) -> str:
     """Return the prefix of the names of a decoder layer's tensors."""
     return f"model.layers.{layer}."

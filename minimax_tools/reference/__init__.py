@@ -1,13 +1,14 @@
 """The reference: what a MiniMax-M2 computes, to be trusted and read.
 
-- `layer`: mm2's own decoder layer in plain PyTorch, every site exposed; `own_layer`: the same, one expert in memory
+- `layer`: the decoder layer as a plain torch module, every site exposed
+- `float32_stages`: the decoder layer as a graph, one function for each site
+- `float32_layer`: that graph in float32, one expert in memory
+- `head`: final norm and lm_head in float32
 - `modules`: transformers' own modules, and where the sites show in them
-- `module_tree`: how any model that transformers knows names its parts
-- `causal_model`: any causal language model of transformers, whole; `causal_part`: some layers of one, with
-  `stand_ins` for the rest, told apart by its `anatomy`
-- `twin`: transformers' layer in float32 beside the BF16 one, for the noise floor, a `lone_layer` that is fed by hand
-- `variants`: samples of other right ways to compute a layer in BF16, copies of a `rounded_layer` that differ in their
-  `rounding`; `upcast`: its experts, and the twin's, in float32
-- `trainee`: transformers' whole MiniMax-M2 in float32, to be trained
-- `head`: final norm and lm_head in float32, a slab at a time
+- `transformers_layer`: transformers' layer by itself
+- `twin`: transformers' layer in float32, for the noise floor
+- `upcast`: experts in float32 from weights of fewer bits
+- `rounding`: rounding of a batch's copies
+- `rounded_layer`: copies of a layer that round in their own ways
+- `variants`: samples of other right ways to compute a layer
 """

@@ -24,12 +24,12 @@ class Float32Head:
         self._eps = eps
 
     def run(self, hidden_states: torch.Tensor) -> dict[ModelSite, torch.Tensor]:
-        """final_norm [B,S,H] and logits [B,S,vocab], float32, of the last layer's output [B,S,H]."""
+        """Compute final_norm [B,S,H] and logits [B,S,vocab], float32, of the last layer's output [B,S,H]."""
         normed = self.normalise(hidden_states)
         return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: self.score(normed)}
 
     def normalise(self, hidden_states: torch.Tensor, *, rounds: bool = False) -> torch.Tensor:
-        """final_norm [B,S,H] of the last layer's output [B,S,H]: float32, or BF16 where it rounds as models do."""
+        """Compute final_norm [B,S,H]: float32, or BF16 where it rounds as models do."""
         states = hidden_states.to(torch.float32)
         normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self._eps)
         if rounds:
@@ -37,7 +37,7 @@ class Float32Head:
         return normed * self._norm.to(torch.float32)
 
     def score(self, normed: torch.Tensor) -> torch.Tensor:
-        """logits [B,S,vocab], float32, of final_norm [B,S,H]."""
+        """Compute logits [B,S,vocab], float32, of final_norm [B,S,H]."""
         states = normed.to(torch.float32)
         slabs = [states @ slab.to(torch.float32).T for slab in self._lm_head.split(_SLAB_ROWS)]
         return torch.cat(slabs, dim=-1)

@@ -25,7 +25,7 @@ class ReferenceNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., width] to [..., width]."""
+        """Normalise [..., width] over its last dim."""
         exact = states.float()
         normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
         weighed: torch.Tensor = self.weight * normed.to(states.dtype)
@@ -139,7 +139,7 @@ class ReferenceRouter(nn.Module):
 
 
 class ReferenceMoe(nn.Module):
-    """Every token through its k experts, summed in float32."""
+    """A mixture of experts: each token goes through k of them, summed in float32."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ def require_golden_extra(needed_for: str) -> None:
 
 
 def read_config(folder: Path, *, num_hidden_layers: int) -> MiniMaxM2Config:
-    """transformers' config of a checkpoint, cut to its first layers."""
+    """Read transformers' config of a checkpoint, cut to its first layers."""
     from transformers import MiniMaxM2Config
 
     config = MiniMaxM2Config.from_pretrained(folder)

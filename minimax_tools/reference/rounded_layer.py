@@ -1,6 +1,6 @@
 """RoundedLayer: copies of a decoder layer computed side by side in float32, each rounding in its own way.
 
-One pass gives the exact layer and samples of what BF16 may cost a layer that is right: each copy rounds wherever some
+One pass gives the exact layer, and samples of the noise that BF16 adds to a right layer. Copies round wherever some
 right implementation does, attention's scores and the experts' partial sums too. Weights are read and upcast once.
 B batch, S sequence, C copies, R rows (C·B), T real tokens, H hidden, N heads, K kv heads, D head_dim, k experts.
 """
@@ -26,7 +26,7 @@ _MOST_SCORES = 2**22
 
 
 class RoundedLayer:
-    """One layer.
+    """A decoder layer, computed in several copies.
 
     Args:
         spec: The model.
@@ -51,10 +51,10 @@ class RoundedLayer:
     def run(
         self, hidden_states: torch.Tensor, inputs: Inputs, *, router_experts: torch.Tensor | None
     ) -> tuple[dict[Site, torch.Tensor], ...]:
-        """Every site but the input, for each copy, float32; of padded rows no expert's output.
+        """Compute every site but the input, for each copy, float32; no expert runs for padded rows.
 
         Args:
-            hidden_states: [B,S,H], what the layer is fed.
+            hidden_states: [B,S,H], the layer's input.
             inputs: Mask and positions.
             router_experts: int64 [B,S,k], the choice that all copies replay; None for that of the copy that rounds to
                 nearest, or of the first where none does. The site tells each copy's own choice, and the weights are
@@ -73,7 +73,7 @@ class RoundedLayer:
 
 @dataclass(slots=True)
 class _Pass:
-    """One pass over all copies; roundings are numbered in the order of their calls."""
+    """A pass over all copies; roundings are numbered in the order of their calls."""
 
     spec: ModelSpec
     tensors: Mapping[str, torch.Tensor]
@@ -136,7 +136,7 @@ class _Pass:
         return self.tensors[name].to(like.device, torch.float32)
 
     def _row_kinds(self) -> torch.Tensor:
-        """[R]."""
+        """Return the rounding kind of each row, [R]."""
         return torch.tensor(self.kinds).repeat_interleave(self.inputs.batch_size)
 
     def _round(self, values: torch.Tensor) -> torch.Tensor:
@@ -147,12 +147,12 @@ class _Pass:
         return self._round(self._round(normed).mul_(self._weight(weight, states)))
 
     def _heads(self, flat: torch.Tensor) -> torch.Tensor:
-        """[R,S,heads·D] to [R,heads,S,D]."""
+        """Reshape [R,S,heads·D] to [R,heads,S,D]."""
         heads: torch.Tensor = flat.unflatten(-1, (-1, self.spec.head_dim))
         return heads.transpose(1, 2)
 
     def _rotation(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of every position, [R,1,S,rotary_dim/2]: what they are rounded by, all heads share."""
+        """Return cos and sin of every position, [R,1,S,rotary_dim/2]: what they are rounded by, all heads share."""
         rotary_dim = self.spec.rotary_dim
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         positions = self.inputs.position_ids.to(device)[:, None, :, None].float()
@@ -171,7 +171,7 @@ class _Pass:
     def _attend(
         self, q_rnsd: torch.Tensor, k_rksd: torch.Tensor, v_rksd: torch.Tensor, mask_rs: torch.Tensor
     ) -> torch.Tensor:
-        """Causal attention, padded keys hidden: [R,S,N·D]."""
+        """Compute causal attention, padded keys hidden: [R,S,N·D]."""
         groups = self.spec.num_attention_heads // self.spec.num_key_value_heads
         num_rows, num_heads, length, _ = q_rnsd.shape
         causal = torch.ones(length, length, dtype=torch.bool, device=q_rnsd.device).tril()
@@ -197,7 +197,7 @@ class _Pass:
         return Rounding(seed=self.seed).apply(values[None], kind[None], draw=next(self.draws))[0]
 
     def _add_halves(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """A product whose halves are rounded before they are added, as two ranks of tensor parallelism do."""
+        """Multiply in halves that are rounded before they are added, as two ranks of tensor parallelism do."""
         pieces = zip(states.chunk(2, dim=-1), weight.chunk(2, dim=-1), strict=True)
         first, second = (self._round(linear(part, columns)) for part, columns in pieces)
         return self._round(first + second)

@@ -1,7 +1,7 @@
-"""Rounding: how the copies of a batch that run side by side round what they compute in float32.
+"""Rounding: float32 values rounded by the copy of a batch that they belong to.
 
-A copy is exact, or rounds as hardware does, or is off by a random half step of BF16 wherever hardware would round: a
-sample of what another order of the same operations gives (Monte Carlo arithmetic).
+A copy is exact, rounds as hardware does, or is off by a random half step of BF16 wherever hardware would round. The
+last kind samples other orders of the same operations (Monte Carlo arithmetic).
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ class Rounding:
         return values
 
     def _noise(self, values: torch.Tensor, draw: int) -> torch.Tensor:
-        """Between −½ and ½; drawn on the CPU, so that it is the same on every device."""
+        """Draw values between −½ and ½ on the CPU, so that they are the same on every device."""
         # torch's generator heeds 32 bits of a seed.
         generator = torch.Generator().manual_seed((self.seed * _GOLDEN_RATIO + draw) % 2**32)
         return torch.rand(values.shape, generator=generator).sub_(0.5).to(values.device)
 
 
 def _steps(values: torch.Tensor) -> torch.Tensor:
-    """The distance of neighbouring BF16 numbers around float32 values; 0 around 0."""
+    """Return the distance of neighbouring BF16 numbers around float32 values; 0 around 0."""
     powers = (values.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return powers.mul_(_STEP)
 
 
 def _slices(kinds: torch.Tensor) -> Iterator[tuple[RoundingKind, slice]]:
-    """The rows of each kind that rounds."""
+    """Yield the rows of each kind that rounds."""
     counts = torch.bincount(kinds, minlength=len(RoundingKind)).tolist()
     start = 0
     for kind, count in zip(RoundingKind, counts, strict=True):

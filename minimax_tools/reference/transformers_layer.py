@@ -1,4 +1,4 @@
-"""TransformersLayer: transformers' decoder layer by itself, fed a golden's input and, where wanted, its experts."""
+"""TransformersLayer: transformers' decoder layer by itself, on a golden's input and, where wanted, with its experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TransformersLayer:
-    """A layer on the meta device, whose weights whoever made it binds; its rotary embedding is real.
+    """A layer on the meta device, whose weights the caller binds; its rotary embedding is real.
 
     Args:
         config: transformers' config, which names the implementations of attention and experts.
@@ -103,8 +103,8 @@ def _replaying(layer: torch.nn.Module, router_experts: torch.Tensor | None) -> I
     ) -> tuple[torch.Tensor, ...] | None:
         if router_experts is None:
             return None
-        logits, _weights, own = output
-        experts = router_experts.reshape(own.shape).to(own.device, own.dtype)
+        logits, _weights, choice = output
+        experts = router_experts.reshape(choice.shape).to(choice.device, choice.dtype)
         scores = logits.sigmoid().gather(1, experts)
         return logits, scores / scores.sum(dim=-1, keepdim=True), experts
 

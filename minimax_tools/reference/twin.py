@@ -1,4 +1,4 @@
-"""Float32Twin: transformers' decoder layer in float32, fed the BF16 layer's own input.
+"""Float32Twin: transformers' decoder layer in float32, on the BF16 layer's own input.
 
 Its experts are upcast one at a time as they are needed, so no float32 copy of a whole layer ever exists.
 The difference between the BF16 layer and its twin is what BF16 alone costs: the noise floor.
@@ -111,6 +111,6 @@ def _upcast_experts(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """transformers' eager experts, each expert's weights upcast while it computes and then dropped."""
+    """Run transformers' eager experts, each expert's weights upcast while it computes and then dropped."""
     tensors: Mapping[str, torch.Tensor] = getattr(module, _TENSORS)
     return upcast_experts(tensors, hidden_states, top_k_index, top_k_weights)

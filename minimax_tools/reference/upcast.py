@@ -47,10 +47,10 @@ def upcast_experts(
     *,
     rounding: ExpertRounding | None = None,
 ) -> torch.Tensor:
-    """Every token through its experts, in float32: [T,H].
+    """Run every token through its experts, in float32: [T,H].
 
-    On a CPU experts run side by side, one thread each, and are added in the order of their numbers: the sums do
-    not depend on how many threads there are.
+    On a CPU experts run side by side, one thread each. They are added in the order of their numbers, so that the sums
+    do not depend on the number of threads.
 
     Args:
         weights: The layer's weights by the hub's relative names, of any float dtype; read from several threads.
@@ -102,7 +102,7 @@ class _Scratch(threading.local):
 
 @contextmanager
 def _side_by_side(device: torch.device) -> Iterator[Callable[..., Iterable[torch.Tensor]]]:
-    """A `map` that runs calls in as many threads as torch computes with, and gives their results in order."""
+    """Yield a `map` that runs calls in as many threads as torch computes with, and keeps their order."""
     if device.type != "cpu":
         # A device runs what it is given by itself, one expert after the other.
         yield map
@@ -114,7 +114,7 @@ def _side_by_side(device: torch.device) -> Iterator[Callable[..., Iterable[torch
 def _run_expert(
     weights: Mapping[str, torch.Tensor], number: int, states: torch.Tensor, scratch: _Scratch
 ) -> torch.Tensor:
-    """[t,H] to [t,H]."""
+    """Run one expert exactly, [t,H] to [t,H]."""
     gate, up = (
         _product(weights[expert_weight(number, name)], states, scratch) for name in (EXPERT_GATE, EXPERT_UP)
     )
@@ -157,7 +157,7 @@ def _run_rounded(
 
 
 def _product(weight: torch.Tensor, states: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
-    """`states` [t,C] times the transposed `weight` [R,C]: float32 [t,R]."""
+    """Multiply `states` [t,C] by the transposed `weight` [R,C]: float32 [t,R]."""
     if states.device.type != "cpu":
         return states @ weight.to(states.device, torch.float32).T
     num_rows, num_columns = weight.shape

@@ -1,8 +1,8 @@
 """Variants: samples of how far right ways to compute a decoder layer in BF16 stray from its float32 twin.
 
-Implementations that are right round in different places. A golden measures, on its own model and prompts, what that
-costs: beside it, one variant rounds to nearest wherever some right implementation rounds, and others are off by random
-half steps there. A port is held, at each site and token, against whichever strays furthest.
+Right implementations round in different places. A golden measures the effect on its own model and prompts: one variant
+rounds to nearest wherever some right implementation rounds, others are off by random half steps there. A port is held,
+at each site and token, against the variant that strays furthest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEAREST = "nearest"
 
 
 def variant_names(number: int) -> tuple[str, ...]:
-    """The names of so many variants: `nearest`, `random_1`, `random_2` and so on."""
+    """Return the names of so many variants: `nearest`, `random_1`, `random_2` and so on."""
     return tuple(_NEAREST if draw == 0 else f"random_{draw}" for draw in range(number))
 
 

@@ -1,7 +1,7 @@
 """Probes: what the runs of a bisection found, as values that add up; nothing here computes or prints.
 
-A probe is one run over a part of the layers, in chains: each chain is fed the golden's input at its start and judged
-at its end.
+A probe is one run over a part of the layers, in chains: each begins with the golden's input and is judged at its
+end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One run over a part of the layers; it ends with the first chain that is wrong.
+    """A run over a part of the layers; it ends with the first chain that is wrong.
 
     Args:
         span: The layers asked for.
@@ -111,7 +111,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BisectionFinding:
-    """Where a search ended: a layer that is wrong alone, or layers that are wrong only in a chain.
+    """Finding of a search: a layer that is wrong alone, or layers that are wrong only in a chain.
 
     Args:
         chain: The shortest chain that is wrong; of one layer where that is the culprit.
@@ -121,12 +121,12 @@ class BisectionFinding:
 
     @property
     def is_culprit(self) -> bool:
-        """Whether one layer, run alone, is wrong."""
+        """True where one layer, run alone, is wrong."""
         return len(self.chain.span) == 1
 
     @property
     def is_proof(self) -> bool:
-        """Whether the port is wrong beyond doubt: in one layer, or in a chain far beyond its limit."""
+        """True where the port is wrong beyond doubt: in one layer, or in a chain far beyond its limit."""
         return self.is_culprit or self.chain.excess > _LOUD_EXCESS
 
 
@@ -189,7 +189,7 @@ class Bisection:
 
     @property
     def longest_chain(self) -> int:
-        """How many layers ran in a chain at most."""
+        """Number of layers in the longest chain that ran."""
         return max((len(chain.span) for chain in self._chains()), default=0)
 
     @property

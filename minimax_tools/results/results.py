@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from minimax_tools.metrics.pair_metrics import PairMetrics
 from minimax_tools.model.sites import Site
+from minimax_tools.results.choices import LogitsResult, RoutingResult
 
 
 class Verdict(str, Enum):
-    """What a comparison concludes."""
+    """Conclusion of a comparison."""
 
     PASS = "pass"
     WARN = "warn"
@@ -28,7 +28,7 @@ class Verdict(str, Enum):
 
 
 class SiteStatus(str, Enum):
-    """What became of one site; only the first three were compared."""
+    """Status of one site; only the first three were compared."""
 
     PASS = "pass"
     WARN = "warn"
@@ -42,7 +42,7 @@ class SiteStatus(str, Enum):
 
     @property
     def is_compared(self) -> bool:
-        """Whether both sides were there and were judged."""
+        """True where both sides were there and were judged."""
         return self in (SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL)
 
 
@@ -59,8 +59,7 @@ class NoiseRatio:
         token_worst: The worst token's.
         worst_token: Its row and position.
         is_estimated: Whether the float32 twin was missing and ρ was estimated from ‖target − reference‖.
-        incoming: Error that a chained layer was handed, relative to its input; it widens the floor. 0 in
-            isolated runs.
+        incoming: Relative error of a chained layer's input, which widens the floor; 0 in isolated runs.
         floor: The floor that ρ is in units of, relative to the golden's values; None where they are all zero.
         interval: Where `whole` lies with 95 % confidence, from what it is without one prompt after the other;
             None where that cannot be told.
@@ -97,7 +96,7 @@ class RelativeError:
 
     Args:
         value: The error.
-        incoming: That of the input which a chained layer was handed; 0 in isolated runs.
+        incoming: Relative error of a chained layer's input; 0 in isolated runs.
     """
 
     value: float
@@ -106,7 +105,7 @@ class RelativeError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestLimit:
-    """Of a site's judged figures the one that comes nearest to its limit, or is furthest beyond it.
+    """Figure of a site that comes nearest to its limit, or is furthest beyond it.
 
     Args:
         figure: Its name, a field of `NoiseRatio`, or `relative_l2`.
@@ -125,106 +124,8 @@ class NearestLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
-    """A token that the port sends to other experts.
-
-    Args:
-        row, position: Its place in the batch.
-        dropped: Experts that the golden chose and the port did not.
-        chosen: Experts that the port chose and the golden did not; none where it names one twice.
-        margin: What noise must overcome, in biased scores; None without a floor.
-    """
-
-    row: int
-    position: int
-    dropped: tuple[int, ...]
-    chosen: tuple[int, ...]
-    margin: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingResult:
-    """Expert sets, token by token.
-
-    A flip is explained where noise may turn its margin round: the distance between the k-th and the (k+1)-th score,
-    or, where the weights are known, between the experts that changed places.
-
-    Args:
-        num_tokens: Judged tokens.
-        num_flipped: Of them, those with other experts.
-        num_explained: Of these, those that the noise explains.
-        widest_unexplained_margin: The widest margin of the others; None without a floor.
-        worst_flips: Some of the others, the widest margin first.
-    """
-
-    num_tokens: int
-    num_flipped: int
-    num_explained: int
-    widest_unexplained_margin: float | None
-    worst_flips: tuple[Flip, ...] = ()
-
-    @property
-    def num_unexplained(self) -> int:
-        """Flips that noise does not explain."""
-        return self.num_flipped - self.num_explained
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChoice:
-    """A place where the port's likeliest next token is not the golden's.
-
-    Args:
-        row, position: The place in the batch.
-        reference: The golden's token.
-        target: The port's.
-        margin: How far the golden's logit of its own token is above that of the port's.
-        reach: The margin that noise may turn round.
-    """
-
-    row: int
-    position: int
-    reference: int
-    target: int
-    margin: float
-    reach: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitsResult:
-    """Next-token distributions, token by token; the golden's is what the port's diverges from.
-
-    Args:
-        num_tokens: Judged tokens.
-        kl_mean, kl_p95, kl_worst: Kullback-Leibler divergence in nats: mean, 95th percentile, the worst token's.
-        worst_token: That token's row and position.
-        kl_mean_foreseen, kl_p95_foreseen: What noise within the floor comes to.
-        overlaps: By k, the share of the golden's k likeliest tokens that are among the port's.
-        num_disagreeing: Places whose likeliest token is another.
-        num_explained: Of them, those where noise may turn the margin round.
-        worst_choices: Some of the others, the widest margin first.
-    """
-
-    num_tokens: int
-    kl_mean: float
-    kl_p95: float
-    kl_worst: float
-    worst_token: tuple[int, int]
-    kl_mean_foreseen: float
-    kl_p95_foreseen: float
-    overlaps: Mapping[int, float]
-    num_disagreeing: int
-    num_explained: int
-    worst_choices: tuple[TokenChoice, ...] = ()
-
-    @property
-    def num_unexplained(self) -> int:
-        """Other choices that noise does not explain."""
-        return self.num_disagreeing - self.num_explained
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedRow:
-    """How far a prompt goes on as the golden's.
+    """Likeness of what both sides generated behind a prompt.
 
     Args:
         row: The prompt.
@@ -251,7 +152,7 @@ class GeneratedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteResult:
-    """One site of one layer (or of the model, where `layer` is None).
+    """Result at one site of one layer (or of the model, where `layer` is None).
 
     Args:
         layer: The layer.
@@ -290,11 +191,11 @@ class SiteResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """A site to blame: it fails though all it is computed from passes, or on what the port itself fed it.
+    """A site to blame: it fails though its inputs pass, or on the port's own values of them.
 
     Args:
         layer: The layer; None outside them.
-        sites: The site, behind others that may hold the fault as well and that nobody could see.
+        sites: The site, behind others that were not compared and may hold the fault as well.
         reason: Why.
     """
 
@@ -324,13 +225,13 @@ class BlameGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """How far a chained run is off after one layer.
+    """Error of a chained run after one layer.
 
     Args:
         layer: The layer.
         error: ‖target − reference‖ / ‖reference‖ of its output.
-        handed_on: The same of the input that it was handed; 0 where that is the golden's own.
-        floor: What its output may be off by: the noise of the layer and what it was handed, relative to the
+        handed_on: The same of its input; 0 where that is the golden's own.
+        floor: What its output may be off by: the noise of the layer and its input error, relative to the
             output; None where the golden kept no floor.
         ratio: ρ of its output, over the tokens that are judged there; where there is no floor, the share of the limit.
     """
@@ -344,11 +245,11 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """How the error of a chained run grows.
+    """Growth of a chained run's error.
 
     Args:
         points: Layer by layer, ascending.
-        onset: The first layer that adds more than noise to what it was handed; None where none does.
+        onset: The first layer that adds more than noise to its input error; None where none does.
         command: What to run to learn who is to blame there; empty without an onset.
     """
 
@@ -408,7 +309,7 @@ class Comparison:
 
     @property
     def shows_outputs_only(self) -> bool:
-        """Return whether of the layers nothing was judged but what leaves them."""
+        """True where of the layers nothing was judged but their output."""
         judged = {site.site for site in self.sites if site.layer is not None and site.status.is_compared}
         declared = {site.site for site in self.sites if site.layer is not None}
         return judged == {str(Site.OUTPUT)} != declared
@@ -429,5 +330,5 @@ class Comparison:
         return tuple(sorted({site.layer for site in self.sites if site.layer is not None}))
 
     def of_layer(self, layer: int | None) -> tuple[SiteResult, ...]:
-        """The sites of one layer, or the model's for None."""
+        """Return the sites of one layer, or the model's for None."""
         return tuple(site for site in self.sites if site.layer == layer)

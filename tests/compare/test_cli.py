@@ -123,7 +123,7 @@ class TestVerdict:
         target = copyist.device_run({(0, Site.INPUT): halved}, run=single_layer_run(0, sites_level="all"))
         result = command(mm2_compare, "--gpu-path", golden, "--neuron-path", target, "--quiet")
         assert (result.exit_code, result.stdout) == (3, "")
-        assert "the captures have different inputs: layer 0 was fed other hidden states" in result.stderr
+        assert "the captures have different inputs: layer 0 got other hidden states" in result.stderr
         assert "Traceback" not in result.stderr
 
     def test_unfinished_run_exits_with_3(self, golden: Path, copyist: Any, command: Command) -> None:

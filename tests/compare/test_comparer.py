@@ -193,7 +193,7 @@ class TestChained:
         comparison = judge(copyist.device_run(changes, run=run))
         assert blamed(comparison)[0][0] == 1
         assert len(comparison.blame) == 1
-        assert site_of(comparison, 2, Site.OUTPUT).reason == "NaN or Inf was handed on to its layer"
+        assert site_of(comparison, 2, Site.OUTPUT).reason == "the layer's input already held NaN or Inf"
 
 
 class TestModelSites:

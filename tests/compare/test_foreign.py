@@ -330,7 +330,7 @@ class TestDiagnosis:
         assert [(one["layer"], one["mistake"]) for one in record["diagnosis"]] == [(1, "gate_up_swapped")]
         assert record["diagnosis"][0]["leaves"] < 1.3
         assert any("on the port's own input" in note for note in record["layers"][0]["notes"])
-        assert "layers 1-3 were fed each other's outputs" in record["notes"][0]
+        assert "layers 1-3 ran on each other's outputs" in record["notes"][0]
 
     def test_wrong_head_is_named_from_last_tokens_alone(
         self, toy: Path, golden: Path, dumps: Any, runs: Any, command: Command, tmp_path: Path
@@ -395,7 +395,7 @@ class TestPartOfAModel:
             dumps.save_nxdi(tmp_path / "dump", "layers.3", point, other)
         exit_code, record = compare(tmp_path / "dump")
         assert exit_code == 3
-        assert "layer 3 was fed other hidden states" in record["error"]
+        assert "layer 3 got other hidden states" in record["error"]
 
     def test_without_inputs_no_port_is_called_wrong_or_right(
         self,
@@ -413,13 +413,11 @@ class TestPartOfAModel:
             dumps.save_nxdi(tmp_path / "dump", f"layers.{layer}.self_attn.o_proj", "output", values)
         exit_code, record = compare(tmp_path / "dump")
         assert (exit_code, record["verdict"], record["blame"]) == (3, "incomparable", [])
-        assert any(
-            "2 sites differ behind an input that the device run does not hold" in n for n in record["notes"]
-        )
+        assert any("2 sites differ behind an input that was not captured" in n for n in record["notes"])
         paths = ("--model", toy, "--gpu-path", golden, "--neuron-path", tmp_path / "dump")
         result = command(mm2_diagnose, *paths, "--layer", "layer_2", "--quiet")
         assert result.exit_code == 3
-        assert "what layer 2 was fed is not held on both sides" in result.stderr
+        assert "the input of layer 2 is not held on both sides" in result.stderr
         assert "mm2-test single-layer --layer 2" in result.stderr
         held = dumps.padded(source.read(2, Site.ATTN_DELTA), mask)
         held[0, 5, 7] = torch.nan

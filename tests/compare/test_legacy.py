@@ -111,7 +111,7 @@ class TestDeviceRun:
         target = write_single_layer(tmp_path / "run", source, 2, input_hidden_states=random)
         exit_code, record = compare(command, golden, target)
         assert (exit_code, record["verdict"]) == (3, "incomparable")
-        assert "the captures have different inputs: layer 2 was fed other hidden states" in record["error"]
+        assert "the captures have different inputs: layer 2 got other hidden states" in record["error"]
 
     def test_other_mask_is_incomparable(
         self, golden: Path, source: Capture, command: Command, tmp_path: Path

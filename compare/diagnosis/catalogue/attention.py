@@ -13,9 +13,9 @@ import torch
 from compare.diagnosis.catalogue.splits import rank_of, share
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
 from compare.diagnosis.mistake import Mistake, each, once, values_of
-from compare.diagnosis.stages import attend, product_stage
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import STAGES, attend, product_stage
 
 
 def _attending(**options: Any) -> Change:
@@ -45,7 +45,7 @@ def _interleaved(order: str) -> Change:
 
 
 def _cut_per_group() -> Change:
-    """The rows lie per kv group as [its queries | its key | its value], and are cut as [Q | K | V]."""
+    """Cut rows as [Q | K | V] that lie per kv group as [its queries | its key | its value]."""
 
     def fused(at: Evaluation) -> tuple[torch.Tensor, ...]:
         spec = at.spec
@@ -70,7 +70,7 @@ def _cut_per_group() -> Change:
 def _one_rank(tp_degree: int, rank: int) -> Change:
     def stage(at: Evaluation) -> torch.Tensor:
         part = share(at.spec.query_width, tp_degree, rank)
-        return at[Site.ATTN_CONTEXT][:, part] @ at.weights.kept_value(weight_names.O_PROJ)[:, part].T
+        return at[Site.ATTN_CONTEXT][:, part] @ at.weight(weight_names.O_PROJ)[:, part].T
 
     return Change(stages={Site.ATTN_DELTA: stage})
 
@@ -102,13 +102,8 @@ def _scales(scene: LayerInputs) -> tuple[float, ...]:
 
 
 def _projection_scaled(tensor: str, factor: float) -> Change:
-    site, name = {
-        "q_proj": (Site.Q_PROJ, weight_names.Q_PROJ),
-        "k_proj": (Site.K_PROJ, weight_names.K_PROJ),
-        "v_proj": (Site.V_PROJ, weight_names.V_PROJ),
-    }[tensor]
-    right = product_stage(Site.INPUT_NORM, name)
-    return Change(stages={site: lambda at: factor * right(at)})
+    right = STAGES[Site(tensor)]
+    return Change(stages={Site(tensor): lambda at: factor * right(at)})
 
 
 ATTENTION_MISTAKES = (

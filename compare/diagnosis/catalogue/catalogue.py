@@ -34,7 +34,7 @@ CATALOGUE: Mapping[str, Mistake] = MappingProxyType(
 
 
 def find_mistakes(names: tuple[str, ...], *, also: Collection[str] = ()) -> tuple[Mistake, ...]:
-    """The mistakes of these names; all of them where none is given.
+    """Find the mistakes of these names; all of them where none is given.
 
     Args:
         names: Names.

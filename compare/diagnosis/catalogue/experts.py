@@ -54,7 +54,7 @@ def _width_part(tp_degree: int, rank: int) -> Change:
 
 
 def _numbered(number: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
-    """Other experts' weights in place of the chosen ones'."""
+    """Use other experts' weights in place of the chosen ones'."""
     return Change(stages={ExpertValue.EXPERT_NUMBERS: lambda at: number(at, at[Site.ROUTER_EXPERTS])})
 
 
@@ -63,7 +63,7 @@ def _text_order(at: Evaluation, experts: torch.Tensor) -> torch.Tensor:
 
 
 def _combined(keeps: Callable[[Evaluation], torch.Tensor]) -> Change:
-    """The experts' sum with some of them left out: `keeps` is bool [T,k]."""
+    """Leave some experts out of the sum: `keeps` is bool [T,k]."""
 
     def stage(at: Evaluation) -> torch.Tensor:
         shares = torch.where(keeps(at), at[Site.ROUTER_WEIGHTS], 0.0)
@@ -79,7 +79,7 @@ def _is_of(at: Evaluation, ep_degree: int, rank: int) -> torch.Tensor:
 
 
 def _within_capacity(factor: float, counted: str) -> Callable[[Evaluation], torch.Tensor]:
-    """Whether a token comes early enough at its expert; all tokens count, whichever are judged."""
+    """Decide whether a token is within its expert's capacity; all tokens count, whichever are judged."""
 
     def keeps(at: Evaluation) -> torch.Tensor:
         everywhere = at.base.everywhere()

@@ -7,28 +7,23 @@ from types import MappingProxyType
 import torch
 
 from compare.diagnosis.catalogue.low_bits import fp8_groups
-from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, GraphNode, LayerInputs, Stage
+from compare.diagnosis.evaluation import Change, ExpertValue, GraphNode, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.layer_weights import Decode, LayerWeights, read_codes, spread_scales
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, each
 from minimax_tools.checkpoint.fp8 import dequantise
-from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
 from minimax_tools.model.weight_names import EXPERT_MATRICES, expert_weight
+from minimax_tools.reference.float32_stages import PROJECTIONS
 
-_PROJECTIONS = {
-    "q_proj": (Site.Q_PROJ, Site.INPUT_NORM, weight_names.Q_PROJ),
-    "k_proj": (Site.K_PROJ, Site.INPUT_NORM, weight_names.K_PROJ),
-    "v_proj": (Site.V_PROJ, Site.INPUT_NORM, weight_names.V_PROJ),
-    "o_proj": (Site.ATTN_DELTA, Site.ATTN_CONTEXT, weight_names.O_PROJ),
-}
-TENSORS = (*_PROJECTIONS, *EXPERT_MATRICES)
+_SITES = {"q_proj": Site.Q_PROJ, "k_proj": Site.K_PROJ, "v_proj": Site.V_PROJ, "o_proj": Site.ATTN_DELTA}
+TENSORS = (*_SITES, *EXPERT_MATRICES)
 
 
 def _decoded(decode: Decode, *tensors: str) -> Change:
-    """These tensors' codes and scales read in another way."""
+    """Read these tensors' codes and scales in another way."""
     stages: dict[GraphNode, Stage] = {
-        _PROJECTIONS[tensor][0]: _product(tensor, decode) for tensor in tensors if tensor in _PROJECTIONS
+        _SITES[tensor]: _product(_SITES[tensor], decode) for tensor in tensors if tensor in _SITES
     }
     matrices = tuple(tensor for tensor in tensors if tensor in EXPERT_MATRICES)
 
@@ -38,13 +33,9 @@ def _decoded(decode: Decode, *tensors: str) -> Change:
     return Change(stages=stages, recipe=Recipe(read=read, changed=matrices) if matrices else None)
 
 
-def _product(tensor: str, decode: Decode) -> Stage:
-    _, source, name = _PROJECTIONS[tensor]
-
-    def stage(at: Evaluation) -> torch.Tensor:
-        return at[source] @ at.weights.decoded(name, decode).T
-
-    return stage
+def _product(site: Site, decode: Decode) -> Stage:
+    source, name = PROJECTIONS[site]
+    return lambda at: at[source] @ at.weights.decoded(name, decode).T
 
 
 def _without_scale(codes: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -81,38 +72,50 @@ def _activations() -> Change:
 
 
 def is_fp8(scene: LayerInputs) -> bool:
-    """Whether the checkpoint stores matrices of the layer in FP8."""
+    """Decide whether the checkpoint stores matrices of the layer in FP8."""
     return bool(_stored(scene))
 
 
 def _stored(scene: LayerInputs) -> tuple[str, ...]:
-    """The tensors that the checkpoint stores in FP8."""
+    """List the tensors that the checkpoint stores in FP8."""
     of_tensor = {
-        **{tensor: name for tensor, (_, _, name) in _PROJECTIONS.items()},
+        **{tensor: PROJECTIONS[site][1] for tensor, site in _SITES.items()},
         **{matrix: expert_weight(0, matrix) for matrix in EXPERT_MATRICES},
     }
     return tuple(tensor for tensor, name in of_tensor.items() if scene.weights.is_fp8(name))
 
 
+def _of_tensor(
+    name: str, *, what: str, look_at: str, decode: Decode, sources: tuple[str, ...] = ()
+) -> Mistake:
+    """Build a mistake of one tensor, whichever of those that are stored in FP8."""
+    return Mistake(
+        name=name,
+        what=what,
+        look_at=look_at,
+        build=lambda tensor: _decoded(decode, tensor),
+        candidates=each("tensor", _stored),
+        sources=sources,
+    )
+
+
 def _all_once(parameters: Parameters) -> Candidates:
-    """Once, where all matrices are stored in FP8."""
+    """Offer the parameters once, where all matrices are stored in FP8."""
     return lambda scene: (parameters,) if len(_stored(scene)) == len(TENSORS) else ()
 
 
 FP8_MISTAKES = (
-    Mistake(
-        name="fp8_scale_missing",
+    _of_tensor(
+        "fp8_scale_missing",
         what="The FP8 codes of a tensor are used without their scales.",
         look_at="how weight_scale_inv is found and bound for this tensor",
-        build=lambda tensor: _decoded(_without_scale, tensor),
-        candidates=each("tensor", _stored),
+        decode=_without_scale,
     ),
-    Mistake(
-        name="fp8_scale_averaged",
+    _of_tensor(
+        "fp8_scale_averaged",
         what="All blocks of a tensor share one scale.",
         look_at="slices that are smaller than a block of 128",
-        build=lambda tensor: _decoded(_averaged, tensor),
-        candidates=each("tensor", _stored),
+        decode=_averaged,
     ),
     Mistake(
         name="fp8_clipped",
@@ -129,19 +132,17 @@ FP8_MISTAKES = (
         candidates=_all_once(MappingProxyType({})),
         sources=("transformers#46763",),
     ),
-    Mistake(
-        name="fp8_scale_transposed",
+    _of_tensor(
+        "fp8_scale_transposed",
         what="The grid of a tensor's scales is read transposed.",
         look_at="the order of the block scales' two dims",
-        build=lambda tensor: _decoded(_transposed, tensor),
-        candidates=each("tensor", _stored),
+        decode=_transposed,
     ),
-    Mistake(
-        name="fp8_codes_as_integers",
+    _of_tensor(
+        "fp8_codes_as_integers",
         what="The FP8 bytes of a tensor are taken for integers.",
         look_at="the dtype that the codes are viewed as",
-        build=lambda tensor: _decoded(_as_integers, tensor),
-        candidates=each("tensor", _stored),
+        decode=_as_integers,
         sources=("mlx-lm#1192",),
     ),
     Mistake(

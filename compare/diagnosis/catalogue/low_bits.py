@@ -5,16 +5,15 @@ from __future__ import annotations
 import torch
 
 _LARGEST_FP8 = 448.0
-_LARGEST_INT4 = 7.0
 
 
 def bfloat16(values: torch.Tensor) -> torch.Tensor:
-    """Rounded to BF16."""
+    """Round to BF16."""
     return values.bfloat16().float()
 
 
 def fp8_blocks(weight: torch.Tensor, block: int = 128) -> torch.Tensor:
-    """[R,C] through FP8 (e4m3) with one scale for each block x block."""
+    """Round [R,C] to FP8 (e4m3) with one scale for each block x block."""
     rounded = torch.empty_like(weight)
     for row in range(0, weight.shape[0], block):
         for column in range(0, weight.shape[1], block):
@@ -24,17 +23,17 @@ def fp8_blocks(weight: torch.Tensor, block: int = 128) -> torch.Tensor:
 
 
 def fp8_groups(states: torch.Tensor, width: int = 128) -> torch.Tensor:
-    """[...,C] through FP8 (e4m3) with one scale for each `width` neighbours of a row."""
+    """Round [...,C] to FP8 (e4m3) with one scale for each `width` neighbours of a row."""
     parts = [_fp8(part, part.abs().amax(-1, keepdim=True)) for part in states.split(width, dim=-1)]
     return torch.cat(parts, dim=-1)
 
 
-def int4_groups(weight: torch.Tensor, width: int = 128) -> torch.Tensor:
-    """[R,C] through symmetric four-bit integers with one scale for each `width` neighbours of a row."""
+def integer_groups(weight: torch.Tensor, width: int, *, largest: float) -> torch.Tensor:
+    """Round [R,C] to symmetric integers up to `largest`, with one scale for each `width` neighbours of a row."""
     parts = []
     for part in weight.split(width, dim=-1):
-        scale = (part.abs().amax(-1, keepdim=True) / _LARGEST_INT4).clamp(min=1e-12)
-        parts.append((part / scale).round().clamp(-_LARGEST_INT4 - 1, _LARGEST_INT4) * scale)
+        scale = (part.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12)
+        parts.append((part / scale).round().clamp(-largest - 1, largest) * scale)
     return torch.cat(parts, dim=-1)
 
 

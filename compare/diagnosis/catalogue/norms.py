@@ -12,24 +12,18 @@ import torch
 from compare.diagnosis.catalogue.splits import degrees
 from compare.diagnosis.evaluation import Change, Evaluation, GraphNode, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
-from compare.diagnosis.stages import (
+from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import (
+    NORMS,
     normalise,
     rotate_halves,
     rotation_angles,
     split_heads,
 )
-from minimax_tools.model import weight_names
-from minimax_tools.model.sites import Site
 
 # From states and weight to the normed states.
 _Norm = Callable[[Evaluation, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_WEIGHTS = {
-    Site.INPUT_NORM: (Site.INPUT, weight_names.INPUT_NORM),
-    Site.POST_NORM: (Site.ATTN_RESIDUAL, weight_names.POST_NORM),
-    Site.Q_NORM: (Site.Q_PROJ, weight_names.Q_NORM),
-    Site.K_NORM: (Site.K_PROJ, weight_names.K_NORM),
-}
 _BLOCK = (Site.INPUT_NORM, Site.POST_NORM)
 _HEADS = (Site.Q_NORM, Site.K_NORM)
 
@@ -39,20 +33,20 @@ def _norms(norm: _Norm, *sites: Site) -> Change:
 
 
 def _stage(site: Site, norm: _Norm) -> Stage:
-    source, weight = _WEIGHTS[site]
-    return lambda at: norm(at, at[source], at.weights.kept_value(weight))
+    source, weight = NORMS[site]
+    return lambda at: norm(at, at[source], at.weight(weight))
 
 
-def _own(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _normed(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return normalise(states, weight, at.spec.rms_norm_eps)
 
 
 def _plus_one(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _own(at, states, weight + 1.0)
+    return _normed(at, states, weight + 1.0)
 
 
 def _unweighted(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _own(at, states, torch.ones_like(weight))
+    return _normed(at, states, torch.ones_like(weight))
 
 
 def _eps(eps: float) -> Change:
@@ -60,13 +54,13 @@ def _eps(eps: float) -> Change:
 
 
 def _centred(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _own(at, states - states.mean(-1, keepdim=True), weight)
+    return _normed(at, states - states.mean(-1, keepdim=True), weight)
 
 
 def _in_parts(parts: int) -> _Norm:
     def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         split = states.unflatten(-1, (parts, -1))
-        return _own(at, split, weight.unflatten(0, (parts, -1))).flatten(-2)
+        return _normed(at, split, weight.unflatten(0, (parts, -1))).flatten(-2)
 
     return norm
 
@@ -89,19 +83,19 @@ def _per_rank(tp_degree: int) -> Change:
 
 def _averaged(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     heads = weight.view(-1, at.spec.head_dim)
-    return _own(at, states, heads.mean(0).repeat(len(heads)))
+    return _normed(at, states, heads.mean(0).repeat(len(heads)))
 
 
 def _first_slice(tp_degree: int) -> Change:
     def norm(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         parts = min(tp_degree, weight.numel() // at.spec.head_dim)
-        return _own(at, states, weight.chunk(parts)[0].repeat(parts))
+        return _normed(at, states, weight.chunk(parts)[0].repeat(parts))
 
     return _norms(norm, *_HEADS)
 
 
 def _scaled(factor: float, site: Site) -> Change:
-    return _norms(lambda at, states, weight: _own(at, states, weight * factor), site)
+    return _norms(lambda at, states, weight: _normed(at, states, weight * factor), site)
 
 
 def _low_precision(at: Evaluation, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -116,7 +110,7 @@ def _after_rope() -> Change:
         (Site.Q_ROPE, Site.Q_NORM, Site.Q_PROJ),
         (Site.K_ROPE, Site.K_NORM, Site.K_PROJ),
     ):
-        stages[rope] = _normed_after_rope(source, _WEIGHTS[norm][1])
+        stages[rope] = _normed_after_rope(source, NORMS[norm][1])
     return Change(stages=stages)
 
 
@@ -125,13 +119,13 @@ def _normed_after_rope(source: Site, name: str) -> Stage:
         head_dim = at.spec.head_dim
         rotated = rotate_halves(split_heads(at[source], head_dim), rotation_angles(at))
         flat = rotated.transpose(1, 2).flatten(2)
-        return split_heads(_own(at, flat, at.weights.kept_value(name)), head_dim)
+        return split_heads(_normed(at, flat, at.weight(name)), head_dim)
 
     return stage
 
 
 def _tp_degrees(scene: LayerInputs) -> tuple[int, ...]:
-    """Those that split the kv heads evenly too, or leave at most one to a rank."""
+    """List degrees that split the kv heads evenly too, or leave at most one to a rank."""
     num_kv_heads = scene.spec.num_key_value_heads
     return tuple(
         degree

@@ -6,19 +6,17 @@ import torch
 
 from compare.diagnosis.evaluation import Change, Evaluation
 from compare.diagnosis.mistake import Mistake, values_of
-from compare.diagnosis.stages import normalise, product_stage
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
-
-_RIGHT_DELTA = product_stage(Site.ATTN_CONTEXT, weight_names.O_PROJ)
+from minimax_tools.reference.float32_stages import STAGES, normalise
 
 
 def _scaled(factor: float) -> Change:
-    return Change(stages={Site.ATTN_DELTA: lambda at: _RIGHT_DELTA(at) * factor})
+    return Change(stages={Site.ATTN_DELTA: lambda at: STAGES[Site.ATTN_DELTA](at) * factor})
 
 
 def _post_norm_of_input(at: Evaluation) -> torch.Tensor:
-    weight = at.weights.kept_value(weight_names.POST_NORM)
+    weight = at.weight(weight_names.POST_NORM)
     return normalise(at.chosen(at[Site.INPUT]), weight, at.spec.rms_norm_eps)
 
 

@@ -9,8 +9,8 @@ import torch
 from compare.diagnosis.catalogue.low_bits import bfloat16
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs, Stage
 from compare.diagnosis.mistake import Mistake, each, values_of
-from compare.diagnosis.stages import frequencies, rotate_halves, rotation_angles, split_heads
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import frequencies, rotate_halves, rotation_angles, split_heads
 
 # From heads [B,heads,S,D] to rotated heads.
 _Turn = Callable[[Evaluation, torch.Tensor], torch.Tensor]
@@ -29,7 +29,7 @@ def _with_angles(angles: Callable[[Evaluation], torch.Tensor]) -> Change:
 
 
 def _positions(at: Evaluation) -> torch.Tensor:
-    return at.scene.position_ids[:, :, None].float()
+    return at.position_ids[:, :, None].float()
 
 
 def _width(rotary_dim: int) -> Change:
@@ -63,12 +63,12 @@ def _last_dims(at: Evaluation, heads: torch.Tensor) -> torch.Tensor:
 
 def _low_precision(rounded: str) -> Change:
     def angles(at: Evaluation) -> torch.Tensor:
-        own = frequencies(at.spec.rotary_dim, at.spec.rope_theta)
+        right = frequencies(at.spec.rotary_dim, at.spec.rope_theta)
         if rounded == "angles":
-            return bfloat16(_positions(at) * own)
+            return bfloat16(_positions(at) * right)
         if rounded == "frequencies":
-            return _positions(at) * bfloat16(own)
-        return bfloat16(bfloat16(_positions(at)) * bfloat16(own))
+            return _positions(at) * bfloat16(right)
+        return bfloat16(bfloat16(_positions(at)) * bfloat16(right))
 
     return _with_angles(angles)
 

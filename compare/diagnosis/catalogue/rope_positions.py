@@ -12,8 +12,8 @@ import torch
 
 from compare.diagnosis.evaluation import Change, Evaluation, LayerInputs
 from compare.diagnosis.mistake import Candidates, Mistake, Parameters, Value
-from compare.diagnosis.stages import frequencies, rotate_halves, split_heads
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import frequencies, rotate_halves, split_heads
 
 # From positions int64 [B,S] to those that a mistaken port turns by, float32 [B,S].
 _Wrong = Callable[[torch.Tensor], torch.Tensor]
@@ -25,7 +25,7 @@ _DTYPES = MappingProxyType({"bfloat16": torch.bfloat16, "float16": torch.float16
 def _positions(wrong: _Wrong) -> Change:
     def turn(at: Evaluation, source: Site) -> torch.Tensor:
         spec = at.spec
-        positions = wrong(at.scene.position_ids).float()[:, :, None]
+        positions = wrong(at.position_ids).float()[:, :, None]
         angles = positions * frequencies(spec.rotary_dim, spec.rope_theta)
         return rotate_halves(split_heads(at[source], spec.head_dim), angles)
 
@@ -46,7 +46,7 @@ def _clamped(last: int) -> _Wrong:
 
 
 def _rounded(dtype: str) -> _Wrong:
-    # Tokens past a dtype's largest number are NaN in a port, and judged by nobody; here they must not spoil the others.
+    # Tokens past a dtype's largest number are NaN in a port, and not judged; here they must not spoil the others.
     held = _DTYPES[dtype]
     return lambda positions: positions.to(held).clamp(max=torch.finfo(held).max)
 
@@ -56,7 +56,7 @@ def _counted(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _that_differ(name: str, values: tuple[Value, ...], build: Callable[..., _Wrong]) -> Candidates:
-    """The values of one parameter with which some real token turns by another position."""
+    """Build candidates of one parameter: values with which some real token turns by another position."""
 
     def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
         return tuple(

@@ -6,21 +6,25 @@ from collections.abc import Callable
 
 import torch
 
-from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, int4_groups
+from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_blocks, integer_groups
 from compare.diagnosis.evaluation import Change, Evaluation, ExpertValue, LayerInputs, Stage
 from compare.diagnosis.expert_pass import Recipe
 from compare.diagnosis.mistake import Mistake, Parameters, each, values_of
-from compare.diagnosis.stages import choose_experts, correction_bias, router_scores
-from compare.judging.routing import expert_shares
 from minimax_tools.model import weight_names
 from minimax_tools.model.sites import Site
+from minimax_tools.reference.float32_stages import (
+    choose_experts,
+    correction_bias,
+    expert_shares,
+    router_scores,
+)
 
 # [T,E] of an evaluation.
 _Scores = Callable[[Evaluation], torch.Tensor]
 
 
 def _choosing(choice: _Scores, scores: _Scores | None = None) -> Change:
-    """Experts by other scores; their weights too, where those are given."""
+    """Choose experts by other scores; weigh them by others too, where those are given."""
     stages: dict[Site | ExpertValue, Stage] = {
         Site.ROUTER_EXPERTS: lambda at: choose_experts(choice(at), at.spec.num_experts_per_tok)
     }
@@ -30,7 +34,7 @@ def _choosing(choice: _Scores, scores: _Scores | None = None) -> Change:
 
 
 def _weighing(weights: Callable[[Evaluation, torch.Tensor], torch.Tensor]) -> Change:
-    """Other weights of the chosen experts."""
+    """Weigh the chosen experts otherwise."""
     return Change(stages={Site.ROUTER_WEIGHTS: lambda at: weights(at, at[Site.ROUTER_EXPERTS])})
 
 
@@ -46,22 +50,18 @@ def _top_k(k: int) -> Change:
 
 def _logits(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
     return Change(
-        stages={
-            Site.ROUTER_LOGITS: lambda at: product(
-                at[Site.POST_NORM], at.weights.kept_value(weight_names.GATE)
-            )
-        }
+        stages={Site.ROUTER_LOGITS: lambda at: product(at[Site.POST_NORM], at.weight(weight_names.GATE))}
     )
 
 
 def _quantised(bits: int, scales: str = "blocks") -> Change:
-    """FP8 with a scale for each block of 128 x 128, or four bits with one for each 128 of a row; or fewer scales."""
+    """Quantise the gate: FP8 by blocks of 128 x 128, four bits by 128 of a row; or with fewer scales."""
 
     def product(states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         if bits == 8:
             width = max(gate.shape)
             return states @ (fp8_blocks(gate, width) if scales == "tensor" else fp8_blocks(gate)).T
-        return states @ int4_groups(gate, gate.shape[1] if scales == "rows" else 128).T
+        return states @ integer_groups(gate, gate.shape[1] if scales == "rows" else 128, largest=7.0).T
 
     return _logits(product)
 

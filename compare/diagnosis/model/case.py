@@ -1,4 +1,4 @@
-"""SiteCase: all that mistakes at one site outside the layers are judged by, read from two captures and the checkpoint.
+"""SiteCase: one site outside the layers, from two captures and the checkpoint, by which its mistakes are judged.
 
 B batch, S sequence, T judged tokens, H hidden, C judged columns of the vocabulary, F channels: H or C.
 """
@@ -18,12 +18,10 @@ from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.scene import ModelScene, Unit
 from compare.diagnosis.model.weights import ModelWeights
 from compare.sides.batch import Batch
+from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
 from minimax_tools.capture.source import CaptureSource
-from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.command_line.options import DTYPES
 from minimax_tools.model.sites import ModelSite, Site
-from minimax_tools.model.spec import ModelSpec
 
 # Of one rounding, relative to the values; float32 sums in another order.
 _ROUNDING = {torch.bfloat16: 1.7e-3, torch.float32: 2e-6}
@@ -34,7 +32,7 @@ _RIGHT = {ModelSite.EMBEDDING: embed, ModelSite.FINAL_NORM: norm_states, ModelSi
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SiteCase:
-    """One site.
+    """A site outside the layers, with both sides' values.
 
     Args:
         site: The site.
@@ -73,9 +71,8 @@ class ModelCases:
         golden: The golden.
         target: The device run.
         batch: The tokens that they have in common.
-        last_layer: The layer whose output the head was fed.
-        reader: The checkpoint.
-        spec: The model.
+        last_layer: The layer before the head.
+        weights: Any layer's; what lies outside the layers is read from the same checkpoint.
     """
 
     def __init__(
@@ -85,16 +82,15 @@ class ModelCases:
         *,
         batch: Batch,
         last_layer: int,
-        reader: CheckpointReader,
-        spec: ModelSpec,
+        weights: GoldenWeights,
     ) -> None:
         self._golden, self._target, self._batch = golden, target, batch
         self._last_layer = last_layer
-        self._spec = spec
-        self._dtype = DTYPES[golden.description.provenance.dtypes["weights"]]
-        self._weights = ModelWeights(reader, spec, dtype=self._dtype)
+        self._spec = weights.spec
+        self._dtype = weights.tensors.dtype
+        self._weights = ModelWeights(weights.tensors.reader, weights.spec, dtype=self._dtype)
         generator = torch.Generator().manual_seed(0)
-        columns = torch.randperm(spec.vocab_size, generator=generator)[:_MOST_COLUMNS]
+        columns = torch.randperm(weights.spec.vocab_size, generator=generator)[:_MOST_COLUMNS]
         self._columns = columns.sort().values
 
     def open(self, site: ModelSite) -> SiteCase | str:
@@ -105,8 +101,8 @@ class ModelCases:
             return mismatch
         has_norm = self._holds(self._target, ModelSite.FINAL_NORM)
         scenes = [self._scene(side, has_norm=has_norm) for side in (self._golden, self._target)]
-        if any(_is_unfed(scene, site) for scene in scenes):
-            return "what it is computed from is not held"
+        if any(_lacks_input(scene, site) for scene in scenes):
+            return "its input is not held"
         values = [self._values(tensor, site) for tensor in (golden, port)]
         usable = self._held(site, has_norm=has_norm)
         usable &= torch.stack([rows.isfinite().all(dim=-1) for rows in values]).all(dim=0)
@@ -115,16 +111,16 @@ class ModelCases:
             return "no token of it is held and finite"
         places = usable.nonzero()[:, 0]
         places = places[spread_places(len(places), [len(places)], _MOST_TOKENS[site])]
-        mine, theirs = (_at(scene, places) for scene in scenes)
-        exact, right = (_RIGHT[site](scene) for scene in (mine, theirs))
-        assert exact is not None, "a site that is not fed is not opened"
-        assert right is not None, "a site that is not fed is not opened"
+        golden_scene, port_scene = (_at(scene, places) for scene in scenes)
+        exact, right = (_RIGHT[site](scene) for scene in (golden_scene, port_scene))
+        assert exact is not None, "a site without its input is not opened"
+        assert right is not None, "a site without its input is not opened"
         unit = Unit.of(values[0][places], exact, rounding=_ROUNDING[self._dtype])
         num_lost = int((~values[1].isfinite().all(dim=-1)).sum())
         lost = f"{num_lost} tokens hold NaN or Inf and were left out: no mistake of the catalogue makes any"
         return SiteCase(
             site=site,
-            scene=theirs,
+            scene=port_scene,
             port=values[1][places],
             right=right,
             unit=unit,
@@ -136,7 +132,7 @@ class ModelCases:
         return site in side.model_sites()
 
     def _values(self, tensor: torch.Tensor, site: ModelSite) -> torch.Tensor:
-        """A site's real rows, float32 [T,F]."""
+        """Return a site's real rows, float32 [T,F]."""
         rows = self._batch.rows(tensor, site)
         return (rows[:, self._columns] if site is ModelSite.LOGITS else rows).float()
 
@@ -176,7 +172,7 @@ class ModelCases:
         return self._batch.rows(side.read(self._last_layer, Site.OUTPUT), Site.OUTPUT).float()
 
     def _held(self, site: ModelSite, *, has_norm: bool) -> torch.Tensor:
-        """Tokens of which the port holds the site and what it is computed from, bool [T]."""
+        """Find tokens of which the port holds the site and its inputs, bool [T]."""
         sites = (site, ModelSite.FINAL_NORM) if site is ModelSite.LOGITS and has_norm else (site,)
         held = torch.ones(int(self._golden.read_inputs().attention_mask.sum()), dtype=torch.bool)
         for one in sites:
@@ -186,14 +182,14 @@ class ModelCases:
         return held
 
 
-def _is_unfed(scene: ModelScene, site: ModelSite) -> bool:
+def _lacks_input(scene: ModelScene, site: ModelSite) -> bool:
     if site is ModelSite.EMBEDDING:
         return scene.token_ids is None
     return scene.states is None if site is ModelSite.FINAL_NORM else scene.normed is None
 
 
 def _is_finite(scene: ModelScene) -> torch.Tensor:
-    """Tokens whose input is finite, bool [T]."""
+    """Find tokens whose input is finite, bool [T]."""
     assert scene.token_ids is not None, "a golden holds its tokens"
     finite = torch.ones(len(scene.token_ids), dtype=torch.bool)
     for rows in (scene.states, scene.normed):
@@ -203,7 +199,7 @@ def _is_finite(scene: ModelScene) -> torch.Tensor:
 
 
 def _at(scene: ModelScene, places: torch.Tensor) -> ModelScene:
-    """Some of a scene's tokens, by their places."""
+    """Select some of a scene's tokens, by their places."""
 
     def take(rows: torch.Tensor | None) -> torch.Tensor | None:
         return None if rows is None else rows[places]

@@ -6,6 +6,8 @@ T tokens, V the vocabulary, H hidden.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -32,8 +34,11 @@ def _ids(scene: ModelScene) -> torch.Tensor:
     return scene.token_ids
 
 
-def _shard_of_rank_0(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
-    return _rows(scene, shards.within_first_shard(_ids(scene), scene.spec.vocab_size, tp_degree))
+def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Look up the rows that `other_rows` gives in place of the right ones."""
+    return lambda scene, **parameters: _rows(
+        scene, other_rows(_ids(scene), scene.spec.vocab_size, **parameters)
+    )
 
 
 def _offset_of_rank_0(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
@@ -49,14 +54,6 @@ def _offset_of_rank_0(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
 def _not_reduced(scene: ModelScene, *, tp_degree: int, rank: int) -> torch.Tensor:
     is_own = _ids(scene) // (scene.spec.vocab_size // tp_degree) == rank
     return _rows(scene, _ids(scene)) * is_own[:, None]
-
-
-def _reordered(scene: ModelScene, *, tp_degree: int, order: str) -> torch.Tensor:
-    return _rows(scene, shards.reordered(_ids(scene), scene.spec.vocab_size, tp_degree, order))
-
-
-def _shifted(scene: ModelScene, *, by: int) -> torch.Tensor:
-    return _rows(scene, shards.shifted(_ids(scene), scene.spec.vocab_size, by))
 
 
 def _columns_of_rank_0(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
@@ -75,7 +72,7 @@ def _scaled(scene: ModelScene, *, factor: float) -> torch.Tensor:
 
 
 def _factors(scene: ModelScene, port: torch.Tensor) -> tuple[Parameters, ...]:
-    """The usual factors, and the one that fits best."""
+    """List the usual factors, and the one that fits best."""
     root = math.sqrt(scene.spec.hidden_size)
     right = _rows(scene, _ids(scene))
     fitted = fit_factor(port, right)
@@ -94,7 +91,7 @@ def _token_before(scene: ModelScene) -> torch.Tensor | None:
     if scene.before is None or scene.all_ids is None:
         return None
     rows = _rows(scene, scene.all_ids[scene.before])
-    # Nobody knows what a prompt's first token is given.
+    # The values of a prompt's first token are not known.
     return rows.masked_fill((scene.before < 0)[:, None], math.nan)
 
 
@@ -102,98 +99,86 @@ def _zeros(scene: ModelScene) -> torch.Tensor:
     return torch.zeros(len(_ids(scene)), scene.spec.hidden_size)
 
 
-_SITE = ModelSite.EMBEDDING
+_mistake = partial(ModelMistake, site=ModelSite.EMBEDDING)
 EMBEDDING_MISTAKES = (
-    ModelMistake(
+    _mistake(
         name="embedding_shard_of_rank_0",
-        site=_SITE,
         what="Every rank looks tokens up in rank 0's rows of the vocabulary.",
         look_at="where the rank that chooses the shard comes from: a Python constant is baked into the graph",
-        predict=_shard_of_rank_0,
+        predict=_by_rows(shards.within_first_shard),
         candidates=shards.vocabulary_degrees,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_offset_of_rank_0",
-        site=_SITE,
         what="Every rank masks tokens by rank 0's range: its tokens get the sum of all shards, the others nothing.",
         look_at="the first row that is subtracted from token ids on each rank",
         predict=_offset_of_rank_0,
         candidates=shards.vocabulary_degrees,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_not_reduced",
-        site=_SITE,
         what="The ranks' parts of the vocabulary are not added up: tokens of other ranks are zero.",
         look_at="the all-reduce behind the vocabulary-parallel embedding",
         predict=_not_reduced,
         candidates=shards.vocabulary_ranks,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_shards_exchanged",
-        site=_SITE,
         what="The vocabulary's shards are in another order.",
         look_at="the order in which ranks' rows of the embedding are cut and put together",
-        predict=_reordered,
+        predict=_by_rows(shards.reordered),
         candidates=shards.vocabulary_orders,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_rows_shifted",
-        site=_SITE,
         what="Tokens get the rows of other tokens, a fixed number of rows away.",
         look_at="special tokens or padding rows in front of the table",
-        predict=_shifted,
+        predict=_by_rows(shards.shifted),
         candidates=shards.shifts,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_columns_of_rank_0",
-        site=_SITE,
         what="Every rank gives rank 0's hidden channels.",
         look_at="the rank that chooses the columns of the embedding",
         predict=_columns_of_rank_0,
         candidates=shards.hidden_degrees,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_columns_not_gathered",
-        site=_SITE,
         what="One rank's hidden channels are there, the others are zero.",
         look_at="the all-gather behind the embedding",
         predict=_columns_not_gathered,
         candidates=shards.hidden_ranks,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_scaled",
-        site=_SITE,
         what="Embeddings are multiplied by a factor, as other models do by the root of the hidden size.",
         look_at="a scale behind the embedding",
         predict=_scaled,
         candidates=_factors,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_is_head",
-        site=_SITE,
         what="Tokens are looked up in lm_head.",
         look_at="a tie of embedding and lm_head: MiniMax-M2 does not tie them",
         predict=_of_the_head,
         sources=("parallax#444",),
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_low_precision",
-        site=_SITE,
         what="The embedding is held in fewer bits than the checkpoint's.",
         look_at="the list of modules that quantisation leaves alone",
         predict=_low_precision,
         candidates=roundings,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_of_token_before",
-        site=_SITE,
         what="Each position has the embedding of the token before it.",
         look_at="a shift of the token ids, such as that of labels in training",
         predict=_token_before,
     ),
-    ModelMistake(
+    _mistake(
         name="embedding_zero",
-        site=_SITE,
         what="The embedding is zero.",
         look_at="whether the tensor was loaded at all",
         predict=_zeros,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model import shards
-from compare.diagnosis.model.mistake import ModelCandidates, ModelMistake, once
+from compare.diagnosis.model.mistake import ModelMistake, each
 from compare.diagnosis.model.scene import ModelScene, fit_factor
-from compare.diagnosis.stages import normalise
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.reference.float32_stages import normalise
 
 _EPSILONS = (1e-5, 1e-8, 1e-12, 1e-3, 1e-2)
 
@@ -49,10 +49,6 @@ def _weight_alone(scene: ModelScene) -> torch.Tensor:
 
 def _of_a_layer(scene: ModelScene, *, weight: str) -> torch.Tensor:
     return _normed(scene, dict(scene.weights.layer_norms())[weight])
-
-
-def _layer_names(scene: ModelScene, _: torch.Tensor) -> tuple[Parameters, ...]:
-    return tuple(MappingProxyType({"weight": name}) for name, _ in scene.weights.layer_norms())
 
 
 def _per_rank(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
@@ -93,88 +89,77 @@ def _factors(scene: ModelScene, port: torch.Tensor) -> tuple[Parameters, ...]:
     return () if fitted is None else (MappingProxyType({"factor": fitted}),)
 
 
-def _epsilons(_: ModelScene, __: torch.Tensor) -> tuple[Parameters, ...]:
-    return tuple(MappingProxyType({"eps": eps}) for eps in _EPSILONS)
-
-
-def _entry(
-    name: str,
-    what: str,
-    look_at: str,
-    predict: Callable[..., torch.Tensor],
-    *,
-    candidates: ModelCandidates = once,
-) -> ModelMistake:
-    return ModelMistake(
-        name=name,
-        site=ModelSite.FINAL_NORM,
-        what=what,
-        look_at=look_at,
-        predict=predict,
-        candidates=candidates,
-    )
-
-
+_mistake = partial(ModelMistake, site=ModelSite.FINAL_NORM)
 FINAL_NORM_MISTAKES = (
-    _entry(
-        "final_norm_one_plus_weight",
-        "The final norm multiplies by 1 + weight.",
-        "a norm taken from Gemma's code",
-        _plus_one,
+    _mistake(
+        name="final_norm_one_plus_weight",
+        what="The final norm multiplies by 1 + weight.",
+        look_at="a norm taken from Gemma's code",
+        predict=_plus_one,
     ),
-    _entry("final_norm_missing", "There is no final norm.", "what the head is fed", _missing),
-    _entry(
-        "final_norm_unweighted",
-        "The final norm's weight is left out, or all ones.",
-        "whether model.norm.weight was loaded",
-        _unweighted,
+    _mistake(
+        name="final_norm_missing",
+        what="There is no final norm.",
+        look_at="the input of lm_head",
+        predict=_missing,
     ),
-    _entry(
-        "final_norm_of_a_layer",
-        "The final norm has the weight of a layer's norm.",
-        "the name that the final norm's weight is loaded from",
-        _of_a_layer,
-        candidates=_layer_names,
+    _mistake(
+        name="final_norm_unweighted",
+        what="The final norm's weight is left out, or all ones.",
+        look_at="whether model.norm.weight was loaded",
+        predict=_unweighted,
     ),
-    _entry(
-        "final_norm_per_rank",
-        "Each rank takes the mean square of its own hidden channels alone.",
-        "the all-reduce of the sum of squares",
-        _per_rank,
+    _mistake(
+        name="final_norm_of_a_layer",
+        what="The final norm has the weight of a layer's norm.",
+        look_at="the name that the final norm's weight is loaded from",
+        predict=_of_a_layer,
+        candidates=each("weight", lambda scene: dict(scene.weights.layer_norms())),
+    ),
+    _mistake(
+        name="final_norm_per_rank",
+        what="Each rank takes the mean square of its own hidden channels alone.",
+        look_at="the all-reduce of the sum of squares",
+        predict=_per_rank,
         candidates=shards.hidden_degrees,
     ),
-    _entry(
-        "final_norm_weight_of_rank_0",
-        "Every rank multiplies by rank 0's part of the weight.",
-        "the rank that cuts the norm's weight",
-        _weight_of_rank_0,
+    _mistake(
+        name="final_norm_weight_of_rank_0",
+        what="Every rank multiplies by rank 0's part of the weight.",
+        look_at="the rank that cuts the norm's weight",
+        predict=_weight_of_rank_0,
         candidates=shards.hidden_degrees,
     ),
-    _entry(
-        "final_norm_eps",
-        "The final norm has another epsilon.",
-        "rms_norm_eps",
-        _other_eps,
-        candidates=_epsilons,
+    _mistake(
+        name="final_norm_eps",
+        what="The final norm has another epsilon.",
+        look_at="rms_norm_eps",
+        predict=_other_eps,
+        candidates=each("eps", lambda _: _EPSILONS),
     ),
-    _entry(
-        "final_norm_centred",
-        "The final norm takes the mean off first, as LayerNorm does.",
-        "the norm's class",
-        _centred,
+    _mistake(
+        name="final_norm_centred",
+        what="The final norm takes the mean off first, as LayerNorm does.",
+        look_at="the norm's class",
+        predict=_centred,
     ),
-    _entry("final_norm_twice", "The final norm is applied twice.", "a norm within the head", _twice),
-    _entry(
-        "final_norm_weight_alone",
-        "The final norm multiplies by its weight and does not normalise.",
-        "the norm's forward",
-        _weight_alone,
+    _mistake(
+        name="final_norm_twice",
+        what="The final norm is applied twice.",
+        look_at="a norm within the head",
+        predict=_twice,
     ),
-    _entry(
-        "final_norm_scaled",
-        "The final norm's output is multiplied by a factor.",
-        "a scale behind the final norm, or in its weight",
-        _scaled,
+    _mistake(
+        name="final_norm_weight_alone",
+        what="The final norm multiplies by its weight and does not normalise.",
+        look_at="the norm's forward",
+        predict=_weight_alone,
+    ),
+    _mistake(
+        name="final_norm_scaled",
+        what="The final norm's output is multiplied by a factor.",
+        look_at="a scale behind the final norm, or in its weight",
+        predict=_scaled,
         candidates=_factors,
     ),
 )

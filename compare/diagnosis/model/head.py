@@ -6,6 +6,8 @@ T tokens, V the vocabulary, C judged columns of it, H hidden.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -13,10 +15,10 @@ import torch
 from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model import shards
 from compare.diagnosis.model.low_precision import ROUNDINGS, roundings
-from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.mistake import ModelMistake, each
 from compare.diagnosis.model.scene import ModelScene, fit_factor
-from compare.diagnosis.stages import normalise
 from minimax_tools.model.sites import ModelSite
+from minimax_tools.reference.float32_stages import normalise
 
 
 def score(scene: ModelScene) -> torch.Tensor | None:
@@ -34,16 +36,15 @@ def _normed(scene: ModelScene) -> torch.Tensor:
 
 
 def _instead(scene: ModelScene, rows: torch.Tensor) -> torch.Tensor:
-    """Logits of the judged columns from other rows [C]."""
+    """Compute the logits of the judged columns from other rows [C]."""
     return _normed(scene) @ _rows(scene, rows).T
 
 
-def _shard_of_rank_0(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
-    return _instead(scene, shards.within_first_shard(scene.columns, scene.spec.vocab_size, tp_degree))
-
-
-def _reordered(scene: ModelScene, *, tp_degree: int, order: str) -> torch.Tensor:
-    return _instead(scene, shards.reordered(scene.columns, scene.spec.vocab_size, tp_degree, order))
+def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Compute logits from the rows that `other_rows` gives in place of the right ones."""
+    return lambda scene, **parameters: _instead(
+        scene, other_rows(scene.columns, scene.spec.vocab_size, **parameters)
+    )
 
 
 def _not_gathered(scene: ModelScene, *, tp_degree: int, rank: int) -> torch.Tensor:
@@ -51,22 +52,12 @@ def _not_gathered(scene: ModelScene, *, tp_degree: int, rank: int) -> torch.Tens
     return _instead(scene, scene.columns) * is_own
 
 
-def _shifted(scene: ModelScene, *, by: int) -> torch.Tensor:
-    return _instead(scene, shards.shifted(scene.columns, scene.spec.vocab_size, by))
-
-
-def _exchanged(scene: ModelScene, *, rows: str) -> torch.Tensor:
-    size = scene.spec.vocab_size
-    other = (scene.columns ^ 1).clamp(max=size - 1) if rows == "neighbours" else size - 1 - scene.columns
-    return _instead(scene, other)
-
-
-def _exchanges(_: ModelScene, __: torch.Tensor) -> tuple[Parameters, ...]:
-    return tuple(MappingProxyType({"rows": rows}) for rows in ("neighbours", "all reversed"))
+def _exchanged(columns: torch.Tensor, vocab_size: int, rows: str) -> torch.Tensor:
+    return (columns ^ 1).clamp(max=vocab_size - 1) if rows == "neighbours" else vocab_size - 1 - columns
 
 
 def _transposed(scene: ModelScene) -> torch.Tensor:
-    """The table's memory [V,H] read as [H,V]."""
+    """Read the table's memory [V,H] as [H,V]."""
     starts = torch.arange(scene.spec.hidden_size) * scene.spec.vocab_size
     return _normed(scene) @ scene.weights.head.flatten()[starts[:, None] + scene.columns].float()
 
@@ -104,7 +95,7 @@ def _of_token_before(scene: ModelScene) -> torch.Tensor | None:
     if scene.before is None or scene.all_normed is None:
         return None
     logits = scene.all_normed[scene.before] @ _rows(scene, scene.columns).T
-    # Nobody knows what a prompt's first token is given.
+    # The values of a prompt's first token are not known.
     return logits.masked_fill((scene.before < 0)[:, None], math.nan)
 
 
@@ -112,103 +103,90 @@ def _zeros(scene: ModelScene) -> torch.Tensor:
     return torch.zeros(len(_normed(scene)), len(scene.columns))
 
 
-_SITE = ModelSite.LOGITS
+_mistake = partial(ModelMistake, site=ModelSite.LOGITS)
 HEAD_MISTAKES = (
-    ModelMistake(
+    _mistake(
         name="head_shard_of_rank_0",
-        site=_SITE,
         what="Every rank computes the logits of rank 0's rows of the vocabulary.",
         look_at="where the rank that chooses lm_head's shard comes from: a Python constant is baked into the graph",
-        predict=_shard_of_rank_0,
+        predict=_by_rows(shards.within_first_shard),
         candidates=shards.vocabulary_degrees,
     ),
-    ModelMistake(
+    _mistake(
         name="head_shards_exchanged",
-        site=_SITE,
         what="The vocabulary's shards are put together in another order.",
         look_at="the order in which ranks' logits are gathered",
-        predict=_reordered,
+        predict=_by_rows(shards.reordered),
         candidates=shards.vocabulary_orders,
     ),
-    ModelMistake(
+    _mistake(
         name="head_not_gathered",
-        site=_SITE,
         what="One rank's logits are there, the others are zero.",
         look_at="the all-gather behind lm_head",
         predict=_not_gathered,
         candidates=shards.vocabulary_ranks,
     ),
-    ModelMistake(
+    _mistake(
         name="head_is_embedding",
-        site=_SITE,
         what="Logits are computed with the embedding.",
         look_at="tie_word_embeddings: MiniMax-M2 has a head of its own",
         predict=_of_the_embedding,
         sources=("parallax#444",),
     ),
-    ModelMistake(
+    _mistake(
         name="head_rows_shifted",
-        site=_SITE,
         what="Each token has the logit of another, a fixed number of rows away.",
         look_at="special tokens or padding rows in front of lm_head",
-        predict=_shifted,
+        predict=_by_rows(shards.shifted),
         candidates=shards.shifts,
     ),
-    ModelMistake(
+    _mistake(
         name="head_rows_exchanged",
-        site=_SITE,
         what="Rows of lm_head are exchanged.",
         look_at="the order of lm_head's rows",
-        predict=_exchanged,
-        candidates=_exchanges,
+        predict=_by_rows(_exchanged),
+        candidates=each("rows", lambda _: ("neighbours", "all reversed")),
     ),
-    ModelMistake(
+    _mistake(
         name="head_transposed",
-        site=_SITE,
         what="The memory of lm_head is read as if it were transposed.",
         look_at="a reshape of lm_head's weight where a transpose was meant",
         predict=_transposed,
     ),
-    ModelMistake(
+    _mistake(
         name="head_without_norm",
-        site=_SITE,
-        what="The head is fed the last layer's output, without the final norm.",
+        what="The head reads the last layer's output, without the final norm.",
         look_at="what lm_head is called with",
         predict=_without_norm,
     ),
-    ModelMistake(
+    _mistake(
         name="head_normed_twice",
-        site=_SITE,
         what="The final norm is applied once more before the head.",
         look_at="what lm_head is called with",
         predict=_normed_twice,
     ),
-    ModelMistake(
+    _mistake(
         name="head_of_token_before",
-        site=_SITE,
         what="Each position has the logits of the token before it.",
         look_at="the row that is gathered for sampling, or a shift of labels",
         predict=_of_token_before,
     ),
-    ModelMistake(
+    _mistake(
         name="head_scaled",
-        site=_SITE,
         what="Logits are multiplied by a factor.",
         look_at="a temperature or a scale of logits",
         predict=_scaled,
         candidates=_factors,
     ),
-    ModelMistake(
+    _mistake(
         name="head_low_precision",
-        site=_SITE,
         what="lm_head is held in fewer bits than the checkpoint's.",
         look_at="the list of modules that quantisation leaves alone",
         predict=_low_precision,
         candidates=roundings,
     ),
-    ModelMistake(
+    _mistake(
         name="head_zero",
-        site=_SITE,
         what="All logits are zero.",
         look_at="whether lm_head was loaded at all",
         predict=_zeros,

@@ -7,37 +7,26 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.mistake import Parameters
-from compare.diagnosis.model.scene import ModelScene
+from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_groups, integer_groups
+from compare.diagnosis.model.mistake import each
 
-_LARGEST_FP8, _LARGEST_INT8 = 448.0, 127.0
+_LARGEST_FP8 = 448.0
 
 
 def _fp8(rows: torch.Tensor) -> torch.Tensor:
     return rows.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn).float()
 
 
-def _fp8_rows(rows: torch.Tensor) -> torch.Tensor:
-    scale = (rows.abs().amax(-1, keepdim=True) / _LARGEST_FP8).clamp(min=1e-12)
-    return _fp8(rows / scale) * scale
-
-
-def _int8_rows(rows: torch.Tensor) -> torch.Tensor:
-    scale = (rows.abs().amax(-1, keepdim=True) / _LARGEST_INT8).clamp(min=1e-12)
-    return (rows / scale).round() * scale
-
-
 ROUNDINGS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
-        "bfloat16": lambda rows: rows.bfloat16().float(),
+        "bfloat16": bfloat16,
         "float16": lambda rows: rows.half().float(),
         "float8_e4m3fn": _fp8,
-        "float8_e4m3fn with a scale for each row": _fp8_rows,
-        "int8 with a scale for each row": _int8_rows,
+        "float8_e4m3fn with a scale for each row": lambda rows: fp8_groups(rows, rows.shape[-1]),
+        "int8 with a scale for each row": lambda rows: integer_groups(rows, rows.shape[-1], largest=127.0),
     }
 )
 
 
-def roundings(_: ModelScene, __: torch.Tensor) -> tuple[Parameters, ...]:
-    """List the dtypes that a table may be held in."""
-    return tuple(MappingProxyType({"dtype": name}) for name in ROUNDINGS)
+# Dtypes that a table may be held in.
+roundings = each("dtype", lambda _: ROUNDINGS)

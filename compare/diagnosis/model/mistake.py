@@ -5,12 +5,13 @@ T tokens, F channels: H hidden at the embedding and the final norm, C vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.mistake import NOTHING, Parameters
+from compare.diagnosis.mistake import NOTHING, Parameters, Value
 from compare.diagnosis.model.scene import ModelScene
 from minimax_tools.model.sites import ModelSite
 
@@ -21,6 +22,11 @@ ModelCandidates = Callable[[ModelScene, torch.Tensor], tuple[Parameters, ...]]
 def once(_: ModelScene, __: torch.Tensor) -> tuple[Parameters, ...]:
     """Give the only candidate of a mistake without parameters."""
     return (NOTHING,)
+
+
+def each(name: str, values: Callable[[ModelScene], Iterable[Value]]) -> ModelCandidates:
+    """Build candidates of one parameter: every value that a scene allows."""
+    return lambda scene, _: tuple(MappingProxyType({name: value}) for value in values(scene))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from compare.diagnosis.model.weights import ModelWeights
+from compare.noise.squared_errors import TINY_FLOAT32
 from minimax_tools.model.spec import ModelSpec
 
-_TINY = 1e-30
 # Less is a tensor that was not loaded rather than one that is scaled.
 _LEAST_FACTOR = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelScene:
-    """One side's input to a site outside the layers.
+    """Input of one side to a site outside the layers.
 
     Args:
         spec: The model.
@@ -47,7 +47,7 @@ class ModelScene:
     all_normed: torch.Tensor | None = None
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Values as the golden's dtype holds them, float32."""
+        """Round values as the golden's dtype holds them, float32."""
         return values.to(self.dtype).float()
 
 
@@ -74,16 +74,16 @@ class Unit:
         """
         size = golden.square().mean(dim=0)
         # A channel that is zero on these tokens has no size of its own.
-        least = rounding**2 * torch.maximum(size, 1e-4 * size.mean()) + _TINY
+        least = rounding**2 * torch.maximum(size, 1e-4 * size.mean()) + TINY_FLOAT32
         return cls(variance=torch.maximum((golden - exact).square().mean(dim=0), least), size=size)
 
     def widened(self, prediction: torch.Tensor) -> torch.Tensor:
-        """The variance [F] of values as large as a prediction [T,F]: roundings grow with them."""
-        growth = prediction.square().mean(dim=0) / self.size.clamp(min=_TINY)
+        """Return the variance [F] of values as large as a prediction [T,F]: roundings grow with them."""
+        growth = prediction.square().mean(dim=0) / self.size.clamp(min=TINY_FLOAT32)
         return self.variance * growth.clamp(min=1.0, max=1e12)
 
     def rho(self, port: torch.Tensor, prediction: torch.Tensor) -> float:
-        """Error of the port [T,F] against a prediction [T,F], in units of the noise; 1 is as good as the golden.
+        """Return the port's error [T,F] against a prediction, in units of the noise; 1 is as good as the golden.
 
         Tokens of which nothing is predicted, NaN, are left out.
         """
@@ -98,5 +98,5 @@ class Unit:
 
 def fit_factor(port: torch.Tensor, right: torch.Tensor) -> float | None:
     """Return the factor by which the port's values are the right ones; None where they are next to nothing."""
-    factor = float((port * right).sum() / right.square().sum().clamp(min=_TINY))
+    factor = float((port * right).sum() / right.square().sum().clamp(min=TINY_FLOAT32))
     return factor if math.isfinite(factor) and abs(factor) > _LEAST_FACTOR else None

@@ -100,7 +100,7 @@ def _project(case: SiteCase, prediction: torch.Tensor, leaves: float) -> tuple[f
 
 
 def _best_of_each(scores: Sequence[_Score]) -> list[_Score]:
-    """The best score of each mistake, the one that leaves least first."""
+    """Return the best score of each mistake, the one that leaves least first."""
     best: dict[str, _Score] = {}
     for score in scores:
         name = score.mistake.name

@@ -9,34 +9,30 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.catalogue.splits import degrees
+from compare.diagnosis.catalogue.splits import MOST_RANKS, degrees
 from compare.diagnosis.mistake import Parameters
+from compare.diagnosis.model.mistake import ModelCandidates, each
 from compare.diagnosis.model.scene import ModelScene
 
 REVERSED, STRIDED, GATHERED_STRIDED = "reversed", "strided", "gathered strided"
 ORDERS = (REVERSED, STRIDED, GATHERED_STRIDED)
 _SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4, 8, -8, 16, -16)
-_MOST_RANKS = 8
 
 
-def vocabulary_degrees(scene: ModelScene, _: torch.Tensor) -> tuple[Parameters, ...]:
-    """List how many ranks the vocabulary may be spread over."""
-    return tuple(MappingProxyType({"tp_degree": degree}) for degree in degrees(scene.spec.vocab_size))
+def _with_ranks(found: tuple[int, ...]) -> tuple[Parameters, ...]:
+    return tuple(
+        MappingProxyType({"tp_degree": degree, "rank": rank})
+        for degree in found
+        for rank in (range(degree) if degree <= MOST_RANKS else range(1))
+    )
 
 
-def hidden_degrees(scene: ModelScene, _: torch.Tensor) -> tuple[Parameters, ...]:
-    """List how many ranks the hidden channels may be spread over."""
-    return tuple(MappingProxyType({"tp_degree": degree}) for degree in degrees(scene.spec.hidden_size))
-
-
-def vocabulary_ranks(scene: ModelScene, _: torch.Tensor) -> tuple[Parameters, ...]:
-    """List those degrees with each rank, of large groups with the first alone."""
-    return _with_ranks(degrees(scene.spec.vocab_size))
-
-
-def hidden_ranks(scene: ModelScene, _: torch.Tensor) -> tuple[Parameters, ...]:
-    """List the degrees of the hidden channels with each rank, of large groups with the first alone."""
-    return _with_ranks(degrees(scene.spec.hidden_size))
+# How many ranks the vocabulary or the hidden channels may be spread over, without and with one of the ranks.
+vocabulary_degrees = each("tp_degree", lambda scene: degrees(scene.spec.vocab_size))
+hidden_degrees = each("tp_degree", lambda scene: degrees(scene.spec.hidden_size))
+vocabulary_ranks: ModelCandidates = lambda scene, _: _with_ranks(degrees(scene.spec.vocab_size))  # noqa: E731
+hidden_ranks: ModelCandidates = lambda scene, _: _with_ranks(degrees(scene.spec.hidden_size))  # noqa: E731
+shifts = each("by", lambda _: _SHIFTS)
 
 
 def vocabulary_orders(scene: ModelScene, _: torch.Tensor) -> tuple[Parameters, ...]:
@@ -46,11 +42,6 @@ def vocabulary_orders(scene: ModelScene, _: torch.Tensor) -> tuple[Parameters, .
         for degree in degrees(scene.spec.vocab_size)
         for order in ORDERS
     )
-
-
-def shifts(_: ModelScene, __: torch.Tensor) -> tuple[Parameters, ...]:
-    """List by how many rows a table may be shifted."""
-    return tuple(MappingProxyType({"by": by}) for by in _SHIFTS)
 
 
 def within_first_shard(rows: torch.Tensor, vocab_size: int, tp_degree: int) -> torch.Tensor:
@@ -71,11 +62,3 @@ def reordered(rows: torch.Tensor, vocab_size: int, tp_degree: int, order: str) -
 def shifted(rows: torch.Tensor, vocab_size: int, by: int) -> torch.Tensor:
     """Map rows [C] to those `by` rows behind, around the end."""
     return (rows + by) % vocab_size
-
-
-def _with_ranks(found: tuple[int, ...]) -> tuple[Parameters, ...]:
-    return tuple(
-        MappingProxyType({"tp_degree": degree, "rank": rank})
-        for degree in found
-        for rank in (range(degree) if degree <= _MOST_RANKS else range(1))
-    )

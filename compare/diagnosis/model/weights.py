@@ -13,6 +13,7 @@ import torch
 from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model import weight_names
 from minimax_tools.model.spec import ModelSpec
+from minimax_tools.model.weight_names import head_name
 
 _LAYER_NORMS = (weight_names.INPUT_NORM, weight_names.POST_NORM)
 
@@ -39,14 +40,14 @@ class ModelWeights:
     @cached_property
     def head(self) -> torch.Tensor:
         """[V,H] in the golden's dtype; the embedding where none is stored."""
-        if not self.has_head:
-            return self.embedding
-        return self._reader.read_weight(weight_names.LM_HEAD, self._dtype)
+        return (
+            self._reader.read_weight(head_name(self._spec), self._dtype) if self.has_head else self.embedding
+        )
 
     @property
     def has_head(self) -> bool:
-        """Return whether the checkpoint stores a head of its own."""
-        return weight_names.LM_HEAD in self._reader.index.entries
+        """True where the head is not tied to the embedding."""
+        return not self._spec.tie_word_embeddings
 
     @cached_property
     def norm(self) -> torch.Tensor:

@@ -15,7 +15,7 @@ def blame(
     hidden: tuple[Site, ...] = (),
     warning: tuple[Site, ...] = (),
     computed: tuple[Site, ...] = COMPUTED,
-    fed: tuple[Site, ...] = (Site.INPUT,),
+    given: tuple[Site, ...] = (Site.INPUT,),
     is_chained: bool = False,
 ) -> tuple[Blame, ...]:
     """Whom the results blame, if all other sites pass."""
@@ -30,7 +30,7 @@ def blame(
     results = {
         site: SiteResult(layer=5, site=str(site), status=status(site), reason="error 9×") for site in computed
     }
-    return blame_layer(results, layer=5, fed=fed, is_chained=is_chained)
+    return blame_layer(results, layer=5, given=given, is_chained=is_chained)
 
 
 def names(blames: tuple[Blame, ...]) -> list[tuple[str, ...]]:
@@ -119,20 +119,20 @@ class TestFedSites:
     @pytest.mark.parametrize("component", [Component.MOE, Component.EXPERTS])
     def test_component_run_blames_nothing_beyond_its_border(self, component: Component) -> None:
         boundary = BOUNDARIES[component]
-        (one,) = blame(Site.MOE_DELTA, computed=boundary.computed, fed=boundary.fed)
+        (one,) = blame(Site.MOE_DELTA, computed=boundary.computed, given=boundary.fed)
         assert one.sites == ("moe_delta",)
         assert "post_norm" in one.reason
 
     def test_component_run_with_hidden_sites_stops_at_its_border(self) -> None:
         boundary = BOUNDARIES[Component.MOE]
         hidden = (Site.ROUTER_LOGITS, Site.ROUTER_EXPERTS, Site.ROUTER_WEIGHTS)
-        (one,) = blame(Site.MOE_DELTA, computed=boundary.computed, fed=boundary.fed, hidden=hidden)
+        (one,) = blame(Site.MOE_DELTA, computed=boundary.computed, given=boundary.fed, hidden=hidden)
         assert one.sites == ("router_logits", "router_experts", "router_weights", "moe_delta")
 
     def test_input_that_nothing_vouches_for_is_a_suspect(self) -> None:
-        (one,) = blame(Site.INPUT_NORM, fed=())
+        (one,) = blame(Site.INPUT_NORM, given=())
         assert one.sites == ("input", "input_norm")
-        assert one.reason.endswith("nothing tells what the layer was fed")
+        assert one.reason.endswith("the layer's input was not captured")
 
 
 def test_chained_blame_is_an_onset_and_says_what_to_run() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from compare.blame.blame import blame_layer, is_handed_on
+from compare.blame.blame import blame_layer, is_inherited
 from minimax_tools.capture.reader import Capture
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteResult, SiteStatus
@@ -52,35 +52,35 @@ def off_without_floor(value: float, *, limit: float) -> SiteResult:
 
 class TestAccount:
     def test_error_that_its_inputs_carry_is_handed_on(self) -> None:
-        assert is_handed_on(off(1.3), [off(1.4, limit=1.5)])
+        assert is_inherited(off(1.3), [off(1.4, limit=1.5)])
 
     def test_error_beyond_what_they_carry_is_its_own(self) -> None:
-        assert not is_handed_on(off(1.8), [off(1.4, limit=1.5)])
+        assert not is_inherited(off(1.8), [off(1.4, limit=1.5)])
 
     def test_inputs_as_good_as_the_golden_hand_nothing_on(self) -> None:
-        assert not is_handed_on(off(1.21), [off(1.0), off(0.9)])
+        assert not is_inherited(off(1.21), [off(1.0), off(0.9)])
 
     def test_the_worst_input_counts(self) -> None:
-        assert is_handed_on(off(1.3), [off(1.0), off(1.4, limit=1.5)])
+        assert is_inherited(off(1.3), [off(1.0), off(1.4, limit=1.5)])
 
     def test_figures_are_held_against_the_same_figure(self) -> None:
         broken = off(2.2, limit=2.0, figure="token_p99")
-        assert is_handed_on(broken, [off(1.7, limit=2.0, figure="token_p99")])
-        assert not is_handed_on(broken, [off(1.7, limit=2.0)])
+        assert is_inherited(broken, [off(1.7, limit=2.0, figure="token_p99")])
+        assert not is_inherited(broken, [off(1.7, limit=2.0)])
 
     def test_without_a_floor_all_of_an_input_s_error_may_be_handed_on(self) -> None:
         broken = off_without_floor(0.025, limit=0.02)
-        assert is_handed_on(broken, [off_without_floor(0.008, limit=0.01)])
-        assert not is_handed_on(broken, [off_without_floor(0.004, limit=0.01)])
+        assert is_inherited(broken, [off_without_floor(0.008, limit=0.01)])
+        assert not is_inherited(broken, [off_without_floor(0.004, limit=0.01)])
 
     def test_what_fails_without_a_figure_was_not_handed_on(self) -> None:
         broken = SiteResult(layer=LAYER, site="post_norm", status=SiteStatus.FAIL, reason="3 NaN")
-        assert not is_handed_on(broken, [off(1.4, limit=1.5)])
-        assert not is_handed_on(off(1.1, status=SiteStatus.FAIL), [off(1.4, limit=1.5)])
+        assert not is_inherited(broken, [off(1.4, limit=1.5)])
+        assert not is_inherited(off(1.1, status=SiteStatus.FAIL), [off(1.4, limit=1.5)])
 
     def test_inputs_without_figures_hand_nothing_on(self) -> None:
         chosen = SiteResult(layer=LAYER, site="router_experts", status=SiteStatus.PASS)
-        assert not is_handed_on(off(1.3), [chosen])
+        assert not is_inherited(off(1.3), [chosen])
 
 
 def test_reason_says_that_a_trace_does_not_account_for_the_culprit_behind_it() -> None:
@@ -91,7 +91,7 @@ def test_reason_says_that_a_trace_does_not_account_for_the_culprit_behind_it() -
         Site.ATTN_RESIDUAL: replace(off(1.3, status=SiteStatus.FAIL), reason="error 1.3×"),
         Site.POST_NORM: replace(off(7.4, status=SiteStatus.FAIL), reason="error 7.4×"),
     }
-    first, second = blame_layer(results, layer=LAYER, fed=(Site.Q_NORM,), is_chained=False)
+    first, second = blame_layer(results, layer=LAYER, given=(Site.Q_NORM,), is_chained=False)
     assert (first.sites, second.sites) == (("q_rope",), ("post_norm",))
     assert second.reason == "error 7.4×; attn_residual fails by too little to account for it"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from compare.blame.regions import Bounds, describe_whereabouts
+from compare.blame.regions import Bounds, describe_regions
 from compare.noise.rho import Rows
 
 ROWS, LENGTH, HEAD_DIM, HEADS = 3, 40, 16, 4
@@ -38,7 +38,7 @@ def spoilt(tokens: torch.Tensor, channels: torch.Tensor | slice = slice(None)) -
 
 def describe(rows: Rows, **known: torch.Tensor | int | None) -> tuple[str, ...]:
     arguments = {"decoded": None, "experts": None, "head_dim": None, **known}
-    return describe_whereabouts(rows, bounds=BOUNDS, **arguments)  # type: ignore[arg-type]
+    return describe_regions(rows, bounds=BOUNDS, **arguments)  # type: ignore[arg-type]
 
 
 def everywhere() -> torch.Tensor:

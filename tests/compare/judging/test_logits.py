@@ -14,7 +14,8 @@ from compare.limits.limits_file import calibrated_limits
 from compare.noise.rho import Rows
 from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import ModelSite
-from minimax_tools.results.results import Comparison, LogitsResult, SiteResult, SiteStatus
+from minimax_tools.results.choices import LogitsResult
+from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
 
 Judge = Callable[..., Comparison]
 
@@ -48,8 +49,8 @@ def compare(target: torch.Tensor, *, exact: torch.Tensor | None = None, floor: b
 
 
 def judged(result: LogitsResult, *, backend: str | None = "cpu") -> Judgement:
-    terms = LimitContext(backend=backend, is_float32=False, share=1e-3)
-    return judge_logits(result, TokenLimits(), noise=calibrated_limits(), terms=terms)
+    context = LimitContext(backend=backend, is_float32=False, share=1e-3)
+    return judge_logits(result, TokenLimits(), noise=calibrated_limits(), context=context)
 
 
 def test_golden_itself_diverges_by_nothing() -> None:
@@ -92,7 +93,7 @@ def test_divergence_a_little_beyond_its_limit_warns_on_a_backend_that_was_not_me
     assert judged(found)[0] is SiteStatus.FAIL
     status, reason = judged(found, backend=backend)
     assert status is SiteStatus.WARN
-    assert ("not measured on neuron-xla" if backend else "nobody knows where it ran") in reason
+    assert ("not measured on neuron-xla" if backend else "its backend is not known") in reason
 
 
 def test_divergence_far_beyond_its_limit_fails_everywhere() -> None:

@@ -17,7 +17,8 @@ from compare.limits.limit_context import LimitContext
 from compare.limits.limits import NOISE_FIGURES, STRUCTURE_FIGURES
 from compare.limits.limits_file import calibrated_limits
 from minimax_tools.metrics.pair_metrics import PairMetrics, compare_tensors
-from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, RoutingResult, SiteStatus
+from minimax_tools.results.choices import RoutingResult
+from minimax_tools.results.results import NearestLimit, NoiseRatio, RelativeError, SiteStatus
 
 LIMITS = calibrated_limits()
 TERMS = LimitContext(backend="cpu", is_float32=False, share=1e-6)
@@ -52,10 +53,10 @@ def metrics(reference: torch.Tensor) -> PairMetrics:
 
 
 def judge(
-    noise: NoiseRatio, metrics: PairMetrics, *, terms: LimitContext = TERMS, num_tokens: int = 200
+    noise: NoiseRatio, metrics: PairMetrics, *, context: LimitContext = TERMS, num_tokens: int = 200
 ) -> tuple[SiteStatus, str, NearestLimit]:
     (status, reason), nearest = judge_noise(
-        noise, metrics, LIMITS, site="moe_delta", num_tokens=num_tokens, num_channels=256, terms=terms
+        noise, metrics, LIMITS, site="moe_delta", num_tokens=num_tokens, num_channels=256, context=context
     )
     assert nearest is not None
     return status, reason, nearest
@@ -96,7 +97,7 @@ class TestNoise:
 
     def test_fewer_tokens_and_more_judged_figures_widen_the_limit(self, metrics: PairMetrics) -> None:
         assert limit_of("whole", metrics, num_tokens=4) > limit_of("whole", metrics)
-        strict = judge(CLEAN, metrics, terms=replace(TERMS, share=1e-2))[2]
+        strict = judge(CLEAN, metrics, context=replace(TERMS, share=1e-2))[2]
         assert strict.limit < judge(CLEAN, metrics)[2].limit
 
     def test_four_times_the_noise_fails_in_a_decode_step_of_three_rows(self, metrics: PairMetrics) -> None:
@@ -129,27 +130,27 @@ class TestNoise:
 class TestOtherBackends:
     def test_a_little_beyond_the_limit_warns_and_says_why(self, metrics: PairMetrics) -> None:
         beyond = replace(CLEAN, whole=1.2 * limit_of("whole", metrics))
-        status, reason, _ = judge(beyond, metrics, terms=ELSEWHERE)
+        status, reason, _ = judge(beyond, metrics, context=ELSEWHERE)
         assert status is SiteStatus.WARN
         assert reason.endswith("(not measured on neuron-xla)")
-        unknown = judge(beyond, metrics, terms=replace(TERMS, backend=None))
+        unknown = judge(beyond, metrics, context=replace(TERMS, backend=None))
         assert unknown[0] is SiteStatus.WARN
 
     def test_far_beyond_the_limit_fails_everywhere(self, metrics: PairMetrics) -> None:
         beyond = replace(CLEAN, whole=1.01 * LIMITS.slack * limit_of("whole", metrics))
-        assert judge(beyond, metrics, terms=ELSEWHERE)[0] is SiteStatus.FAIL
+        assert judge(beyond, metrics, context=ELSEWHERE)[0] is SiteStatus.FAIL
 
     @pytest.mark.parametrize("figure", STRUCTURE_FIGURES)
     def test_averages_only_warn(self, figure: str, metrics: PairMetrics) -> None:
-        assert judge(replace(CLEAN, **{figure: 50.0}), metrics, terms=ELSEWHERE)[0] is SiteStatus.WARN
+        assert judge(replace(CLEAN, **{figure: 50.0}), metrics, context=ELSEWHERE)[0] is SiteStatus.WARN
         assert judge(replace(CLEAN, **{figure: 50.0}), metrics)[0] is SiteStatus.FAIL
 
 
 class TestWithoutFloor:
     def limit(
-        self, site: str, *, incoming: float = 0.0, num_tokens: int = 200, terms: LimitContext = TERMS
+        self, site: str, *, input_error: float = 0.0, num_tokens: int = 200, context: LimitContext = TERMS
     ) -> float:
-        return floorless_limit(incoming, LIMITS, site=site, num_tokens=num_tokens, terms=terms)
+        return floorless_limit(input_error, LIMITS, site=site, num_tokens=num_tokens, context=context)
 
     def test_site_is_judged_by_what_noise_usually_costs_there(self) -> None:
         limit = self.limit("moe_delta")
@@ -159,7 +160,7 @@ class TestWithoutFloor:
                 LIMITS,
                 site="moe_delta",
                 num_tokens=200,
-                terms=TERMS,
+                context=TERMS,
             )
             assert found is status
             assert ("no noise floor" in reason) == (status is SiteStatus.FAIL)
@@ -174,33 +175,33 @@ class TestWithoutFloor:
                 LIMITS,
                 site="moe_delta",
                 num_tokens=200,
-                terms=ELSEWHERE,
+                context=ELSEWHERE,
             )[0][0]
             for times in (0.99, 1.01, 1.01 * LIMITS.slack, float("nan"))
         ]
         assert statuses == [SiteStatus.PASS, SiteStatus.WARN, SiteStatus.FAIL, SiteStatus.FAIL]
 
     def test_float32_has_next_to_no_noise(self) -> None:
-        assert self.limit("moe_delta", terms=replace(TERMS, is_float32=True)) == LIMITS.float32
+        assert self.limit("moe_delta", context=replace(TERMS, is_float32=True)) == LIMITS.float32
 
     def test_what_was_handed_on_widens_the_limit(self) -> None:
-        assert self.limit("moe_delta", incoming=0.01) > self.limit("moe_delta")
+        assert self.limit("moe_delta", input_error=0.01) > self.limit("moe_delta")
 
     def test_what_was_handed_on_to_few_tokens_excuses_no_fault(self) -> None:
         # Gate and up exchanged change moe_delta by more than half, another activation by a tenth.
-        limits = [self.limit("moe_delta", incoming=4e-3, num_tokens=number) for number in (1, 4, 16)]
+        limits = [self.limit("moe_delta", input_error=4e-3, num_tokens=number) for number in (1, 4, 16)]
         assert limits[0] < 0.5
         assert limits[1] < 0.1
         assert limits[2] < 0.06
 
     def test_more_flip_among_fewer_tokens_and_behind_an_error(self) -> None:
-        def share(num_tokens: int, incoming: float = 0.0) -> float:
-            return count_unflipped(num_tokens, LIMITS, incoming=incoming, terms=TERMS) / num_tokens
+        def share(num_tokens: int, input_error: float = 0.0) -> float:
+            return count_unflipped(num_tokens, LIMITS, input_error=input_error, context=TERMS) / num_tokens
 
         assert share(1) == 0.0
         assert 0.5 < share(100) < share(1000) < 1.0
-        assert share(1000, incoming=0.02) < share(1000)
-        assert share(1000, incoming=10.0) == 0.25
+        assert share(1000, input_error=0.02) < share(1000)
+        assert share(1000, input_error=10.0) == 0.25
 
 
 class TestRouting:
@@ -214,9 +215,9 @@ class TestRouting:
         )
 
     def judge(
-        self, routing: RoutingResult, *, has_floor: bool, incoming: float = 0.0
+        self, routing: RoutingResult, *, has_floor: bool, input_error: float = 0.0
     ) -> tuple[SiteStatus, str]:
-        return judge_routing(routing, LIMITS, has_floor=has_floor, incoming=incoming, terms=TERMS)
+        return judge_routing(routing, LIMITS, has_floor=has_floor, input_error=input_error, context=TERMS)
 
     def test_no_flip_passes(self) -> None:
         assert self.judge(self.routing(0), has_floor=True) == (SiteStatus.PASS, "")
@@ -246,4 +247,4 @@ class TestRouting:
     def test_layer_that_was_handed_an_error_may_flip_more(self) -> None:
         many = self.routing(300)
         assert self.judge(many, has_floor=False)[0] is SiteStatus.FAIL
-        assert self.judge(many, has_floor=False, incoming=0.1)[0] is SiteStatus.PASS
+        assert self.judge(many, has_floor=False, input_error=0.1)[0] is SiteStatus.PASS

@@ -13,7 +13,7 @@ from compare.judging.routing import (
     compare_routing,
     flipped_tokens,
 )
-from minimax_tools.results.results import Flip, RoutingResult
+from minimax_tools.results.choices import Flip, RoutingResult
 
 EXPERTS = torch.tensor([[3, 1, 7], [0, 2, 4], [5, 6, 7], [1, 2, 3]])
 

@@ -72,7 +72,7 @@ class TestScaled:
                 site="moe_delta",
                 num_tokens=200,
                 num_channels=256,
-                terms=TERMS,
+                context=TERMS,
             )
             assert nearest is not None
             return status, nearest

@@ -39,7 +39,7 @@ def rows_with(
         places=places(reference.shape[0]),
         twin=None if stats else twin,
         floor=square_difference(twin, reference, massive=massive) if stats else None,
-        incoming=InputError(overall=error, tokens=torch.full((reference.shape[0],), error))
+        input_error=InputError(overall=error, tokens=torch.full((reference.shape[0],), error))
         if error
         else None,
     )
@@ -209,7 +209,7 @@ class TestChained:
         reference, target = exact.bfloat16(), exact.bfloat16().float()
         handed = reference.float()
         handed[4] += 0.5 * random(CHANNELS, seed=2)
-        incoming = measure_input_error(reference, handed)
+        input_error = measure_input_error(reference, handed)
         for token, is_forgiven in ((4, True), (5, False)):
             upset = target.clone()
             upset[token] += 0.5 * random(CHANNELS, seed=3)
@@ -221,7 +221,7 @@ class TestChained:
                     massive=rows.massive,
                     places=rows.places,
                     twin=exact,
-                    incoming=incoming,
+                    input_error=input_error,
                 )
             )
             assert (noise.token_worst < 2.0) == is_forgiven
@@ -230,10 +230,10 @@ class TestChained:
 class TestIncoming:
     def test_error_is_relative_to_what_the_golden_was_fed(self) -> None:
         fed = random(TOKENS, CHANNELS, seed=0)
-        incoming = measure_input_error(fed, 1.01 * fed)
-        assert incoming.overall == pytest.approx(0.01, rel=1e-4)
-        assert incoming.tokens.tolist() == pytest.approx([0.01] * TOKENS, rel=1e-4)
-        assert incoming.is_finite
+        input_error = measure_input_error(fed, 1.01 * fed)
+        assert input_error.overall == pytest.approx(0.01, rel=1e-4)
+        assert input_error.tokens.tolist() == pytest.approx([0.01] * TOKENS, rel=1e-4)
+        assert input_error.is_finite
 
     def test_massive_channels_do_not_hide_the_error_of_the_rest(self, twin: torch.Tensor) -> None:
         handed = twin.clone()
@@ -245,11 +245,11 @@ class TestIncoming:
         fed = random(TOKENS, CHANNELS, seed=0)
         handed = fed.clone()
         handed[4] *= 1.5
-        incoming = measure_input_error(fed, handed)
-        assert float(incoming.tokens[4]) == pytest.approx(0.5, rel=1e-4)
-        assert float(incoming.tokens[5]) == 0.0
-        assert float(incoming.widest[5]) == incoming.overall > 0.0
-        assert incoming.select(torch.arange(TOKENS) == 4).widest.tolist() == pytest.approx([0.5], rel=1e-4)
+        input_error = measure_input_error(fed, handed)
+        assert float(input_error.tokens[4]) == pytest.approx(0.5, rel=1e-4)
+        assert float(input_error.tokens[5]) == 0.0
+        assert float(input_error.widest[5]) == input_error.overall > 0.0
+        assert input_error.select(torch.arange(TOKENS) == 4).widest.tolist() == pytest.approx([0.5], rel=1e-4)
 
     def test_same_input_has_no_error(self) -> None:
         fed = random(TOKENS, CHANNELS, seed=0)

@@ -120,7 +120,7 @@ class TestFeed:
         self, layer: int, copyist: Any, judge: Judge
     ) -> None:
         target = copyist.device_run({(layer, Site.INPUT): self.other})
-        sentence = f"the captures have different inputs: layer {layer} was fed other hidden states"
+        sentence = f"the captures have different inputs: layer {layer} got other hidden states"
         with pytest.raises(IncomparableError, match=sentence):
             judge(target)
         assert judge(target, pattern="layer_1").verdict is Verdict.PASS
@@ -136,13 +136,13 @@ class TestFeed:
     def test_chained_run_must_begin_with_the_goldens_input(self, copyist: Any, judge: Judge) -> None:
         run = multi_layer_run(Span(1, 4), sites_level="all")
         target = copyist.device_run({(1, Site.INPUT): self.other}, run=run)
-        with pytest.raises(IncomparableError, match="layer 1 was fed other hidden states"):
+        with pytest.raises(IncomparableError, match="layer 1 got other hidden states"):
             judge(target)
 
     def test_component_that_was_fed_something_else_is_refused(self, copyist: Any, judge: Judge) -> None:
         run = component_run(1, Component.MOE)
         target = copyist.device_run({(1, Site.POST_NORM): self.other}, run=run)
-        with pytest.raises(IncomparableError, match="layer 1 was fed other post_norm"):
+        with pytest.raises(IncomparableError, match="layer 1 got other post_norm"):
             judge(target)
 
     def test_component_that_wants_its_feed_in_another_dtype_is_fed_the_same(
@@ -157,7 +157,7 @@ class TestFeed:
 
     def test_run_that_does_not_hold_what_it_was_fed_is_refused(self, copyist: Any, judge: Judge) -> None:
         target = copyist.device_run({(2, Site.INPUT): None}, run=sweep_run(Span(2, 4), sites_level="all"))
-        with pytest.raises(IncomparableError, match="device does not hold what layer 2 was fed"):
+        with pytest.raises(IncomparableError, match="device does not hold the input of layer 2"):
             judge(target)
 
 

@@ -1,8 +1,8 @@
-"""OwnInputGolden: what a golden of one layer would be on the input that the port's own layer was fed.
+"""PortInputGolden: a golden of one layer, computed on the port's own input.
 
-A layer of a chained run is handed the errors of those before it, and may choose other experts for it. So the layer is
-computed anew from the checkpoint, on the port's own input: exactly, as a golden rounds, and with a random variant of
-its roundings. What the port still differs by is this layer's own, and the limits of isolated runs hold.
+A layer of a chained run inherits errors, and may choose other experts because of them. So the layer is computed anew
+from the checkpoint, on the port's own input: exactly, as a golden rounds, and with a random variant of its roundings.
+The remaining difference is the layer's own error, and the limits of isolated runs hold.
 B batch, S sequence, H hidden.
 """
 
@@ -30,8 +30,8 @@ _FLOAT32_SITES = (Site.ROUTER_LOGITS, Site.ROUTER_WEIGHTS)
 _VARIANT = "random_1"
 
 
-class OwnInputGolden(Capture):
-    """One layer, computed from what the port was fed there.
+class PortInputGolden(Capture):
+    """Golden of one layer, computed on the port's own input.
 
     Args:
         golden: The golden; other layers are read from it.
@@ -47,9 +47,9 @@ class OwnInputGolden(Capture):
         inputs = golden.read_inputs()
         is_padding = inputs.attention_mask == 0
         # Padding may hold NaN, and zero times NaN is NaN.
-        fed = target.read(layer, Site.INPUT).reshape(*inputs.batch_shape, -1)
+        layer_input = target.read(layer, Site.INPUT).reshape(*inputs.batch_shape, -1)
         self._layer = layer
-        self._input = fed.masked_fill(is_padding[..., None], 0.0)
+        self._input = layer_input.masked_fill(is_padding[..., None], 0.0)
         self._is_float32 = computes_in_float32(golden)
         kinds = (
             (RoundingKind.EXACT,)
@@ -72,11 +72,11 @@ class OwnInputGolden(Capture):
         return replace(self.manifest.description, noise_floor="full", floor_variants=(_VARIANT,))
 
     def sites(self, layer: int) -> tuple[Site, ...]:
-        """All of the layer."""
+        """Return every site of the layer."""
         return tuple(Site) if layer == self._layer else super().sites(layer)
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """A site's tensor as a golden rounds it."""
+        """Read a site's tensor as a golden rounds it."""
         if layer != self._layer:
             return super().read(layer, site)
         if site is Site.INPUT:
@@ -86,13 +86,13 @@ class OwnInputGolden(Capture):
         return value if is_kept else value.bfloat16()
 
     def read_twin(self, layer: int, site: Site) -> torch.Tensor | None:
-        """A site's float32 twin."""
+        """Read a site's float32 twin."""
         if layer != self._layer or self._is_float32:
             return super().read_twin(layer, site)
         return self._twin.get(site)
 
     def read_floor(self, layer: int, name: str) -> torch.Tensor | None:
-        """One of the layer's floor statistics."""
+        """Read one of the layer's floor statistics."""
         if layer != self._layer or self._is_float32:
             return super().read_floor(layer, name)
         return self._floor.get(name)
@@ -105,19 +105,19 @@ class OwnInputGolden(Capture):
             "correction_bias": weights.tensors[CORRECTION_BIAS].float(),
             "num_experts_per_tok": weights.spec.num_experts_per_tok,
         }
-        own = floor_statistics(self._rounded, self._twin, **layer)
-        return own | variant_statistics({_VARIANT: variant}, self._twin, golden=self._rounded, **layer)
+        statistics = floor_statistics(self._rounded, self._twin, **layer)
+        return statistics | variant_statistics({_VARIANT: variant}, self._twin, golden=self._rounded, **layer)
 
 
-def on_own_input(sides: Sides, layer: int) -> Sides | None:
-    """The sides of one layer, whose golden is computed on the port's own input.
+def on_port_input(sides: Sides, layer: int) -> Sides | None:
+    """Replace the golden of one layer by one on the port's own input.
 
     Args:
         sides: The captures; the target holds the layer's input.
         layer: The layer.
 
     Returns:
-        None where it cannot be computed: nobody knows the weights, the golden is not mm2's own, the classic limits
+        None where it cannot be computed: the weights are not known, the golden is not mm2's own, the classic limits
         are asked for, or the input is not finite.
 
     Raises:
@@ -127,8 +127,8 @@ def on_own_input(sides: Sides, layer: int) -> Sides | None:
     golden, source = sides.reference, sides.weights
     if source is None or sides.is_classic or golden.known_description is None:
         return None
-    fed = sides.read_rows(layer, Site.INPUT)
-    if fed is None or not bool(fed[1].isfinite().all()):
+    layer_input = sides.read_rows(layer, Site.INPUT)
+    if layer_input is None or not bool(layer_input[1].isfinite().all()):
         return None
     with source.open_layer(layer, golden) as weights:
-        return replace(sides, reference=OwnInputGolden(golden, sides.target, layer=layer, weights=weights))
+        return replace(sides, reference=PortInputGolden(golden, sides.target, layer=layer, weights=weights))

@@ -1,4 +1,4 @@
-"""OwnHeadGolden: what a golden's final norm and logits would be on the last layer's output of the port itself.
+"""PortHeadGolden: a golden's final norm and logits, computed from the port's own last output.
 
 B batch, S sequence, H hidden.
 """
@@ -22,8 +22,8 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.reference.head import Float32Head
 
 
-class OwnHeadGolden(Capture):
-    """The sites behind the last layer, computed from what the port's head was fed.
+class PortHeadGolden(Capture):
+    """Golden of the sites behind the last layer, computed from the port's own last output.
 
     Args:
         golden: The golden; all else is read from it.
@@ -38,9 +38,9 @@ class OwnHeadGolden(Capture):
         super().__init__(golden.directory, golden.manifest)
         inputs = golden.read_inputs()
         real = inputs.attention_mask.bool()
-        fed = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
+        output = target.read(layer, Site.OUTPUT).reshape(*inputs.batch_shape, -1)
         self._layer = layer
-        self._output = fed.masked_fill(~real[..., None], 0.0)
+        self._output = output.masked_fill(~real[..., None], 0.0)
         head = Float32Head(weights.norm, weights.lm_head, eps=weights.spec.rms_norm_eps)
         self._twin = head.run(self._output)
         self._is_float32 = computes_in_float32(golden)
@@ -51,7 +51,7 @@ class OwnHeadGolden(Capture):
                 self._floor |= error_norms(site, self._rounded[site], exact, real=real)
 
     def _round(self, head: Float32Head) -> Mapping[ModelSite, torch.Tensor]:
-        """As a golden rounds: the norm before and after its weight, the logits at their end."""
+        """Compute both sites as a golden rounds: the norm before and after its weight, the logits at their end."""
         normed = head.normalise(self._output, rounds=True)
         return {ModelSite.FINAL_NORM: normed, ModelSite.LOGITS: head.score(normed).bfloat16()}
 
@@ -63,7 +63,7 @@ class OwnHeadGolden(Capture):
         return replace(self.manifest.description, noise_floor="full")
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
-        """A site's tensor; the last layer's output is the port's."""
+        """Read a site's tensor; the last layer's output is the port's."""
         is_fed = (layer, site) == (self._layer, Site.OUTPUT)
         return self._output if is_fed else super().read(layer, site)
 
@@ -73,31 +73,31 @@ class OwnHeadGolden(Capture):
         return tuple(site for site in ModelSite if site in held or site in self._twin)
 
     def read_model(self, site: ModelSite) -> torch.Tensor:
-        """A site's tensor as a golden rounds it."""
+        """Read a site's tensor as a golden rounds it."""
         return self._rounded[site] if site in self._rounded else super().read_model(site)
 
     def read_model_twin(self, site: ModelSite) -> torch.Tensor | None:
-        """A site's float32 twin."""
+        """Read a site's float32 twin."""
         if site in self._twin:
             return None if self._is_float32 else self._twin[site]
         return super().read_model_twin(site)
 
     def read_model_floor(self, name: str) -> torch.Tensor | None:
-        """One of the floor statistics of the model's sites."""
+        """Read one of the floor statistics of the model's sites."""
         if self._is_float32:
             return super().read_model_floor(name)
         return self._floor.get(name)
 
 
-def on_own_output(sides: Sides, last_layer: int) -> Sides | None:
-    """The sides of what lies behind the last layer, whose golden is computed on the port's own output.
+def on_port_output(sides: Sides, last_layer: int) -> Sides | None:
+    """Replace the golden behind the last layer by one on the port's own output.
 
     Args:
         sides: The captures.
-        last_layer: The layer whose output the head was fed.
+        last_layer: The layer before the head.
 
     Returns:
-        None where the port's output is the golden's own, is not held or not finite, nobody knows the weights, the
+        None where the port's output is the golden's own, is not held or not finite, the weights are not known, the
         golden is not mm2's own, or the classic limits are asked for.
 
     Raises:
@@ -111,5 +111,5 @@ def on_own_output(sides: Sides, last_layer: int) -> Sides | None:
         return None
     with source.open_head(golden) as weights:
         return replace(
-            sides, reference=OwnHeadGolden(golden, sides.target, layer=last_layer, weights=weights)
+            sides, reference=PortHeadGolden(golden, sides.target, layer=last_layer, weights=weights)
         )

@@ -1,0 +1,174 @@
+"""Parts of a comparison: one layer, the embedding or the head, with its results and the sites that it blames."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from compare.blame.blame import blame_layer, excused_sites
+from compare.blame.location import locate_blamed
+from compare.blame.recomputed_judge import Recomputed, judge_recomputed
+from compare.chains.curve import measure_point
+from compare.judging.coverage import is_proved, leave_undecided
+from compare.judging.layer_judge import LayerJudge
+from compare.judging.model_judge import ModelJudge
+from compare.sides.captured_input import CapturedInput, read_captured_input
+from compare.sides.pairing import declared_layers
+from compare.sides.port_head import on_port_output
+from compare.sides.port_input import on_port_input
+from compare.sides.sides import Sides
+from minimax_tools.capture.source import CaptureSource
+from minimax_tools.model.sites import ModelSite, Site
+from minimax_tools.results.results import Blame, CurvePoint, SiteResult, SiteStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Findings in one layer, or outside the layers.
+
+    Args:
+        layer: The layer; None outside them.
+        results: Its sites.
+        blame: Sites to blame.
+        recomputed: Some sites once more, judged on the port's own values of their inputs.
+        captured_input: The layer's input; None outside the layers, and of a layer that did not run.
+        is_inherited: Whether its input carries errors that nothing accounts for: it blames only where no part before
+            it does.
+        is_stopped: Whether the run stopped before it.
+        num_undecided: Number of sites that differ, perhaps through an input that was not captured.
+        point: Distance of its output from the golden's; None where that was not judged.
+    """
+
+    layer: int | None = None
+    results: tuple[SiteResult, ...] = ()
+    blame: tuple[Blame, ...] = ()
+    recomputed: tuple[SiteResult, ...] = ()
+    captured_input: CapturedInput | None = None
+    is_inherited: bool = False
+    is_stopped: bool = False
+    num_undecided: int = 0
+    point: CurvePoint | None = None
+
+    @property
+    def is_input_unknown(self) -> bool:
+        """True of a layer whose input was not captured on both sides."""
+        return self.captured_input is not None and not self.captured_input.is_recorded
+
+    @property
+    def is_proved(self) -> bool:
+        """True unless the layer ran and a mistake in it could still pass."""
+        # Floors that are widened by an inherited error hide the layer's own mistakes.
+        return self.captured_input is None or (not self.is_inherited and is_proved(self.results))
+
+
+def judge_layer(sides: Sides, layer: int) -> Part:
+    """Judge one layer of the run.
+
+    Raises:
+        IncomparableError: Its input is neither the golden's nor another layer's output.
+        CheckpointError: The weights cannot be read.
+    """
+    sites = declared_sites(sides.target, layer)
+    if layer not in sides.target.layers:
+        return _absent(sides.target, layer, tuple(map(str, sites)))
+    captured = layer_input = read_captured_input(sides, layer)
+    golden_sides = sides
+    port_sides = on_port_input(sides, layer) if captured.is_inherited else None
+    if port_sides is not None:
+        sides, layer_input = port_sides, replace(captured, error=None)
+    judge = LayerJudge(sides, layer=layer, layer_input=layer_input)
+    judged = judge.judge_all(sites)
+    is_decided = layer_input.is_recorded or sides.is_classic
+    results = judged if is_decided else leave_undecided(judged, sides.target)
+    logger.info("Layer %d compared.", layer)
+    recomputed = _judge_excused(results, layer, layer_input=layer_input, judge=judge, sides=sides)
+    blame = blame_layer(
+        results,
+        layer=layer,
+        given=layer_input.known,
+        is_chained=layer_input.is_inherited,
+        recomputed={site: one.result for site, one in recomputed.items()},
+    )
+    located = results
+    if layer_input.is_inherited:
+        blame = _blame_nonfinite(blame, results)
+    else:
+        located = locate_blamed(results, blame, judge=judge, recomputed=recomputed, sides=sides)
+    return Part(
+        layer=layer,
+        results=tuple(located.values()),
+        blame=blame,
+        recomputed=tuple(replace(one.result, where=located[site].where) for site, one in recomputed.items()),
+        captured_input=captured,
+        is_inherited=layer_input.is_inherited,
+        num_undecided=sum(results[site] is not judged[site] for site in results),
+        point=measure_point(golden_sides, layer, results, input_error=captured.error),
+    )
+
+
+def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> Part:
+    """Judge the embedding, or the sites behind the last layer; the first that fails is to blame."""
+    if not sides.target.model_sites():
+        return _absent(sides.target, None, tuple(map(str, sites)))
+    last_layer = max(declared_layers(sides.target))
+    is_head = ModelSite.EMBEDDING not in sites
+    port_sides = on_port_output(sides, last_layer) if is_head and sites else None
+    judge = ModelJudge(port_sides or sides, last_layer=last_layer)
+    judged = {site: judge.judge(site) for site in sites}
+    is_input_unknown = is_head and Site.OUTPUT not in sides.target.sites(last_layer)
+    results = leave_undecided(judged, sides.target) if is_input_unknown else judged
+    failing = [result for result in results.values() if result.status is SiteStatus.FAIL]
+    return Part(
+        results=tuple(results.values()),
+        blame=tuple(Blame(layer=None, sites=(one.site,), reason=one.reason) for one in failing[:1]),
+        is_inherited=is_head and port_sides is None,
+        num_undecided=sum(results[site] is not judged[site] for site in results),
+    )
+
+
+def declared_sites(target: CaptureSource, layer: int) -> tuple[Site, ...]:
+    """Return the sites of a layer that the run says it computes, in execution order."""
+    description = target.known_description
+    if description is not None:
+        return description.run.computed_sites
+    known = (*target.sites(layer), *target.not_exposed(layer))
+    return tuple(site for site in Site if site in known and site is not Site.INPUT)
+
+
+def _judge_excused(
+    results: Mapping[Site, SiteResult],
+    layer: int,
+    *,
+    layer_input: CapturedInput,
+    judge: LayerJudge,
+    sides: Sides,
+) -> Mapping[Site, Recomputed]:
+    """Judge sites behind a failure on the port's own values; none unless the layer's input is the golden's."""
+    if layer_input.is_inherited or not layer_input.is_recorded:
+        return {}
+    failing = frozenset(site for site, result in results.items() if result.status is SiteStatus.FAIL)
+    excused = excused_sites(results, given=layer_input.known)
+    return judge_recomputed(excused, layer=layer, failing=failing, judge=judge, sides=sides)
+
+
+def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult]) -> tuple[Blame, ...]:
+    """Keep the blame of sites with NaN or Inf: it alone is sure in a layer that inherits errors."""
+    nonfinite = {
+        str(site)
+        for site, one in results.items()
+        if one.metrics is not None and one.metrics.num_nonfinite_target
+    }
+    return tuple(one for one in blame if one.sites[-1] in nonfinite)
+
+
+def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> Part:
+    """Return a part that the run declares and does not hold: a fault only of a run that says it is complete."""
+    if target.is_complete:
+        status, reason = SiteStatus.FAIL, "missing: the run declared it and did not store it"
+    else:
+        status, reason = SiteStatus.NOT_JUDGED, "not run: the device run stopped before it"
+    results = tuple(SiteResult(layer=layer, site=site, status=status, reason=reason) for site in sites)
+    return Part(layer=layer, results=results, is_stopped=bool(sites) and not target.is_complete)
