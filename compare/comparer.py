@@ -27,7 +27,7 @@ from compare.notes import (
     side_notes,
     unfinished_notes,
 )
-from compare.parts import Part, declared_sites, judge_layer, judge_outside
+from compare.parts import ComparedPart, declared_sites, judge_layer, judge_outside
 from compare.sides.batch import Batch
 from compare.sides.captured_input import CapturedInput
 from compare.sides.golden_weights import WeightSource, keep_layer_open
@@ -132,9 +132,9 @@ def judge_run(
 
 def _conclude(
     sides: Sides,
-    embedding: Part,
-    layers: Sequence[Part],
-    head: Part,
+    embedding: ComparedPart,
+    layers: Sequence[ComparedPart],
+    head: ComparedPart,
     *,
     generated: tuple[GeneratedRow, ...],
     pairing_notes: tuple[str, ...],
@@ -142,7 +142,7 @@ def _conclude(
     """Put the parts together: blame in the order of the data flow, the verdict, and what to know beside."""
     reference, target = sides.reference, sides.target
     sites = tuple(result for part in (*layers, embedding, head) for result in part.results)
-    tokens = Part(blame=_blame_tokens(generated, sides.criteria), is_inherited=True)
+    tokens = ComparedPart(blame=_blame_tokens(generated, sides.criteria), is_inherited=True)
     blame = _gather_blame([embedding, *layers, head, tokens])
     if sides.is_classic and _is_chained(target, layers):
         # The classic limits cannot tell a layer's mistake from one before it.
@@ -212,7 +212,7 @@ def _blame_tokens(generated: tuple[GeneratedRow, ...], criteria: Criteria) -> tu
     return (Blame(layer=None, sites=(GENERATED_TOKENS,), reason=rows + more),)
 
 
-def _gather_blame(parts: Sequence[Part]) -> tuple[Blame, ...]:
+def _gather_blame(parts: Sequence[ComparedPart]) -> tuple[Blame, ...]:
     """Return the blame in the order of the data flow; behind a fault, of parts that inherit nothing alone."""
     blame: list[Blame] = []
     for part in parts:
@@ -221,7 +221,7 @@ def _gather_blame(parts: Sequence[Part]) -> tuple[Blame, ...]:
     return tuple(blame)
 
 
-def _is_chained(target: CaptureSource, layers: Sequence[Part]) -> bool:
+def _is_chained(target: CaptureSource, layers: Sequence[ComparedPart]) -> bool:
     """Decide whether layers ran on each other's outputs, or on inputs that were not captured."""
     description = target.known_description
     if description is not None:

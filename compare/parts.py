@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ComparedPart:
     """Findings in one layer, or outside the layers.
 
     Args:
@@ -64,7 +64,7 @@ class Part:
         return self.captured_input is None or (not self.is_inherited and is_proved(self.results))
 
 
-def judge_layer(sides: Sides, layer: int) -> Part:
+def judge_layer(sides: Sides, layer: int) -> ComparedPart:
     """Judge one layer of the run.
 
     Raises:
@@ -97,7 +97,7 @@ def judge_layer(sides: Sides, layer: int) -> Part:
         blame = _blame_nonfinite(blame, results)
     else:
         located = locate_blamed(results, blame, judge=judge, recomputed=recomputed, sides=sides)
-    return Part(
+    return ComparedPart(
         layer=layer,
         results=tuple(located.values()),
         blame=blame,
@@ -109,7 +109,7 @@ def judge_layer(sides: Sides, layer: int) -> Part:
     )
 
 
-def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> Part:
+def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> ComparedPart:
     """Judge the embedding, or the sites behind the last layer; the first that fails is to blame."""
     if not sides.target.model_sites():
         return _absent(sides.target, None, tuple(map(str, sites)))
@@ -121,7 +121,7 @@ def judge_outside(sides: Sides, sites: tuple[ModelSite, ...]) -> Part:
     is_input_unknown = is_head and Site.OUTPUT not in sides.target.sites(last_layer)
     results = leave_undecided(judged, sides.target) if is_input_unknown else judged
     failing = [result for result in results.values() if result.status is SiteStatus.FAIL]
-    return Part(
+    return ComparedPart(
         results=tuple(results.values()),
         blame=tuple(Blame(layer=None, sites=(one.site,), reason=one.reason) for one in failing[:1]),
         is_inherited=is_head and port_sides is None,
@@ -164,11 +164,11 @@ def _blame_nonfinite(blame: tuple[Blame, ...], results: Mapping[Site, SiteResult
     return tuple(one for one in blame if one.sites[-1] in nonfinite)
 
 
-def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> Part:
+def _absent(target: CaptureSource, layer: int | None, sites: tuple[str, ...]) -> ComparedPart:
     """Return a part that the run declares and does not hold: a fault only of a run that says it is complete."""
     if target.is_complete:
         status, reason = SiteStatus.FAIL, "missing: the run declared it and did not store it"
     else:
         status, reason = SiteStatus.NOT_JUDGED, "not run: the device run stopped before it"
     results = tuple(SiteResult(layer=layer, site=site, status=status, reason=reason) for site in sites)
-    return Part(layer=layer, results=results, is_stopped=bool(sites) and not target.is_complete)
+    return ComparedPart(layer=layer, results=results, is_stopped=bool(sites) and not target.is_complete)

@@ -1,30 +1,24 @@
-"""What every host needs of a MiniMax-M2, its checkpoints and its captures; the command `mm2-split` (`cli`).
+"""The ground floor: everything that each host needs of a MiniMax-M2, its checkpoints and its captures.
 
-The words:
-
-- `spec`: what config.json says; `sites`: the named points of a layer; `span`: a run of layers
-- `layouts`: how the pieces that ranks hold of a site make up the whole
-- `run`: which layers are run how, and what is kept; `prompts` and `inputs`: the token rows it is fed;
-  `default_rows`: those that nobody names
-- `tokenizer` and `chat`: text to token ids, by the checkpoint's own files
-- `provenance`: what made a capture; `results`: what a comparison found
-- `metrics`: what tensors measure; `floor`: what BF16 alone cost the golden; `structure`: averages that systematic
-  mistakes survive and noise does not
-- `memory`: what this process holds, held at most and may hold; `memory_usage`: one reading of it; `cgroup`:
-  what a container allows; `size`: bytes read and worded; `progress`: a run over layers, watched
-- `core_pool`: threads, one on each core; `compiled`: loops made machine code
-- `errors`: every error and its exit code
-
-The folders:
-
-- `checkpoint`: checkpoints found, read, regrouped and made
-- `synthetic`: checkpoints that have learnt from text, and changes that keep what a model computes
-- `hub`: a hub's files, fetched and verified
-- `reference`: the decoder layer in plain PyTorch, and transformers' own
-- `ranks`: processes of one run: who they are, how they talk, which of them failed
-- `split`: any causal language model as bottom, trunk and top
-- `pickles`: files of torch.save, read without calling anything in them
-- `capture`: capture directories written and read, mm2's and others'
-
-For the commands of all packages: `options` (declared once) and `console` (exit codes, progress on stderr).
+- `model/`: what a MiniMax-M2 is: sizes, sites, weight names, runs, inputs
+- `checkpoint/`: a checkpoint read, dequantised, regrouped, told apart
+- `torch_files/`: `.bin`, `.pt` and `.pth` files, read without executing anything in them
+- `hub/`: files of a hub's model, fetched and verified
+- `synthetic/`: checkpoints made of random numbers, or trained on text
+- `reference/`: the decoder layer: plain, in float32 by stages, and in variants
+- `capture/`: capture directories of mm2's own, written and read
+- `dumps/`: captures of other tools, and the opening of either kind
+- `metrics/`: figures of a pair of tensors and of one, and the noise floor's statistics
+- `results/`: values of comparisons and bisections
+- `partition/`: a plan: which node holds which layers
+- `slices/`: the slices of a plan: cut, fetched and verified
+- `split/`: any causal language model as bottom, trunk and top
+- `text/`: prompts, tokenizer, chat template, end tokens
+- `ranks/`: processes of one run: identity, messages, and which of them failed
+- `machine/`: memory, cores, compiled loops, whole files and folders
+- `command_line/`: options, console output and progress of all commands
+- `commands/`, `cli`: the command `mm2-split`
+- `errors`: every error, with its exit code
+- `json_codec`: values as JSON and back, by their type hints
+- `provenance`: the maker of a capture: model, software, machine and options
 """

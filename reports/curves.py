@@ -11,7 +11,7 @@ _MOST_ROWS = 16
 _COLUMNS = (
     Column(title="layer"),
     Column(title="error"),
-    Column(title="handed on"),
+    Column(title="inherited"),
     Column(title="floor"),
     Column(title="rho"),
     Column(title="", is_text=True),
