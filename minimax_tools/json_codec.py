@@ -97,10 +97,14 @@ def _has_number_keys(kind: Any) -> bool:
     return typing.get_origin(kind) in (Mapping, dict) and typing.get_args(kind)[0] is int
 
 
-def _number_keys(kind: Any, converter: cattrs.Converter) -> Any:
-    """JSON holds a number that is a key as text."""
+def _read_number_keys(kind: Any, converter: cattrs.Converter) -> Any:
     _, hint = typing.get_args(kind)
     return lambda record, _: {int(key): converter.structure(one, hint) for key, one in record.items()}
+
+
+def _write_number_keys(kind: Any, converter: cattrs.Converter) -> Any:
+    _, hint = typing.get_args(kind)
+    return lambda values: {str(key): converter.unstructure(one, hint) for key, one in values.items()}
 
 
 def _build_converter() -> cattrs.Converter:
@@ -115,7 +119,9 @@ def _build_converter() -> cattrs.Converter:
     converter.register_unstructure_hook(range, lambda layers: [layers.start, layers.stop])
     converter.register_unstructure_hook(MappingProxyType, dict)
     converter.register_unstructure_hook(Enum, lambda member: member.value)
-    converter.register_structure_hook_factory(_has_number_keys, _number_keys)
+    # JSON holds a number that is a key as text.
+    converter.register_structure_hook_factory(_has_number_keys, _read_number_keys)
+    converter.register_unstructure_hook_factory(_has_number_keys, _write_number_keys)
     use_class_methods(converter, "from_json", "to_json")
     return converter
 

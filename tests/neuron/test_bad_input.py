@@ -151,7 +151,7 @@ class TestTarget:
         refused(
             result,
             "'nosuch' is unknown",
-            "builtin, reference, PATH.py:NAME",
+            "builtin, reference, nxdi:PATH.py:NAME",
             "port.py:DecoderLayer",
             exit_code=2,
         )
