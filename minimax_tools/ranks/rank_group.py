@@ -279,10 +279,15 @@ class RankGroup:
         return RankFailedError(self.name(rank), reason, next_step=RESUME)
 
     def _is_first_to_report(self, text: str) -> bool:
+        """Claim a report for this rank; it stays this rank's, however often it asks.
+
+        An interrupt may come in the middle, and the thread that shows progress may ask first.
+        """
         key = f"told/{hashlib.sha256(text.encode()).hexdigest()}"
-        call = BackgroundCall(lambda: self._store.add(key, 1))
+        own = str(self.rank)
+        call = BackgroundCall(lambda: self._store.compare_set(key, "", own).decode())
         # Without the store each rank reports.
-        return not call.is_over(_FAREWELL_S) or call.error is not None or int(call.result) == 1
+        return not call.is_over(_FAREWELL_S) or call.error is not None or call.result == own
 
 
 @contextlib.contextmanager

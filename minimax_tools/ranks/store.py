@@ -73,8 +73,3 @@ class LocalStore:
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if every key has a value."""
         return all(key in self._values for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return its new value."""
-        self._values[key] = str(int(self._values.get(key, "0")) + amount)
-        return int(self._values[key])

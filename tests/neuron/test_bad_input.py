@@ -255,7 +255,7 @@ class TestBackend:
     ) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
         result = run(*LAYER_0, "--model", toy, "--backend", "cpu")
-        refused(result, "tells of 2 ranks", "no RANK, MASTER_ADDR, MASTER_PORT", "torchrun", exit_code=2)
+        refused(result, "WORLD_SIZE is 2", "no RANK, MASTER_ADDR, MASTER_PORT", "torchrun", exit_code=2)
 
     @pytest.mark.parametrize(
         ("launched", "asked_for", "consequence"),

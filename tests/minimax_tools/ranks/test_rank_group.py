@@ -66,7 +66,16 @@ def test_dead_rank_is_named_by_one_survivor() -> None:
     ):
         ranks.check()
     with pytest.raises(ReportedElsewhereError):
+        RankGroup(place(2, 3), store, watch=watch).check()
+
+
+def test_rank_that_is_interrupted_while_it_names_the_dead_names_it_all_the_same() -> None:
+    ranks, watch = watched(HashStore(), Process.current(), GONE)
+    watch.look()
+    with pytest.raises(RankLostError, match="rank 1"):
+        # As from the thread that shows progress, or cut short by the watch's interrupt.
         ranks.check()
+    assert str(ranks.fail(InterruptedRunError())).startswith("rank 1 (node b) failed")
 
 
 def test_wait_for_a_dead_rank_ends() -> None:
