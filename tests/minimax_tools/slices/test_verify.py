@@ -22,8 +22,8 @@ from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.partition.planners import plan_stages, stage_cost
+from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.fetch import fetch_slice, fetch_slice_ranges
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
@@ -298,7 +298,7 @@ def test_weights_beside_a_slice_fail(plan: PartitionPlan, slices: Path, toy: Pat
     shutil.copyfile(toy / plan.slice_of("a").files[0], slices / "b" / "left-over.safetensors")
     faults = failing(verify(plan, slices=slices))
     assert faults == {
-        "slices_as_planned": f"b: left-over.safetensors lies in {slices / 'b'}, and belongs to no slice"
+        "slices_as_planned": f"b: left-over.safetensors lies in {slices / 'b'}, but belongs to no slice"
     }
 
 
