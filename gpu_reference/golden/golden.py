@@ -41,7 +41,7 @@ from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.model.weight_names import layer_prefix
 from minimax_tools.partition.plan import Slice
 from minimax_tools.provenance import Provenance
-from minimax_tools.slices.headers import read_slice_index
+from minimax_tools.slices.stored_weights import read_slice_index
 
 if TYPE_CHECKING:
     from transformers import MiniMaxM2ForCausalLM

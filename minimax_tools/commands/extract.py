@@ -14,8 +14,7 @@ from minimax_tools.commands.options import plan_model_option, plan_option, shard
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.cut import FileFormat
-from minimax_tools.slices.extract import DEFAULT_FOLDER, cut_slice
+from minimax_tools.slices.cut import DEFAULT_FOLDER, FileFormat, cut_slice
 from minimax_tools.slices.folder import SliceFolder, write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights

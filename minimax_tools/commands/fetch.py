@@ -16,8 +16,8 @@ from minimax_tools.commands.options import plan_option
 from minimax_tools.errors import UsageError
 from minimax_tools.machine.size import word_size
 from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.slices.cut import DEFAULT_FOLDER
 from minimax_tools.slices.download import Download, DownloadedFile, Repository
-from minimax_tools.slices.extract import DEFAULT_FOLDER
 from minimax_tools.slices.fetch import FetchedSlice, fetch_slice, fetch_slice_ranges
 from minimax_tools.slices.folder import open_slice
 from minimax_tools.slices.source import SliceSource, open_source

@@ -1,13 +1,18 @@
-"""Slices of a checkpoint along a plan: cut out, fetched and proved.
+"""Slices of a checkpoint along a plan: cut out, fetched and verified.
 
-| module | the question it answers |
-|---|---|
-| `source` | the checkpoint, as far as it is known here: headers, or config.json alone |
-| `headers`, `stored_weights` | the tensors of a slice, or all that are here, whatever the architecture |
-| `cut`, `byte_ranges` | which bytes go into which file of a slice, and their copying |
-| `folder`, `description`, `digest` | a slice on the disk, what it says of itself, its tie to the source |
-| `extract`, `splitter` | a node's slice along a plan, or by its tensors' names |
-| `download`, `fetch`, `sparse_source` | which files a slice needs, or which bytes, and their way here |
-| `holding` | what a node has |
-| `verify`, `verdicts`, `verification_text` | whether all of it adds up, each claim with what contradicts it |
+- `source`: a checkpoint to divide, as far as it is known: headers, an index file, or config.json alone
+- `stored_weights`: a checkpoint's tensors on this machine, all of them or those of one slice
+- `cut`: a slice before it is written, with the tensors of each of its files
+- `byte_ranges`: byte ranges of files, copied by the kernel
+- `folder`: a slice's folder on the disk, written and opened
+- `description`: slice.json, the content of a slice
+- `digest`: sha256 of stored tensors
+- `splitter`: shards of nodes, cut out by tensor names
+- `download`: the files of a checkpoint that a slice needs
+- `fetch`: a slice fetched from the hub, as whole files or as byte ranges
+- `sparse_source`: sparse copies of a hub's shards that hold only a slice's bytes
+- `holding`: the tensors of a node, as planned or as found in its slice's folder
+- `verify`: the check of a plan, and of the files, slices and runs made by it
+- `verdicts`: the claims of a verification, each with its contradictions
+- `verification_text`: a verification in words
 """

@@ -1,7 +1,7 @@
-"""Byte ranges of files, joined where they lie together, and copied from file to file by the kernel.
+"""Byte ranges of files: neighbours are joined, and the kernel copies them from file to file.
 
-`copy_file_range` moves bytes without bringing them into this process. Where the system or the file system does not
-offer it, as between two file systems, they pass through one small buffer.
+`copy_file_range` copies bytes without loading them into this process. Where the system does not support it, for
+example between two file systems, the bytes pass through one small buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.errors import CheckpointError
 
-# So much at once: often enough to be interrupted, seldom enough to cost nothing.
+# Bytes copied by one call: small enough to react to an interrupt, large enough to cost no time.
 _PIECE_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
 _UNSUPPORTED = frozenset({errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
@@ -33,7 +33,7 @@ class ByteRange:
 
 
 def join_ranges(entries: Iterable[TensorEntry]) -> Iterator[ByteRange]:
-    """The ranges in which tensors lie, in their order: one for all that follow each other without a gap."""
+    """Yield the byte ranges of tensors in their order; tensors without a gap between them share one range."""
     joined: ByteRange | None = None
     for entry in entries:
         stop = entry.offset + entry.size_bytes
@@ -48,11 +48,11 @@ def join_ranges(entries: Iterable[TensorEntry]) -> Iterator[ByteRange]:
 
 
 def copy_ranges(ranges: Iterable[ByteRange], target: BinaryIO) -> None:
-    """Append the ranges to a file that is open for writing.
+    """Append byte ranges to a file that is open for writing.
 
     Raises:
-        CheckpointError: A source cannot be opened, or has become shorter.
-        OSError: The target cannot be written, or a source cannot be read.
+        CheckpointError: A source file cannot be opened, or has become shorter.
+        OSError: The target cannot be written, or a source file cannot be read.
     """
     target.flush()
     for file, group in groupby(ranges, key=lambda found: found.file):
@@ -82,8 +82,8 @@ def _copy_range(found: ByteRange, source: int, target: int) -> None:
 
 
 def _copy_in_kernel(source: int, target: int, start: int, stop: int) -> int:
-    """Copy what can be copied so; gives where it ended."""
-    # Absent on other systems than Linux.
+    """Copy with `copy_file_range` as far as it works, and return the position reached."""
+    # Only Linux has it.
     if not hasattr(os, "copy_file_range"):
         return start
     while start < stop:
@@ -100,7 +100,7 @@ def _copy_in_kernel(source: int, target: int, start: int, stop: int) -> int:
 
 
 def _copy_through_buffer(source: int, target: int, start: int, stop: int) -> int:
-    """Copy up to the source's end; gives where it ended."""
+    """Copy up to `stop` or the source's end, and return the position reached."""
     if start == stop:
         return start
     buffer = memoryview(bytearray(_BUFFER_BYTES))

@@ -1,4 +1,12 @@
-"""SliceCut: which tensors go from a checkpoint into which files of a slice; nothing is read or written yet."""
+"""SliceCut: a slice before it is written, with the tensors of each of its files; no tensor is read yet.
+
+| step | call |
+|---|---|
+| read the plan, with one node's tensors | `PartitionPlan.read(path, tensors_of=node)` |
+| read their headers and check them against the plan | `StoredWeights.of_slice(model, slice_)` |
+| assign the tensors to files | `cut_slice(plan, node, source)` |
+| write the slice's folder | `write_slice(cut, output)` |
+"""
 
 from __future__ import annotations
 
@@ -6,17 +14,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
+from pathlib import Path
 
 from minimax_tools.checkpoint.header import DTYPE_NAMES, TensorEntry
 from minimax_tools.errors import CheckpointError, UsageError, list_faults
+from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.stored_weights import StoredWeights
 
+DEFAULT_FOLDER = Path("model_shards")
 PTH_FILE = "model.pth"
 
 
 class FileFormat(Enum):
-    """How a slice's tensors are stored."""
+    """Format of a slice's weight files."""
 
     SAFETENSORS = "safetensors"
     PTH = "pth"
@@ -28,9 +39,9 @@ class SliceCut:
 
     Args:
         source: The checkpoint.
-        description: What the slice's folder will say of itself, digests aside.
-        file_format: How it will be stored.
-        shards: By file name the tensors, in the order in which they lie in their source.
+        description: Content of its slice.json, without digests.
+        file_format: Format of its weight files.
+        shards: Tensors of each file by its name, in the order in which they lie in the source.
     """
 
     source: StoredWeights
@@ -47,22 +58,22 @@ class SliceCut:
         file_format: FileFormat = FileFormat.SAFETENSORS,
         shard_size_bytes: int | None = None,
     ) -> SliceCut:
-        """Cut out the tensors that the description names.
+        """Assign the tensors that the description names to files.
 
         Args:
-            source: A checkpoint that holds them.
+            source: A checkpoint that holds the tensors.
             description: The slice.
             file_format: safetensors, or one `.pth` file.
-            shard_size_bytes: Most data of a shard, except that no tensor is split; None: one shard for each of the
-                source's that holds some of the slice.
+            shard_size_bytes: Largest size of a shard's data; a larger tensor gets a shard of its own. None for one
+                shard for each shard of the source that holds some of the slice.
 
         Raises:
-            UsageError: A size was given for shards of a `.pth` file, which is one.
-            CheckpointError: No weights are here, or safetensors has no name for a dtype.
+            UsageError: A shard size was given for a `.pth` file, which has no shards.
+            CheckpointError: No weights are here, or safetensors does not support a dtype.
         """
         if file_format is FileFormat.PTH and shard_size_bytes is not None:
             raise UsageError(
-                "a .pth file has no shards", next_step="Leave the size out, or ask for --format safetensors."
+                "a .pth file has no shards", next_step="Leave the size out, or choose --format safetensors."
             )
         index = source.headers
         entries = sorted((index[name] for name in description.tensors), key=lambda entry: entry.position)
@@ -70,7 +81,7 @@ class SliceCut:
             shards = {PTH_FILE: tuple(entries)}
         else:
             _refuse_unknown_dtypes(entries)
-            parts = _as_in_source(entries) if shard_size_bytes is None else _pack(entries, shard_size_bytes)
+            parts = _pack(entries, shard_size_bytes)
             shards = {
                 f"model-{number:05}-of-{len(parts):05}.safetensors": part
                 for number, part in enumerate(parts, start=1)
@@ -79,20 +90,56 @@ class SliceCut:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors as they lie in the source."""
+        """Tensors in the order in which they lie in the source."""
         return tuple(entry for shard in self.shards.values() for entry in shard)
 
     @property
     def size_bytes(self) -> int:
-        """Size of their data."""
+        """Size of the tensors' data."""
         return sum(entry.size_bytes for entry in self.entries)
 
 
-def _as_in_source(entries: Sequence[TensorEntry]) -> list[tuple[TensorEntry, ...]]:
-    return [tuple(group) for _, group in groupby(entries, key=lambda entry: entry.file)]
+def cut_slice(
+    plan: PartitionPlan,
+    node: str,
+    source: StoredWeights,
+    *,
+    file_format: FileFormat = FileFormat.SAFETENSORS,
+    shard_size_bytes: int | None = None,
+) -> SliceCut:
+    """Cut a node's slice out of a checkpoint, along a plan.
+
+    Args:
+        plan: The plan; other nodes' tensors may be left out.
+        node: Name of the node.
+        source: The checkpoint, or at least the files that the slice needs.
+        file_format: As for `SliceCut.of`.
+        shard_size_bytes: As for `SliceCut.of`.
+
+    Raises:
+        UsageError: The plan has no such node, or the node holds nothing.
+        CheckpointError: The source lacks a tensor of the slice.
+    """
+    slice_ = plan.slice_of(node)
+    if not slice_.tensors:
+        raise UsageError(
+            f"node {node} holds nothing in this plan",
+            expected="one of " + ", ".join(used.node.name for used in plan.used),
+        )
+    description = SliceDescription(
+        node=node,
+        layers=slice_.stage.layers,
+        has_embedding=slice_.stage.has_embedding,
+        has_head=slice_.stage.has_head,
+        source=source.model,
+        tensors=dict.fromkeys(sorted(slice_.names)),
+    )
+    return SliceCut.of(source, description, file_format=file_format, shard_size_bytes=shard_size_bytes)
 
 
-def _pack(entries: Sequence[TensorEntry], shard_size_bytes: int) -> list[tuple[TensorEntry, ...]]:
+def _pack(entries: Sequence[TensorEntry], shard_size_bytes: int | None) -> list[tuple[TensorEntry, ...]]:
+    if shard_size_bytes is None:
+        return [tuple(group) for _, group in groupby(entries, key=lambda entry: entry.file)]
     shards: list[list[TensorEntry]] = []
     filled_bytes = 0
     for entry in entries:
@@ -110,5 +157,5 @@ def _refuse_unknown_dtypes(entries: Collection[TensorEntry]) -> None:
         raise CheckpointError(
             "these tensors cannot be stored as safetensors",
             found=list_faults(unknown),
-            next_step="Ask for --format pth.",
+            next_step="Choose --format pth.",
         )

@@ -1,4 +1,4 @@
-"""slice.json: what a slice's folder says of itself, and the digests that tie it to its source."""
+"""SliceDescription: the content of slice.json, with the digests that tie a slice to its source."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceDescription:
-    """What a slice holds.
+    """The parts and tensors of a slice.
+
+    Layers, embedding and head are None if the tensors were chosen one by one.
 
     Args:
-        node: Whose it is.
-        layers: Its decoder layers; None where tensors were chosen one by one, as are the next two.
-        has_embedding: Whether it holds the embedding.
-        has_head: Whether it holds the final norm and the lm_head.
+        node: Name of its node.
+        layers: Its decoder layers.
+        has_embedding: True if it holds the embedding.
+        has_head: True if it holds the final norm and the lm_head.
         source: The checkpoint it was cut from: a folder as it was given, or a hub id.
-        tensors: By name the sha256 of the bytes, one element after the other; None where nobody computed it.
+        tensors: sha256 of each tensor by name; None if it was not computed.
     """
 
     node: str
@@ -36,7 +38,7 @@ class SliceDescription:
     tensors: Mapping[str, str | None] = field(repr=False)
 
     def write(self, folder: Path) -> None:
-        """Write `slice.json` into the folder, in place of one that is there."""
+        """Write `slice.json` into the folder, over one that is there."""
         with whole_file(folder / SLICE_FILE) as file:
             json.dump({"schema_version": SCHEMA_VERSION, **encode(self)}, file, indent=1)
             file.write("\n")
@@ -46,7 +48,7 @@ class SliceDescription:
         """Read the folder's `slice.json`.
 
         Raises:
-            CheckpointError: The folder has none, or it is damaged or of another version.
+            CheckpointError: There is none, or it is damaged or of another version.
         """
         path = folder / SLICE_FILE
         try:
@@ -58,7 +60,7 @@ class SliceDescription:
                 f"{folder} holds no slice",
                 expected=f"a folder with {SLICE_FILE}",
                 found=str(error),
-                next_step="Cut it out: mm2-split extract.",
+                next_step="Make one: mm2-split extract.",
             ) from error
         if version != SCHEMA_VERSION:
             raise CheckpointError(

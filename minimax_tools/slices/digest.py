@@ -1,4 +1,4 @@
-"""Digests of stored tensors: sha256 over their bytes, one element after the other."""
+"""Digests of stored tensors: sha256 over their bytes in row-major order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BUFFER_BYTES = 1 << 20
 
 
 def digest_tensor(reader: CheckpointReader, entry: TensorEntry) -> str:
-    """The tensor's sha256; the same for a safetensors and a `.bin` copy of it.
+    """Compute the sha256 of a tensor, which is equal for a safetensors and a `.bin` copy.
 
-    Of safetensors a small piece is in memory at a time, of a `.bin` file the tensor.
+    A `.bin` tensor is loaded whole, a safetensors one in small pieces.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The tensor cannot be read.
     """
     digest = hashlib.sha256()
     if isinstance(entry, PickledEntry):
@@ -37,17 +37,17 @@ def digest_tensor(reader: CheckpointReader, entry: TensorEntry) -> str:
     except OSError as error:
         raise _unreadable(entry, str(error)) from error
     if remaining:
-        raise _unreadable(entry, f"an end {remaining} bytes too early")
+        raise _unreadable(entry, f"an end of the file {remaining} bytes too early")
     return digest.hexdigest()
 
 
 def word_shape(entry: TensorEntry) -> str:
-    """Dtype and shape in words: what bytes alone do not tell."""
+    """Return dtype and shape in words, which a digest of the bytes does not cover."""
     return f"{entry.dtype} {list(entry.shape)}"
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A CPU tensor's bytes as they lie in a file."""
+    """Return a CPU tensor's bytes as they lie in a file."""
     content: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
     return content
 

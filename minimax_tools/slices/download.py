@@ -1,4 +1,4 @@
-"""Download: which of a checkpoint's files a slice needs, told by the tensors they hold, and which of them are here."""
+"""Download: the files of a checkpoint that a slice needs, and how many of them are here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DownloadedFile:
 
     Args:
         name: Its path in the repository.
-        expected_bytes: Its size there; None where nobody knows it.
-        actual_bytes: Its size here; None where it is not here.
+        expected_bytes: Its size in the repository; None if unknown.
+        actual_bytes: Its size on this machine; None if it is not here.
     """
 
     name: str
@@ -30,24 +30,24 @@ class DownloadedFile:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes, as far as is known."""
+        """Size in the repository, else on this machine, else 0."""
         return self.expected_bytes if self.expected_bytes is not None else self.actual_bytes or 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is here, in its size."""
+        """True if it is here with the expected size."""
         return self.actual_bytes is not None and self.expected_bytes in (None, self.actual_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
-    """The files of a checkpoint's repository: those that are listed, and those that index and plan tell of.
+    """The known files of a checkpoint's repository, from its listing, the index file and the plan.
 
     Args:
-        folder: Where they are, or will be.
-        sizes: By name: the plan's, else the repository's; None where neither tells it.
-        weights: Those that hold weights.
-        is_listed: Whether these are all: a hub that is not asked cannot say, nor a folder that lacks some.
+        folder: Folder of the files, even before they are fetched.
+        sizes: Bytes of each file by name, from the plan or the listing; None if unknown.
+        weights: Names of the files that hold weights.
+        is_listed: True if these are all files. Unknown without asking the hub, or if a folder lacks some.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Repository:
 
     @classmethod
     def of(cls, source: SliceSource, plan: PartitionPlan, *, access: HubAccess | None = None) -> Repository:
-        """The repository of a plan's checkpoint.
+        """Find the files of a plan's checkpoint.
 
         Raises:
             CheckpointError: The hub does not answer.
@@ -78,12 +78,12 @@ class Repository:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files, as far as is known."""
+        """Size of all files whose size is known."""
         return sum(size or 0 for size in self.sizes.values())
 
     @property
     def is_known(self) -> bool:
-        """Whether every file and its size is known."""
+        """True if all files and their sizes are known."""
         return self.is_listed and None not in self.sizes.values()
 
 
@@ -92,9 +92,9 @@ class Download:
     """The part of a repository that a slice needs.
 
     Args:
-        weights: The files that hold some of its tensors, sorted.
-        describing: Config, tokenizer and the like, which every slice needs, sorted.
-        repository: What they are part of.
+        weights: Files that hold some of its tensors, sorted.
+        describing: Config, tokenizer and other describing files, which every slice needs, sorted.
+        repository: The whole repository.
     """
 
     weights: tuple[DownloadedFile, ...]
@@ -103,13 +103,13 @@ class Download:
 
     @classmethod
     def of(cls, slice_: Slice, source: SliceSource, repository: Repository) -> Download:
-        """What a slice needs, and which of it is here.
+        """Find the files that a slice needs.
 
-        Places come from the plan; where it was made without headers, from the checkpoint's index; and where there
-        is none, all weight files are needed.
+        The plan names the weight files. A plan that was made without headers does not: then the checkpoint's index
+        file names them. Without an index file the slice needs all weight files.
 
         Raises:
-            CheckpointError: The checkpoint has no weights, or its index lacks a tensor of the slice.
+            CheckpointError: The checkpoint has no weights, or its index file lacks a tensor of the slice.
         """
         describing = {
             name for name in repository.sizes if "/" not in name and name.endswith(DESCRIBING_SUFFIXES)
@@ -122,55 +122,55 @@ class Download:
 
     @property
     def files(self) -> tuple[DownloadedFile, ...]:
-        """All of them, the weights first."""
+        """Needed files, the weights first."""
         return self.weights + self.describing
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the files."""
+        """Names of all files."""
         return tuple(file.name for file in self.files)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """What a download by patterns would allow."""
+        """Patterns for a download with `allow_patterns`."""
         return (*(file.name for file in self.weights), *(f"*{suffix}" for suffix in DESCRIBING_SUFFIXES))
 
     @property
     def size_bytes(self) -> int:
-        """Of the slice's files, as far as is known."""
+        """Size of the slice's files, as far as known."""
         return sum(file.size_bytes for file in self.files)
 
     @property
     def actual_bytes(self) -> int:
-        """Of those that are here."""
+        """Size of the slice's files on this machine."""
         return sum(file.actual_bytes or 0 for file in self.files)
 
     @property
     def is_known(self) -> bool:
-        """Whether the size of every file is known."""
+        """True if the expected size of every file is known."""
         return all(file.expected_bytes is not None for file in self.files)
 
     @property
     def reduction(self) -> float | None:
-        """How much of the repository the slice does not need, 0 to 1; at least so much where not all of it is known.
+        """Fraction of the repository that the slice does not need, 0 to 1; None if the slice's size is unknown.
 
-        None where not even the slice's part is known.
+        A lower bound if not all of the repository is known.
         """
         return 1 - self.size_bytes / self.repository.size_bytes if self.is_known else None
 
     @property
     def is_complete(self) -> bool:
-        """Whether every file is here."""
+        """True if every file is here with the expected size."""
         return all(file.is_complete for file in self.files)
 
 
 def _list(source: SliceSource, access: HubAccess | None) -> tuple[dict[str, int | None], bool]:
-    """The files' sizes by name, and whether these are all that a repository has."""
+    """Return bytes by file name, and whether these are all files of the repository."""
     if is_on_hub(source.model):
         return work_on_hub(
             source.model,
             lambda snapshot: (
-                # What is cached and not listed has the size that it has here.
+                # A cached file that the hub does not list has the size found here.
                 {
                     name: _size_here(snapshot.folder / name) if file.size_bytes is None else file.size_bytes
                     for name, file in snapshot.files.items()
@@ -184,16 +184,13 @@ def _list(source: SliceSource, access: HubAccess | None) -> tuple[dict[str, int 
 
 
 def _planned_sizes(plan: PartitionPlan) -> dict[str, int]:
-    """Sizes of weight files as the plan's byte ranges give them: a shard ends with its last tensor."""
+    """Return the sizes of safetensors files by the plan's byte ranges: a shard ends with its last tensor."""
     sizes: dict[str, int] = {}
     for slice_ in plan.slices:
         for tensor in slice_.tensors:
-            if (
-                tensor.file is not None
-                and tensor.stop is not None
-                and tensor.file.endswith(SAFETENSORS_SUFFIX)
-            ):
-                sizes[tensor.file] = max(sizes.get(tensor.file, 0), tensor.stop)
+            file, stop = tensor.file, tensor.stop
+            if file is not None and stop is not None and file.endswith(SAFETENSORS_SUFFIX):
+                sizes[file] = max(sizes.get(file, 0), stop)
     return sizes
 
 
@@ -211,7 +208,7 @@ def _weight_files(slice_: Slice, source: SliceSource, repository: Repository) ->
         raise CheckpointError(
             f"the index of {source.model} lacks tensors of node {slice_.node.name}",
             found=list_faults(missing),
-            next_step="Make the plan anew: mm2-split plan.",
+            next_step="Make a new plan: mm2-split plan.",
         )
     return {source.weight_map[name] for name in slice_.names}
 

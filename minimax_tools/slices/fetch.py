@@ -1,4 +1,4 @@
-"""Fetching by slice: of a hub's model only the files that hold a node's tensors, or only the tensors' bytes."""
+"""Fetching a slice from the hub: the files that hold a node's tensors, or only the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from minimax_tools.hub.checkpoint_folder import fetch_files, is_on_hub
 from minimax_tools.hub.ranges import NoRangesError
 from minimax_tools.machine.new_folder import refuse_occupied
 from minimax_tools.partition.plan import PartitionPlan, Slice
+from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.download import Download, Repository
-from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.source import SliceSource, open_source
@@ -22,14 +22,14 @@ from minimax_tools.slices.sparse_source import sparse_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedSlice:
-    """What was fetched of a slice.
+    """A slice that was fetched.
 
     Args:
-        node: Whose it is.
-        folder: Where it lies: the hub's cache, or the slice's own folder.
-        files: The slice's files there, relative to it.
-        size_bytes: Of the files, or of the tensors where only their bytes were asked for.
-        bytes_fetched: What came for that from the hub, headers aside; None where the cache decides.
+        node: Name of its node.
+        folder: The hub's cache, or the slice's own folder.
+        files: The slice's files, relative to the folder.
+        size_bytes: Size of the files, or of the tensors if only their bytes were fetched.
+        bytes_fetched: Bytes of tensors that came from the hub now; None if whole files were fetched.
     """
 
     node: str
@@ -42,14 +42,14 @@ class FetchedSlice:
 def fetch_slice(
     plan: PartitionPlan, node: str, *, model: str | None = None, access: HubAccess | None = None
 ) -> FetchedSlice:
-    """Fetch the files that hold a node's tensors into the hub's cache, and what describes the model.
+    """Fetch the files that hold a node's tensors, and those that describe the model, into the hub's cache.
 
-    Transfers are resumed, verified by hash and tried again. Of a folder nothing is fetched: its files are found.
+    Transfers are resumed, verified by hash and retried. If the model is a folder, its files are only looked up.
 
     Args:
-        plan: Who holds what.
-        node: Whose files.
-        model: Where the checkpoint is, if not where the plan says.
+        plan: The plan.
+        node: Name of the node.
+        model: Folder or hub id of the checkpoint; None for the plan's.
         access: The hub; None for the one that the environment names.
 
     Raises:
@@ -80,16 +80,16 @@ def fetch_slice_ranges(
 ) -> FetchedSlice:
     """Fetch only the bytes of a node's tensors, and write them as `mm2-split extract` writes a slice.
 
-    The digests in its slice.json are those of what came. A hub tells hashes of whole files only: that these are the
-    source's bytes can be proved where the source is.
+    The digests in its slice.json are those of the bytes that came. A hub has hashes of whole files only, so these
+    digests can be checked only on a machine that has the source.
 
     Args:
-        plan: Who holds what.
-        node: Whose slice.
-        output: The slice's folder: new, empty, or this slice, of the same commit.
-        model: The hub's model, if not the plan's.
+        plan: The plan.
+        node: Name of the node.
+        output: The slice's folder: new, empty, or with this slice of the same commit.
+        model: Hub id of the model; None for the plan's.
         access: The hub; None for the one that the environment names.
-        progress: Told of each shard.
+        progress: Reports each shard.
 
     Raises:
         UsageError: The plan has no such node, the model is a folder, or `output` holds something else.
@@ -98,7 +98,7 @@ def fetch_slice_ranges(
     """
     slice_ = plan.slice_of(node)
     if not slice_.tensors:
-        raise UsageError(f"node {node} holds nothing in this plan: there is nothing to fetch")
+        raise UsageError(f"node {node} holds nothing in this plan, so there is nothing to fetch")
     source = open_source(model or plan.model, access=access)
     found = _find_whole(slice_, output, source.model)
     if found is not None:
@@ -117,10 +117,10 @@ def fetch_slice_ranges(
 
 
 def _find_whole(slice_: Slice, output: Path, model: str) -> FetchedSlice | None:
-    """The slice that is in the folder already, by the digests that its slice.json notes; None in an empty folder.
+    """Return the slice if the folder holds it already, with the digests of its slice.json; None if it is empty.
 
     Raises:
-        UsageError: Something else is there.
+        UsageError: The folder holds something else.
     """
     if not output.is_dir() or not any(output.iterdir()):
         refuse_occupied(output)
@@ -152,14 +152,14 @@ def _find_whole(slice_: Slice, output: Path, model: str) -> FetchedSlice | None:
 def _open_remote(model: str, access: HubAccess | None) -> SliceSource:
     if not is_on_hub(model):
         raise UsageError(
-            f"{model} is a folder: there is nothing to fetch by byte ranges",
-            next_step="Cut the slice out of it: mm2-split extract.",
+            f"{model} is a folder, so there is nothing to fetch by byte ranges",
+            next_step="Cut the slice out of the folder: mm2-split extract.",
         )
     source = open_source(model, headers=True, access=access)
     if source.entries is None:
         raise NoRangesError(
-            f"the tensors of {model} cannot be located from here",
-            found="a server that sends whole files only, weights that are no safetensors, or a hub that is not asked",
+            f"the byte ranges of the tensors of {model} are not known",
+            found="a server without byte ranges, weights that are not safetensors, or a hub that may not be asked",
             next_step="Fetch whole files: leave out --byte-ranges.",
         )
     return source

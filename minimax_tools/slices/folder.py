@@ -1,6 +1,6 @@
-"""A slice's folder: its tensors byte for byte, their index, config.json, what describes the model, and slice.json.
+"""A slice's folder: its tensors byte for byte, their index, the files that describe the model, and slice.json.
 
-It is written to a temporary sibling and renamed, so what bears its name is whole.
+The folder is written under a temporary name and renamed, so a folder with the final name is complete.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from minimax_tools.slices.digest import digest_tensor, tensor_bytes
 from minimax_tools.torch_files.header import PickledEntry
 from minimax_tools.torch_files.reader import PickledReader
 
-# What tells where tensors lie tells of the source's files, and the slice has its own.
+# The source's index files are not copied: a slice has an index of its own.
 _INDEX_SUFFIX = ".index.json"
-_REMEDY = "Name an --output with more room, or make room."
+_REMEDY = "Choose an --output with more room, or make room."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class SliceFolder:
     """A slice on the disk.
 
     Args:
-        folder: Where it lies.
-        description: What its slice.json says.
+        folder: Its folder.
+        description: Content of its slice.json.
         files: Its weight files.
         size_bytes: Size of its tensors' data.
-        is_new: Whether it was written now; else it was there already.
+        is_new: True if it was written now, False if it was there already.
     """
 
     folder: Path
@@ -55,25 +55,28 @@ class SliceFolder:
 def write_slice(
     cut: SliceCut, output: Path, *, with_digests: bool = False, progress: Progress | None = None
 ) -> SliceFolder:
-    """Write a slice; one that is there already, every tensor byte for byte, is left as it is.
+    """Write a slice, or find the same slice there already, equal byte for byte.
 
-    From safetensors the kernel copies: nothing of the tensors passes through this process, whatever their size. From
-    `.bin` files one tensor is in memory at a time. A `.pth` file is written by torch from mapped safetensors, whose
-    pages the system may drop; from `.bin` files it takes as much memory as the slice.
+    Memory in use:
+
+    | from | to safetensors | to `.pth` |
+    |---|---|---|
+    | safetensors | none: the kernel copies the bytes | mapped pages, which the system may drop |
+    | `.bin` | one tensor at a time | the whole slice |
 
     Args:
-        cut: What is to be written.
+        cut: The slice.
         output: A folder that does not exist yet, is empty, or holds the same slice.
-        with_digests: Whether slice.json gets each tensor's sha256: everything is read once more for it.
-        progress: Told of each file.
+        with_digests: Write each tensor's sha256 into slice.json; this reads all tensors once more.
+        progress: Reports each file.
 
     Raises:
         UsageError: `output` holds something else.
-        CheckpointError: There is no room, or a tensor cannot be read or the folder not be written.
+        CheckpointError: There is no room, a tensor cannot be read, or the folder cannot be written.
     """
     progress = NoProgress() if progress is None else progress
     with cut.source.open() as reader:
-        if _holds_something(output):
+        if output.is_dir() and any(output.iterdir()):
             return _find_same(cut, output, reader, with_digests=with_digests)
         describing = tuple(_describing_files(cut.source.folder))
         size_bytes = cut.size_bytes + sum(file.stat().st_size for file in describing)
@@ -86,7 +89,7 @@ def write_slice(
                 progress.advance(number, num_bytes=sum(entry.size_bytes for entry in shard))
             if _is_safetensors(cut):
                 _write_index(folder, cut)
-            # Of what was read, not of what was written: so that a copy gone wrong shows.
+            # Digests of the source, not of the copy: so that a wrong copy shows.
             digests = (
                 {entry.name: digest_tensor(reader, entry) for entry in cut.entries} if with_digests else {}
             )
@@ -101,10 +104,10 @@ def write_slice(
 
 
 def open_slice(folder: Path) -> CheckpointReader:
-    """A reader of a slice's tensors, in whichever format they are stored.
+    """Open a reader of a slice's tensors, in either format.
 
     Raises:
-        CheckpointError: Its files are missing or damaged, or contradict their index.
+        CheckpointError: Its files are missing or damaged, or contradict its index.
     """
     pth = folder / PTH_FILE
     return PickledReader(pth) if pth.is_file() else CheckpointReader(folder)
@@ -130,12 +133,12 @@ def _write_pth(path: Path, entries: Sequence[TensorEntry], reader: CheckpointRea
 
 def _map(file: Path) -> mmap.mmap:
     with file.open("rb") as opened:
-        # Writable to torch, and nothing that is written would reach the file.
+        # Torch needs writable memory; with ACCESS_COPY nothing reaches the file.
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _mapped(entry: TensorEntry, content: mmap.mmap) -> torch.Tensor:
-    """The tensor over the file's pages, with a storage of its own size: torch saves storages."""
+    """Return the tensor over the file's pages, with a storage of its size, because torch saves storages."""
     if entry.size_bytes == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
     flat = torch.frombuffer(content, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
@@ -157,15 +160,11 @@ def _describing_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _holds_something(output: Path) -> bool:
-    return output.is_dir() and any(output.iterdir())
-
-
 def _find_same(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_digests: bool) -> SliceFolder:
-    """The slice that is there already, where it is the same; digests that it lacks are added.
+    """Return the slice that the folder holds already, and add digests that its slice.json lacks.
 
     Raises:
-        UsageError: It is another, or none.
+        UsageError: The folder holds another slice, or none.
     """
     try:
         description = SliceDescription.read(output)
@@ -194,7 +193,7 @@ def _find_same(cut: SliceCut, output: Path, reader: CheckpointReader, *, with_di
 
 
 def _find_difference(cut: SliceCut, found: SliceDescription, existing: CheckpointReader) -> str | None:
-    """What is first found to differ, bytes aside, between a slice that is to be written and one that is there."""
+    """Return the first difference, tensor bytes aside, between the cut and the slice that is there."""
     if replace(found, tensors={}) != replace(cut.description, tensors={}):
         return f"another slice, of node {found.node}, cut from {found.source}"
     if (existing.folder / PTH_FILE).is_file() == _is_safetensors(cut):
@@ -211,7 +210,7 @@ def _find_difference(cut: SliceCut, found: SliceDescription, existing: Checkpoin
 
 
 def _read_config(folder: Path) -> bytes | None:
-    # A state dict that was saved by itself has none.
+    # A bare state dict has no config.json.
     path = folder / CONFIG_FILE
     return path.read_bytes() if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Holding: the tensors a node has, as planned or as its slice's folder holds them."""
+"""Holding: the tensors of a node, as planned or as found in its slice's folder."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pth", ".pt"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a node holds.
+    """The tensors of a node, by name.
 
     Args:
-        node: Its name.
-        folder: Of its slice; None where it is only planned.
-        source: What the folder was cut from, as it says itself.
-        sizes: Bytes by tensor.
-        files: The weight files in the folder, sorted.
+        node: Name of the node.
+        folder: Folder of its slice; None if only planned.
+        source: The checkpoint that the slice was cut from, by its slice.json.
+        sizes: Bytes of each tensor.
+        files: Weight files in the folder, sorted.
         shapes: Dtype and shape of each tensor that was found, in words.
         digests: sha256 of each tensor that was found.
-        noted: The digests that the slice's own slice.json notes.
-        faults: Why the folder cannot be read, or is not the node's.
+        noted: Digests in slice.json.
+        faults: Reasons why the folder cannot be read, or is not the node's.
     """
 
     node: str
@@ -44,34 +44,29 @@ class Holding:
 
     @classmethod
     def planned(cls, slice_: Slice, sizes: Mapping[str, int]) -> Holding:
-        """What a node is to hold.
-
-        Args:
-            slice_: Its slice.
-            sizes: Bytes of its tensors.
-        """
+        """Build the holding of a node's slice as planned, with the sizes of its tensors in bytes."""
         return cls(node=slice_.node.name, sizes={name: sizes.get(name, 0) for name in slice_.names})
 
     @classmethod
     def found(cls, slice_: Slice, folder: Path) -> Holding:
-        """What a node's folder holds, every byte of it read; a folder that cannot be read is a fault."""
+        """Read every byte of a node's folder; if it cannot be read, that is a fault of the holding."""
         node = slice_.node.name
         if not folder.is_dir():
             return cls(node=node, folder=folder, faults=(f"{folder} is not there",) if slice_.tensors else ())
         try:
             description = SliceDescription.read(folder)
-            return _read_folder(node, folder, description, _own_faults(slice_, description))
+            return _read_folder(node, folder, description, _description_faults(slice_, description))
         except CheckpointError as error:
             return cls(node=node, folder=folder, faults=(str(error),))
 
     @property
     def size_bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all tensors."""
         return sum(self.sizes.values())
 
     @property
     def digest(self) -> str:
-        """sha256 over the names and digests of all tensors that were found: two slices that agree in it are one."""
+        """sha256 over the names and digests of all tensors that were found."""
         lines = (f"{name} {digest}\n" for name, digest in sorted(self.digests.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -93,12 +88,12 @@ def _read_folder(node: str, folder: Path, description: SliceDescription, faults:
         shapes={name: word_shape(entry) for name, entry in entries.items()},
         digests=digests,
         noted=description.tensors,
-        faults=(*faults, *(f"{name} lies in {folder}, and belongs to no slice" for name in stray)),
+        faults=(*faults, *(f"{name} lies in {folder}, but belongs to no slice" for name in stray)),
     )
 
 
-def _own_faults(slice_: Slice, description: SliceDescription) -> tuple[str, ...]:
-    """Where the folder's description contradicts the plan."""
+def _description_faults(slice_: Slice, description: SliceDescription) -> tuple[str, ...]:
+    """Return the contradictions between a folder's slice.json and the plan."""
     stage = slice_.stage
     pairs = (
         ("node", slice_.node.name, description.node),
@@ -109,6 +104,6 @@ def _own_faults(slice_: Slice, description: SliceDescription) -> tuple[str, ...]
     return tuple(
         f"slice.json says of its {what}: {found}, the plan: {planned}"
         for what, planned, found in pairs
-        # Tensors that were chosen one by one say nothing of layers.
+        # A slice of tensors chosen by name has no layers in its slice.json.
         if found is not None and planned != found
     )

@@ -1,4 +1,4 @@
-"""SliceSource: the checkpoint that is divided, as far as it is known: headers, the index file, or config.json alone."""
+"""SliceSource: a checkpoint to divide, as far as it is known: headers, an index file, or config.json alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from minimax_tools.checkpoint.header import TensorEntry
-from minimax_tools.checkpoint.weight_files import WeightFiles, read_weight_map
 from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.access import HubAccess
 from minimax_tools.hub.checkpoint_folder import CONFIG_FILE, is_on_hub, resolve_config, work_on_hub
@@ -23,24 +22,24 @@ from minimax_tools.model.spec import ModelSpec
 from minimax_tools.partition.cost import TensorSize, Workload, expected_tensors, measure_costs
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, make_plan
-from minimax_tools.slices.stored_weights import StoredWeights, read_index
+from minimax_tools.slices.stored_weights import StoredWeights, find_weight_map, read_index
 
 logger = logging.getLogger(__name__)
 
 _PINNED = re.compile(r"[^/@]+/[^/@]+@[0-9a-f]{40}")
-# Its config.json tells every tensor.
+# The model type whose tensors follow from its config.json.
 _TOLD_BY_CONFIG = "minimax_m2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceSource(StoredWeights):
-    """A checkpoint to be divided; `model` is a folder as it was given, or `owner/name@commit` of a hub's model.
+    """A checkpoint to divide; `model` is a folder as it was given, or `owner/name@commit` of a hub's model.
 
     Args:
-        config: The keys of its config.json.
-        architecture: How its tensors are named.
-        entries: Every tensor by name, where all headers are known, of shards here or on the hub; else None.
-        weight_map: Every tensor's file by its name, as the index file has it; None where there is none.
+        config: Content of its config.json.
+        architecture: Naming of its tensors.
+        entries: All tensors by name, if all headers are known, from shards here or on the hub; else None.
+        weight_map: File of each tensor by name, from the index file; None if there is none.
     """
 
     config: Mapping[str, Any] = field(repr=False)
@@ -50,25 +49,26 @@ class SliceSource(StoredWeights):
 
     @property
     def tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...]:
-        """All its tensors; of a MiniMax-M2 from config.json alone where not all headers are known.
+        """Tensors of the whole checkpoint: from headers, or for a MiniMax-M2 from config.json alone.
 
         Raises:
-            CheckpointError: Nothing tells them.
+            CheckpointError: They are not known.
         """
         tensors = self.find_tensors()
         if tensors is None:
             files = sorted(set((self.weight_map or {}).values()))
             absent = [file for file in files if not (self.folder / file).is_file()]
+            model_type = self.config["model_type"]
             raise CheckpointError(
-                f"the tensors of {self.model} are not known: of a {self.config['model_type']} config.json tells none",
+                f"the tensors of {self.model} are not known: the config.json of a {model_type} lists none",
                 expected="the headers of all its shards",
                 found=f"not here: {list_faults(absent)}" if absent else "no header",
-                next_step="Fetch what is missing, or give --model a hub id: a hub's headers are read by themselves.",
+                next_step="Fetch what is missing, or give --model a hub id: its headers are read without the weights.",
             )
         return tensors
 
     def find_tensors(self) -> tuple[TensorEntry, ...] | tuple[TensorSize, ...] | None:
-        """As `tensors`; None where nothing tells them."""
+        """Return all tensors of the checkpoint like `tensors`, or None if they are not known."""
         if self.entries is not None:
             return tuple(self.entries.values())
         if self.config["model_type"] != _TOLD_BY_CONFIG:
@@ -76,7 +76,7 @@ class SliceSource(StoredWeights):
         return tuple(expected_tensors(ModelSpec.from_config(self.config)))
 
     def divide(self, *, planner: str, nodes: Sequence[Node], workload: Workload) -> PartitionPlan:
-        """The plan by which nodes share the model; arguments and errors as for `make_plan`."""
+        """Divide the checkpoint among nodes; arguments and errors as for `make_plan`."""
         tensors = self.tensors
         return make_plan(
             model=self.model,
@@ -90,19 +90,19 @@ class SliceSource(StoredWeights):
 
     @property
     def headers_known(self) -> Mapping[str, TensorEntry]:
-        """Tensors by name: all, or of the shards that are here."""
+        """Tensors by name: all of them, or those of the shards that are here."""
         if self.entries is not None:
             return self.entries
         return {} if self.index is None else self.index.entries
 
     @property
     def names(self) -> frozenset[str] | None:
-        """Of all its tensors, where headers or index file tell them; else None."""
+        """Names of all tensors, from headers or index file; None if neither is known."""
         known = self.weight_map if self.entries is None else self.entries
         return None if known is None else frozenset(known)
 
     def measure_tensors(self, plan: PartitionPlan) -> dict[str, int]:
-        """Bytes of the plan's tensors by name: from headers, else from the plan's places, else from config.json."""
+        """Return bytes by tensor name: from headers, else from the plan's byte ranges, else from config.json."""
         planned = [tensor for slice_ in plan.slices for tensor in slice_.tensors]
         sizes = {tensor.name: tensor.size_bytes for tensor in planned if tensor.start is not None}
         sizes |= {name: entry.size_bytes for name, entry in self.headers_known.items()}
@@ -112,20 +112,20 @@ class SliceSource(StoredWeights):
 
 
 def open_source(model: str, *, headers: bool = False, access: HubAccess | None = None) -> SliceSource:
-    """The checkpoint in a folder or on the hub; of a hub's model only the description is fetched.
+    """Open a checkpoint in a folder or on the hub; no weights are fetched.
 
-    A hub's branch may move: the source is of the commit that it stands for now, and bears its name. Shards may be
-    missing: what tells their tensors is the index file, and of MiniMax-M2 config.json.
+    The source of a hub's model names the commit, because a branch may move. Shards may be missing: their tensors
+    are known from the index file, or for MiniMax-M2 from config.json.
 
     Args:
         model: A folder or a hub id.
-        headers: Whether the headers of shards that only the hub has are fetched too, by byte ranges. Where the
-            server has none, or the hub is not to be asked, `entries` is None; a network that fails is an error.
+        headers: Fetch the headers of shards that only the hub has, by byte ranges. If the server does not support
+            byte ranges, or the hub may not be asked, `entries` is None. A network failure is an error.
         access: The hub; None for the one that the environment names.
 
     Raises:
         CheckpointError: There is no such checkpoint, its files contradict each other, or the hub does not answer.
-        UsageError: Its tensors' names are not known by heart, and transformers does not know the model either.
+        UsageError: Neither mm2 nor transformers knows how the model names its tensors.
     """
     if is_on_hub(model):
         model, folder = work_on_hub(model, _pin, access=access)
@@ -138,7 +138,7 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         entries = _read_hub_entries(model, access)
     if entries is None and headers and index is not None:
         num_absent = len(set(index.absent.values()))
-        logger.info("Shards of %s are not here, and their headers not known: %d.", model, num_absent)
+        logger.info("Shards of %s that are not here, and whose headers are not known: %d.", model, num_absent)
     return SliceSource(
         model=model,
         folder=folder,
@@ -146,12 +146,12 @@ def open_source(model: str, *, headers: bool = False, access: HubAccess | None =
         architecture=_architecture(folder, config),
         index=index,
         entries=entries,
-        weight_map=_read_weight_map(folder),
+        weight_map=find_weight_map(folder),
     )
 
 
 def are_two_commits(model: str, other: str) -> bool:
-    """Whether two sources are certainly two: commits of hubs' models. A folder may hold a copy of any."""
+    """Decide whether two sources are different commits on a hub; a folder may be a copy of any commit."""
     return model != other and all(map(_PINNED.fullmatch, (model, other)))
 
 
@@ -165,13 +165,6 @@ def _read_hub_entries(model: str, access: HubAccess | None) -> Mapping[str, Tens
     except (NoRangesError, NotCachedError) as error:
         logger.info("The headers of %s are not known: %s", model, error)
         return None
-
-
-def _read_weight_map(folder: Path) -> Mapping[str, str] | None:
-    files = WeightFiles.in_folder(folder)
-    if files is None or files.index_file is None:
-        return None
-    return read_weight_map(folder / files.index_file)
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
@@ -189,7 +182,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
 
 def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     if config["model_type"] not in ARCHITECTURES:
-        # Needs transformers; the seven families by heart do not.
+        # This import needs transformers, which the listed architectures do not.
         from minimax_tools.split.module_tree import read_architecture
 
         return read_architecture(folder)

@@ -1,8 +1,7 @@
-"""A slice's byte ranges of a hub's shards, in files of the shards' sizes whose other bytes are holes.
+"""Sparse copies of a hub's shards: files of the shards' sizes that hold only one slice's bytes.
 
-Such a folder takes the disk as much as the slice. To whoever reads only the slice it is the checkpoint: the slice is
-cut out of it as out of a whole one. What is there already is noted beside each shard, so that a fetch that was
-broken off goes on, with the piece it was at.
+The other bytes are holes, so the files take only the slice's size on the disk. The slice is cut out of them like out
+of the whole checkpoint. A journal beside each file lists the pieces that were fetched, so an interrupted fetch resumes.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.byte_ranges import ByteRange, join_ranges
 from minimax_tools.slices.source import SliceSource
 
-# What is lost at most of a shard when a fetch breaks off.
+# Most bytes of a shard that an interrupted fetch loses.
 _PIECE_BYTES = 64 << 20
 _JOURNAL_SUFFIX = ".fetched"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseSource:
-    """A slice's bytes, fetched.
+    """The fetched bytes of a slice.
 
     Args:
-        source: The checkpoint, as far as the slice goes.
-        bytes_asked: Of the slice's tensors.
-        bytes_fetched: That came from the hub now; less where some were here.
+        source: The checkpoint, with the sparse files.
+        bytes_asked: Bytes of the slice's tensors.
+        bytes_fetched: Bytes that came from the hub now; fewer if some were here already.
     """
 
     source: SliceSource
@@ -62,37 +61,37 @@ def sparse_source(
     access: HubAccess | None = None,
     progress: Progress | None = None,
 ) -> Iterator[SparseSource]:
-    """Fetch the bytes of a node's tensors from the hub, and no others; while the block lasts they are there.
+    """Fetch only the bytes of a node's tensors from the hub, for use inside the `with` block.
 
     Args:
-        plan: Who holds what.
-        node: Whose.
-        source: The hub's checkpoint, its headers known.
-        folder: Where the files of holes go; what an earlier call left there is used. It is removed when the block
-            ends well.
+        plan: The plan.
+        node: Name of the node.
+        source: The hub's checkpoint, with all headers known.
+        folder: Folder of the sparse files. Pieces from an earlier call are used. It is removed after the block,
+            unless the block raises.
         access: The hub; None for the one that the environment names.
-        progress: Told of each shard.
+        progress: Reports each shard.
 
     Raises:
         NoRangesError: The server sends whole files only.
         CheckpointError: The plan is not this checkpoint's, the hub does not answer, there is no room, or another
-            process is at it.
+            process fetches into the folder.
     """
     assert source.entries is not None, "the caller has the headers"
     plan.validate(source.entries, source.architecture, folder=source.folder)
     names = plan.slice_of(node).names
     entries = sorted((source.entries[name] for name in names), key=lambda entry: entry.position)
     with _claimed(folder):
-        bytes_fetched = _fetch_into(
-            folder, source, entries, access, NoProgress() if progress is None else progress
-        )
-        every = {
+        bytes_fetched = _fetch_into(folder, source, entries, access, progress or NoProgress())
+        sparse_entries = {
             name: replace(entry, file=folder / entry.file.relative_to(source.folder))
             for name, entry in source.entries.items()
         }
-        index = TensorIndex(folder=folder, entries={entry.name: every[entry.name] for entry in entries})
+        index = TensorIndex(
+            folder=folder, entries={entry.name: sparse_entries[entry.name] for entry in entries}
+        )
         yield SparseSource(
-            source=replace(source, folder=folder, index=index, entries=every),
+            source=replace(source, folder=folder, index=index, entries=sparse_entries),
             bytes_asked=sum(entry.size_bytes for entry in entries),
             bytes_fetched=bytes_fetched,
         )
@@ -101,14 +100,14 @@ def sparse_source(
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder: two that write into it would each trust the other's journal."""
+    """Lock the folder against other processes, which would trust the same journal."""
     with ExitStack() as claim:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             claim.enter_context(held(folder))
         except BlockingIOError as error:
             raise CheckpointError(
-                f"another process fetches into {folder}", next_step="Wait for it, or name another --output."
+                f"another process fetches into {folder}", next_step="Wait for it, or choose another --output."
             ) from error
         except OSError as error:
             raise _cannot_store(folder, error) from error
@@ -122,13 +121,11 @@ def _fetch_into(
     access: HubAccess | None,
     progress: Progress,
 ) -> int:
-    """Fetch the tensors and what describes the model; gives how many bytes of tensors came."""
-
-    def fetch(snapshot: HubSnapshot) -> int:
-        return _fetch_all(entries, snapshot, folder, progress)
-
+    """Fetch the tensors, copy the describing files, and return the bytes of tensors that came."""
     try:
-        bytes_fetched = work_on_hub(source.model, fetch, access=access)
+        bytes_fetched = work_on_hub(
+            source.model, lambda snapshot: _fetch_all(entries, snapshot, folder, progress), access=access
+        )
         for path in source.folder.iterdir():
             if path.is_file() and path.name.endswith(DESCRIBING_SUFFIXES):
                 shutil.copyfile(path, folder / path.name)
@@ -141,7 +138,7 @@ def _cannot_store(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"the slice cannot be stored in {folder}",
         found=str(error),
-        next_step="Make room there or mend its permissions, or name another --output.",
+        next_step="Make room there, change its permissions, or choose another --output.",
     )
 
 
@@ -177,22 +174,22 @@ def _require_room(shards: Mapping[str, Iterable[ByteRange]], folder: Path) -> No
     needed_bytes = sum(found.stop - found.start for ranges in shards.values() for found in ranges)
     here_bytes = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
     free_bytes = shutil.disk_usage(folder).free
-    # Once here, and once more in the slice's own folder.
+    # The slice is written here, and again in its own folder.
     if 2 * needed_bytes - here_bytes > free_bytes:
         raise CheckpointError(
             f"the disk at {folder} is too small for the slice",
             expected=f"{word_size(2 * needed_bytes - here_bytes)}: the slice is written twice",
             found=f"{word_size(free_bytes)} free",
-            next_step="Make room, or name another --output.",
+            next_step="Make room, or choose another --output.",
         )
 
 
 class _SparseFile:
-    """One shard's file of holes, with the journal of the pieces that are in it.
+    """The sparse copy of one shard, with the journal of its fetched pieces.
 
     Args:
         path: The file.
-        version: Of the shard on the hub: what was fetched of another is thrown away.
+        version: Version of the shard on the hub; pieces of another version are discarded.
     """
 
     def __init__(self, path: Path, *, version: str) -> None:
@@ -201,7 +198,7 @@ class _SparseFile:
         self._version = version
 
     def fetch(self, wanted: Iterable[ByteRange], file: HubFile, ranges: HubRanges) -> int:
-        """Fetch what is missing of some ranges; gives how many bytes came."""
+        """Fetch the missing pieces of some byte ranges, and return the bytes that came."""
         done = self._read_journal()
         if not done:
             self._path.unlink(missing_ok=True)
@@ -225,7 +222,7 @@ class _SparseFile:
         return num_bytes
 
     def _note(self, fresh: list[tuple[int, int]], output: BinaryIO, journal: TextIO) -> None:
-        """Write into the journal what is on the disk now, and forget it."""
+        """Sync the fresh pieces to the disk, add them to the journal, and clear the list."""
         output.flush()
         os.fsync(output.fileno())
         journal.writelines(json.dumps([self._version, start, stop]) + "\n" for start, stop in fresh)
@@ -233,7 +230,7 @@ class _SparseFile:
         fresh.clear()
 
     def _read_journal(self) -> set[tuple[int, int]]:
-        """The pieces that are here of this version."""
+        """Return the pieces of this version that are here."""
         if not self._path.is_file() or not self._journal.is_file():
             return set()
         done = set()
@@ -241,7 +238,7 @@ class _SparseFile:
             try:
                 version, start, stop = json.loads(line)
             except ValueError:
-                # The line that was being written.
+                # The last line may be incomplete.
                 continue
             if version != self._version:
                 return set()

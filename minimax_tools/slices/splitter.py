@@ -1,6 +1,6 @@
-"""ModelSplitter: a node's tensors, chosen by name, cut out of a checkpoint.
+"""ModelSplitter: the shard of a node, cut out of a checkpoint by tensor names.
 
-A split plan is a list of tensor names for each node, whoever made it; `split_plans` makes one of a PartitionPlan.
+A split plan lists tensor names for each node. `split_plans` makes one from a PartitionPlan.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from minimax_tools.errors import UsageError, list_faults
 from minimax_tools.model.weight_names import SCALE_SUFFIX, scale_name
 from minimax_tools.partition.node import is_node_name
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.cut import FileFormat, SliceCut
+from minimax_tools.slices.cut import DEFAULT_FOLDER, FileFormat, SliceCut
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.extract import DEFAULT_FOLDER
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.stored_weights import StoredWeights
 
@@ -30,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPlan:
-    """What one node gets.
+    """The tensors of one node.
 
     Args:
-        node_id: The node.
-        layer_names: Full names of its tensors, as the checkpoint has them.
-        total_compute: What they take, in FLOPs per token where `split_plans` made the plan.
-        compute_utilization: How busy the node will be, 0 to 1.
+        node_id: Name of the node.
+        layer_names: Full names of its tensors in the checkpoint.
+        total_compute: Compute that they need; in FLOPs per token if `split_plans` made the plan.
+        compute_utilization: Fraction of the time that the node is busy, 0 to 1.
 
     Raises:
-        UsageError: The node's name is none for a folder, the compute is below zero, or the utilization not between 0
-            and 1.
+        UsageError: The node's name cannot name a folder, the compute is negative, or the utilization is not
+            between 0 and 1.
     """
 
     node_id: str
@@ -51,12 +50,12 @@ class SplitPlan:
     def __post_init__(self) -> None:
         if not is_node_name(self.node_id):
             raise UsageError(
-                f"{self.node_id!r} is no node: its shard goes to a folder of that name",
+                f"{self.node_id!r} is no node: its shard goes into a folder of that name",
                 expected="letters, digits, '.', '_' and '-', the first a letter or a digit",
             )
         if not self.total_compute >= 0 or not 0 <= self.compute_utilization <= 1:
             raise UsageError(
-                f"the split plan of {self.node_id} cannot be",
+                f"the split plan of {self.node_id} is invalid",
                 expected="a total_compute of 0 or more and a compute_utilization of 0 to 1",
                 found=f"{self.total_compute} and {self.compute_utilization}",
             )
@@ -64,13 +63,13 @@ class SplitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
-    """What is split.
+    """A model to split.
 
     Args:
-        model_name: What the model is called, for people.
+        model_name: Name of the model, for the log.
         model_path: The checkpoint's folder.
-        split_plan: What each node gets, by node.
-        output_dir: Folder in which each node's shard becomes a folder of the node's name; ./model_shards where None.
+        split_plan: Tensors of each node, by node.
+        output_dir: Folder for the shards, each in a folder of its node's name; None for ./model_shards.
     """
 
     model_name: str
@@ -81,14 +80,14 @@ class SplitConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitResult:
-    """What was written.
+    """A shard that was written.
 
     Args:
-        node_id: The node.
+        node_id: Name of the node.
         shard_path: The folder of safetensors, or the `.pth` file.
-        layer_names: The tensors it holds, sorted; block scales included.
-        total_params: Their weights; block scales are none.
-        shard_size_mb: Size of their data, in 10⁶ bytes.
+        layer_names: Names of its tensors, sorted, block scales included.
+        total_params: Number of weights; block scales do not count.
+        shard_size_mb: Size of the tensors' data, in 10⁶ bytes.
     """
 
     node_id: str
@@ -99,10 +98,10 @@ class SplitResult:
 
 
 class ModelSplitter:
-    """Cuts a node's tensors out of a checkpoint of any architecture.
+    """Splitter of checkpoints of any architecture.
 
     Args:
-        file_format: A folder of safetensors, or a `.pth` state dict in it.
+        file_format: safetensors, or one `.pth` state dict, in the shard's folder.
     """
 
     def __init__(self, *, file_format: FileFormat = FileFormat.SAFETENSORS) -> None:
@@ -111,24 +110,24 @@ class ModelSplitter:
     def split_model(
         self, config: SplitConfig, node_id: str, *, progress: Progress | None = None
     ) -> SplitResult:
-        """Write the node's shard; one that is there already, byte for byte, is left as it is.
+        """Write a node's shard, or find the same shard there already, equal byte for byte.
 
-        Block scales go with their weights, whether they are named or not. Only this node's names are looked at: the
-        plan may leave out the rest of the model (see `validate_split_plan`).
+        Block scales go with their weights even if the plan does not name them. Only this node's names are checked:
+        the plan may leave out the rest of the model (see `validate_split_plan`).
 
         Raises:
-            UsageError: There is no such node, or its names are not the checkpoint's, each once; or something else
-                lies where the shard is to be.
-            CheckpointError: The checkpoint cannot be read, or the shard not be written.
+            UsageError: There is no such node, it has unknown or repeated names, or the shard's folder holds
+                something else.
+            CheckpointError: The checkpoint cannot be read, or the shard cannot be written.
         """
         if node_id not in config.split_plan:
             raise UsageError(
                 f"the split plan has no node {node_id!r}", expected="one of " + ", ".join(config.split_plan)
             )
-        own = config.split_plan[node_id]
-        if own.node_id != node_id:
-            raise _faulty([f"the plan of {node_id} names node {own.node_id}"])
-        names = own.layer_names
+        plan = config.split_plan[node_id]
+        if plan.node_id != node_id:
+            raise _faulty([f"the plan of {node_id} names node {plan.node_id}"])
+        names = plan.layer_names
         logger.info("Splitting %s: the tensors of %s", config.model_name, node_id)
         source = StoredWeights.of(str(config.model_path))
         known = {*source.headers.names, *source.headers.absent}
@@ -159,7 +158,7 @@ class ModelSplitter:
         )
 
     async def split_model_async(self, config: SplitConfig, node_id: str) -> SplitResult:
-        """`split_model` in a thread of its own; cancelled, it stops after the file it is at and leaves nothing."""
+        """Run `split_model` in a thread; if cancelled, it stops after the current file and leaves nothing."""
         progress = _UntilCancelled()
         try:
             return await asyncio.to_thread(self.split_model, config, node_id, progress=progress)
@@ -171,18 +170,18 @@ class ModelSplitter:
     def validate_split_plan(
         all_layers: Collection[str], split_plan: Mapping[str, SplitPlan], *, shared: Collection[str] = ()
     ) -> None:
-        """Pass where every tensor goes to exactly one node.
+        """Raise unless every tensor goes to exactly one node.
 
-        Block scales go with their weights and need not be named; named, they must lie with them.
+        Block scales go with their weights and need not be named; if named, they must be with them.
 
         Args:
             all_layers: Names of all tensors of the checkpoint.
-            split_plan: What each node gets, by node.
-            shared: Tensors that several nodes hold on purpose, as an embedding that the lm_head is tied to.
+            split_plan: Tensors of each node, by node.
+            shared: Tensors that several nodes hold on purpose, such as an embedding that the lm_head is tied to.
 
         Raises:
-            UsageError: With everything that is wrong: tensors of no node, of two nodes, unknown or named twice,
-                scales without their weights, nodes under another's name.
+            UsageError: A tensor has no node, two nodes or an unknown name, or is repeated; scales lack their weight;
+                or a node's plan has another node's name. All faults are listed.
         """
         known = set(all_layers)
         faults: list[str] = []
@@ -204,10 +203,10 @@ class ModelSplitter:
 
 
 def split_plans(plan: PartitionPlan) -> dict[str, SplitPlan]:
-    """The plan as tensor names by node; nodes that hold nothing are left out.
+    """Return a plan's tensor names by node, without idle nodes.
 
-    The utilization is the node's time for a token over that of the slowest node: a pipeline is as fast as that one.
-    Where a node's throughput is unknown, all are taken as equally fast.
+    The utilization is the node's time for a token over that of the slowest node, which limits a pipeline. If a node's
+    throughput is unknown, all nodes are taken as equally fast.
     """
     speeds = [slice_.node.tflops for slice_ in plan.used]
     is_known = None not in speeds
@@ -228,7 +227,7 @@ def split_plans(plan: PartitionPlan) -> dict[str, SplitPlan]:
 
 
 class _UntilCancelled(NoProgress):
-    """Ends the thread that tells it of progress, once nobody waits for it."""
+    """A progress that raises CancelledError in the working thread once `cancelled` is set."""
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
@@ -239,19 +238,19 @@ class _UntilCancelled(NoProgress):
 
 
 def _scales_of(names: Collection[str], known: Collection[str]) -> set[str]:
-    """The block scales of these weights, where the checkpoint has them."""
+    """Return the block scales of these weights that the checkpoint has."""
     return {scale_name(name) for name in names if name.endswith(".weight")}.intersection(known)
 
 
 def _find_name_faults(names: Sequence[str], known: Collection[str], node_id: str) -> list[str]:
-    known, own = set(known), set(names)
+    known, named = set(known), set(names)
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     faults = [f"{node_id} gets {name} twice" for name in twice]
-    for name in sorted(own):
+    for name in sorted(named):
         weight = name.removesuffix(SCALE_SUFFIX) + ".weight"
         if name not in known:
             faults.append(f"{node_id} gets {name}, which the checkpoint lacks")
-        elif name.endswith(SCALE_SUFFIX) and weight not in own:
+        elif name.endswith(SCALE_SUFFIX) and weight not in named:
             faults.append(f"{node_id} gets {name} without its weight")
     return faults if names else [*faults, f"{node_id} gets nothing"]
 
@@ -260,5 +259,5 @@ def _faulty(faults: list[str]) -> UsageError:
     return UsageError(
         f"the split plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}",
         found=list_faults(faults),
-        next_step="Names must be the checkpoint's tensors', letter by letter.",
+        next_step="Use the exact names of the checkpoint's tensors.",
     )

@@ -1,29 +1,35 @@
-"""StoredWeights: the tensors of a checkpoint that are here, whatever its architecture."""
+"""StoredWeights: a checkpoint's tensors on this machine, all of them or those of one slice.
+
+Only headers are read until a tensor is asked for. The architecture does not matter.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
+from minimax_tools.checkpoint.header import TensorEntry
 from minimax_tools.checkpoint.index import TensorIndex
 from minimax_tools.checkpoint.reader import CheckpointReader
-from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles
-from minimax_tools.errors import CheckpointError
+from minimax_tools.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFiles, read_weight_map
+from minimax_tools.errors import CheckpointError, list_faults
 from minimax_tools.hub.checkpoint_folder import resolve_config, resolve_model
-from minimax_tools.partition.planned_slice import Slice
-from minimax_tools.slices.headers import read_slice_index
-from minimax_tools.torch_files.header import read_pickled_index
+from minimax_tools.partition.planned_slice import PlannedTensor, Slice
+from minimax_tools.slices.description import SLICE_FILE
+from minimax_tools.torch_files.header import read_pickled_index, read_shard_header
 from minimax_tools.torch_files.reader import PickledReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
-    """A checkpoint's weights.
+    """Weights of a checkpoint on this machine.
 
     Args:
-        model: As it was asked for: a folder or a hub id.
-        folder: Where its files are, or will be once they are fetched.
-        index: The headers of the shards that are here; None where no shard is.
+        model: The checkpoint as the user named it: a folder or a hub id.
+        folder: Folder of its files, even before they are fetched.
+        index: Headers of the shards that are here; None if no shard is.
     """
 
     model: str
@@ -32,7 +38,7 @@ class StoredWeights:
 
     @classmethod
     def of(cls, model: str) -> StoredWeights:
-        """The weights of a folder, or of a hub's model, which is fetched.
+        """Find all weights of a folder, or fetch those of a hub's model.
 
         Raises:
             CheckpointError: There is no such model, or its files are damaged or contradict each other.
@@ -42,18 +48,17 @@ class StoredWeights:
 
     @classmethod
     def of_slice(cls, model: str, slice_: Slice) -> StoredWeights:
-        """A slice's weights in a folder, or among what was fetched of a hub's model: no other header is read.
+        """Find a slice's weights in a folder, or among the fetched files of a hub's model.
 
         Raises:
-            CheckpointError: There is no such model, or its files are not what the plan says (see
-                `read_slice_index`).
+            CheckpointError: There is no such model, or its files contradict the plan (see `read_slice_index`).
         """
         folder = resolve_config(model)
         return StoredWeights(model=model, folder=folder, index=read_slice_index(folder, slice_))
 
     @property
     def headers(self) -> TensorIndex:
-        """The index, of which there must be one.
+        """Index of the tensors, which must be here.
 
         Raises:
             CheckpointError: No shard is here.
@@ -61,13 +66,13 @@ class StoredWeights:
         if self.index is None:
             raise CheckpointError(
                 f"{self.model} has no weights here",
-                found=f"only its description, in {self.folder}",
+                found=f"no weight file in {self.folder}",
                 next_step="Fetch the slice first: mm2-split fetch.",
             )
         return self.index
 
     def open(self) -> CheckpointReader:
-        """A reader of the tensors that are here, of safetensors or of `.bin` files.
+        """Open a reader of the tensors that are here, in safetensors or `.bin` files.
 
         Raises:
             CheckpointError: No shard is here.
@@ -77,7 +82,7 @@ class StoredWeights:
 
 
 def read_index(folder: Path) -> TensorIndex | None:
-    """The headers of the shards that are here, of safetensors or of `.bin` files; None where no shard is.
+    """Read the headers of the shards that are here, safetensors or `.bin` files; None if no shard is.
 
     Raises:
         CheckpointError: They are damaged or contradict each other.
@@ -87,6 +92,89 @@ def read_index(folder: Path) -> TensorIndex | None:
         return None
     if not files.shards[0].endswith(SAFETENSORS_SUFFIX):
         return read_pickled_index(folder, may_lack_shards=True)
-    # Of no layer is anything asked for: whoever needs a tensor is told then which shard is missing.
+    # No layer is required here: reading a tensor later names the shard that is missing.
     index = TensorIndex.from_folder(folder, layers=range(0))
     return index if index.entries else None
+
+
+def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
+    """Read the headers of a slice's tensors, and of no others.
+
+    The files to open come from the plan. If it names none, they come from the checkpoint's index file, and without
+    one all files are opened. In a folder that `mm2-split extract` wrote, all its files are opened.
+
+    Args:
+        folder: The checkpoint's folder, which may lack files of other slices; or the slice's own folder.
+        slice_: The slice.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, no file holds a tensor, or one lies elsewhere than planned.
+            All faults are listed.
+    """
+    is_cut_out = (folder / SLICE_FILE).is_file()
+    planned = {tensor.name: tensor for tensor in slice_.tensors}
+    files = () if is_cut_out else slice_.files
+    if not files:
+        files = _find_files(folder, None if is_cut_out else find_weight_map(folder), planned)
+    absent = {file for file in files if not (folder / file).is_file()}
+    faults = [f"{file} is not here" for file in sorted(absent)]
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        for entry in _read_file(folder / file, faults) if file not in absent else ():
+            tensor = planned.get(entry.name)
+            if tensor is None:
+                continue
+            if tensor.name in entries:
+                faults.append(f"{tensor.name} is both in {entries[tensor.name].file.name} and in {file}")
+            # 100 000 names take ten megabytes: keep the plan's strings, not the header's copies.
+            entries[tensor.name] = replace(entry, name=tensor.name)
+            if not is_cut_out and not _is_as_planned(tensor, entry, file):
+                faults.append(
+                    f"{tensor.name} does not lie at bytes {tensor.start} to {tensor.stop} of {tensor.file}"
+                )
+    # A missing file is one fault already; its tensors are not listed again.
+    faults += [
+        f"no file holds {name}"
+        for name, tensor in planned.items()
+        if name not in entries and (is_cut_out or tensor.file not in absent)
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{folder} does not hold what the plan gives node {slice_.node.name}",
+            found=list_faults(faults),
+            next_step="Fetch what is missing (mm2-split fetch). If this is another checkpoint than the plan's, "
+            "make a new plan: mm2-split plan.",
+        )
+    return TensorIndex(folder=folder, entries=MappingProxyType(dict(sorted(entries.items()))))
+
+
+def find_weight_map(folder: Path) -> Mapping[str, str] | None:
+    """Read the file of each tensor from a folder's index file; None if there is none.
+
+    Raises:
+        CheckpointError: The index file is damaged.
+    """
+    files = WeightFiles.in_folder(folder)
+    return None if files is None or files.index_file is None else read_weight_map(folder / files.index_file)
+
+
+def _find_files(folder: Path, weight_map: Mapping[str, str] | None, names: Iterable[str]) -> tuple[str, ...]:
+    if weight_map is not None:
+        return tuple(sorted({weight_map[name] for name in names if name in weight_map}))
+    files = WeightFiles.in_folder(folder)
+    return () if files is None else files.shards
+
+
+def _read_file(path: Path, faults: list[str]) -> tuple[TensorEntry, ...]:
+    try:
+        return read_shard_header(path)
+    except CheckpointError as error:
+        faults.append(f"{path.name} is damaged ({error.found})")
+        return ()
+
+
+def _is_as_planned(tensor: PlannedTensor, entry: TensorEntry, file: str) -> bool:
+    if tensor.file is None:
+        return True
+    is_place = tensor.start is None or (tensor.start, tensor.size_bytes) == (entry.offset, entry.size_bytes)
+    return tensor.file == file and is_place

@@ -1,17 +1,20 @@
-"""A verification in words: a short summary, and the sections of the verification's log in detail.
+"""Verification in words: a short summary, and the sections of the detailed log.
 
-| section | what it shows of a node |
+| section | content for a node |
 |---|---|
-| NODE SLICE ASSIGNMENT | the map of all nodes, and what this one will load |
+| NODE SLICE ASSIGNMENT | the layers of all nodes, and what this node will load |
 | SLICE LOADING | its layers, and the files that a download allows |
 | DOWNLOAD | its files among the repository's, and their sizes |
 | DOWNLOAD COMPLETED | each file, expected and actual |
-| RUNTIME SLICE | the layers that were loaded, what was read for them, what was found in the slice's folder |
+| RUNTIME SLICE | the layers that were loaded, the bytes read for them, and the tensors in the slice's folder |
 
-`mm2-split verify` shows all of them, `mm2-split fetch` the second to fourth behind the first while it fetches, and a
-run the first and the last: with `DEBUG=11`, or where every section is asked for.
+Sections are shown with `DEBUG=11`, or by a command's option for details:
 
-Whoever calls says with `with_marks` whether pictures may stand before lines; else words where they mean something.
+- `mm2-split verify` shows all sections.
+- `mm2-split fetch` shows the first three, and after the fetch the fourth.
+- A run shows the first and the last.
+
+With `with_marks` lines begin with pictures; without, the pictures that mean something become words.
 """
 
 from __future__ import annotations
@@ -26,18 +29,18 @@ from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.slices.download import Download, DownloadedFile
 from minimax_tools.slices.holding import Holding
-from minimax_tools.slices.verdicts import SliceVerdict, read_over_slice
-from minimax_tools.slices.verify import NodeVerification, Verification, layers_read
+from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict, read_over_slice
+from minimax_tools.slices.verify import Verification, layers_read
 
-# Pictures, what turns a sign into one, and the space behind.
+# Pictures, with the variation selector that makes a sign a picture, and the space behind.
 _PICTURE = re.compile("[\U0001f000-\U0001faff\u2300-\u27bf\ufe0f]+ *")
 _MARKS = {"✅": "[ok]", "❌": "[no]", "⏳": "[..]", "⚪": "[--]"}
 
 
 def render_summary(verification: Verification, *, with_marks: bool) -> str:
-    """One line for each node and each verdict."""
+    """Render one line for each node and each verdict."""
     lines = [
-        f"{node.slice.node.name}: {_describe_slice(node.slice, verification.plan)}, {word_size(node.slice_bytes)}, "
+        f"{node.name}: {_describe_slice(node.slice, verification.plan)}, {word_size(node.slice_bytes)}, "
         f"{len(node.download.files)} of {_count_files(node.download)} files "
         f"({'complete' if node.download.is_complete else 'not complete here'}){_describe_reads(node)}"
         for node in verification.nodes
@@ -46,17 +49,13 @@ def render_summary(verification: Verification, *, with_marks: bool) -> str:
 
 
 def render_details(verification: Verification, *, with_marks: bool) -> str:
-    """All sections for each node, then the verdicts."""
+    """Render all sections for each node, then the verdicts."""
     plan, model = verification.plan, verification.model
     lines: list[str] = []
     for node in verification.nodes:
         slice_, download = node.slice, node.download
         lines += [
-            *_assignment(plan, slice_, model),
-            "",
-            *_loading(slice_, download, model),
-            "",
-            *_download(download, node.slice_bytes),
+            *_before_download(plan, slice_, download, model, node.slice_bytes),
             "",
             *_completion(slice_, download.files, model, is_needed=node.holding.folder is None),
             "",
@@ -71,36 +70,29 @@ def render_details(verification: Verification, *, with_marks: bool) -> str:
 def render_download(
     plan: PartitionPlan, slice_: Slice, download: Download, *, model: str, slice_bytes: int, with_marks: bool
 ) -> str:
-    """What a node will load, before its files are fetched.
+    """Render a node's sections before its files are fetched.
 
     Args:
-        plan: Who holds what.
+        plan: The plan.
         slice_: The node's part.
         download: Its files.
         model: The checkpoint.
-        slice_bytes: Of its tensors.
-        with_marks: See above.
+        slice_bytes: Size of its tensors.
+        with_marks: Keep the pictures.
     """
-    lines = [
-        *_assignment(plan, slice_, model),
-        "",
-        *_loading(slice_, download, model),
-        "",
-        *_download(download, slice_bytes),
-    ]
-    return _finish(lines, with_marks=with_marks)
+    return _finish([*_before_download(plan, slice_, download, model, slice_bytes)], with_marks=with_marks)
 
 
 def render_completion(slice_: Slice, files: Sequence[DownloadedFile], *, model: str, with_marks: bool) -> str:
-    """What came of a node's files."""
+    """Render the section of a node's files after they were fetched."""
     return _finish([*_completion(slice_, files, model)], with_marks=with_marks)
 
 
 def render_run(plan: PartitionPlan, node: str, *, record: ReadRecord | None = None, with_marks: bool) -> str:
-    """A node's part in a run: what it will load, and what it loaded where a record of it is given.
+    """Render a node's sections in a run: its part of the plan, and its reads if there is a record.
 
     Raises:
-        UsageError: The plan has no such node, or is of a model whose tensors' names are not known by heart.
+        UsageError: The plan has no such node, or mm2 does not know how its model names tensors.
     """
     slice_ = plan.slice_of(node)
     layers = layers_read(record, Architecture.of(plan.model_type))
@@ -111,6 +103,16 @@ def render_run(plan: PartitionPlan, node: str, *, record: ReadRecord | None = No
         *_runtime(plan, slice_, plan.model, record, layers, slice_bytes),
     ]
     return _finish(lines, with_marks=with_marks)
+
+
+def _before_download(
+    plan: PartitionPlan, slice_: Slice, download: Download, model: str, slice_bytes: int
+) -> Iterator[str]:
+    yield from _assignment(plan, slice_, model)
+    yield ""
+    yield from _loading(slice_, download, model)
+    yield ""
+    yield from _download(download, slice_bytes)
 
 
 def _assignment(plan: PartitionPlan, own: Slice, model: str) -> Iterator[str]:
@@ -175,7 +177,7 @@ def _completion(
     is_complete = all(file.is_complete for file in files)
     status = "Complete" if is_complete else "Incomplete"
     if not is_complete and not is_needed:
-        status += ", and not needed: the slice has a folder of its own"
+        status += ", but not needed: the slice has its own folder"
     is_known = all(file.expected_bytes is not None for file in files)
     expected = _megabytes(sum(file.size_bytes for file in files))
     yield f"{_mark(is_complete, is_needed)} === DOWNLOAD COMPLETED VERIFICATION ==="
@@ -211,11 +213,11 @@ def _runtime(
     yield f"🧩 {'Layers to be loaded' if layers is None else 'Loaded layers'}: {_numbers(shown)}"
     yield f"🎯 Layer count: {len(shown)} / {plan.num_hidden_layers}"
     if record is None:
-        yield "⏳ Nothing was loaded yet: a run's --records tell what was"
+        yield "⏳ Nothing loaded yet: give a run's --records to see its reads"
         return
     yield f"📁 Tensors opened: {len(record.tensors)} of the slice's {len(slice_.tensors)}"
     yield f"💾 Bytes asked for: {record.bytes_asked}"
-    again = f", and {record.bytes_read_again} again when it went on" if record.bytes_read_again else ""
+    again = f", and {record.bytes_read_again} again after it was resumed" if record.bytes_read_again else ""
     yield f"💾 Bytes read: {record.bytes_read}{again}"
     if slice_bytes:
         yield f"🎯 Bytes read over slice: {read_over_slice(record, slice_bytes):.2f}"
@@ -236,7 +238,7 @@ def _verdict_lines(verdicts: Sequence[SliceVerdict]) -> Iterator[str]:
         elif verdict.holds:
             yield f"✅ {verdict.name}: {verdict.claim}"
         else:
-            yield f"❌ {verdict.name}: NOT SO that {verdict.claim}: {list_faults(list(verdict.found))}"
+            yield f"❌ {verdict.name}: FALSE: {verdict.claim}: {list_faults(list(verdict.found))}"
 
 
 def _describe_slice(slice_: Slice, plan: PartitionPlan) -> str:
@@ -265,7 +267,7 @@ def _range(layers: range) -> str:
 
 
 def _numbers(layers: Sequence[int]) -> str:
-    """`0-9` where they follow each other, else `0-3, 7`."""
+    """Render layers as `0-9`, or with gaps as `0-3, 7`."""
     runs: list[range] = []
     for layer in layers:
         if runs and runs[-1].stop == layer:

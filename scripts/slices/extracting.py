@@ -26,7 +26,7 @@ from minimax_tools.model.span import Span
 from minimax_tools.partition.cost import Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
-from minimax_tools.slices.extract import cut_slice
+from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights

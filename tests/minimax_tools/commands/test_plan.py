@@ -158,7 +158,7 @@ def test_model_whose_tensors_are_not_known_cannot_be_planned(command: Command, t
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
     result = command(mm2_split, "plan", "--model", tmp_path, *TWO_NODES)
     assert result.exit_code == 3
-    assert "are not known: of a llama config.json tells none" in result.stderr
+    assert "are not known: the config.json of a llama lists none" in result.stderr
     assert "Fetch what is missing" in result.stderr
 
 

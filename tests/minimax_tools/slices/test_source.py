@@ -133,7 +133,7 @@ def test_tensors_that_nothing_tells_are_an_error_that_names_the_shards(llama: Pa
     source = open_source(str(folder))
     assert source.entries is None
     assert source.names == frozenset(TensorIndex.from_folder(llama).names)
-    with pytest.raises(CheckpointError, match=r"of a llama config.json tells none.*model-00003-of-00007"):
+    with pytest.raises(CheckpointError, match=r"the config.json of a llama lists none.*model-00003-of-00007"):
         _ = source.tensors
     for path in folder.glob("model*"):
         path.unlink()

@@ -250,7 +250,7 @@ def test_a_tied_embedding_is_shared_on_purpose(save: Save) -> None:
 
 def test_utilization_and_compute_are_kept_in_bounds() -> None:
     for compute, utilization in ((-1.0, 0.5), (1.0, 1.1), (float("nan"), 0.5), (1.0, float("nan"))):
-        with pytest.raises(UsageError, match="the split plan of n cannot be"):
+        with pytest.raises(UsageError, match="the split plan of n is invalid"):
             SplitPlan(node_id="n", layer_names=(), total_compute=compute, compute_utilization=utilization)
 
 

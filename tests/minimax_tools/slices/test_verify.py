@@ -23,8 +23,8 @@ from minimax_tools.partition.cost import ModelCost, PartCost, Workload
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan, Slice
 from minimax_tools.partition.planners import plan_stages, stage_cost
+from minimax_tools.slices.cut import cut_slice
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.fetch import fetch_slice, fetch_slice_ranges
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
@@ -133,7 +133,7 @@ def test_a_slice_that_holds_a_foreign_tensor_fails(plan: PartitionPlan, slices: 
     faults = failing(verify(plan, slices=slices))
     assert faults.keys() == {"overlap_nowhere", "slices_as_planned"}
     assert faults["overlap_nowhere"] == f"{LAYER_3_NORM} is on a and b"
-    assert faults["slices_as_planned"] == f"a holds {LAYER_3_NORM}, which is not its"
+    assert faults["slices_as_planned"] == f"a holds {LAYER_3_NORM}, which belongs to another node"
 
 
 def test_a_slice_that_lacks_a_tensor_fails(plan: PartitionPlan, slices: Path) -> None:
@@ -208,7 +208,7 @@ def test_nodes_that_would_each_download_the_only_shard_fail_until_they_fetch_ran
     plan = make("owner/single", TWO_NODES, access=access)
     faults = failing(verify(plan, access=access))
     assert faults.keys() == {"nobody_holds_the_whole", "downloads_differ"}
-    remedy = "mm2-split fetch --byte-ranges fetches its tensors alone"
+    remedy = "mm2-split fetch --byte-ranges fetches only its tensors"
     assert faults["nobody_holds_the_whole"].startswith(
         f"a downloads every weight file, 1 in all: {remedy} | b "
     )
@@ -266,7 +266,7 @@ def test_slices_without_a_source_are_held_against_what_they_note(
     }
     assert judged["digests_match"].holds
     assert judged["digests_match"].claim.startswith(
-        "the bytes of 827 tensors are right: 0 held against their source, 827 "
+        "the bytes of 827 tensors are right: 0 compared with their source, 827 "
     )
     for node in ("a", "b"):
         noted = SliceDescription.read(slices / node)
@@ -299,7 +299,7 @@ def test_weights_beside_a_slice_fail(plan: PartitionPlan, slices: Path, toy: Pat
     shutil.copyfile(toy / plan.slice_of("a").files[0], slices / "b" / "left-over.safetensors")
     faults = failing(verify(plan, slices=slices))
     assert faults == {
-        "slices_as_planned": f"b: left-over.safetensors lies in {slices / 'b'}, and belongs to no slice"
+        "slices_as_planned": f"b: left-over.safetensors lies in {slices / 'b'}, but belongs to no slice"
     }
 
 
@@ -446,7 +446,9 @@ def test_a_read_record_of_other_tensors_fails(plan: PartitionPlan, records: Path
     tensors = ("lm_head.weight", *good.tensors[1:])
     replace(good, tensors=tensors).write(records / RECORDS_FOLDER)
     found = failing(verify(plan, records=records))["reads_match"]
-    assert found == f"a opened lm_head.weight, which is not its | a never opened {good.tensors[0]}"
+    assert (
+        found == f"a opened lm_head.weight, which belongs to another node | a never opened {good.tensors[0]}"
+    )
 
 
 def test_a_record_of_another_plan_fails(plan: PartitionPlan, records: Path) -> None:
@@ -455,12 +457,12 @@ def test_a_record_of_another_plan_fails(plan: PartitionPlan, records: Path) -> N
     assert not failing(verify(plan, records=records))
     replace(good, plan="f" * 64).write(records / RECORDS_FOLDER)
     found = failing(verify(plan, records=records))["reads_match"]
-    assert found == f"a read along another plan, ffffffffffff and not {plan.digest[:12]}"
+    assert found == f"a read by another plan, ffffffffffff, not {plan.digest[:12]}"
 
 
 def test_a_node_without_a_record_fails_beside_those_that_have_one(plan: PartitionPlan, records: Path) -> None:
     (records / RECORDS_FOLDER / "b.json").unlink()
-    assert failing(verify(plan, records=records))["reads_match"] == "b wrote no record of what it read"
+    assert failing(verify(plan, records=records))["reads_match"] == "b wrote no record of its reads"
 
 
 def test_damaged_and_mislaid_records_are_errors(plan: PartitionPlan, records: Path) -> None:
@@ -582,7 +584,7 @@ def test_where_nothing_tells_the_tensors_coverage_is_not_judged(
             path.unlink()
     judged = {verdict.name: verdict for verdict in verify(plan, model=str(folder)).verdicts}
     assert judged["cover_everything"].holds is None
-    assert "neither headers nor an index file" in judged["cover_everything"].found[0]
+    assert "neither headers nor an index file list" in judged["cover_everything"].found[0]
 
 
 def test_sizes_are_the_plans_and_not_what_config_json_says(

@@ -30,9 +30,8 @@ from minimax_tools.partition.cost import Workload, expected_tensors
 from minimax_tools.partition.node import Node
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.partition.planned_slice import PlannedTensor as PlaceOf
-from minimax_tools.slices.cut import FileFormat, SliceCut
+from minimax_tools.slices.cut import FileFormat, SliceCut, cut_slice
 from minimax_tools.slices.description import SliceDescription
-from minimax_tools.slices.extract import cut_slice
 from minimax_tools.slices.folder import SliceFolder, write_slice
 from minimax_tools.slices.source import open_source
 from minimax_tools.slices.stored_weights import StoredWeights, read_index
@@ -397,7 +396,7 @@ def test_a_plan_of_another_checkpoint_is_refused_with_every_fault(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
     plan = plan_of(sources["fp8"], 1, 3)
-    with pytest.raises(CheckpointError, match="bf16 is not what the plan gives node a") as raised:
+    with pytest.raises(CheckpointError, match="bf16 does not hold what the plan gives node a") as raised:
         extract(sources["bf16"], "a", tmp_path / "a", plan=plan)
     missing = [name for name in plan.slice_of("a").files if not (sources["bf16"] / name).exists()]
     assert all(f"{name} is not here" in str(raised.value) for name in missing)
@@ -574,7 +573,7 @@ _EXTRACT = """
 import sys
 from pathlib import Path
 from minimax_tools.machine.memory import MemoryTracker
-from minimax_tools.slices.extract import cut_slice
+from minimax_tools.slices.cut import cut_slice
 from minimax_tools.partition.plan import PartitionPlan
 from minimax_tools.slices.cut import FileFormat
 from minimax_tools.slices.folder import write_slice
