@@ -445,7 +445,9 @@ def test_a_read_record_of_other_tensors_fails(plan: PartitionPlan, records: Path
     tensors = ("lm_head.weight", *good.tensors[1:])
     replace(good, tensors=tensors).write(records / RECORDS_FOLDER)
     found = failing(verify(plan, records=records))["reads_match"]
-    assert found == f"a opened lm_head.weight, which belongs to another node | a never opened {good.tensors[0]}"
+    assert (
+        found == f"a opened lm_head.weight, which belongs to another node | a never opened {good.tensors[0]}"
+    )
 
 
 def test_a_record_of_another_plan_fails(plan: PartitionPlan, records: Path) -> None:
