@@ -1,4 +1,4 @@
-"""A model divided among nodes, on paper: the cost of its parts, and the plan of who gets which.
+"""A model divided among nodes, on paper: the cost of its parts, and the plan that divides them.
 
 - `node`: machines that can hold a slice
 - `cost`: bytes, parameters and FLOPs of the model's parts

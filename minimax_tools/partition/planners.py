@@ -1,4 +1,4 @@
-"""Planners: who gets which layers.
+"""Planners: the division of layers among nodes.
 
 | planner | layers are divided |
 |---|---|
@@ -83,16 +83,18 @@ def stage_cost(cost: ModelCost, stage: Stage) -> PartCost:
 
 def _plan_memory(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
     nodes = sorted(nodes, key=lambda node: (node.memory_bytes, node.name), reverse=True)
-    chain = NodeChain(cost)
-    order = _require_order(chain, nodes)
-    return _stages(nodes, order, divide(chain, order, _targets_by_memory(chain, order)))
+    return _plan_by_shares(NodeChain(cost), nodes, _targets_by_memory)
 
 
 def _plan_compute(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:
-    nodes = _by_speed(nodes, "compute")
-    chain = NodeChain(cost)
+    return _plan_by_shares(NodeChain(cost), _by_speed(nodes, "compute"), _targets_by_speed)
+
+
+def _plan_by_shares(
+    chain: NodeChain, nodes: Sequence[Node], find_targets: Callable[[NodeChain, Sequence[Node]], list[float]]
+) -> tuple[Stage, ...]:
     order = _require_order(chain, nodes)
-    return _stages(nodes, order, divide(chain, order, _targets_by_speed(chain, order)))
+    return _stages(nodes, order, divide(chain, order, find_targets(chain, order)))
 
 
 def _plan_balanced(cost: ModelCost, nodes: Sequence[Node]) -> tuple[Stage, ...]:

@@ -64,7 +64,7 @@ class SliceCut:
             source: A checkpoint that holds the tensors.
             description: The slice.
             file_format: safetensors, or one `.pth` file.
-            shard_size_bytes: Largest size of a shard's data; a larger tensor gets a shard of its own. None for one
+            shard_size_bytes: Largest size of a shard's data; a larger tensor gets its own shard. None for one
                 shard for each shard of the source that holds some of the slice.
 
         Raises:

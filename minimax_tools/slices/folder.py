@@ -28,7 +28,7 @@ from minimax_tools.slices.digest import digest_tensor, tensor_bytes
 from minimax_tools.torch_files.header import PickledEntry
 from minimax_tools.torch_files.reader import PickledReader
 
-# The source's index files are not copied: a slice has an index of its own.
+# The source's index files are not copied: a slice has its own index.
 _INDEX_SUFFIX = ".index.json"
 _REMEDY = "Choose an --output with more room, or make room."
 

@@ -5,7 +5,7 @@ Only headers are read until a tensor is asked for. The architecture does not mat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -113,9 +113,7 @@ def read_slice_index(folder: Path, slice_: Slice) -> TensorIndex:
     """
     is_cut_out = (folder / SLICE_FILE).is_file()
     planned = {tensor.name: tensor for tensor in slice_.tensors}
-    files = () if is_cut_out else slice_.files
-    if not files:
-        files = _find_files(folder, None if is_cut_out else find_weight_map(folder), planned)
+    files = _choose_files(folder, slice_, is_cut_out=is_cut_out)
     absent = {file for file in files if not (folder / file).is_file()}
     faults = [f"{file} is not here" for file in sorted(absent)]
     entries: dict[str, TensorEntry] = {}
@@ -158,9 +156,13 @@ def find_weight_map(folder: Path) -> Mapping[str, str] | None:
     return None if files is None or files.index_file is None else read_weight_map(folder / files.index_file)
 
 
-def _find_files(folder: Path, weight_map: Mapping[str, str] | None, names: Iterable[str]) -> tuple[str, ...]:
-    if weight_map is not None:
-        return tuple(sorted({weight_map[name] for name in names if name in weight_map}))
+def _choose_files(folder: Path, slice_: Slice, *, is_cut_out: bool) -> tuple[str, ...]:
+    if not is_cut_out:
+        if slice_.files:
+            return slice_.files
+        weight_map = find_weight_map(folder)
+        if weight_map is not None:
+            return tuple(sorted({weight_map[name] for name in slice_.names if name in weight_map}))
     files = WeightFiles.in_folder(folder)
     return () if files is None else files.shards
 

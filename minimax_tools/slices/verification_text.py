@@ -27,7 +27,7 @@ from minimax_tools.errors import list_faults
 from minimax_tools.machine.size import word_size
 from minimax_tools.model.architecture import Architecture
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.slices.download import Download, DownloadedFile
+from minimax_tools.slices.download import Download, DownloadedFile, Repository
 from minimax_tools.slices.holding import Holding
 from minimax_tools.slices.verdicts import NodeVerification, SliceVerdict, read_over_slice
 from minimax_tools.slices.verify import Verification, layers_read
@@ -41,7 +41,7 @@ def render_summary(verification: Verification, *, with_marks: bool) -> str:
     """Render one line for each node and each verdict."""
     lines = [
         f"{node.name}: {_describe_slice(node.slice, verification.plan)}, {word_size(node.slice_bytes)}, "
-        f"{len(node.download.files)} of {_count_files(node.download)} files "
+        f"{len(node.download.files)} of {_count_files(node.download.repository)} files "
         f"({'complete' if node.download.is_complete else 'not complete here'}){_describe_reads(node)}"
         for node in verification.nodes
     ]
@@ -127,26 +127,26 @@ def _assignment(plan: PartitionPlan, own: Slice, model: str) -> Iterator[str]:
     for rank, slice_ in enumerate(plan.slices):
         layers, (start, stop) = slice_.stage.layers, plan.memory_weight(slice_)
         yield f"   {'✅' if slice_ is own else '⏳'} Node {rank}: {slice_.node.name}"
-        yield f"      Layers: {_range(layers)} ({len(layers)} layers, {_percent(plan.share(slice_))})"
+        yield f"      Layers: {_numbers(layers)} ({len(layers)} layers, {plan.share(slice_):.1%})"
         yield f"      Memory weight: [{start:.3f}, {stop:.3f})"
     assigned = sum(len(slice_.stage.layers) for slice_ in plan.slices)
     yield f"   Total layers assigned: {assigned} of {plan.num_hidden_layers}"
     yield ""
     yield "🎯 THIS NODE WILL LOAD:"
     yield f"   Model: {model}"
-    yield f"   Layers: {_range(own.stage.layers)}"
+    yield f"   Layers: {_numbers(own.stage.layers)}"
     yield f"   Layer count: {len(own.stage.layers)} / {plan.num_hidden_layers}"
     yield f"   Beside them: {_ends(own) or 'nothing'}"
-    yield f"   Percentage: {_percent(plan.share(own))}"
-    yield f"   Memory savings: {_percent(1 - plan.share(own))} reduction per node"
+    yield f"   Percentage: {plan.share(own):.1%}"
+    yield f"   Memory savings: {1 - plan.share(own):.1%} reduction per node"
 
 
 def _loading(slice_: Slice, download: Download, model: str) -> Iterator[str]:
     layers = slice_.stage.layers
     yield "📦 === SLICE LOADING VERIFICATION ==="
-    yield f"🎯 Shard: {model} layers {_range(layers)}"
+    yield f"🎯 Shard: {model} layers {_numbers(layers)}"
     yield f"🖥️  Node: {slice_.node.name}"
-    yield f"📊 Layer range: {_range(layers)} ({len(layers)} layers)"
+    yield f"📊 Layer range: {_numbers(layers)} ({len(layers)} layers)"
     yield f"🧩 Tensors: {len(slice_.tensors)}"
     yield f"🎯 Allow patterns: {list(download.patterns)}"
 
@@ -154,15 +154,14 @@ def _loading(slice_: Slice, download: Download, model: str) -> Iterator[str]:
 def _download(download: Download, slice_bytes: int) -> Iterator[str]:
     repository = download.repository
     yield "📥 === DOWNLOAD VERIFICATION ==="
-    yield f"📁 Total files in repo: {_count_files(download)}"
+    yield f"📁 Total files in repo: {_count_files(repository)}"
     yield f"🎯 Files after slice filtering: {len(download.files)}"
     yield f"💾 Full repo size: {_at_least(_megabytes(repository.size_bytes), is_known=repository.is_known)}"
     yield f"💾 This slice size: {_at_least(_megabytes(download.size_bytes), is_known=download.is_known)}"
-    reduction = download.reduction
-    if reduction is None:
+    if download.reduction is None:
         yield "🎯 Size reduction: not known here"
     else:
-        yield f"🎯 Size reduction: {_at_least(_percent(reduction), is_known=repository.is_known)}"
+        yield f"🎯 Size reduction: {_at_least(f'{download.reduction:.1%}', is_known=repository.is_known)}"
     yield f"🎯 Tensors of this slice alone: {_megabytes(slice_bytes)}"
     yield ""
     yield "📋 FILES FOR THIS SLICE:"
@@ -181,16 +180,13 @@ def _completion(
     is_known = all(file.expected_bytes is not None for file in files)
     expected = _megabytes(sum(file.size_bytes for file in files))
     yield f"{_mark(is_complete, is_needed)} === DOWNLOAD COMPLETED VERIFICATION ==="
-    yield f"🎯 Shard: {model} layers {_range(slice_.stage.layers)}"
+    yield f"🎯 Shard: {model} layers {_numbers(slice_.stage.layers)}"
     yield f"📁 Files downloaded: {sum(file.actual_bytes is not None for file in files)}"
     for file in files:
         actual = "not here" if file.actual_bytes is None else _megabytes(file.actual_bytes)
-        of = (
-            ""
-            if file.is_complete or file.expected_bytes is None
-            else f" of {_megabytes(file.expected_bytes)}"
-        )
-        yield f"   📄 {file.name}: {actual}{of} {_mark(file.is_complete, is_needed)}"
+        if not file.is_complete and file.expected_bytes is not None:
+            actual += f" of {_megabytes(file.expected_bytes)}"
+        yield f"   📄 {file.name}: {actual} {_mark(file.is_complete, is_needed)}"
     yield ""
     yield "💾 DOWNLOAD SUMMARY:"
     yield f"   Expected: {_at_least(expected, is_known=is_known)}"
@@ -246,8 +242,8 @@ def _describe_slice(slice_: Slice, plan: PartitionPlan) -> str:
     if not slice_.stage.is_used:
         return "idle"
     ends = _ends(slice_)
-    text = f"layers {_range(layers)} ({len(layers)} of {plan.num_hidden_layers}"
-    return f"{text}, {_percent(plan.share(slice_))}){f' and {ends}' if ends else ''}"
+    text = f"layers {_numbers(layers)} ({len(layers)} of {plan.num_hidden_layers}"
+    return f"{text}, {plan.share(slice_):.1%}){f' and {ends}' if ends else ''}"
 
 
 def _describe_reads(node: NodeVerification) -> str:
@@ -262,10 +258,6 @@ def _ends(slice_: Slice) -> str:
     return " and ".join(ends)
 
 
-def _range(layers: range) -> str:
-    return f"{layers.start}-{layers.stop - 1}" if layers else "none"
-
-
 def _numbers(layers: Sequence[int]) -> str:
     """Render layers as `0-9`, or with gaps as `0-3, 7`."""
     runs: list[range] = []
@@ -274,19 +266,15 @@ def _numbers(layers: Sequence[int]) -> str:
             runs[-1] = range(runs[-1].start, layer + 1)
         else:
             runs.append(range(layer, layer + 1))
-    return ", ".join(map(_range, runs)) or "none"
+    return ", ".join(f"{run.start}-{run.stop - 1}" for run in runs) or "none"
 
 
-def _count_files(download: Download) -> str:
-    return _at_least(str(len(download.repository.sizes)), is_known=download.repository.is_listed)
+def _count_files(repository: Repository) -> str:
+    return _at_least(str(len(repository.sizes)), is_known=repository.is_listed)
 
 
 def _at_least(figure: str, *, is_known: bool) -> str:
     return figure if is_known else f"at least {figure}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def _megabytes(num_bytes: int) -> str:
