@@ -185,13 +185,14 @@ class PartitionPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as its file holds it."""
         record = encode_fields(self)
-        workload = record.pop("workload")
-        return {"schema_version": SCHEMA_VERSION, **workload, **record}
+        named = {name: record.pop(name) for name in ("model", "model_type", "planner")}
+        return {"schema_version": SCHEMA_VERSION, **named, **record.pop("workload"), **record}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> PartitionPlan:
         """Return the plan of a file's content."""
-        return decode_fields(cls, {**record, "workload": record})
+        workload = {name: record[name] for name in ("context_length", "batch_size", "dtype")}
+        return decode_fields(cls, {**record, "workload": workload})
 
     @classmethod
     def read(cls, path: Path, *, tensors_of: str | None = None) -> PartitionPlan:

@@ -172,6 +172,7 @@ def test_plan_that_cannot_be_written_leaves_nothing_behind(source: SliceSource, 
     "edit",
     [
         lambda values: values.pop("slices"),
+        lambda values: values.pop("batch_size"),
         lambda values: values.update(dtype="nn"),
         lambda values: values.update(dtype="bf17"),
         lambda values: values["slices"][0].update(node="../a"),
