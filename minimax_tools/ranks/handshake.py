@@ -5,7 +5,8 @@ there. Therefore:
 
 1. Every rank writes a hello with an id that no other process has.
 2. Rank 0 answers with all hellos it sees, and a name for the attempt.
-3. A rank takes only an answer that holds its own id.
+3. A rank takes only an answer that holds its own id, and sets its status under the attempt's name.
+4. When rank 0 sees every status, it writes the final list, and all return.
 
 All later keys of the ranks begin with the attempt's name.
 """
@@ -25,7 +26,7 @@ from minimax_tools.ranks.rank_place import RankPlace
 from minimax_tools.ranks.watch import ALIVE, status_key
 
 _POLL_S = 0.02
-# torchrun starts the ranks of all machines together; in between lies the import of torch.
+# torchrun starts all ranks at about the same time. Importing torch may delay some.
 ARRIVAL_S = 300.0
 _ANSWER_KEY, _MET_KEY = "answer", "met"
 
@@ -35,11 +36,11 @@ class Meeting:
     """The ranks of an attempt, all present.
 
     Args:
-        nonce: The attempt's name.
+        attempt: The attempt's name.
         processes: The ranks' processes, in rank order.
     """
 
-    nonce: str
+    attempt: str
     processes: tuple[Process, ...]
 
 
@@ -47,8 +48,8 @@ def meet(store: Any, place: RankPlace, *, patience_s: float = ARRIVAL_S) -> Meet
     """Meet the other ranks.
 
     Args:
-        store: torch.distributed's.
-        place: This rank's.
+        store: The torch.distributed store.
+        place: This rank's number, and the number of ranks.
         patience_s: Longest wait for the others, in seconds.
 
     Raises:
@@ -58,52 +59,52 @@ def meet(store: Any, place: RankPlace, *, patience_s: float = ARRIVAL_S) -> Meet
     store.set(_hello_key(place.rank), json.dumps(own))
     deadline = time.monotonic() + patience_s
     if place.rank == 0:
-        return _gather(store, place.num_ranks, deadline, f"within {patience_s:.0f} s")
-    return _answer(store, place.rank, own, deadline, f"within {patience_s:.0f} s")
+        return _answer_hellos(store, place.num_ranks, deadline, f"within {patience_s:.0f} s")
+    return _wait_for_answer(store, place.rank, own, deadline, f"within {patience_s:.0f} s")
 
 
-def _gather(store: Any, num_ranks: int, deadline: float, in_time: str) -> Meeting:
-    nonce = uuid.uuid4().hex
+def _answer_hellos(store: Any, num_ranks: int, deadline: float, within: str) -> Meeting:
+    attempt = uuid.uuid4().hex
     hellos: list[Any] = []
     missing = list(range(1, num_ranks))
     while missing:
-        # Read again until their ranks answer: a hello may be that of the rank's last attempt.
+        # Read again: a hello may be from the rank's earlier attempt, until the rank writes a new one.
         found = [_read(store, _hello_key(rank)) for rank in range(num_ranks)]
         if found != hellos:
             hellos = found
-            store.set(_ANSWER_KEY, json.dumps({"nonce": nonce, "hellos": hellos}))
-        missing = [rank for rank in missing if not store.check([f"{nonce}/{status_key(rank)}"])]
-        if time.monotonic() > deadline:
+            store.set(_ANSWER_KEY, json.dumps({"attempt": attempt, "hellos": hellos}))
+        missing = [rank for rank in missing if not store.check([f"{attempt}/{status_key(rank)}"])]
+        if missing and time.monotonic() > deadline:
             names = ", ".join(f"rank {rank}" for rank in missing)
             raise CannotRunError(
-                f"{names} did not come {in_time}",
-                next_step="Look for its own error above, or in the log of its machine.",
+                f"{names} did not come {within}",
+                next_step="Look for the error of each above, or in the log of its machine.",
             )
         time.sleep(_POLL_S)
-    store.set(f"{nonce}/{status_key(0)}", ALIVE)
-    store.set(f"{nonce}/{_MET_KEY}", json.dumps(hellos))
-    return _meeting(nonce, hellos)
+    store.set(f"{attempt}/{status_key(0)}", ALIVE)
+    store.set(f"{attempt}/{_MET_KEY}", json.dumps(hellos))
+    return _meeting(attempt, hellos)
 
 
-def _answer(store: Any, rank: int, own: dict[str, Any], deadline: float, in_time: str) -> Meeting:
-    nonce = None
+def _wait_for_answer(store: Any, rank: int, own: dict[str, Any], deadline: float, within: str) -> Meeting:
+    attempt = None
     while time.monotonic() < deadline:
         answer = _read(store, _ANSWER_KEY)
-        if nonce is None and answer is not None and own in answer["hellos"]:
-            nonce = answer["nonce"]
-            store.set(f"{nonce}/{status_key(rank)}", ALIVE)
-        hellos = None if nonce is None else _read(store, f"{nonce}/{_MET_KEY}")
-        if nonce is not None and hellos is not None:
-            return _meeting(nonce, hellos)
+        if attempt is None and answer is not None and own in answer["hellos"]:
+            attempt = answer["attempt"]
+            store.set(f"{attempt}/{status_key(rank)}", ALIVE)
+        hellos = None if attempt is None else _read(store, f"{attempt}/{_MET_KEY}")
+        if attempt is not None and hellos is not None:
+            return _meeting(attempt, hellos)
         time.sleep(_POLL_S)
     raise CannotRunError(
-        f"rank {rank} was not called by rank 0 {in_time}",
+        f"rank {rank} got no answer from rank 0 {within}",
         next_step="Look for the error of rank 0, or of a rank that did not come.",
     )
 
 
-def _meeting(nonce: str, hellos: list[Any]) -> Meeting:
-    return Meeting(nonce=nonce, processes=decode(tuple[Process, ...], hellos))
+def _meeting(attempt: str, hellos: list[Any]) -> Meeting:
+    return Meeting(attempt=attempt, processes=decode(tuple[Process, ...], hellos))
 
 
 def _hello_key(rank: int) -> str:

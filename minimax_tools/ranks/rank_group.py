@@ -332,14 +332,14 @@ def _meet(place: RankPlace, interrupter: Interrupter) -> RankGroup:
     meeting = call.result
 
     def connect(prefix: str) -> Any:
-        return PrefixStore(f"{meeting.nonce}{prefix}", store.clone())
+        return PrefixStore(f"{meeting.attempt}{prefix}", store.clone())
 
     watch = Watch(connect(""), place.rank, meeting.processes, on_loss=interrupter.interrupt)
     watch.start()
     return RankGroup(
         place,
         connect(""),
-        nonce=meeting.nonce,
+        nonce=meeting.attempt,
         watch=watch,
         interrupter=interrupter,
         link_store=connect("/links"),

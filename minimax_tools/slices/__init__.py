@@ -14,5 +14,6 @@
 - `holding`: the tensors of a node, as planned or as found in its slice's folder
 - `verify`: the check of a plan, and of the files, slices and runs made by it
 - `verdicts`: the claims of a verification, each with its contradictions
+- `proportion`: slices against their nodes' memory, recounted
 - `verification_text`: a verification in words
 """

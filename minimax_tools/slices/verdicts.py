@@ -7,7 +7,7 @@
 | `downloads_differ` | no two nodes download the same weight files |
 | `cover_everything` | every tensor of the checkpoint is on some node |
 | `overlap_nowhere` | no tensor is on two nodes, except those that the plan shares |
-| `memory_in_proportion` | each slice fits its node; divided by memory, all are equally full, within a layer |
+| `memory_in_proportion` | each slice fits its node; a plan by memory fills all nodes equally, within a layer |
 | `nobody_holds_the_whole` | no node of several holds every tensor, or downloads every weight file |
 | `downloads_complete` | the files of the nodes asked for are here with their sizes |
 | `slices_as_planned` | each folder holds the plan's tensors, no others, and can be read |
@@ -22,18 +22,15 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from minimax_tools.capture.read_record import ReadRecord
-from minimax_tools.errors import CannotRunError, UsageError
 from minimax_tools.machine.size import word_size
-from minimax_tools.partition.cost import ModelCost, PartCost
+from minimax_tools.partition.cost import ModelCost
 from minimax_tools.partition.plan import PartitionPlan, Slice
-from minimax_tools.partition.planners import plan_stages
 from minimax_tools.slices.download import Download
 from minimax_tools.slices.holding import Holding
+from minimax_tools.slices.proportion import find_disproportions, recount
 from minimax_tools.slices.source import are_two_commits
 
 _PLANNER_BY_MEMORY = "memory"
-# Rounding moves a share by up to half a layer; one layer more is tolerated.
-_MAX_EXCESS_LAYERS = 1.5
 _BY_RANGES = "mm2-split fetch --byte-ranges fetches only its tensors"
 
 
@@ -86,13 +83,13 @@ class SliceVerdict:
         return cls(name=name, claim=claim, holds=not found, found=found)
 
     @classmethod
-    def open(cls, name: str, claim: str, reason: str) -> SliceVerdict:
+    def not_judged(cls, name: str, claim: str, reason: str) -> SliceVerdict:
         """Build the verdict of a claim that was not judged, with the reason."""
         return cls(name=name, claim=claim, holds=None, found=(reason,))
 
 
-def judge_difference(nodes: Iterable[NodeVerification]) -> SliceVerdict:
-    """Decide whether all nodes that hold tensors hold different tensors of different layers."""
+def judge_nodes_differ(nodes: Iterable[NodeVerification]) -> SliceVerdict:
+    """Decide whether no two nodes have the same layers, or hold the same tensors."""
     faults = []
     for first, second in combinations([node for node in nodes if node.holding.sizes], 2):
         names = f"{first.name} and {second.name}"
@@ -104,11 +101,11 @@ def judge_difference(nodes: Iterable[NodeVerification]) -> SliceVerdict:
     return SliceVerdict.of("nodes_differ", "all nodes hold different layers and tensors", faults)
 
 
-def judge_files(fetching: Sequence[NodeVerification]) -> SliceVerdict:
+def judge_downloads_differ(fetching: Sequence[NodeVerification]) -> SliceVerdict:
     """Decide whether no two of the nodes that download whole files download the same weight files."""
     claim = "all nodes download different weight files"
     if not fetching:
-        return SliceVerdict.open("downloads_differ", claim, "no node downloads whole files")
+        return SliceVerdict.not_judged("downloads_differ", claim, "no node downloads whole files")
     faults = (
         f"{first.name} and {second.name} download the same {len(first.download.weights)} weight files: {_BY_RANGES}"
         for first, second in combinations(fetching, 2)
@@ -117,19 +114,19 @@ def judge_files(fetching: Sequence[NodeVerification]) -> SliceVerdict:
     return SliceVerdict.of("downloads_differ", claim, faults)
 
 
-def judge_coverage(nodes: Iterable[NodeVerification], names: Set[str] | None) -> SliceVerdict:
+def judge_cover_everything(nodes: Iterable[NodeVerification], names: Set[str] | None) -> SliceVerdict:
     """Decide whether the nodes together hold all tensors of the checkpoint; `names` is None if unknown."""
     claim = "all nodes together hold the whole model"
     if names is None:
         reason = "neither headers nor an index file list the checkpoint's tensors here"
-        return SliceVerdict.open("cover_everything", claim, reason)
+        return SliceVerdict.not_judged("cover_everything", claim, reason)
     held = {name for node in nodes for name in node.holding.sizes}
     return SliceVerdict.of(
         "cover_everything", claim, (f"no node holds {name}" for name in sorted(names - held))
     )
 
 
-def judge_overlap(nodes: Iterable[NodeVerification], shared: Mapping[str, str]) -> SliceVerdict:
+def judge_overlap_nowhere(nodes: Iterable[NodeVerification], shared: Mapping[str, str]) -> SliceVerdict:
     """Decide whether no tensor is on two nodes, except `shared` ones."""
     holders: dict[str, list[str]] = {}
     for node in nodes:
@@ -146,7 +143,7 @@ def judge_overlap(nodes: Iterable[NodeVerification], shared: Mapping[str, str]) 
     )
 
 
-def judge_whole(
+def judge_nobody_holds_the_whole(
     nodes: Iterable[NodeVerification], names: Set[str] | None, fetching: Sequence[NodeVerification]
 ) -> SliceVerdict:
     """Decide whether no node of several holds or downloads the whole model.
@@ -173,12 +170,8 @@ def judge_whole(
     return SliceVerdict.of("nobody_holds_the_whole", "no node holds or downloads the whole model", faults)
 
 
-def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> SliceVerdict:
+def judge_memory_in_proportion(plan: PartitionPlan, cost: ModelCost | None) -> SliceVerdict:
     """Decide whether each slice fits its node and, for a plan by memory, whether all nodes are equally full.
-
-    Nodes are not equally full if one has over a layer more than its rounded share, while another has over a layer
-    less and room for one. That is no fault if the planner, run again, does no better: a large embedding, or one layer
-    for each node, can force it.
 
     Args:
         plan: The plan.
@@ -186,7 +179,7 @@ def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> SliceVerdic
             used, and fullness is not judged.
     """
     claim = "each slice fits its node's memory" + (", by the plan's own figures" if cost is None else "")
-    costs = [slice_.cost if cost is None else _recount(slice_, cost) for slice_ in plan.slices]
+    costs = [slice_.cost if cost is None else recount(slice_, cost) for slice_ in plan.slices]
     faults = [
         f"{slice_.node.name} has {word_size(slice_.node.memory_bytes)} and needs {word_size(part.memory_bytes)}"
         for slice_, part in zip(plan.slices, costs, strict=True)
@@ -194,11 +187,11 @@ def judge_proportion(plan: PartitionPlan, cost: ModelCost | None) -> SliceVerdic
     ]
     if plan.planner == _PLANNER_BY_MEMORY and cost is not None:
         claim += ", and all nodes are equally full, within a layer"
-        faults += _find_disproportions(plan, costs, cost)
+        faults += find_disproportions(plan, costs, cost)
     return SliceVerdict.of("memory_in_proportion", claim, faults)
 
 
-def judge_downloads(nodes: Sequence[NodeVerification], *, must_be_here: bool) -> SliceVerdict:
+def judge_downloads_complete(nodes: Sequence[NodeVerification], *, must_be_here: bool) -> SliceVerdict:
     """Decide whether all files of the nodes are here; if they need not be, missing files are no fault."""
     name, claim = "downloads_complete", "every file of the nodes' slices is here, with its size"
     faults = [
@@ -211,16 +204,18 @@ def judge_downloads(nodes: Sequence[NodeVerification], *, must_be_here: bool) ->
     ]
     if faults and not must_be_here:
         here = ", ".join(node.name for node in nodes if node.download.is_complete) or "none"
-        reason = f"judged only for nodes named with --node, without --slices; complete here: {here}"
-        return SliceVerdict.open(name, claim, reason)
+        reason = f"not judged: name nodes with --node and leave out --slices; complete here: {here}"
+        return SliceVerdict.not_judged(name, claim, reason)
     return SliceVerdict.of(name, claim, faults)
 
 
-def judge_slices(nodes: Iterable[NodeVerification], model: str, *, has_folders: bool) -> SliceVerdict:
+def judge_slices_as_planned(
+    nodes: Iterable[NodeVerification], model: str, *, has_folders: bool
+) -> SliceVerdict:
     """Decide whether the nodes' folders hold the planned tensors of the model, and no others."""
     name, claim = "slices_as_planned", "each slice holds the plan's tensors, and no other"
     if not has_folders:
-        return SliceVerdict.open(name, claim, "no folder of slices was given")
+        return SliceVerdict.not_judged(name, claim, "no folder of slices was given")
     faults = []
     for node in nodes:
         holding = node.holding
@@ -237,7 +232,7 @@ def judge_slices(nodes: Iterable[NodeVerification], model: str, *, has_folders: 
     return SliceVerdict.of(name, claim, faults)
 
 
-def judge_digests(
+def judge_digests_match(
     nodes: Iterable[NodeVerification],
     *,
     shapes: Mapping[str, str],
@@ -254,7 +249,7 @@ def judge_digests(
     """
     if not has_folders:
         claim = "each tensor has the bytes of its source"
-        return SliceVerdict.open("digests_match", claim, "no folder of slices was given")
+        return SliceVerdict.not_judged("digests_match", claim, "no folder of slices was given")
     faults: list[str] = []
     num_held = num_sourced = num_noted = num_unknown = 0
     for node in nodes:
@@ -271,11 +266,13 @@ def judge_digests(
     )
     if not faults and num_unknown:
         reason = f"for {num_unknown} tensors there is neither the source nor a digest in slice.json"
-        return SliceVerdict.open("digests_match", claim, reason)
+        return SliceVerdict.not_judged("digests_match", claim, reason)
     return SliceVerdict.of("digests_match", claim, faults)
 
 
-def judge_reads(plan: PartitionPlan, nodes: Iterable[NodeVerification], *, has_records: bool) -> SliceVerdict:
+def judge_reads_match(
+    plan: PartitionPlan, nodes: Iterable[NodeVerification], *, has_records: bool
+) -> SliceVerdict:
     """Decide whether the nodes ran by this plan, and read exactly their tensors, once.
 
     Args:
@@ -283,9 +280,9 @@ def judge_reads(plan: PartitionPlan, nodes: Iterable[NodeVerification], *, has_r
         nodes: The nodes to judge.
         has_records: True if the records of a run were given.
     """
-    claim = "each node read its slice's tensors, 1.00 times"
+    claim = "each node read exactly its slice's tensors, each byte once"
     if not has_records:
-        return SliceVerdict.open("reads_match", claim, "no records of a run were given")
+        return SliceVerdict.not_judged("reads_match", claim, "no records of a run were given")
     faults, digest = [], plan.digest
     for node in nodes:
         name, record = node.name, node.record
@@ -322,54 +319,3 @@ def _byte_faults(
         yield f"{where} has sha256 {found[:12]}, its source {expected[:12]}"
     if noted is not None and noted != found:
         yield f"{where} has sha256 {found[:12]}, slice.json notes {noted[:12]}"
-
-
-def _recount(slice_: Slice, cost: ModelCost) -> PartCost:
-    """Return the cost of a slice by the model's parts; layers that the model lacks cost nothing."""
-    stage = slice_.stage
-    layers = range(max(stage.layers.start, 0), min(stage.layers.stop, len(cost.layers)))
-    return cost.of_slice(layers, has_embedding=stage.has_embedding, has_head=stage.has_head)
-
-
-def _find_disproportions(plan: PartitionPlan, costs: Sequence[PartCost], cost: ModelCost) -> list[str]:
-    layer = max(cost.layers, key=lambda part: part.held_bytes)
-    # The planner charges each used node for one layer's activations; the logits come and go.
-    held = [
-        part.held_bytes + (layer.activation_bytes if slice_.stage.is_used else 0)
-        for slice_, part in zip(plan.slices, costs, strict=True)
-    ]
-    memory = sum(slice_.node.memory_bytes for slice_ in plan.slices)
-    # Layers that each node has above its share of the memory.
-    excess = [
-        (held_bytes - sum(held) * slice_.node.memory_bytes / memory) / max(layer.held_bytes, 1)
-        for slice_, held_bytes in zip(plan.slices, held, strict=True)
-    ]
-    takers = [
-        (slice_.node.name, -layers)
-        for slice_, part, layers in zip(plan.slices, costs, excess, strict=True)
-        if layers < -_MAX_EXCESS_LAYERS and (part + layer).memory_bytes <= slice_.node.memory_bytes
-    ]
-    givers = [
-        (slice_, layers)
-        for slice_, layers in zip(plan.slices, excess, strict=True)
-        if layers > _MAX_EXCESS_LAYERS and slice_.stage.is_used
-    ]
-    if not takers or not givers:
-        return []
-    forced = _plan_again(plan, cost)
-    taker, missing = takers[0]
-    return [
-        f"{slice_.node.name} has {layers:.1f} layers more than its share of the memory, while {taker} has "
-        f"{missing:.1f} less and room for one"
-        for slice_, layers in givers
-        if len(slice_.stage.layers) > forced.get(slice_.node.name, 0)
-    ]
-
-
-def _plan_again(plan: PartitionPlan, cost: ModelCost) -> dict[str, int]:
-    """Return the number of layers that the planner gives each node; empty if it cannot plan."""
-    try:
-        stages = plan_stages(plan.planner, cost, [slice_.node for slice_ in plan.slices])
-    except (UsageError, CannotRunError):
-        return {}
-    return {stage.node.name: len(stage.layers) for stage in stages}

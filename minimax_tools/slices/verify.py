@@ -29,16 +29,16 @@ from minimax_tools.slices.source import SliceSource, open_source
 from minimax_tools.slices.verdicts import (
     NodeVerification,
     SliceVerdict,
-    judge_coverage,
-    judge_difference,
-    judge_digests,
-    judge_downloads,
-    judge_files,
-    judge_overlap,
-    judge_proportion,
-    judge_reads,
-    judge_slices,
-    judge_whole,
+    judge_cover_everything,
+    judge_digests_match,
+    judge_downloads_complete,
+    judge_downloads_differ,
+    judge_memory_in_proportion,
+    judge_nobody_holds_the_whole,
+    judge_nodes_differ,
+    judge_overlap_nowhere,
+    judge_reads_match,
+    judge_slices_as_planned,
     read_over_slice,
 )
 
@@ -145,21 +145,21 @@ def verify(
     has_folders = slices is not None
     verdicts = (
         _judge_plan(plan, source),
-        judge_difference(every),
-        judge_files(fetching),
-        judge_coverage(every, names),
-        judge_overlap(every, plan.shared),
-        judge_proportion(plan, _measure_costs(plan, source)),
-        judge_whole(every, names, fetching),
-        judge_downloads(found, must_be_here=bool(nodes) and not has_folders),
-        judge_slices(found, source.model, has_folders=has_folders),
-        judge_digests(
+        judge_nodes_differ(every),
+        judge_downloads_differ(fetching),
+        judge_cover_everything(every, names),
+        judge_overlap_nowhere(every, plan.shared),
+        judge_memory_in_proportion(plan, _measure_costs(plan, source)),
+        judge_nobody_holds_the_whole(every, names, fetching),
+        judge_downloads_complete(found, must_be_here=bool(nodes) and not has_folders),
+        judge_slices_as_planned(found, source.model, has_folders=has_folders),
+        judge_digests_match(
             found,
             shapes={name: word_shape(entry) for name, entry in source.headers_known.items()},
             digests=_source_digests(source, {name for node in found for name in node.holding.digests}),
             has_folders=has_folders,
         ),
-        judge_reads(plan, found, has_records=records is not None),
+        judge_reads_match(plan, found, has_records=records is not None),
     )
     return Verification(plan=plan, model=source.model, nodes=found, verdicts=verdicts)
 

@@ -34,17 +34,17 @@ def meet_all(store: Any, num_ranks: int) -> list[Meeting]:
 def test_ranks_that_meet_agree_on_the_attempt_and_on_who_they_are() -> None:
     store = HashStore()
     meetings = meet_all(store, 3)
-    assert len({meeting.nonce for meeting in meetings}) == 1
+    assert len({meeting.attempt for meeting in meetings}) == 1
     assert meetings[0].processes == (Process.current(),) * 3
     for rank in range(3):
-        assert store.check([f"{meetings[0].nonce}/{status_key(rank)}"])
+        assert store.check([f"{meetings[0].attempt}/{status_key(rank)}"])
 
 
 def test_what_an_attempt_before_left_in_the_store_is_nobodys() -> None:
     store = HashStore()
     first, second = meet_all(store, 2), meet_all(store, 2)
-    assert first[0].nonce != second[0].nonce
-    assert second[0].nonce == second[1].nonce
+    assert first[0].attempt != second[0].attempt
+    assert second[0].attempt == second[1].attempt
 
 
 def test_answer_to_another_process_is_not_taken() -> None:
@@ -52,7 +52,7 @@ def test_answer_to_another_process_is_not_taken() -> None:
     stranger = {"id": "0" * 32, **encode(Process.current())}
     store.set("answer", json.dumps({"nonce": "old", "hellos": [stranger, stranger]}))
     store.set("old/met", json.dumps([stranger, stranger]))
-    with pytest.raises(CannotRunError, match="rank 1 was not called by rank 0 within 0 s"):
+    with pytest.raises(CannotRunError, match="rank 1 got no answer from rank 0 within 0 s"):
         meet(store, place(1, 2), patience_s=0.2)
 
 

@@ -28,7 +28,7 @@ from minimax_tools.slices.description import SliceDescription
 from minimax_tools.slices.fetch import fetch_slice, fetch_slice_ranges
 from minimax_tools.slices.folder import write_slice
 from minimax_tools.slices.source import open_source
-from minimax_tools.slices.verdicts import judge_proportion
+from minimax_tools.slices.verdicts import judge_memory_in_proportion
 from minimax_tools.slices.verify import Verification, verify
 
 MIB = 1 << 20
@@ -381,7 +381,7 @@ def judge_plan_by_memory(cost: ModelCost, nodes: list[Node]) -> tuple[list[int],
         slices=tuple(Slice(stage=stage, cost=stage_cost(cost, stage), tensors=()) for stage in stages),
         shared={},
     )
-    return [len(stage.layers) for stage in stages], judge_proportion(plan, cost).holds
+    return [len(stage.layers) for stage in stages], judge_memory_in_proportion(plan, cost).holds
 
 
 def test_a_large_embedding_on_both_ends_is_in_proportion() -> None:
