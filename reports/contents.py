@@ -33,7 +33,6 @@ class LayerContents:
     """Contents of a layer, or of the model outside its layers where `layer` is None.
 
     Args:
-        layer: The layer.
         sites: Its sites, in execution order.
         not_exposed: Sites that the run wanted and the port does not expose.
     """

@@ -13,7 +13,6 @@ class Tally:
     """A check that counts: every item holds or is a fault.
 
     Args:
-        name: The check's name.
         missing: Why it did not run, if no item came.
         count: Items so far.
         faults: Faults so far, in words.
@@ -44,10 +43,7 @@ class Worst:
     """A check that keeps the worst figure so far, relative to its limit.
 
     Args:
-        name: The check's name.
         missing: Why it did not run, if no figure came.
-        figure: The worst figure.
-        limit: Its limit.
         where: Its place, in words.
     """
 

@@ -20,11 +20,7 @@ _FLOOR_TOLERANCE = 1e-3
 
 
 class CheckedCapture:
-    """A golden that is checked as it is read: damage, NaN and Inf, and a wrong noise floor are counted.
-
-    Args:
-        capture: The golden.
-    """
+    """A golden that is checked as it is read: damage, NaN and Inf, and a wrong noise floor are counted."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture

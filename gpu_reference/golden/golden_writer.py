@@ -20,7 +20,6 @@ class GoldenWriter:
     """The writer of a golden's layers and of its sites outside them.
 
     Args:
-        writer: The capture.
         run: Layers and sites to keep.
         floor: Measures the noise floor; None for no floor.
         keeps_twins: Keep the floor's float32 twins too.

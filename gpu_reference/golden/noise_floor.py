@@ -47,9 +47,6 @@ class NoiseFloor:
 
     Args:
         config: transformers' config of the golden.
-        weights: The golden's weights.
-        spec: The model.
-        inputs: The token rows.
         variants: Names of the layer variants that widen the floor (see `reference.variants`).
     """
 

@@ -118,12 +118,8 @@ class StreamedModel:
     """A model without weights, filled part by part as it runs; a source of `TwinWeights`.
 
     Args:
-        request: The model.
         model: transformers' model on the meta device.
-        reader: Its checkpoint.
         loader: Reads whole layers.
-        streaming: How to stream.
-        footprint: The memory that the golden takes.
         budget: Limit of anonymous memory; unlimited on a GPU.
     """
 

@@ -25,7 +25,6 @@ class Likely:
     """A token that could have come next.
 
     Args:
-        token: Its id.
         behind: Distance of its logit below the likeliest one's.
     """
 
@@ -49,7 +48,6 @@ class Continuation:
 
     Args:
         prompt_ids: The row, without padding.
-        generated_ids: The generated tokens.
         text: The generated text; None where the checkpoint has no tokenizer.
         likeliest: For each generated token the `NUM_LIKELIEST` candidates, best first; empty where not kept.
     """

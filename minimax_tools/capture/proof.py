@@ -44,12 +44,7 @@ def file_state(path: Path) -> tuple[int, int, int]:
 
 
 class Proof:
-    """Checks of the tensors read from one capture.
-
-    Args:
-        directory: The capture directory.
-        manifest: Its manifest.
-    """
+    """Checks of the tensors read from one capture."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory

@@ -270,11 +270,7 @@ def _word_missing_digests(manifest: Manifest) -> str:
 
 
 class _OpenFiles:
-    """The last safetensors files read from a directory, each kept open until the file is replaced.
-
-    Args:
-        directory: Their folder.
-    """
+    """The last safetensors files read from a directory, each kept open until the file is replaced."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

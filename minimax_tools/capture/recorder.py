@@ -29,8 +29,6 @@ class Recorder:
     """Hooks on a module for the time of a `with` block.
 
     Args:
-        module: The module whose sites are recorded.
-        taps: The place of each site.
         keep: Function that copies a tensor when its hook fires.
         feeds: Tensors that replace the module's own at some sites, in the shape and dtype of those.
     """

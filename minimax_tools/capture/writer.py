@@ -37,8 +37,6 @@ class CaptureWriter:
     """A capture directory being written, as `open_capture` opens it.
 
     Args:
-        directory: The capture directory.
-        manifest: Its contents so far.
         manifest_name: File name of the manifest; each rank has its own where several write (see `parts`).
     """
 

@@ -34,8 +34,6 @@ class DumpCapture(PlacedCapture[FoundSite]):
     """A dump opened for reading; one site is in memory at a time.
 
     Args:
-        found: The dump's sites.
-        names: Its map.
         mask: bool [B,S] of the batch to lay tensors out as; None for the batch that the dump's own lengths give, or,
             without lengths, for tensors as they are.
         input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None where they are not known.

@@ -22,10 +22,7 @@ class LastToken:
     """The last token of a prompt in one pass, which has a row of its own.
 
     Args:
-        step: The pass's label.
-        row: Its row in the pass's tensor.
         num_rows: R, the rows of that tensor.
-        prompt: The prompt.
         position: The token's place among the prompt's real tokens.
     """
 

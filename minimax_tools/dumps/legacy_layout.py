@@ -71,7 +71,6 @@ class LegacyLayout:
     """The contents of a folder.
 
     Args:
-        places: The place of every site.
         mask: The attention mask as it was saved; None where no file holds one.
         batch_shape: (B, S) of the token rows; None where no file tells.
     """

@@ -67,7 +67,6 @@ class NameMap:
     """Facts about a dump that its files do not tell; by default none.
 
     Args:
-        path: The YAML file.
         format: Name of the layout; None where the files tell.
         num_ranks: Ranks that the port was divided among; None where the dump tells.
         steps: Passes to read; those of an inner tuple follow each other for the same prompts.

@@ -25,7 +25,6 @@ class DumpReading:
 
     Args:
         format: Name of the layout; None where the files, or the map, tell.
-        names: The map.
     """
 
     format: str | None = None

@@ -23,7 +23,6 @@ class PassRecord:
     """A dump's record of one forward pass.
 
     Args:
-        step: The pass's label.
         requests: The requests, in the order of their rows.
         positions: Each row's position in its prompt; padding rows may follow.
         ends: Tokens of each request computed after the pass; empty where the dump does not tell.
@@ -73,7 +72,6 @@ class Stretch:
     """Consecutive tokens of one request, computed in one pass.
 
     Args:
-        step: The pass's label.
         row: Row of the first token in the pass's tensors.
         start: Position of the first token in the prompt.
         length: Number of tokens.

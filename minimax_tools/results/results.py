@@ -95,7 +95,6 @@ class RelativeError:
     """‖target − reference‖ / ‖reference‖ over the judged tokens, where the golden kept no floor.
 
     Args:
-        value: The error.
         incoming: Relative error of a chained layer's input; 0 in isolated runs.
     """
 
@@ -109,7 +108,6 @@ class NearestLimit:
 
     Args:
         figure: Its name, a field of `NoiseRatio`, or `relative_l2`.
-        value: The figure.
         limit: What right ports stay below.
     """
 
@@ -128,7 +126,6 @@ class GeneratedRow:
     """Likeness of what both sides generated behind a prompt.
 
     Args:
-        row: The prompt.
         num_compared: Tokens that both sides generated.
         num_alike: Of them, those before the first that differs.
         status: Fail where noise does not explain that one; not judged where the golden does not tell.
@@ -155,8 +152,6 @@ class SiteResult:
     """Result at one site of one layer (or of the model, where `layer` is None).
 
     Args:
-        layer: The layer.
-        site: The site's name.
         status: What became of it.
         reason: Why, in a sentence; empty for a plain pass.
         metrics: The seeds' metrics and more; None where nothing was compared.
@@ -210,7 +205,6 @@ class BlameGroup:
 
     Args:
         layers: The layers, ascending; None is the model outside them.
-        sites: The sites.
         worst_layer: Where they are furthest beyond their limits.
         reason: What is said of that layer.
         where: What is said there of the tokens and channels that are wrong.
@@ -228,7 +222,6 @@ class CurvePoint:
     """Error of a chained run after one layer.
 
     Args:
-        layer: The layer.
         error: ‖target − reference‖ / ‖reference‖ of its output.
         handed_on: The same of its input; 0 where that is the golden's own.
         floor: What its output may be off by: the noise of the layer and its input error, relative to the
@@ -264,8 +257,6 @@ class RouterDtype:
 
     Args:
         name: `router_gate` or `correction_bias`.
-        reference: The golden's dtype.
-        target: The port's.
         consequence: What that does, in a sentence.
     """
 
@@ -283,7 +274,6 @@ class Comparison:
         reference: The golden's directory.
         target: The device run's directory.
         criteria: `noise`, `classic`, or the file that the limits came from.
-        verdict: The conclusion.
         sites: Every site of every layer in the run's span, in natural order.
         blame: Who is to blame, earliest layer first.
         blame_groups: The same, layers with the same sites together.
