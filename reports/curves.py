@@ -23,8 +23,7 @@ def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
     if curve is None:
         return
     shown = _shown(curve)
-    canvas.gap()
-    canvas.line("Error along the chain", style="bold")
+    canvas.section("Error along the chain")
     canvas.table(_COLUMNS, [_row(point, is_onset=point.layer == curve.onset) for point in shown])
     if len(shown) < len(curve.points):
         canvas.paragraph(f"{len(curve.points) - len(shown)} more layers: --json has them all.", style="dim")
