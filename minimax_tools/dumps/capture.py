@@ -7,6 +7,7 @@ one batch (`assembly`). B prompts, S their padded length.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,12 +67,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     @classmethod
     def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> DumpCapture:
-        """Open a dump.
-
-        Args:
-            directory: Its folder.
-            names: Its map.
-            format_: Its layout; None where the files tell.
+        """Open a dump in a layout; None where the files tell.
 
         Raises:
             CaptureError: The layout is not known, a file is damaged, or the map does not fit the dump.
@@ -216,8 +212,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
 def _name(piece: DumpPiece) -> str:
     """Return a piece's place as a map has it, such as `blocks.{layer}.attn.wq:output[0]`."""
-    element = f"[{piece.element}]" if piece.element else ""
-    return f"{word_module(piece.module)}:{piece.point}{element}"
+    return str(replace(piece, module=word_module(piece.module)))
 
 
 def _listed(name: str, pieces: list[DumpPiece], *, sites: tuple[str, ...]) -> ListedTensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimax_tools.errors import CaptureError, IncomparableError
@@ -89,9 +89,7 @@ class Stretch:
 
     def up_to(self, stop: int) -> Stretch:
         """Return the tokens before a position."""
-        return Stretch(
-            step=self.step, row=self.row, start=self.start, length=min(self.length, stop - self.start)
-        )
+        return replace(self, length=min(self.length, stop - self.start))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
