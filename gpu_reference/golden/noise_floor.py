@@ -116,9 +116,7 @@ class NoiseFloor:
     ) -> MeasuredFloor[ModelSite]:
         """Compute the float32 twin of final norm and logits, and measure the golden against it.
 
-        Args:
-            captured: The golden's sites outside the layers.
-            hidden_states: The last layer's output [B,S,H].
+        `hidden_states` [B,S,H] are the last layer's output.
         """
         norm, lm_head = (weight.cpu() for weight in self.weights.head())
         twin = Float32Head(norm, lm_head, eps=self.spec.rms_norm_eps).run(hidden_states)
