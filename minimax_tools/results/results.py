@@ -67,7 +67,7 @@ class NoiseRatio:
             scale of each token, of the scale and of the mean error of each channel. None where no twin shows
             them, and in chained runs.
         channel_worst: The worst channel's, over all tokens; None as above.
-        worst_channel: Which it is.
+        worst_channel: Its index.
         is_widened: Whether the golden's variants widen the floor.
     """
 
@@ -152,7 +152,6 @@ class SiteResult:
     """Result at one site of one layer (or of the model, where `layer` is None).
 
     Args:
-        status: What became of it.
         reason: Why, in a sentence; empty for a plain pass.
         metrics: The seeds' metrics and more; None where nothing was compared.
         noise: ρ; None without a floor.
@@ -223,7 +222,7 @@ class CurvePoint:
 
     Args:
         error: ‖target − reference‖ / ‖reference‖ of its output.
-        handed_on: The same of its input; 0 where that is the golden's own.
+        handed_on: The same of its input, the inherited error; 0 where that is the golden's own.
         floor: What its output may be off by: the noise of the layer and its input error, relative to the
             output; None where the golden kept no floor.
         ratio: ρ of its output, over the tokens that are judged there; where there is no floor, the share of the limit.
@@ -268,16 +267,14 @@ class RouterDtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A whole comparison.
+    """A whole comparison of two directories.
 
     Args:
-        reference: The golden's directory.
-        target: The device run's directory.
         criteria: `noise`, `classic`, or the file that the limits came from.
         sites: Every site of every layer in the run's span, in natural order.
-        blame: Who is to blame, earliest layer first.
+        blame: Sites to blame, earliest layer first.
         blame_groups: The same, layers with the same sites together.
-        curve: How the error of a chained run grows; None for isolated runs.
+        curve: Growth of a chained run's error; None for isolated runs.
         notes: What a reader must know beside the verdict.
         router_dtypes: Parts of the router that the port holds in another dtype.
         generated: What both sides generated, prompt by prompt.
