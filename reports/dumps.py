@@ -39,7 +39,7 @@ format: {format}
 sites:"""
 _WIDTHS: dict[Site | ModelSite | str, str] = {
     **dict.fromkeys(Site, "H"),
-    Site.INPUT: "H, what the layer is fed",
+    Site.INPUT: "H, the layer's input",
     Site.ATTN_DELTA: "H, what attention adds to the residual stream",
     Site.ATTN_RESIDUAL: "H, the stream with that",
     Site.MOE_DELTA: "H, what the experts add to it",

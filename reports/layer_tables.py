@@ -282,5 +282,5 @@ def _legend(comparison: Comparison) -> str:
     if any(noise.is_estimated for noise in noises):
         legend += " ~: estimated, since the golden keeps no float32 twin of it."
     if any(noise.incoming for noise in noises):
-        legend += " A chained layer's floor is widened by the error that it was handed."
+        legend += " A chained layer's floor is widened by the error that it inherited."
     return legend

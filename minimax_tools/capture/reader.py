@@ -252,7 +252,7 @@ def _word_missing_digests(manifest: Manifest) -> str:
         return ""
     is_golden = manifest.description.side == GOLDEN_SIDE
     has_floor = manifest.description.noise_floor != "off"
-    parts = "twins and floors" if is_golden and has_floor else "what was fed and generated"
+    parts = "twins and floors" if is_golden and has_floor else "inputs and generated tokens"
     return f"digests of {parts}: none, made by an older mm2"
 
 

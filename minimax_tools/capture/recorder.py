@@ -88,13 +88,13 @@ class Recorder:
         found = tap.pick(value)
         if found is None:
             return None
-        fed = self._feeds.get(site)
-        if fed is None:
+        replacement = self._feeds.get(site)
+        if replacement is None:
             self.record(site, found)
             return None
-        fed = fed.to(device=found.device, dtype=found.dtype).reshape(found.shape)
-        self.record(site, fed)
-        return tap.put(value, fed)
+        replacement = replacement.to(device=found.device, dtype=found.dtype).reshape(found.shape)
+        self.record(site, replacement)
+        return tap.put(value, replacement)
 
 
 def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
