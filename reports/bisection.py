@@ -29,13 +29,7 @@ _COLUMNS = (
 def render_bisection(
     bisection: Bisection, *, width: int | None = None, is_terminal: bool | None = None
 ) -> str:
-    """Draw a bisection as text: the verdict, the probes, what could not be seen, and what to run next.
-
-    Args:
-        bisection: The bisection.
-        width: Columns; None for standard output's own.
-        is_terminal: Whether escape codes are understood; None where standard output decides.
-    """
+    """Draw a bisection as text on a `Canvas`: verdict, probes, what could not be seen, and what to run next."""
     canvas = Canvas(width=width, is_terminal=is_terminal)
     canvas.line(_headline(bisection), style=_STYLES[bisection.verdict])
     canvas.line(_extent(bisection))
@@ -43,16 +37,13 @@ def render_bisection(
     canvas.gap()
     canvas.table(_COLUMNS, [_row(number, probe) for number, probe in enumerate(bisection.probes, start=1)])
     if bisection.findings:
-        canvas.gap()
-        canvas.line("Found", style="bold")
+        canvas.section("Found")
         for finding in bisection.findings:
             canvas.paragraph(f"{_word_span(finding.chain.span)}: {_reason(bisection, finding)}")
-    canvas.gap()
-    canvas.line("Not seen", style="bold")
+    canvas.section("Not seen")
     for sentence in blind_spots(bisection):
         canvas.paragraph(sentence)
-    canvas.gap()
-    canvas.line("Next", style="bold")
+    canvas.section("Next")
     for command in next_commands(bisection):
         canvas.line(f"  {command}")
     return canvas.text
@@ -65,11 +56,7 @@ def bisection_record(bisection: Bisection) -> dict[str, Any]:
         "compared": bisection.compared,
         "of": bisection.of,
         "blame": [
-            {
-                "layer": finding.chain.span.start,
-                "sites": ["output"],
-                "reason": _reason(bisection, finding),
-            }
+            {"layer": finding.chain.span.start, "sites": ["output"], "reason": _reason(bisection, finding)}
             for finding in bisection.culprits
         ],
         "drifts": [

@@ -68,6 +68,11 @@ class Canvas:
         """Add an empty line."""
         self._console.print()
 
+    def section(self, title: str, *, style: str = "bold") -> None:
+        """Begin a section: an empty line, then its title."""
+        self.gap()
+        self.line(title, style=style)
+
     def line(self, text: str, *, style: str = "") -> None:
         """Add a line that is never broken, so that a path in it can be copied."""
         self._console.print(Text(text, style=style), soft_wrap=True)

@@ -72,11 +72,7 @@ def is_damaged(source: CaptureSource, inspection: CaptureInspection | None) -> b
 def statistics_record(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> dict[str, Any]:
     """Return the CPU tensors of a run that was not saved as JSON, in the form of a capture without a directory."""
     names = ("directory", "complete", "description", "observed_dtypes", "certificate", "inspection")
-    return {
-        **dict.fromkeys(names),
-        "observed_dtypes": {},
-        **_contents_record(measure_contents(layers)),
-    }
+    return {**dict.fromkeys(names), "observed_dtypes": {}, **_contents_record(measure_contents(layers))}
 
 
 def render_capture(
@@ -107,7 +103,9 @@ def render_capture(
     canvas.facts(_facts(source, inspection))
     for fault in () if inspection is None else inspection.faults:
         canvas.paragraph(f"DAMAGED: {fault}", style="bold red")
-    _draw_incomplete(canvas, source)
+    if not source.is_complete:
+        stored, wanted = len(source.layers), len(source.description.run.span)
+        canvas.line(f"  incomplete: {stored} of {wanted} layers are stored", style="yellow")
     _draw_contents(canvas, contents)
     return canvas.text
 
@@ -209,12 +207,6 @@ def _ranks(options: Mapping[str, Any]) -> str:
     return f", divided among {degree}{groups}{summed}"
 
 
-def _draw_incomplete(canvas: Canvas, source: CaptureSource) -> None:
-    if not source.is_complete:
-        stored, wanted = len(source.layers), len(source.description.run.span)
-        canvas.line(f"  incomplete: {stored} of {wanted} layers are stored", style="yellow")
-
-
 def _draw_contents(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
     num_layers = sum(layer.layer is not None for layer in contents)
     if num_layers > _MOST_DETAILED_LAYERS:
@@ -231,8 +223,7 @@ def _draw_contents(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
 
 
 def _draw_layer(canvas: Canvas, layer: LayerContents) -> None:
-    canvas.gap()
-    canvas.line(word_layer(layer.layer).capitalize(), style="bold")
+    canvas.section(word_layer(layer.layer).capitalize())
     rows = [Row(cells=_site_cells(site), style=_style(site)) for site in layer.sites]
     canvas.table((*_TENSOR, *_STATISTICS, *_COUNTS), rows)
 
@@ -253,8 +244,7 @@ def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:
     canvas.table((Column(title="layer"), Column(title="sites"), *_TENSOR, *_STATISTICS, *_COUNTS), rows)
     nonfinite = [(layer.layer, site.site) for layer in layers for site in layer.sites if site.num_nonfinite]
     if nonfinite:
-        canvas.gap()
-        canvas.line("NaN or Inf", style="bold red")
+        canvas.section("NaN or Inf", style="bold red")
         for line in word_sites_by_layer(nonfinite):
             canvas.paragraph(line)
 
@@ -262,8 +252,7 @@ def _draw_overview(canvas: Canvas, layers: Sequence[LayerContents]) -> None:
 def _draw_not_exposed(canvas: Canvas, contents: Sequence[LayerContents]) -> None:
     missing = [(layer.layer, site) for layer in contents for site in layer.not_exposed]
     if missing:
-        canvas.gap()
-        canvas.line("Not exposed by the port", style="bold")
+        canvas.section("Not exposed by the port")
         for line in word_sites_by_layer(missing):
             canvas.paragraph(line)
 

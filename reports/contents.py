@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -33,7 +34,6 @@ class LayerContents:
     """Contents of a layer, or of the model outside its layers where `layer` is None.
 
     Args:
-        layer: The layer.
         sites: Its sites, in execution order.
         not_exposed: Sites that the run wanted and the port does not expose.
     """
@@ -54,12 +54,18 @@ def read_contents(source: CaptureSource) -> tuple[LayerContents, ...]:
     layers = [
         LayerContents(
             layer=layer,
-            sites=tuple(_read_site(source, layer, site) for site in source.sites(layer)),
+            sites=tuple(
+                _read_site(site, source.entry(layer, site), partial(source.read, layer, site))
+                for site in source.sites(layer)
+            ),
             not_exposed=tuple(str(site) for site in source.not_exposed(layer)),
         )
         for layer in source.layers
     ]
-    model = tuple(_read_model_site(source, site) for site in source.model_sites())
+    model = tuple(
+        _read_site(site, source.entry(None, site), partial(source.read_model, site))
+        for site in source.model_sites()
+    )
     return (*layers, LayerContents(layer=None, sites=model)) if model else tuple(layers)
 
 
@@ -77,19 +83,11 @@ def measure_contents(layers: Mapping[int, Mapping[Site, torch.Tensor]]) -> tuple
     )
 
 
-def _read_site(source: CaptureSource, layer: int, site: Site) -> SiteContents:
-    entry = source.entry(layer, site)
-    return _described(str(site), entry) if entry else _measured(str(site), source.read(layer, site))
-
-
-def _read_model_site(source: CaptureSource, site: ModelSite) -> SiteContents:
-    entry = source.entry(None, site)
-    return _described(str(site), entry) if entry else _measured(str(site), source.read_model(site))
-
-
-def _described(site: str, entry: Entry) -> SiteContents:
+def _read_site(site: Site | ModelSite, entry: Entry | None, read: Callable[[], torch.Tensor]) -> SiteContents:
+    if entry is None:
+        return _measured(str(site), read())
     # The entry of a layer's input may be the output of the layer before: keep the name that was asked for.
-    return SiteContents(site=site, shape=entry.shape, dtype=entry.dtype, statistics=entry.statistics)
+    return SiteContents(site=str(site), shape=entry.shape, dtype=entry.dtype, statistics=entry.statistics)
 
 
 def _measured(site: str, tensor: torch.Tensor) -> SiteContents:

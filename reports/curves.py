@@ -23,17 +23,14 @@ def draw_curve(canvas: Canvas, curve: Curve | None) -> None:
     if curve is None:
         return
     shown = _shown(curve)
-    canvas.gap()
-    canvas.line("Error along the chain", style="bold")
+    canvas.section("Error along the chain")
     canvas.table(_COLUMNS, [_row(point, is_onset=point.layer == curve.onset) for point in shown])
     if len(shown) < len(curve.points):
         canvas.paragraph(f"{len(curve.points) - len(shown)} more layers: --json has them all.", style="dim")
     if curve.onset is None:
-        canvas.paragraph("No layer adds more than noise to what it was handed.")
+        canvas.paragraph("No layer adds more than noise to its inherited error.")
         return
-    canvas.paragraph(
-        f"Errors beyond noise begin at layer {curve.onset}. What it does wrong, it shows when it runs alone:"
-    )
+    canvas.paragraph(f"Errors beyond noise begin at layer {curve.onset}. Run it alone to see its mistake:")
     canvas.line(f"  {curve.command}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from minimax_tools.errors import CannotRunError
 from minimax_tools.machine.whole_file import whole_file
 from minimax_tools.metrics.pair_metrics import PairMetrics
-from minimax_tools.results.results import Comparison, SiteResult, SiteStatus
+from minimax_tools.results.results import Comparison, NearestLimit, NoiseRatio, SiteResult, SiteStatus
 from reports.json_values import to_json
 from reports.wording import word_index
 
@@ -27,10 +27,7 @@ _NUM_WORST = 5
 
 def comparison_record(comparison: Comparison) -> dict[str, Any]:
     """Return the whole comparison as JSON: the verdict, the blame, and every figure of every site."""
-    return {
-        **_conclusion(comparison),
-        "sites": [_site_record(site) for site in comparison.sites],
-    }
+    return {**_conclusion(comparison), "sites": [_site_record(site) for site in comparison.sites]}
 
 
 def summary_record(comparison: Comparison) -> dict[str, Any]:
@@ -90,10 +87,9 @@ def _conclusion(comparison: Comparison) -> dict[str, Any]:
 
 def _site_record(site: SiteResult) -> dict[str, Any]:
     record: dict[str, Any] = to_json(site)
-    if site.routing is not None:
-        record["routing"]["num_unexplained"] = site.routing.num_unexplained
-    if site.logits is not None:
-        record["logits"]["num_unexplained"] = site.logits.num_unexplained
+    for name, choices in (("routing", site.routing), ("logits", site.logits)):
+        if choices is not None:
+            record[name]["num_unexplained"] = choices.num_unexplained
     return record
 
 
@@ -127,23 +123,11 @@ def _worst(comparison: Comparison, name: str, sign: int) -> list[dict[str, Any]]
     ]
 
 
+# An interval is two figures, for JSON alone.
 _NOISE_COLUMNS: Mapping[str, str] = {
-    "rho": "whole",
-    "rho_ordinary": "ordinary",
-    "rho_massive": "massive",
-    "rho_token_median": "token_median",
-    "rho_token_p99": "token_p99",
-    "rho_token_worst": "token_worst",
-    "rho_worst_token": "worst_token",
-    "rho_is_estimated": "is_estimated",
-    "rho_incoming": "incoming",
-    "rho_floor": "floor",
-    "rho_token_gain": "token_gain",
-    "rho_channel_gain": "channel_gain",
-    "rho_channel_offset": "channel_offset",
-    "rho_channel_worst": "channel_worst",
-    "rho_worst_channel": "worst_channel",
-    "rho_is_widened": "is_widened",
+    "rho" if field.name == "whole" else f"rho_{field.name}": field.name
+    for field in fields(NoiseRatio)
+    if field.name != "interval"
 }
 _ROUTING_COLUMNS = (
     "num_tokens",
@@ -152,11 +136,8 @@ _ROUTING_COLUMNS = (
     "num_unexplained",
     "widest_unexplained_margin",
 )
-_NEAREST_COLUMNS: Mapping[str, str] = {
-    "nearest_figure": "figure",
-    "nearest_value": "value",
-    "nearest_limit": "limit",
-}
+_NEAREST_COLUMNS: Mapping[str, str] = {f"nearest_{field.name}": field.name for field in fields(NearestLimit)}
+_COUNT_COLUMNS = ("num_judged", "num_set_aside", "num_replayed")
 _METRIC_COLUMNS = tuple(field.name for field in fields(PairMetrics))
 _COLUMNS = (
     "layer",
@@ -167,9 +148,7 @@ _COLUMNS = (
     *_METRIC_COLUMNS,
     *_ROUTING_COLUMNS,
     *_NEAREST_COLUMNS,
-    "num_judged",
-    "num_set_aside",
-    "num_replayed",
+    *_COUNT_COLUMNS,
     "classic_failures",
 )
 
@@ -184,9 +163,7 @@ def _table_row(site: SiteResult) -> dict[str, str]:
         **{name: getattr(site.metrics, name, None) for name in _METRIC_COLUMNS},
         **{name: getattr(site.routing, name, None) for name in _ROUTING_COLUMNS},
         **{column: getattr(site.nearest, name, None) for column, name in _NEAREST_COLUMNS.items()},
-        "num_judged": site.num_judged if site.status.is_compared else None,
-        "num_set_aside": site.num_set_aside if site.status.is_compared else None,
-        "num_replayed": site.num_replayed if site.status.is_compared else None,
+        **{name: getattr(site, name) if site.status.is_compared else None for name in _COUNT_COLUMNS},
         "classic_failures": "; ".join(site.classic_failures),
     }
     return {column: _cell(value) for column, value in values.items()}

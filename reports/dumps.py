@@ -10,6 +10,7 @@ from minimax_tools.dumps.usual_names import INPUT_IDS
 from minimax_tools.errors import UsageError
 from minimax_tools.model.sites import ModelSite, Site
 from reports.canvas import Canvas, Column, Row
+from reports.json_values import to_json
 from reports.wording import word_layers, word_shape
 
 _COLUMNS = (
@@ -38,7 +39,7 @@ format: {format}
 sites:"""
 _WIDTHS: dict[Site | ModelSite | str, str] = {
     **dict.fromkeys(Site, "H"),
-    Site.INPUT: "H, what the layer is fed",
+    Site.INPUT: "H, the layer's input",
     Site.ATTN_DELTA: "H, what attention adds to the residual stream",
     Site.ATTN_RESIDUAL: "H, the stream with that",
     Site.MOE_DELTA: "H, what the experts add to it",
@@ -66,15 +67,7 @@ def dump_record(source: CaptureSource, listing: DumpListing) -> dict[str, Any]:
         "ranks": listing.num_ranks,
         "notes": list(source.notes),
         "tensors": [
-            {
-                "name": tensor.name,
-                "layers": list(tensor.layers),
-                "shapes": [list(shape) for shape in tensor.shapes],
-                "dtypes": list(tensor.dtypes),
-                "passes": list(tensor.steps),
-                "ranks": list(tensor.ranks),
-                "sites": list(tensor.sites),
-            }
+            {"passes" if name == "steps" else name: value for name, value in to_json(tensor).items()}
             for tensor in listing.tensors
         ],
         "sites": [

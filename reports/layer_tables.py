@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 
 from minimax_tools.model.sites import ModelSite, Site
 from minimax_tools.results.choices import Flip
@@ -61,10 +62,7 @@ def metric_cells(sites: Sequence[SiteResult]) -> tuple[str, ...]:
 def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool) -> None:
     """Draw a line for each layer: its verdict, the number of sites compared, and its worst site.
 
-    Args:
-        canvas: The canvas to draw on.
-        comparison: The comparison.
-        shows_metrics: Whether to add the five classic figures of the layer's output.
+    With `shows_metrics`, the line has the five classic figures of the layer's output too.
     """
     layers = (*comparison.layers, *([None] if comparison.of_layer(None) else []))
     if not layers:
@@ -103,13 +101,9 @@ def draw_overview(canvas: Canvas, comparison: Comparison, *, shows_metrics: bool
 def draw_layer(
     canvas: Canvas, comparison: Comparison, layer: int | None, *, explained: frozenset[str]
 ) -> None:
-    """Draw the sites of a layer that fail or warn, with reasons and the verdict of the classic limits.
+    """Draw the sites of a layer that fail or warn, with the verdict of the classic limits.
 
-    Args:
-        canvas: The canvas to draw on.
-        comparison: The comparison.
-        layer: The layer.
-        explained: Sites whose reason is drawn already.
+    Reasons of `explained` sites are drawn already.
     """
     sites = comparison.of_layer(layer)
     suspects = [site for site in sites if site.status in _STYLES]
@@ -248,11 +242,11 @@ def _rho_order(site: SiteResult) -> float:
 
 def _lowest_cosine(sites: Sequence[SiteResult]) -> SiteResult | None:
     known = [
-        (site.metrics.cosine_similarity, index)
-        for index, site in enumerate(sites)
+        (site.metrics.cosine_similarity, site)
+        for site in sites
         if site.metrics and site.metrics.cosine_similarity is not None
     ]
-    return sites[min(known)[1]] if known else None
+    return min(known, key=itemgetter(0))[1] if known else None
 
 
 def _status_word(status: SiteStatus | None) -> str:
@@ -288,5 +282,5 @@ def _legend(comparison: Comparison) -> str:
     if any(noise.is_estimated for noise in noises):
         legend += " ~: estimated, since the golden keeps no float32 twin of it."
     if any(noise.incoming for noise in noises):
-        legend += " A chained layer's floor is widened by the error that it was handed."
+        legend += " A chained layer's floor is widened by the error that it inherited."
     return legend

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from minimax_tools.results.choices import LogitsResult
 from minimax_tools.results.results import (
@@ -77,7 +76,10 @@ def render_comparison(
     _draw_details(canvas, comparison)
     draw_next_tokens(canvas, comparison)
     _draw_uncompared(canvas, comparison)
-    _draw_notes(canvas, comparison.notes)
+    if comparison.notes:
+        canvas.section("Notes")
+        for note in comparison.notes:
+            canvas.item(note)
     return canvas.text
 
 
@@ -109,8 +111,7 @@ def _extent(comparison: Comparison) -> str:
 def _draw_blame(canvas: Canvas, comparison: Comparison) -> None:
     if not comparison.blame:
         return
-    canvas.gap()
-    canvas.line("To blame", style="bold")
+    canvas.section("To blame")
     groups = _groups(comparison)
     for group in groups[:_MOST_BLAMED]:
         worst = f"worst in {word_layer(group.worst_layer)}: " if len(group.layers) > 1 else ""
@@ -159,8 +160,7 @@ def _draw_details(canvas: Canvas, comparison: Comparison) -> None:
     for layer in layers:
         if layer in shown:
             explained = {name for blame in comparison.blame if blame.layer == layer for name in blame.sites}
-            canvas.gap()
-            canvas.line(word_layer(layer).capitalize(), style="bold")
+            canvas.section(word_layer(layer).capitalize())
             draw_layer(canvas, comparison, layer, explained=frozenset(explained))
     if len(layers) > len(shown):
         canvas.gap()
@@ -175,20 +175,11 @@ def _draw_uncompared(canvas: Canvas, comparison: Comparison) -> None:
         missing = [site for site in comparison.sites if site.status is status]
         if not missing:
             continue
-        canvas.gap()
-        canvas.line(f"{words}: {word_count(len(missing), 'site')}", style="bold")
+        canvas.section(f"{words}: {word_count(len(missing), 'site')}")
         for reason in dict.fromkeys(site.reason for site in missing):
             places = ((site.layer, site.site) for site in missing if site.reason == reason)
             for line in word_sites_by_layer(places):
                 canvas.paragraph(f"{line} ({reason})" if reason else line)
-
-
-def _draw_notes(canvas: Canvas, notes: Iterable[str]) -> None:
-    for index, note in enumerate(notes):
-        if index == 0:
-            canvas.gap()
-            canvas.line("Notes", style="bold")
-        canvas.item(note)
 
 
 def draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
@@ -196,8 +187,7 @@ def draw_next_tokens(canvas: Canvas, comparison: Comparison) -> None:
     found = [site.logits for site in comparison.sites if site.logits is not None]
     if not found and not comparison.generated:
         return
-    canvas.gap()
-    canvas.line("Next tokens", style="bold")
+    canvas.section("Next tokens")
     for logits in found:
         for sentence in _logits_sentences(logits):
             canvas.paragraph(sentence)
@@ -217,14 +207,12 @@ def _word_row(row: GeneratedRow) -> str:
 
 
 def _logits_sentences(logits: LogitsResult) -> list[str]:
-    foreseen = ""
-    if logits.kl_mean_foreseen is not None:
-        foreseen = f"; noise comes to {word_figure(logits.kl_mean_foreseen)} and {word_figure(logits.kl_p95_foreseen)}"
     row, position = logits.worst_token
     overlaps = ", ".join(f"{100 * share:.1f} % of the top {k}" for k, share in logits.overlaps.items())
     sentences = [
         f"KL divergence in nats: mean {word_figure(logits.kl_mean)}, 95th percentile {word_figure(logits.kl_p95)}"
-        f"{foreseen}; worst {word_figure(logits.kl_worst)} at row {row}, position {position}",
+        f"; noise comes to {word_figure(logits.kl_mean_foreseen)} and {word_figure(logits.kl_p95_foreseen)}"
+        f"; worst {word_figure(logits.kl_worst)} at row {row}, position {position}",
         f"of the golden's likeliest tokens the port has {overlaps}",
     ]
     if logits.num_disagreeing:
@@ -232,9 +220,8 @@ def _logits_sentences(logits: LogitsResult) -> list[str]:
             f"{logits.num_disagreeing} of {logits.num_tokens} places have another likeliest token, "
             f"{logits.num_explained} of them within the noise"
         )
-    for choice in logits.worst_choices[:_MOST_NAMED]:
-        sentences.append(
-            f"row {choice.row}, position {choice.position}: {choice.target} for {choice.reference}, "
-            f"{word_figure(choice.margin)} below it, noise reaches {word_figure(choice.reach)}"
-        )
-    return sentences
+    return sentences + [
+        f"row {choice.row}, position {choice.position}: {choice.target} for {choice.reference}, "
+        f"{word_figure(choice.margin)} below it, noise reaches {word_figure(choice.reach)}"
+        for choice in logits.worst_choices[:_MOST_NAMED]
+    ]

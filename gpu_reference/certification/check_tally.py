@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minimax_tools.capture.certificate import Check, Outcome
 
@@ -13,7 +13,6 @@ class Tally:
     """A check that counts: every item holds or is a fault.
 
     Args:
-        name: The check's name.
         missing: Why it did not run, if no item came.
         count: Items so far.
         faults: Faults so far, in words.
@@ -32,11 +31,10 @@ class Tally:
 
     def check(self, told: str) -> Check:
         """Return the check; `told` is its claim if all items hold."""
-        if self.faults:
-            return Check(name=self.name, outcome=Outcome.FAILED, found=_listed(self.faults))
-        if not self.count:
+        if not (self.faults or self.count):
             return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
-        return Check(name=self.name, outcome=Outcome.PASSED, found=f"{told} ({self.count})")
+        found = _listed(self.faults) if self.faults else f"{told} ({self.count})"
+        return claim(self.name, is_right=not self.faults, found=found)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,10 +42,7 @@ class Worst:
     """A check that keeps the worst figure so far, relative to its limit.
 
     Args:
-        name: The check's name.
         missing: Why it did not run, if no figure came.
-        figure: The worst figure.
-        limit: Its limit.
         where: Its place, in words.
     """
 
@@ -70,14 +65,11 @@ class Worst:
         """Return the check; `told` names the figure."""
         if self.figure is None or self.limit is None:
             return Check(name=self.name, outcome=Outcome.NOT_CHECKED, found=self.missing)
-        has_passed = self.figure <= self.limit
-        return Check(
-            name=self.name,
-            outcome=Outcome.PASSED if has_passed else Outcome.FAILED,
-            found=f"{told} by at most {self.figure:.2g}, at {self.where}; allowed {self.limit:.2g}",
-            figure=_finite(self.figure),
-            limit=self.limit,
-        )
+        found = f"{told} by at most {self.figure:.2g}, at {self.where}; allowed {self.limit:.2g}"
+        check = claim(self.name, is_right=self.figure <= self.limit, found=found)
+        # JSON has no infinity and no NaN.
+        figure = self.figure if math.isfinite(self.figure) else None
+        return replace(check, figure=figure, limit=self.limit)
 
 
 def claim(name: str, *, is_right: bool, found: str) -> Check:
@@ -87,11 +79,6 @@ def claim(name: str, *, is_right: bool, found: str) -> Check:
 
 def _excess(figure: float, limit: float) -> float:
     return math.inf if math.isnan(figure) else figure / limit
-
-
-def _finite(figure: float | None) -> float | None:
-    """Return the figure, or None for infinity and NaN, which JSON does not have."""
-    return figure if figure is not None and math.isfinite(figure) else None
 
 
 def _listed(faults: list[str]) -> str:

@@ -20,11 +20,7 @@ _FLOOR_TOLERANCE = 1e-3
 
 
 class CheckedCapture:
-    """A golden that is checked as it is read: damage, NaN and Inf, and a wrong noise floor are counted.
-
-    Args:
-        capture: The golden.
-    """
+    """A golden that is checked as it is read: damage, NaN and Inf, and a wrong noise floor are counted."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -56,13 +52,7 @@ class CheckedCapture:
     def read_twins(
         self, layer: int, stored: dict[Site, torch.Tensor], real: torch.Tensor
     ) -> dict[Site, torch.Tensor]:
-        """Read the stored float32 twins of a layer; a float32 golden is its own twin.
-
-        Args:
-            layer: The layer.
-            stored: Its stored sites.
-            real: Real rows, bool [B,S].
-        """
+        """Read the stored float32 twins of a layer; a float32 golden is its own twin. `real` is bool [B,S]."""
         if self.is_float32:
             return {site: tensor for site, tensor in stored.items() if site is not Site.INPUT}
         twins = {}
@@ -83,14 +73,7 @@ class CheckedCapture:
         twins: dict[Site, torch.Tensor],
         real: torch.Tensor,
     ) -> None:
-        """Compare the stored noise floor with the distances from the stored sites to their twins.
-
-        Args:
-            layer: The layer.
-            stored: Its stored sites.
-            twins: Its float32 twins.
-            real: Real rows, bool [B,S].
-        """
+        """Compare the stored noise floor with the distances from the stored sites to their twins, on the real rows."""
         for site, twin in twins.items():
             name = error_name(site)
             try:

@@ -46,8 +46,6 @@ class GoldenModel:
     """The model that a golden is checked against.
 
     Args:
-        reader: Its checkpoint.
-        spec: Its quantities.
         runs_transformers: transformers is installed, and can make float32 twins that the golden did not store.
     """
 
@@ -60,7 +58,6 @@ class LayerCertifier:
     """The checks of a golden's layers, one layer at a time.
 
     Args:
-        golden: The golden.
         model: The model to check it against; None if it is not here.
         is_same_model: The golden was made of that model; only then are weights compared.
         inputs: The golden's inputs; None if they cannot be read. The real rows are then unknown.

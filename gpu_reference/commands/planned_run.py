@@ -37,10 +37,7 @@ from reports.captures import capture_record, render_capture
 def run_planned(options: GoldenOptions, plan_file: Path, slices_folder: Path | None) -> None:
     """Run this rank's slice of a plan; rank 0 prints the whole capture.
 
-    Args:
-        options: The golden's options.
-        plan_file: The plan.
-        slices_folder: Parent folder of the extracted slices; None to read the checkpoint.
+    The slice is read from the extracted slices in `slices_folder`, or from the checkpoint if that is None.
 
     Raises:
         UsageError: Options contradict each other.

@@ -62,16 +62,10 @@ class Sampling:
 
 
 def generate(model: MiniMaxM2ForCausalLM, inputs: Inputs, sampling: Sampling, *, folder: Path) -> Generation:
-    """Generate tokens after every row of `inputs`.
+    """Generate tokens after every row of `inputs`; `folder` has the tokenizer.
 
     Rows run one by one, without padding and each from the seed, so that no row depends on another. A row ends where the
     model has no position for its next token.
-
-    Args:
-        model: transformers' model.
-        inputs: The rows.
-        sampling: The choice of tokens.
-        folder: The checkpoint, with its tokenizer.
 
     Raises:
         BackendError: A GPU ran out of memory.

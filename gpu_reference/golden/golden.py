@@ -52,10 +52,8 @@ class GoldenRequest:
     """A golden capture to make.
 
     Args:
-        model: The model to load.
         model_source: The model as the user named it.
         run: Layers and sites to keep.
-        inputs: The token rows.
         noise_floor: `full` stores float32 twins and distances, `stats` the distances, `off` neither.
         floor_variants: Names of the variants that widen it (see `minimax_tools.reference.variants`).
         streaming: The way to stream; None to load the model whole.
@@ -101,7 +99,6 @@ class Golden:
     """A loaded golden model, proved and ready to run; made by `open_golden`.
 
     Args:
-        request: The request.
         model: transformers' model.
         reader: Its checkpoint, which counts the bytes read.
         weights: The weights that it computes with.

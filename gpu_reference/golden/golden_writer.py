@@ -20,7 +20,6 @@ class GoldenWriter:
     """The writer of a golden's layers and of its sites outside them.
 
     Args:
-        writer: The capture.
         run: Layers and sites to keep.
         floor: Measures the noise floor; None for no floor.
         keeps_twins: Keep the floor's float32 twins too.
@@ -45,12 +44,7 @@ class GoldenWriter:
         return frozenset(self.run.sites) | (FLOOR_SITES if self.floor else frozenset())
 
     def write_layer(self, layer: int, captured: Mapping[Site, torch.Tensor], device: torch.device) -> None:
-        """Write a layer while its weights are in memory.
-
-        Args:
-            layer: Its number.
-            captured: `wanted_sites`, on the CPU.
-            device: Where it ran.
+        """Write a layer while its weights are in memory on `device`; `captured` has `wanted_sites`, on the CPU.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.
@@ -68,11 +62,7 @@ class GoldenWriter:
         self.progress.advance(layer, num_bytes=self._num_bytes_read - before)
 
     def write_model(self, captured: Mapping[ModelSite, torch.Tensor], *, hidden_states: torch.Tensor) -> None:
-        """Write the sites outside the layers.
-
-        Args:
-            captured: The run's sites outside the layers.
-            hidden_states: The last layer's output [B,S,H].
+        """Write the sites outside the layers; `hidden_states` [B,S,H] are the last layer's output.
 
         Raises:
             CaptureError: The disk is full, or cannot be written to.

@@ -47,9 +47,6 @@ class NoiseFloor:
 
     Args:
         config: transformers' config of the golden.
-        weights: The golden's weights.
-        spec: The model.
-        inputs: The token rows.
         variants: Names of the layer variants that widen the floor (see `reference.variants`).
     """
 
@@ -119,9 +116,7 @@ class NoiseFloor:
     ) -> MeasuredFloor[ModelSite]:
         """Compute the float32 twin of final norm and logits, and measure the golden against it.
 
-        Args:
-            captured: The golden's sites outside the layers.
-            hidden_states: The last layer's output [B,S,H].
+        `hidden_states` [B,S,H] are the last layer's output.
         """
         norm, lm_head = (weight.cpu() for weight in self.weights.head())
         twin = Float32Head(norm, lm_head, eps=self.spec.rms_norm_eps).run(hidden_states)

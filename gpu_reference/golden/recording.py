@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -78,15 +79,13 @@ def recording_model(
     """Record sites outside the layers while the block lasts; a site appears when it is computed."""
     tensors: dict[ModelSite, torch.Tensor] = {}
 
-    def record(site: ModelSite, stack: ExitStack) -> None:
-        def keep(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
-            tensors[site] = copy_to_host(output)
-
-        stack.callback(model.get_submodule(_MODULES[site]).register_forward_hook(keep).remove)
+    def keep(site: ModelSite, _: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
+        tensors[site] = copy_to_host(output)
 
     with ExitStack() as stack:
         for site in sites:
-            record(site, stack)
+            module = model.get_submodule(_MODULES[site])
+            stack.callback(module.register_forward_hook(partial(keep, site)).remove)
         yield tensors
 
 

@@ -28,10 +28,8 @@ class Footprint:
     """The memory of a golden, in bytes.
 
     Args:
-        spec: The model.
         num_layers: Number of layers that run.
         dtype: Of weights and activations.
-        inputs: The token rows.
         keeps_logits: The logits of every position are captured.
         attn_implementation: transformers' attention implementation.
         experts_implementation: transformers' experts implementation.

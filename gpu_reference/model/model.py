@@ -34,8 +34,6 @@ class GoldenModelRequest:
     """A golden model to load.
 
     Args:
-        folder: The checkpoint.
-        spec: Its quantities.
         num_hidden_layers: Number of first layers to load.
         dtype: Dtype of weights and activations; the router stays float32.
         placement: The devices that hold its parts.

@@ -106,11 +106,7 @@ def refuse_ragged_blocks(spec: ModelSpec) -> None:
 
 
 def prove_no_fp8(model: torch.nn.Module) -> None:
-    """Refuse a model that would compute in FP8.
-
-    Raises:
-        GoldenRefusedError: A weight is FP8, or has the scales of one.
-    """
+    """Raise GoldenRefusedError if the model would compute in FP8: a weight is FP8, or has the scales of one."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype in _FP8_DTYPES or name.endswith("_scale_inv"):
             raise GoldenRefusedError(
@@ -122,11 +118,7 @@ def prove_no_fp8(model: torch.nn.Module) -> None:
 
 
 def prove_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Refuse a model with a weight in another dtype than requested, router gates excepted.
-
-    Raises:
-        GoldenRefusedError: It has one.
-    """
+    """Raise GoldenRefusedError if a weight has another dtype than requested, router gates excepted."""
     for name, parameter in model.named_parameters():
         if parameter.dtype != dtype and not name.endswith(_ROUTER_GATE):
             raise GoldenRefusedError(
@@ -138,11 +130,7 @@ def prove_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def prove_rotary_width(model: torch.nn.Module, spec: ModelSpec) -> None:
-    """Refuse a model that rotates another width, or with other frequencies, than config.json says.
-
-    Raises:
-        GoldenRefusedError: It does.
-    """
+    """Raise GoldenRefusedError if the model rotates another width, or by other frequencies, than config.json says."""
     rotary: Any = model.get_submodule("model.rotary_emb")
     found = rotary.inv_freq.to("cpu", torch.float32)
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
@@ -164,11 +152,7 @@ def prove_rotary_width(model: torch.nn.Module, spec: ModelSpec) -> None:
 
 
 def prove_float32_router(layer: torch.nn.Module, tensors: LayerTensors, index: int) -> None:
-    """Refuse a layer whose gate or correction bias is not bit-equal to the checkpoint's float32 value.
-
-    Raises:
-        GoldenRefusedError: One differs.
-    """
+    """Raise GoldenRefusedError if gate or correction bias are not bit-equal to the checkpoint's float32 values."""
     moe = layer.get_submodule("mlp")
     loaded = {
         GATE: weight_of(moe.get_submodule("gate"), "weight"),
@@ -196,12 +180,7 @@ def prove_weights(
     """Refuse a layer whose weights are not the checkpoint's, dequantised in float32 and rounded once.
 
     Attention and norms are compared whole. The first and the last expert stand for all, which share their shapes.
-
-    Args:
-        layer: transformers' layer.
-        tensors: The checkpoint's.
-        index: The layer's number.
-        experts: The experts that are loaded; None for all.
+    `experts` are the experts that are loaded; None for all.
 
     Raises:
         GoldenRefusedError: One differs.

@@ -29,8 +29,6 @@ class CheckpointTwinWeights:
     """The weights of a golden that was loaded whole, read again from the checkpoint.
 
     Args:
-        reader: The checkpoint.
-        spec: Its quantities.
         dtype: Dtype of the golden's weights.
     """
 

@@ -39,11 +39,7 @@ class StreamingRequest:
     packed_experts: bool = False
 
     def refuse_contradictions(self, placement: Placement) -> None:
-        """Raise if the options contradict each other or the placement.
-
-        Raises:
-            UsageError: They do.
-        """
+        """Raise UsageError if the options contradict each other or the placement."""
         if (self.stream == "on" or self.packed_experts) and _is_placed_by_hand(placement):
             raise UsageError(
                 f"{'--stream on' if self.stream == 'on' else '--packed-experts'} runs every layer on one device",
@@ -57,11 +53,7 @@ class StreamingRequest:
         self.refuse_idle_prefetch()
 
     def refuse_idle_prefetch(self) -> None:
-        """Raise if --prefetch is given for a model that is not streamed.
-
-        Raises:
-            UsageError: It is.
-        """
+        """Raise UsageError if --prefetch is given for a model that is not streamed."""
         if self.prefetch is not None and self.stream == "off":
             raise UsageError(
                 f"--{'' if self.prefetch else 'no-'}prefetch has no effect on a model that is loaded whole",

@@ -6,7 +6,7 @@ are removed. transformers' own forward, layers and experts compute, as on a load
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,13 +78,6 @@ def open_streamed_model(
 ) -> Iterator[StreamedModel]:
     """Build the golden model without its weights, and let it fetch them while the block lasts.
 
-    Args:
-        request: The model.
-        reader: Its checkpoint.
-        streaming: How to stream.
-        footprint: The memory that the golden takes.
-        budget: Limit of anonymous memory.
-
     Raises:
         MissingExtraError: transformers or accelerate is missing, or too old to know MiniMax-M2.
         UsageError: This checkpoint or experts implementation cannot have packed experts.
@@ -118,12 +111,8 @@ class StreamedModel:
     """A model without weights, filled part by part as it runs; a source of `TwinWeights`.
 
     Args:
-        request: The model.
         model: transformers' model on the meta device.
-        reader: Its checkpoint.
         loader: Reads whole layers.
-        streaming: How to stream.
-        footprint: The memory that the golden takes.
         budget: Limit of anonymous memory; unlimited on a GPU.
     """
 
@@ -168,26 +157,25 @@ class StreamedModel:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hook the model so that its parts fetch their weights while the block lasts."""
+        embedding, layers, norm, head = (
+            self.model.get_submodule(name)
+            for name in ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+        )
         with ExitStack() as stack:
-            embedding, norm = (
-                self.model.get_submodule(name) for name in ("model.embed_tokens", "model.norm")
-            )
-            stack.callback(embedding.register_forward_pre_hook(self._fetch_embedding).remove)
-            stack.callback(embedding.register_forward_hook(_strip).remove)
-            for number, layer in enumerate(self._layers()):
-                fetch = partial(self._fetch_layer, number)
-                stack.callback(layer.register_forward_pre_hook(fetch).remove)
-                stack.callback(layer.register_forward_hook(_strip).remove)
-                experts = layer.get_submodule("mlp.experts")
-                fetch_experts = partial(self._fetch_experts, number, layer)
-                stack.callback(experts.register_forward_pre_hook(fetch_experts).remove)
-            stack.callback(norm.register_forward_pre_hook(self._fetch_norm).remove)
-            head = self.model.get_submodule("lm_head")
-            stack.callback(head.register_forward_pre_hook(self._fetch_head).remove)
-            yield
 
-    def _layers(self) -> Iterator[torch.nn.Module]:
-        return self.model.get_submodule("model.layers").children()
+            def fetch_before(module: torch.nn.Module, fetch: Callable[..., None]) -> None:
+                stack.callback(module.register_forward_pre_hook(fetch).remove)
+
+            fetch_before(embedding, self._fetch_embedding)
+            fetch_before(norm, self._fetch_norm)
+            fetch_before(head, self._fetch_head)
+            for number, layer in enumerate(layers.children()):
+                fetch_before(layer, partial(self._fetch_layer, number))
+                fetch_before(layer.get_submodule("mlp.experts"), partial(self._fetch_experts, number, layer))
+            # Norm and head stay: float32 twins are computed with them.
+            for module in (embedding, *layers.children()):
+                stack.callback(module.register_forward_hook(_strip).remove)
+            yield
 
     def _fetch_embedding(self, module: torch.nn.Module, _: Any) -> None:
         # A new pass begins: free the last pass's head first.

@@ -27,7 +27,6 @@ class Check:
 
     Args:
         name: Its name, such as `rotary_width`.
-        outcome: Its result.
         found: The finding in words, or the reason why there is none.
         figure: The worst figure measured, where there is one.
         limit: The largest figure that passes.

@@ -29,7 +29,6 @@ class FileDigests:
     """Digests of all tensors of one file.
 
     Args:
-        file: The file's name.
         tensors: Name and digest of each, sorted by name.
     """
 

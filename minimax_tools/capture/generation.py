@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ class Likely:
     """A token that could have come next.
 
     Args:
-        token: Its id.
         behind: Distance of its logit below the likeliest one's.
     """
 
@@ -49,7 +49,6 @@ class Continuation:
 
     Args:
         prompt_ids: The row, without padding.
-        generated_ids: The generated tokens.
         text: The generated text; None where the checkpoint has no tokenizer.
         likeliest: For each generated token the `NUM_LIKELIEST` candidates, best first; empty where not kept.
     """
@@ -133,17 +132,9 @@ class Generation:
 
     def num_alike(self, other: Generation) -> tuple[int, ...]:
         """Count in each row the tokens equal to the other's, up to the first that differs."""
-        return tuple(
-            next(
-                (
-                    index
-                    for index, pair in enumerate(zip(mine.generated_ids, theirs.generated_ids, strict=False))
-                    if pair[0] != pair[1]
-                ),
-                min(len(mine.generated_ids), len(theirs.generated_ids)),
-            )
-            for mine, theirs in zip(self.rows, other.rows, strict=True)
-        )
+        rows = zip(self.rows, other.rows, strict=True)
+        pairs = (zip(own.generated_ids, others.generated_ids, strict=False) for own, others in rows)
+        return tuple(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], row)) for row in pairs)
 
     def __str__(self) -> str:
         return "".join(

@@ -312,15 +312,15 @@ def _sorted(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=key))
 
 
-def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def _differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return dotted names of the values that differ, without the outermost `provenance.`."""
     names = []
-    for name in sorted({*mine, *theirs}):
-        my_value, their_value = mine.get(name), theirs.get(name)
-        if isinstance(my_value, Mapping) and isinstance(their_value, Mapping):
+    for name in sorted({*own, *other}):
+        own_value, other_value = own.get(name), other.get(name)
+        if isinstance(own_value, Mapping) and isinstance(other_value, Mapping):
             prefix = "" if name == "provenance" else f"{name}."
-            names += [prefix + inner for inner in _differences(my_value, their_value)]
-        elif _as_written(my_value) != _as_written(their_value):
+            names += [prefix + inner for inner in _differences(own_value, other_value)]
+        elif _as_written(own_value) != _as_written(other_value):
             names.append(name)
     return names
 

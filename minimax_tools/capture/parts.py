@@ -33,10 +33,6 @@ def merge_parts(directory: Path, manifest: Manifest) -> Manifest:
     """Add to a capture's manifest the layers that parts beside it list.
 
     Parts that are damaged or belong to another capture are left out.
-
-    Args:
-        directory: The capture directory.
-        manifest: The capture's own manifest.
     """
     for path in _parts(directory):
         try:

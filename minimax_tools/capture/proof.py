@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from minimax_tools.capture.digests import TensorDigest
-from minimax_tools.capture.manifest import Entry, Manifest, describe_tensor
+from minimax_tools.capture.manifest import Entry, Manifest, describe_tensor, dtype_name
 from minimax_tools.capture.store import GOLDEN_SIDE
 from minimax_tools.errors import CaptureError
 from minimax_tools.metrics.noise_floor import token_rows
@@ -44,12 +44,7 @@ def file_state(path: Path) -> tuple[int, int, int]:
 
 
 class Proof:
-    """Checks of the tensors read from one capture.
-
-    Args:
-        directory: The capture directory.
-        manifest: Its manifest.
-    """
+    """Checks of the tensors read from one capture."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
@@ -78,6 +73,10 @@ class Proof:
             return "Copy the golden again from where it was made, or make it again: mm2-gpu extract-all."
         return "Copy the run again from where it was made, or run the port again: mm2-test sweep."
 
+    def refuse(self, fault: str, *, expected: str | None = None, found: str | None = None) -> CaptureError:
+        """Return the error of a capture that `fault` says, such as `is damaged: …`."""
+        return CaptureError(f"{self.owner} {fault}", expected=expected, found=found, next_step=self.next_step)
+
     @property
     def is_certified(self) -> bool:
         """True if a certificate belongs to the tensors that the manifest lists."""
@@ -94,13 +93,7 @@ class Proof:
         self._once(self._key(entry.file, entry.site), lambda: self._check_entry(entry, tensor))
 
     def check_tensor(self, file: str, name: str, tensor: torch.Tensor, *, place: str) -> None:
-        """Raise if a tensor without an entry does not have its digest.
-
-        Args:
-            file: The file's name.
-            name: The tensor's name in it.
-            tensor: The tensor.
-            place: The tensor in words.
+        """Raise if a tensor without an entry does not have its digest; `place` is the tensor in words.
 
         Raises:
             CaptureError: The tensor differs, or the manifest does not list it.
@@ -110,9 +103,8 @@ class Proof:
             return
         expected = self._digests.get((file, name))
         if expected is None:
-            raise CaptureError(
-                f"{self.owner} was changed after it was written: {place} in {file} has no digest in its manifest",
-                next_step=self.next_step,
+            raise self.refuse(
+                f"was changed after it was written: {place} in {file} has no digest in its manifest"
             )
         self._once(self._key(file, name), lambda: self._check_digest(file, place, tensor, expected))
 
@@ -123,17 +115,12 @@ class Proof:
             CaptureError: The tensor is listed.
         """
         if (file, name) in self._digests:
-            raise CaptureError(
-                f"{self.owner} was changed after it was written: {file} lacks {place}, which its manifest lists",
-                next_step=self.next_step,
+            raise self.refuse(
+                f"was changed after it was written: {file} lacks {place}, which its manifest lists"
             )
 
     def check_text(self, name: str, content: bytes | None) -> None:
-        """Raise if a JSON file does not have the digest in the manifest.
-
-        Args:
-            name: The file's name.
-            content: Its bytes; None where there is no such file.
+        """Raise if a JSON file does not have the digest in the manifest; `content` is None where there is none.
 
         Raises:
             CaptureError: The file differs, is missing, or is not listed.
@@ -143,11 +130,10 @@ class Proof:
         expected = self._texts.get(name)
         found = None if content is None else hashlib.sha256(content).hexdigest()
         if expected != found:
-            raise CaptureError(
-                f"{self.owner} was changed after it was written: {name}",
+            raise self.refuse(
+                f"was changed after it was written: {name}",
                 expected="no such file" if expected is None else f"sha256 {expected[:16]}…",
                 found="none" if found is None else f"sha256 {found[:16]}…",
-                next_step=self.next_step,
             )
 
     def check_twin(
@@ -166,7 +152,7 @@ class Proof:
 
         Args:
             site: The site.
-            twin: The tensor.
+            twin: The tensor that is stored as its twin.
             place: The twin in words.
             file: Its file's name.
             golden: The golden's entry of the site; None where the site was not captured.
@@ -178,18 +164,19 @@ class Proof:
         key = self._key(file, f"{site} as a twin")
         if key in self._proved:
             return
+        fault = f"is damaged: {place} in {file} is no float32 twin"
         shape = tuple(twin.shape) if golden is None else golden.shape
         dtype = torch.int64 if site is Site.ROUTER_EXPERTS else torch.float32
         if twin.dtype != dtype or tuple(twin.shape) != shape:
-            expected = f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-            raise self._no_twin(place, file, expected=expected, found=_describe(twin))
+            raise self.refuse(
+                fault,
+                expected=f"{dtype_name(dtype)} {list(shape)}",
+                found=f"{dtype_name(twin.dtype)} {list(twin.shape)}",
+            )
         num_wrong = 0 if _is_finite(twin) else _count_wrong(site, twin, *read_golden())
         if num_wrong:
-            raise self._no_twin(
-                place,
-                file,
-                expected="a number wherever the golden holds one",
-                found=f"{num_wrong} NaN or Inf",
+            raise self.refuse(
+                fault, expected="a number wherever the golden holds one", found=f"{num_wrong} NaN or Inf"
             )
         self._proved.add(key)
 
@@ -235,29 +222,18 @@ class Proof:
         place = _place(entry.site, entry.layer)
         self._check_digest(entry.file, place, tensor, entry.digest)
         if self._needs_statistics(entry) and not _resembles(tensor, entry.statistics):
-            raise CaptureError(
-                f"{self.owner} was changed after it was written: {place} in {entry.file} has other statistics than its "
-                "manifest says",
-                next_step=self.next_step,
+            raise self.refuse(
+                f"was changed after it was written: {place} in {entry.file} has other statistics than its "
+                "manifest says"
             )
-
-    def _no_twin(self, place: str, file: str, *, expected: str, found: str) -> CaptureError:
-        return CaptureError(
-            f"{self.owner} is damaged: {place} in {file} is no float32 twin",
-            expected=expected,
-            found=found,
-            next_step=self.next_step,
-        )
 
     def _check_digest(self, file: str, place: str, tensor: torch.Tensor, expected: TensorDigest) -> None:
         found = describe_tensor(tensor)
         if found != expected:
-            raise CaptureError(
-                f"{self.owner} was damaged or changed after it was written: {place} in {file} does not match its "
-                "manifest",
+            raise self.refuse(
+                f"was damaged or changed after it was written: {place} in {file} does not match its manifest",
                 expected=str(expected),
                 found=str(found),
-                next_step=self.next_step,
             )
 
     def _check_certified_file(self, file: str) -> None:
@@ -270,11 +246,10 @@ class Proof:
         def check() -> None:
             found = digest_file(self._directory / file)
             if expected != found:
-                raise CaptureError(
-                    f"{self.owner} was damaged or changed after it was certified: {file}",
+                raise self.refuse(
+                    f"was damaged or changed after it was certified: {file}",
                     expected="no such file" if expected is None else f"sha256 {expected[:16]}…",
                     found=f"sha256 {found[:16]}…",
-                    next_step=self.next_step,
                 )
 
         self._once(self._key(file, ""), check)
@@ -284,9 +259,7 @@ class Proof:
         try:
             return file, name, *file_state(self._directory / file)
         except OSError as error:
-            raise CaptureError(
-                f"{self.owner} is damaged: {file} cannot be read", found=str(error), next_step=self.next_step
-            ) from error
+            raise self.refuse(f"is damaged: {file} cannot be read", found=str(error)) from error
 
 
 def digest_file(path: Path) -> str:
@@ -300,10 +273,6 @@ def digest_file(path: Path) -> str:
 
 def _place(site: str, layer: int | None) -> str:
     return site if layer is None else f"{site} of layer {layer}"
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -106,14 +106,10 @@ class Capture(CaptureSource):
     def entry(self, layer: int | None, site: Site | ModelSite) -> Entry | None:
         """Return the entry that holds a site; the input of a chained layer may be the output of the layer before."""
         found = self._entries.get((layer, str(site)))
-        if (
-            found is None
-            and layer is not None
-            and site is Site.INPUT
-            and self.description.run.mode is Mode.CHAINED
-        ):
-            return self._entries.get((layer - 1, str(Site.OUTPUT)))
-        return found
+        if found is not None or layer is None or site is not Site.INPUT:
+            return found
+        is_chained = self.description.run.mode is Mode.CHAINED
+        return self._entries.get((layer - 1, str(Site.OUTPUT))) if is_chained else None
 
     def read(self, layer: int, site: Site) -> torch.Tensor:
         """Read a site's tensor to the CPU, in its stored dtype."""
@@ -168,12 +164,10 @@ class Capture(CaptureSource):
         )
         found, expected = inputs.digest(), self.description.inputs_digest
         if found != expected:
-            raise CaptureError(
-                f"{self._proof.owner} was damaged or changed after it was written: {INPUTS_NAME} does not match its "
-                "manifest",
+            raise self._proof.refuse(
+                f"was damaged or changed after it was written: {INPUTS_NAME} does not match its manifest",
                 expected=f"ids, mask and positions of sha256 {expected[:16]}…",
                 found=f"sha256 {found[:16]}…",
-                next_step=self._proof.next_step,
             )
         return inputs
 
@@ -243,20 +237,13 @@ class Capture(CaptureSource):
 
     def _absent(self, file: str, name: str, *, layer: int | None = None) -> CaptureError:
         where = "" if layer is None else f" of layer {layer}"
-        return CaptureError(
-            f"{self._proof.owner} is damaged: {file} holds no tensor {name!r}{where}",
-            next_step=self._proof.next_step,
-        )
+        return self._proof.refuse(f"is damaged: {file} holds no tensor {name!r}{where}")
 
     def _fetch(self, file: str, name: str) -> torch.Tensor | None:
         try:
             return self._files.read(file, name)
         except (OSError, SafetensorError) as error:
-            raise CaptureError(
-                f"{self._proof.owner} is damaged: {file} cannot be read",
-                found=str(error),
-                next_step=self._proof.next_step,
-            ) from error
+            raise self._proof.refuse(f"is damaged: {file} cannot be read", found=str(error)) from error
 
 
 def _word_missing_digests(manifest: Manifest) -> str:
@@ -265,16 +252,12 @@ def _word_missing_digests(manifest: Manifest) -> str:
         return ""
     is_golden = manifest.description.side == GOLDEN_SIDE
     has_floor = manifest.description.noise_floor != "off"
-    parts = "twins and floors" if is_golden and has_floor else "what was fed and generated"
+    parts = "twins and floors" if is_golden and has_floor else "inputs and generated tokens"
     return f"digests of {parts}: none, made by an older mm2"
 
 
 class _OpenFiles:
-    """The last safetensors files read from a directory, each kept open until the file is replaced.
-
-    Args:
-        directory: Their folder.
-    """
+    """The last safetensors files read from a directory, each kept open until the file is replaced."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ class Recorder:
     """Hooks on a module for the time of a `with` block.
 
     Args:
-        module: The module whose sites are recorded.
-        taps: The place of each site.
         keep: Function that copies a tensor when its hook fires.
         feeds: Tensors that replace the module's own at some sites, in the shape and dtype of those.
     """
@@ -61,9 +58,7 @@ class Recorder:
             self._handles.append(self._hook(submodules[site], site, tap))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -75,12 +70,10 @@ class Recorder:
 
     def _pre_hook(self, site: Site, tap: Tap) -> Callable[..., Any]:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            names = list(kwargs)
-            values = (*args, *kwargs.values())
-            replaced = self._visit(site, tap, values)
+            replaced = self._visit(site, tap, (*args, *kwargs.values()))
             if replaced is None:
                 return None
-            return replaced[: len(args)], dict(zip(names, replaced[len(args) :], strict=True))
+            return replaced[: len(args)], dict(zip(kwargs, replaced[len(args) :], strict=True))
 
         return hook
 
@@ -95,23 +88,17 @@ class Recorder:
         found = tap.pick(value)
         if found is None:
             return None
-        fed = self._feeds.get(site)
-        if fed is None:
+        replacement = self._feeds.get(site)
+        if replacement is None:
             self.record(site, found)
             return None
-        fed = fed.to(device=found.device, dtype=found.dtype).reshape(found.shape)
-        self.record(site, fed)
-        return tap.put(value, fed)
+        replacement = replacement.to(device=found.device, dtype=found.dtype).reshape(found.shape)
+        self.record(site, replacement)
+        return tap.put(value, replacement)
 
 
 def shape_to_batch(site: Site, tensor: torch.Tensor, batch_shape: tuple[int, int]) -> torch.Tensor:
-    """Reshape a site's [B·S, …] to [B, S, …]; any other shape stays, for the comparison to judge.
-
-    Args:
-        site: The site.
-        tensor: The submodule's tensor.
-        batch_shape: B and S.
-    """
+    """Reshape a site's [B·S, …] to [B, S, …] of `batch_shape`; any other shape stays, for the comparison to judge."""
     if site.has_heads_dim:
         return tensor
     if tensor.ndim >= 1 and tensor.shape[0] == math.prod(batch_shape) and tensor.shape[:2] != batch_shape:

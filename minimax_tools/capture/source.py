@@ -53,7 +53,6 @@ class DumpListing:
         steps: Labels of its forward passes.
         passes: Passes that are read; those of an inner tuple follow each other for the same prompts.
         num_ranks: Ranks that the port was divided among.
-        tensors: Its tensors.
         unmapped: Modules that map to no site, with `{layer}` for the layer's number.
     """
 

@@ -32,13 +32,13 @@ from minimax_tools.machine.replacement import remove_temporaries, replacing
 from minimax_tools.model.inputs import Inputs
 from minimax_tools.model.sites import ModelSite, Site
 
+SiteTensors = Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor]
+
 
 class CaptureWriter:
     """A capture directory being written, as `open_capture` opens it.
 
     Args:
-        directory: The capture directory.
-        manifest: Its contents so far.
         manifest_name: File name of the manifest; each rank has its own where several write (see `parts`).
     """
 
@@ -80,8 +80,7 @@ class CaptureWriter:
         Raises:
             CaptureError: The disk is full, or cannot be written to.
         """
-        named = {str(site): tensor for site, tensor in tensors.items()}
-        entries, digests = self._write_group(f"layer_{layer}", layer, named, twin=twin, floor=floor)
+        entries, digests = self._write_group(f"layer_{layer}", layer, tensors, twin=twin, floor=floor)
         self._update(
             self.manifest.with_layer(
                 layer,
@@ -104,8 +103,7 @@ class CaptureWriter:
         Raises:
             CaptureError: The disk is full, or cannot be written to.
         """
-        named = {str(site): tensor for site, tensor in tensors.items()}
-        entries, digests = self._write_group("model", None, named, twin=twin, floor=floor)
+        entries, digests = self._write_group("model", None, tensors, twin=twin, floor=floor)
         self._update(self.manifest.with_model(entries, digests))
 
     def add_part(self, part: Manifest) -> None:
@@ -160,21 +158,21 @@ class CaptureWriter:
         self,
         name: str,
         layer: int | None,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: SiteTensors,
         *,
-        twin: Mapping[Site, torch.Tensor] | Mapping[ModelSite, torch.Tensor] | None,
+        twin: SiteTensors | None,
         floor: Mapping[str, torch.Tensor] | None,
     ) -> tuple[tuple[Entry, ...], list[FileDigests]]:
         """Write twins, floor and sites, in this order; return entries of the sites and digests of the others."""
         digests = []
         if twin is not None:
-            twins = {str(site): tensor for site, tensor in twin.items()}
-            digests.append(self._write(f"{name}.fp32.safetensors", twins))
+            digests.append(self._write(f"{name}.fp32.safetensors", _by_name(twin)))
         if floor is not None:
             digests.append(self._write(f"{name}.floor.safetensors", floor))
         file = f"{name}.safetensors"
-        self._save(file, tensors)
-        entries = tuple(Entry.of(layer, site, file=file, tensor=tensor) for site, tensor in tensors.items())
+        named = _by_name(tensors)
+        self._save(file, named)
+        entries = tuple(Entry.of(layer, site, file=file, tensor=tensor) for site, tensor in named.items())
         return entries, digests
 
     def _write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> FileDigests:
@@ -195,6 +193,10 @@ class CaptureWriter:
     def _update(self, manifest: Manifest) -> None:
         self._write_text(self._manifest_name, manifest.as_text())
         self.manifest = manifest
+
+
+def _by_name(tensors: SiteTensors) -> dict[str, torch.Tensor]:
+    return {str(site): tensor for site, tensor in tensors.items()}
 
 
 @contextlib.contextmanager

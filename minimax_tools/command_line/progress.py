@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from minimax_tools.machine.memory_usage import MemoryUsage
@@ -88,12 +87,7 @@ class LayerProgress:
             self._start_bar()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -200,12 +194,7 @@ class AboveBar:
         sys.stderr = cast("TextIO", self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         sys.stderr = self._stream
         if self._begun_line:
             self.write("\n")

@@ -31,11 +31,7 @@ class Shape(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpAssembly:
-    """The tensors of a dump, read one site at a time.
-
-    Args:
-        found: The dump's sites.
-    """
+    """The tensors of a dump, read one site at a time."""
 
     found: FoundSites
 

@@ -7,6 +7,7 @@ one batch (`assembly`). B prompts, S their padded length.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,8 +35,6 @@ class DumpCapture(PlacedCapture[FoundSite]):
     """A dump opened for reading; one site is in memory at a time.
 
     Args:
-        found: The dump's sites.
-        names: Its map.
         mask: bool [B,S] of the batch to lay tensors out as; None for the batch that the dump's own lengths give, or,
             without lengths, for tensors as they are.
         input_ids: int64 [B,S], the batch's tokens, which tell each prompt's request; None where they are not known.
@@ -68,12 +67,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
     @classmethod
     def open(cls, directory: Path, names: NameMap, *, format_: Format | None = None) -> DumpCapture:
-        """Open a dump.
-
-        Args:
-            directory: Its folder.
-            names: Its map.
-            format_: Its layout; None where the files tell.
+        """Open a dump in a layout; None where the files tell.
 
         Raises:
             CaptureError: The layout is not known, a file is damaged, or the map does not fit the dump.
@@ -218,8 +212,7 @@ class DumpCapture(PlacedCapture[FoundSite]):
 
 def _name(piece: DumpPiece) -> str:
     """Return a piece's place as a map has it, such as `blocks.{layer}.attn.wq:output[0]`."""
-    element = f"[{piece.element}]" if piece.element else ""
-    return f"{word_module(piece.module)}:{piece.point}{element}"
+    return str(replace(piece, module=word_module(piece.module)))
 
 
 def _listed(name: str, pieces: list[DumpPiece], *, sites: tuple[str, ...]) -> ListedTensor:

@@ -17,8 +17,6 @@ class SiteTerm:
     """A tensor that a site is made of.
 
     Args:
-        place: Its place.
-        module: The module found there.
         pieces: Its pieces, by pass and rank.
         layout: How the ranks' pieces are put together.
         is_declared: Whether the map or the dump itself declares the layout.
@@ -58,7 +56,6 @@ class FoundSites:
     """The sites found in a dump, and the passes to read them from.
 
     Args:
-        dump: The dump.
         sites: Every site found.
         num_ranks: Ranks that the port was divided among.
         passes: Passes to read; those of an inner tuple follow each other for the same prompts.

@@ -6,6 +6,7 @@ B prompts, S their padded length, R rows of one pass, F channels.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,10 +23,7 @@ class LastToken:
     """The last token of a prompt in one pass, which has a row of its own.
 
     Args:
-        step: The pass's label.
-        row: Its row in the pass's tensor.
         num_rows: R, the rows of that tensor.
-        prompt: The prompt.
         position: The token's place among the prompt's real tokens.
     """
 
@@ -98,11 +96,11 @@ def _scheduled(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
     if schedule is None:
         return ()
     # Other requests in the same pass have a row too.
-    of_pass: dict[str, list[int]] = {}
+    of_pass: dict[str, list[int]] = defaultdict(list)
     whole: dict[tuple[str, int], int] = {}
     for stretches in schedule.stretches.values():
         for stretch in stretches:
-            of_pass.setdefault(stretch.step, []).append(stretch.row)
+            of_pass[stretch.step].append(stretch.row)
             whole[stretch.step, stretch.row] = stretch.stop
     order = {step: sorted(starts) for step, starts in of_pass.items()}
     return tuple(
@@ -123,17 +121,14 @@ def _scheduled(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
 def _unscheduled(found: FoundSites, rows: TokenRows) -> tuple[LastToken, ...]:
     """Return the last token of each prompt, in passes that follow each other."""
     groups = found.passes
-    if len(groups) not in (1, len(rows.lengths)):
+    if len(groups) == 1:
+        return tuple(_of_group(found, groups[0], rows, first_prompt=0))
+    if len(groups) != len(rows.lengths):
         return ()
     return tuple(
         token
         for number, group in enumerate(groups)
-        for token in _of_group(
-            found,
-            group,
-            rows if len(groups) == 1 else rows.of_prompt(number),
-            first_prompt=0 if len(groups) == 1 else number,
-        )
+        for token in _of_group(found, group, rows.of_prompt(number), first_prompt=number)
     )
 
 

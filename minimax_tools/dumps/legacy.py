@@ -19,7 +19,6 @@ from minimax_tools.dumps.legacy_layout import (
     describe_value,
     find_tensor,
     is_legacy,
-    list_names,
     read_layout,
 )
 from minimax_tools.dumps.placed_capture import PlacedCapture
@@ -38,11 +37,6 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         self._files = files
         self._layout = layout
 
-    @staticmethod
-    def recognises(directory: Path) -> bool:
-        """Decide whether the folder holds files of this layout."""
-        return is_legacy(list_names(directory))
-
     @classmethod
     def open(cls, directory: Path) -> LegacyCapture:
         """Open a folder of this layout.
@@ -50,7 +44,7 @@ class LegacyCapture(PlacedCapture[LegacyPlace]):
         Raises:
             CaptureError: The folder holds no such file, one is damaged, or does not say which layers it is of.
         """
-        if not cls.recognises(directory):
+        if not is_legacy(directory):
             raise CaptureError(
                 f"no capture at {directory}",
                 expected=LEGACY_LAYOUT,

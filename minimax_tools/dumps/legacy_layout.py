@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -71,7 +71,6 @@ class LegacyLayout:
     """The contents of a folder.
 
     Args:
-        places: The place of every site.
         mask: The attention mask as it was saved; None where no file holds one.
         batch_shape: (B, S) of the token rows; None where no file tells.
     """
@@ -86,7 +85,7 @@ class LegacyFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.names = list_names(directory)
+        self.names = _list_names(directory)
         self._loaded: tuple[str, Any] | None = None
 
     def load(self, name: str) -> Any:
@@ -118,7 +117,7 @@ class LegacyFiles:
         return tensor
 
 
-def list_names(directory: Path) -> tuple[str, ...]:
+def _list_names(directory: Path) -> tuple[str, ...]:
     """Return the names of the files in a folder, sorted; none where it cannot be read."""
     try:
         return tuple(sorted(path.name for path in directory.iterdir() if path.is_file()))
@@ -126,9 +125,12 @@ def list_names(directory: Path) -> tuple[str, ...]:
         return ()
 
 
-def is_legacy(names: Iterable[str]) -> bool:
-    """Decide whether files of these names are of this layout."""
-    return any(name in _RUN_FILES or name in _MODEL_FILES or _LAYER_FILE.fullmatch(name) for name in names)
+def is_legacy(directory: Path) -> bool:
+    """Decide whether a folder holds files of this layout."""
+    return any(
+        name in _RUN_FILES or name in _MODEL_FILES or _LAYER_FILE.fullmatch(name)
+        for name in _list_names(directory)
+    )
 
 
 def read_layout(files: LegacyFiles) -> LegacyLayout:

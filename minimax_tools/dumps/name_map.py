@@ -20,7 +20,7 @@ sites:
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,6 @@ class NameMap:
     """Facts about a dump that its files do not tell; by default none.
 
     Args:
-        path: The YAML file.
         format: Name of the layout; None where the files tell.
         num_ranks: Ranks that the port was divided among; None where the dump tells.
         steps: Passes to read; those of an inner tuple follow each other for the same prompts.
@@ -113,10 +112,20 @@ class NameMap:
         return cls(
             path=path,
             format=reader.choice("format", tuple(FORMATS)),
-            num_ranks=reader.count("ranks"),
+            num_ranks=reader.value("ranks", _is_count, expected="a whole number from 1"),
             steps=reader.steps(),
-            requests=reader.labels("requests"),
-            lengths=reader.lengths(),
+            requests=tuple(
+                map(
+                    str, reader.items("requests", _are_labels, expected='a list of names, such as ["0", "1"]')
+                )
+            ),
+            lengths=tuple(
+                reader.items(
+                    "lengths",
+                    lambda lengths: all(map(_is_count, lengths)),
+                    expected="a list of whole numbers from 1, such as [48, 33]",
+                )
+            ),
             padding=reader.choice("padding", _SIDES) or _SIDES[0],
             is_packed=None if not reader.has("rows") else reader.choice("rows", _ROWS) == "packed",
             attention_mask=reader.file("attention_mask"),
@@ -135,10 +144,22 @@ class _Reader:
     def has(self, key: str) -> bool:
         return self._record.get(key) is not None
 
-    def choice(self, key: str, allowed: tuple[str, ...]) -> str | None:
+    def value(self, key: str, is_right: Callable[[Any], bool], *, expected: str) -> Any:
+        """Return a key's value; None where the file does not give it."""
         value = self._record.get(key)
-        if value is not None and value not in allowed:
-            raise self._wrong(key, expected=" or ".join(allowed))
+        if value is not None and not is_right(value):
+            raise self._wrong(key, expected=expected)
+        return value
+
+    def choice(self, key: str, allowed: tuple[str, ...]) -> str | None:
+        chosen: str | None = self.value(key, allowed.__contains__, expected=" or ".join(allowed))
+        return chosen
+
+    def items(self, key: str, are_right: Callable[[list[Any]], bool], *, expected: str) -> list[Any]:
+        """Return a key's list; empty where the file does not give it."""
+        value = self._record.get(key) or []
+        if not isinstance(value, list) or not are_right(value):
+            raise self._wrong(key, expected=expected)
         return value
 
     def switch(self, key: str, *, default: bool) -> bool:
@@ -147,45 +168,17 @@ class _Reader:
             raise self._wrong(key, expected="true or false")
         return value
 
-    def count(self, key: str) -> int | None:
-        value = self._record.get(key)
-        if value is not None and not _is_count(value):
-            raise self._wrong(key, expected="a whole number from 1")
-        return value
-
-    def lengths(self) -> tuple[int, ...]:
-        value = self._record.get("lengths") or []
-        if not isinstance(value, list) or not all(_is_count(length) for length in value):
-            raise self._wrong("lengths", expected="a list of whole numbers from 1, such as [48, 33]")
-        return tuple(value)
-
     def steps(self) -> tuple[tuple[str, ...], ...]:
-        value = self._record.get("steps") or []
-        groups = (
-            [group if isinstance(group, list) else [group] for group in value]
-            if isinstance(value, list)
-            else []
+        steps = self.items(
+            "steps",
+            lambda steps: all(group and _are_labels(group) for group in map(_as_list, steps)),
+            expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
         )
-        if not isinstance(value, list) or not all(groups) or not all(map(_are_labels, groups)):
-            raise self._wrong(
-                "steps",
-                expected='a list of labels, such as [1], or [["0", "0.1"]] for passes that follow',
-            )
-        return tuple(tuple(str(label) for label in group) for group in groups)
-
-    def labels(self, key: str) -> tuple[str, ...]:
-        value = self._record.get(key) or []
-        if not isinstance(value, list) or not _are_labels(value):
-            raise self._wrong(key, expected='a list of names, such as ["0", "1"]')
-        return tuple(str(label) for label in value)
+        return tuple(tuple(map(str, _as_list(group))) for group in steps)
 
     def file(self, key: str) -> Path | None:
-        value = self._record.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise self._wrong(key, expected="a file's name")
-        return self._path.parent / value
+        name = self.value(key, lambda name: isinstance(name, str), expected="a file's name")
+        return None if name is None else self._path.parent / name
 
     def origins(self) -> dict[Site | ModelSite | str, MappedSite]:
         sites = self._record.get("sites") or {}
@@ -215,7 +208,7 @@ class _Reader:
             transpose = tuple(value.get("transpose") or ())
             if sorted(transpose) != list(range(len(transpose))):
                 raise self._wrong_site(name, value)
-        terms = terms if isinstance(terms, list) else [terms]
+        terms = _as_list(terms)
         if not terms or not all(isinstance(term, str) for term in terms):
             raise self._wrong_site(name, value)
         try:
@@ -232,6 +225,10 @@ class _Reader:
             expected="a place, or {from: PLACE} or {sum: [PLACE, …]}, these with or without transpose: [0, 2, 1, 3]",
             found=repr(value),
         )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _are_labels(values: list[Any]) -> bool:

@@ -11,7 +11,7 @@ from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.capture import DumpCapture
 from minimax_tools.dumps.formats import FORMATS, find_format
 from minimax_tools.dumps.legacy import LegacyCapture
-from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT
+from minimax_tools.dumps.legacy_layout import LEGACY_LAYOUT, is_legacy
 from minimax_tools.dumps.name_map import NameMap
 from minimax_tools.errors import CaptureError, UsageError
 
@@ -25,7 +25,6 @@ class DumpReading:
 
     Args:
         format: Name of the layout; None where the files, or the map, tell.
-        names: The map.
     """
 
     format: str | None = None
@@ -62,7 +61,7 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
     name = reading.format or reading.names.format
     if name is not None or find_format(directory) is not None:
         return DumpCapture.open(directory, reading.names, format_=FORMATS[name] if name else None)
-    if LegacyCapture.recognises(directory):
+    if is_legacy(directory):
         return LegacyCapture.open(directory)
     raise CaptureError(
         f"no capture at {directory}",
@@ -74,7 +73,7 @@ def open_source(directory: Path, reading: DumpReading | None = None) -> CaptureS
 
 def is_others(directory: Path) -> bool:
     """Decide whether a format and a map can apply to a directory: it is neither mm2's own nor legacy."""
-    return not ((directory / MANIFEST_NAME).exists() or LegacyCapture.recognises(directory))
+    return not ((directory / MANIFEST_NAME).exists() or is_legacy(directory))
 
 
 def open_sides(

@@ -23,7 +23,6 @@ class DumpPiece:
         element: Which of several inputs or outputs: an index, a name, or empty where there is one.
         step: Label of the forward pass.
         rank: Tensor-parallel rank that wrote it.
-        shape: Its shape.
         dtype: Its dtype, as in `bfloat16`.
         dims: Names of its dims that the user gave the tool, as in `b s h[tp]`; None where there are none.
     """
@@ -49,9 +48,7 @@ class Dump:
     """Contents of another tool's directory; no tensor is read.
 
     Args:
-        directory: The directory.
         format: Name of the layout.
-        pieces: Its tensors.
         steps: Labels of its forward passes, in their order; the first prefill comes first.
         num_ranks: Ranks of one tensor-parallel group, as far as the dump tells.
         is_packed: Whether the tokens of all prompts lie one after another, not in padded rows; None for either.

@@ -15,12 +15,7 @@ PlaceT = TypeVar("PlaceT")
 
 
 class PlacedCapture(CaptureSource, Generic[PlaceT]):
-    """A capture that knows the place of each of its sites; it has no noise floor.
-
-    Args:
-        directory: Its folder.
-        places: The place of each site.
-    """
+    """A capture that knows the place of each of its sites; it has no noise floor."""
 
     def __init__(self, directory: Path, places: Mapping[SiteKey, PlaceT]) -> None:
         self.directory = directory

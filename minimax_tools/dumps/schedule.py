@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minimax_tools.errors import CaptureError, IncomparableError
@@ -23,7 +23,6 @@ class PassRecord:
     """A dump's record of one forward pass.
 
     Args:
-        step: The pass's label.
         requests: The requests, in the order of their rows.
         positions: Each row's position in its prompt; padding rows may follow.
         ends: Tokens of each request computed after the pass; empty where the dump does not tell.
@@ -73,7 +72,6 @@ class Stretch:
     """Consecutive tokens of one request, computed in one pass.
 
     Args:
-        step: The pass's label.
         row: Row of the first token in the pass's tensors.
         start: Position of the first token in the prompt.
         length: Number of tokens.
@@ -91,9 +89,7 @@ class Stretch:
 
     def up_to(self, stop: int) -> Stretch:
         """Return the tokens before a position."""
-        return Stretch(
-            step=self.step, row=self.row, start=self.start, length=min(self.length, stop - self.start)
-        )
+        return replace(self, length=min(self.length, stop - self.start))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -52,19 +52,12 @@ def find_sites(dump: Dump, names: NameMap) -> FoundSites:
     # A module that one pass calls several times, such as an expert's, makes no further passes.
     called = {piece.step for module in used for piece in by_module[module]}
     left = tuple(step for step in dump.steps if step in called - wanted)
-    notes = (
-        *_pass_notes(passes, left),
-        *_unmapped_notes(unmapped),
-        *_mark_notes(marks),
-        *_one_rank_notes(dump, names),
-        *lacking,
-    )
     return FoundSites(
         dump=dump,
         sites=sites,
         num_ranks=num_ranks,
         passes=passes,
-        notes=notes,
+        notes=(*_notes(dump, names, passes, left, unmapped, marks), *lacking),
         left=left,
         schedule=schedule,
         not_joined=not_joined,
@@ -120,12 +113,11 @@ class _Finder:
     def find(self, site: Site | ModelSite | str, source: UsualPlaces) -> dict[SiteKey, tuple[SiteTerm, ...]]:
         """Return the site's terms in each layer that holds all of them."""
         found = [self._find_place(site, place) for place in source]
-        layers = set.intersection(*(set(of_place) for of_place in found))
-        if not isinstance(site, Site):
-            layers &= {None}
-        else:
-            layers -= {None}
-        return {(layer, site): tuple(of_place[layer] for of_place in found) for layer in layers}
+        return {
+            (layer, site): tuple(of_place[layer] for of_place in found)
+            for layer in set.intersection(*map(set, found))
+            if (layer is not None) == isinstance(site, Site)
+        }
 
     def _find_place(self, site: Site | ModelSite | str, place: SitePlace) -> dict[int | None, SiteTerm]:
         terms = {}
@@ -267,36 +259,32 @@ def _names_nothing(
     )
 
 
-def _pass_notes(passes: tuple[tuple[str, ...], ...], left: tuple[str, ...]) -> tuple[str, ...]:
-    if not left:
-        return ()
-    read = [step for group in passes for step in group]
-    return (
-        f"of {len(read) + len(left)} passes {', '.join(read)} is read, not {_some(left)}: a map's steps choose others",
-    )
-
-
-def _unmapped_notes(modules: tuple[str, ...]) -> tuple[str, ...]:
-    if not modules:
-        return ()
-    number = f"{len(modules)} modules map" if len(modules) > 1 else "1 module maps"
-    return (f"{number} to no site: {_some(word_modules(modules))}",)
-
-
-def _mark_notes(marks: Sequence[DumpPiece]) -> tuple[str, ...]:
-    if not marks:
-        return ()
-    named = _some(word_modules(str(piece) for piece in marks))
-    return (f"a single zero stands for what the tool did not find: {named}",)
-
-
-def _one_rank_notes(dump: Dump, names: NameMap) -> tuple[str, ...]:
-    if not dump.is_one_rank or names.num_ranks is not None:
-        return ()
-    return (
-        "this tool keeps rank 0's tensors alone, and the port is taken to have run on one rank: "
-        "else say ranks in a map",
-    )
+def _notes(
+    dump: Dump,
+    names: NameMap,
+    passes: tuple[tuple[str, ...], ...],
+    left: tuple[str, ...],
+    unmapped: tuple[str, ...],
+    marks: Sequence[DumpPiece],
+) -> Iterator[str]:
+    """Yield how the dump is read, for the reader of a comparison."""
+    if left:
+        read = [step for group in passes for step in group]
+        yield (
+            f"of {len(read) + len(left)} passes {', '.join(read)} is read, not {_some(left)}: "
+            "a map's steps choose others"
+        )
+    if unmapped:
+        number = f"{len(unmapped)} modules map" if len(unmapped) > 1 else "1 module maps"
+        yield f"{number} to no site: {_some(word_modules(unmapped))}"
+    if marks:
+        named = _some(word_modules(map(str, marks)))
+        yield f"a single zero stands for what the tool did not find: {named}"
+    if dump.is_one_rank and names.num_ranks is None:
+        yield (
+            "this tool keeps rank 0's tensors alone, and the port is taken to have run on one rank: "
+            "else say ranks in a map"
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -41,7 +41,6 @@ class HeldTensor:
 
     Args:
         keys: Its keys in the file's value.
-        shape: Its shape.
         dtype: Its dtype, as in `bfloat16`.
     """
 

@@ -75,18 +75,18 @@ def measure_structure(
         target: [T,F], the port.
         massive: bool [F], massive channels; they would hide the others in the gain of a token.
     """
-    mine = _average(reference, twin, massive)
-    theirs = _average(target, twin, massive)
-    floor = mine.channel_squares
+    golden = _average(reference, twin, massive)
+    port = _average(target, twin, massive)
+    floor = golden.channel_squares
     if not float(floor.sum()) > 0.0:
         return None
     # A channel without noise is compared with the median channel.
-    ratios = theirs.channel_squares / floor.clamp(min=max(float(floor.median()), _TINY))
+    ratios = port.channel_squares / floor.clamp(min=max(float(floor.median()), _TINY))
     worst = int(ratios.argmax())
     return Structure(
-        token_gain=_ratio(theirs.token_gains, mine.token_gains),
-        channel_gain=_ratio(theirs.channel_gains, mine.channel_gains),
-        channel_offset=_ratio(theirs.channel_offsets, mine.channel_offsets),
+        token_gain=_ratio(port.token_gains, golden.token_gains),
+        channel_gain=_ratio(port.channel_gains, golden.channel_gains),
+        channel_offset=_ratio(port.channel_offsets, golden.channel_offsets),
         channel_worst=math.sqrt(float(ratios[worst])),
         worst_channel=worst,
     )

@@ -180,7 +180,7 @@ def _pair_metrics(sums: PairSums, median: float, shape: tuple[int, ...]) -> Pair
         pearson_correlation=_correlation(sums.covariation, *sums.spreads),
         relative_l2=_ratio(math.sqrt(totals.distance_squares), reference_norm, of_zeros=0.0),
         norm_ratio=_ratio(math.sqrt(target_squares), reference_norm, of_zeros=1.0),
-        worst_index=_unravel(sums.worst_offset, shape),
+        worst_index=tuple(map(int, np.unravel_index(sums.worst_offset, shape))),
     )
 
 
@@ -234,14 +234,6 @@ def _ratio(numerator: float, denominator: float, *, of_zeros: float) -> float:
     if denominator > 0.0:
         return numerator / denominator
     return of_zeros if numerator == 0.0 else math.inf
-
-
-def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        index.append(offset % size)
-        offset //= size
-    return tuple(reversed(index))
 
 
 # A distance as float32 bits, sign and low bits dropped, is the number of its bin.

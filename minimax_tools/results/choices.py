@@ -11,7 +11,6 @@ class Flip:
     """A token that the port sends to other experts.
 
     Args:
-        row, position: Its place in the batch.
         dropped: Experts that the golden chose and the port did not.
         chosen: Experts that the port chose and the golden did not; none where it names one twice.
         margin: What noise must overcome, in biased scores; None without a floor.
@@ -56,9 +55,6 @@ class TokenChoice:
     """A place where the port's likeliest next token is not the golden's.
 
     Args:
-        row, position: The place in the batch.
-        reference: The golden's token.
-        target: The port's.
         margin: How far the golden's logit of its own token is above that of the port's.
         reach: The margin that noise may turn round.
     """

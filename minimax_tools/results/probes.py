@@ -24,7 +24,6 @@ class Chain:
     """Layers that ran one after the other, and the judgement of the last one's output.
 
     Args:
-        span: The layers.
         is_right: Whether the output is within its limits.
         excess: Its error in units of the limit; above 1 it is wrong.
         visible: Noise of this size on every token of the chain's output is seen, whatever the port's own noise. It is

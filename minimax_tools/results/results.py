@@ -67,7 +67,7 @@ class NoiseRatio:
             scale of each token, of the scale and of the mean error of each channel. None where no twin shows
             them, and in chained runs.
         channel_worst: The worst channel's, over all tokens; None as above.
-        worst_channel: Which it is.
+        worst_channel: Its index.
         is_widened: Whether the golden's variants widen the floor.
     """
 
@@ -95,7 +95,6 @@ class RelativeError:
     """‖target − reference‖ / ‖reference‖ over the judged tokens, where the golden kept no floor.
 
     Args:
-        value: The error.
         incoming: Relative error of a chained layer's input; 0 in isolated runs.
     """
 
@@ -109,7 +108,6 @@ class NearestLimit:
 
     Args:
         figure: Its name, a field of `NoiseRatio`, or `relative_l2`.
-        value: The figure.
         limit: What right ports stay below.
     """
 
@@ -128,7 +126,6 @@ class GeneratedRow:
     """Likeness of what both sides generated behind a prompt.
 
     Args:
-        row: The prompt.
         num_compared: Tokens that both sides generated.
         num_alike: Of them, those before the first that differs.
         status: Fail where noise does not explain that one; not judged where the golden does not tell.
@@ -155,9 +152,6 @@ class SiteResult:
     """Result at one site of one layer (or of the model, where `layer` is None).
 
     Args:
-        layer: The layer.
-        site: The site's name.
-        status: What became of it.
         reason: Why, in a sentence; empty for a plain pass.
         metrics: The seeds' metrics and more; None where nothing was compared.
         noise: ρ; None without a floor.
@@ -210,7 +204,6 @@ class BlameGroup:
 
     Args:
         layers: The layers, ascending; None is the model outside them.
-        sites: The sites.
         worst_layer: Where they are furthest beyond their limits.
         reason: What is said of that layer.
         where: What is said there of the tokens and channels that are wrong.
@@ -228,9 +221,8 @@ class CurvePoint:
     """Error of a chained run after one layer.
 
     Args:
-        layer: The layer.
         error: ‖target − reference‖ / ‖reference‖ of its output.
-        handed_on: The same of its input; 0 where that is the golden's own.
+        handed_on: The same of its input, the inherited error; 0 where that is the golden's own.
         floor: What its output may be off by: the noise of the layer and its input error, relative to the
             output; None where the golden kept no floor.
         ratio: ρ of its output, over the tokens that are judged there; where there is no floor, the share of the limit.
@@ -264,8 +256,6 @@ class RouterDtype:
 
     Args:
         name: `router_gate` or `correction_bias`.
-        reference: The golden's dtype.
-        target: The port's.
         consequence: What that does, in a sentence.
     """
 
@@ -277,17 +267,14 @@ class RouterDtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A whole comparison.
+    """A whole comparison of two directories.
 
     Args:
-        reference: The golden's directory.
-        target: The device run's directory.
         criteria: `noise`, `classic`, or the file that the limits came from.
-        verdict: The conclusion.
         sites: Every site of every layer in the run's span, in natural order.
-        blame: Who is to blame, earliest layer first.
+        blame: Sites to blame, earliest layer first.
         blame_groups: The same, layers with the same sites together.
-        curve: How the error of a chained run grows; None for isolated runs.
+        curve: Growth of a chained run's error; None for isolated runs.
         notes: What a reader must know beside the verdict.
         router_dtypes: Parts of the router that the port holds in another dtype.
         generated: What both sides generated, prompt by prompt.

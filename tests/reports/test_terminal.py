@@ -246,7 +246,7 @@ class TestCurve:
 
     def test_curve_without_an_onset_says_so(self, passing: Comparison) -> None:
         text = render(replace(passing, curve=self.curve(3, onset=None)))
-        assert "No layer adds more than noise to what it was handed." in text
+        assert "No layer adds more than noise to its inherited error." in text
         assert "more layers" not in text
 
     def test_isolated_run_has_none(self, passing: Comparison) -> None:

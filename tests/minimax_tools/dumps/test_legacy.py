@@ -8,6 +8,7 @@ import torch
 
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.dumps.legacy import LegacyCapture
+from minimax_tools.dumps.legacy_layout import is_legacy
 from minimax_tools.errors import CaptureError
 from minimax_tools.model.sites import ModelSite, Site
 
@@ -283,8 +284,8 @@ def test_folder_of_two_runs_of_one_layer_is_refused(tmp_path: Path) -> None:
 
 def test_folder_without_such_files_is_not_recognised(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "metadata.pt")
-    assert not LegacyCapture.recognises(tmp_path)
-    assert not LegacyCapture.recognises(tmp_path / "gone")
+    assert not is_legacy(tmp_path)
+    assert not is_legacy(tmp_path / "gone")
     with pytest.raises(CaptureError, match="no capture at"):
         LegacyCapture.open(tmp_path)
 
