@@ -51,7 +51,7 @@ def run_float32(
         return dict(run(whole).tensors)
     decoding = sweep_run(Span.single(layer), sites_level="all").decoding(decode_rows)
     past = GoldenInputs(golden=scene.golden, run=decoding).past(layer)
-    assert past is not None, "a run that decodes is fed a past"
+    assert past is not None, "a run that decodes begins with a past"
     # Prompts are padded on the right: decoding starts at the last rows of the shortest one.
     lengths = scene.inputs.lengths
     rows = range(max(min(lengths) - decode_rows, 1), max(lengths))

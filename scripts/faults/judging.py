@@ -96,9 +96,6 @@ def _verdict(comparison: Comparison, layer: int) -> LayerVerdict:
     )
 
 
-_OUTPUTS = frozenset({Site.INPUT, Site.OUTPUT})
-
-
 def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
     """Hide some sites of the layers; sites outside the layers stay."""
     names = {str(site) for site in hidden}
@@ -114,7 +111,7 @@ def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
 
 def as_black_box(capture: Capture) -> Capture:
     """Hide all sites of the layers but their outputs."""
-    return hide_sites(capture, [site for site in Site if site not in _OUTPUTS])
+    return hide_sites(capture, [site for site in Site if site not in (Site.INPUT, Site.OUTPUT)])
 
 
 def _not_exposed(capture: Capture, layer: int, hidden: Collection[Site]) -> tuple[Site, ...]:
@@ -126,10 +123,7 @@ def _not_exposed(capture: Capture, layer: int, hidden: Collection[Site]) -> tupl
     )
 
 
-Named = tuple[tuple[str, Mapping[str, Any]], ...]
-
-
-def name_mistake(scene: Scene, capture: Capture, layer: int) -> Named:
+def name_mistake(scene: Scene, capture: Capture, layer: int) -> tuple[tuple[str, Mapping[str, Any]], ...]:
     """Diagnose a layer by its output alone: the mistakes that explain it, with their parameters, best first."""
     diagnosis = diagnose(scene.golden, as_black_box(capture), model=scene.folder, layers=(layer,))
     return tuple((finding.mistake, dict(finding.parameters)) for finding in diagnosis.findings)
