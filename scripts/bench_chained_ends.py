@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from clean_ports import SHAPES as CLEAN_SHAPES
-from cpu_golden import capture_cpu_golden, write_model
+from cpu_golden import NARROW, capture_cpu_golden, write_model
 from figures import Figure, benchmark_parser, print_figures
 from port_runs import EXAMPLES
 
@@ -37,15 +37,7 @@ from neuron.runs.executor import LayerExecutor
 
 SHAPES = {
     "toy": SyntheticModel(num_hidden_layers=24),
-    "narrow": SyntheticModel(
-        num_hidden_layers=62,
-        hidden_size=128,
-        num_attention_heads=4,
-        head_dim=32,
-        rotary_dim=16,
-        num_local_experts=16,
-        intermediate_size=64,
-    ),
+    "narrow": NARROW,
     "wide": replace(CLEAN_SHAPES["wide"], num_hidden_layers=12),
 }
 LENGTHS = (96, 61, 7)
@@ -123,14 +115,9 @@ def figures(ends: list[ChainEnd], dtype: torch.dtype) -> Iterator[Figure]:
 def measure(
     shape: str, *, seed: int, dtype: torch.dtype, every: int, ports: tuple[tuple[str, str], ...] = PORTS
 ) -> Iterator[ChainEnd]:
-    """Yield the ends of chains of right ports on one synthetic model, after each of their layers.
+    """Yield the ends of chains of right ports on one model of `SHAPES`, after each of their layers.
 
-    Args:
-        shape: Name of the model in `SHAPES`.
-        seed: Seed of weights and tokens.
-        dtype: Dtype of the runs.
-        every: A chain begins at each multiple of this layer.
-        ports: Targets and their backends.
+    A chain begins at each multiple of the layer `every`.
     """
     with tempfile.TemporaryDirectory(prefix="mm2-chains-") as scratch:
         folder = Path(scratch) / "model"

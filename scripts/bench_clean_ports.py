@@ -8,81 +8,47 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
-from clean_ports import SHAPES, CleanModel, clean_ports, combine_settings, parse_lengths
+from clean_ports import CleanModel, add_options, clean_ports, combine_settings, parse_lengths
 from figures import Figure, benchmark_parser, print_figures
 
 from compare.comparer import compare_captures
 from compare.limits.criteria import DEFAULT_ATOL, DEFAULT_RTOL, Criteria
 from compare.sides.golden_weights import CheckpointWeights
-from minimax_tools.results.results import Comparison, SiteResult, Verdict
+from minimax_tools.results.results import Comparison, Verdict
 
 
-class CleanTally:
-    """Results of many comparisons of one kind of right port."""
-
-    def __init__(self) -> None:
-        self._comparisons: list[Comparison] = []
-
-    def add(self, comparison: Comparison) -> None:
-        """Count one more comparison."""
-        self._comparisons.append(comparison)
-
-    def figures(self, name: str) -> list[Figure]:
-        """Return the distance of the port to its limits, and its false alarms."""
-        sites: list[SiteResult] = [site for one in self._comparisons for site in one.sites]
-        routing = [site.routing for site in sites if site.routing is not None]
-        flipped = sum(one.num_flipped for one in routing) / max(sum(one.num_tokens for one in routing), 1)
-        alarms = sum(one.verdict is not Verdict.PASS for one in self._comparisons)
-        layers = sum(len(one.layers) for one in self._comparisons)
-        return [
-            Figure.plain(f"{name}: layers judged", layers),
-            Figure.plain(f"{name}: largest rho", max(site.noise.whole for site in sites if site.noise)),
-            Figure.at_most(
-                f"{name}: largest share of a limit", max(s.nearest.excess for s in sites if s.nearest), 1.0
-            ),
-            Figure.plain(f"{name}: tokens with flipped experts, %", 100 * flipped),
-            Figure.exactly(
-                f"{name}: flips not explained", sum(one.num_unexplained for one in routing), wanted=0
-            ),
-            Figure.exactly(f"{name}: false alarms of {len(self._comparisons)}", alarms, wanted=0),
-        ]
+def port_figures(name: str, comparisons: Sequence[Comparison]) -> list[Figure]:
+    """Return the distance of one kind of right port to its limits, and its false alarms."""
+    sites = [site for one in comparisons for site in one.sites]
+    routing = [site.routing for site in sites if site.routing is not None]
+    flipped = sum(one.num_flipped for one in routing) / max(sum(one.num_tokens for one in routing), 1)
+    alarms = sum(one.verdict is not Verdict.PASS for one in comparisons)
+    return [
+        Figure.plain(f"{name}: layers judged", sum(len(one.layers) for one in comparisons)),
+        Figure.plain(f"{name}: largest rho", max(site.noise.whole for site in sites if site.noise)),
+        Figure.at_most(
+            f"{name}: largest share of a limit", max(s.nearest.excess for s in sites if s.nearest), 1.0
+        ),
+        Figure.plain(f"{name}: tokens with flipped experts, %", 100 * flipped),
+        Figure.exactly(f"{name}: flips not explained", sum(one.num_unexplained for one in routing), wanted=0),
+        Figure.exactly(f"{name}: false alarms of {len(comparisons)}", alarms, wanted=0),
+    ]
 
 
 def main() -> int:
     """Measure and print."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[10, 11, 12],
-        help="seeds of weights and prompts (default: 10 11 12)",
-    )
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        default=["toy", "wide"],
-        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
-    )
+    add_options(parser, seeds=[10, 11, 12], tp_degrees=[])
     parser.add_argument(
         "--lengths", type=parse_lengths, default=(96, 61, 7), help="tokens of the prompts (default: 96,61,7)"
-    )
-    parser.add_argument(
-        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
-    )
-    parser.add_argument(
-        "--tp-degrees",
-        nargs="*",
-        type=int,
-        default=[],
-        help="numbers of ranks that share mm2's layer (default: none)",
     )
     arguments = parser.parse_args()
     criteria = Criteria(name="noise", rtol=DEFAULT_RTOL, atol=DEFAULT_ATOL)
     ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
-    tally: dict[str, CleanTally] = defaultdict(CleanTally)
+    comparisons: dict[str, list[Comparison]] = defaultdict(list)
     settings = combine_settings(arguments.shapes, arguments.seeds, [arguments.lengths])
     for setting in settings:
         with tempfile.TemporaryDirectory() as scratch:
@@ -95,9 +61,9 @@ def main() -> int:
                     layer_pattern="layer_*",
                     weights=CheckpointWeights(model=str(clean.folder)),
                 )
-                tally[f"{port}, {mode}"].add(comparison)
+                comparisons[f"{port}, {mode}"].append(comparison)
                 print(f"{setting}: {port}, {mode}: {comparison.verdict} {comparison.blame}", file=sys.stderr)
-    figures = [figure for name in sorted(tally) for figure in tally[name].figures(name)]
+    figures = [figure for name in sorted(comparisons) for figure in port_figures(name, comparisons[name])]
     return print_figures("clean_ports", figures, as_json=arguments.json)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from groups import GroupedBenchmark
+from groups import run_groups
 
 # A group is the file of its name in device/; it yields these figures and some beside them.
 GROUPS = {
@@ -21,7 +21,6 @@ GROUPS = {
     "regrouping": ("regroup_peak_over_output", "regroup_over_memcpy", "regroup_transposed_over_memcpy"),
     "bisection": ("bisect_runs_62", "bisect_found_of_three", "bisect_runs_62_clean"),
 }
-BENCHMARK = GroupedBenchmark(name="device", description=__doc__, groups=GROUPS)
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(run_groups("device", __doc__, GROUPS))

@@ -42,9 +42,6 @@ class _Run:
     """A command that ran a dying port.
 
     Args:
-        command: Command of `mm2-test`.
-        death: Death of the port.
-        exit_code: Exit code of the command.
         says_pass: Whether its output claims a pass.
         is_named: Whether the error names the target, the layer and what came last.
         keeps_layers: Whether the layers before are stored; None where none ran, or the command stores nothing.

@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from figures import Figure, benchmark_parser, names_among, print_figures
@@ -31,7 +30,7 @@ from loading.speed import measure_dequantising, measure_offload, measure_stream,
 
 from minimax_tools.synthetic.checkpoint import FP8
 
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp8": FP8})
+_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +126,13 @@ def main() -> int:
 
 def _measure(bench: LoadingBench, arguments: argparse.Namespace) -> Iterator[Figure]:
     wanted = [group for group in GROUPS if arguments.only is None or arguments.only & set(group.figures)]
-    for stored in (None, *_DTYPES):
+    for group in wanted:
+        if group.stored is None:
+            yield from group.measure(bench)
+    for stored, dtype in _DTYPES.items():
         groups = [group for group in wanted if group.stored == stored]
-        if stored is None:
-            for group in groups:
-                yield from group.measure(bench)
-        elif groups:
-            with bench.checkpoint(stored, dtype=_DTYPES[stored]) as checkpoint:
+        if groups:
+            with bench.checkpoint(stored, dtype=dtype) as checkpoint:
                 for group in groups:
                     yield from group.measure(bench, checkpoint)
     if arguments.full_size is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from groups import GroupedBenchmark
+from groups import run_groups
 
 # A group is the file of its name in slices/; it yields these figures and some beside them.
 GROUPS = {
@@ -26,7 +26,6 @@ GROUPS = {
     "extracting": ("extract_over_cp", "extract_peak_anonymous_mb"),
     "running": ("bytes_read_over_slice", "two_ranks_over_one"),
 }
-BENCHMARK = GroupedBenchmark(name="slices", description=__doc__, groups=GROUPS)
 
 if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+    sys.exit(run_groups("slices", __doc__, GROUPS))

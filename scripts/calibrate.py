@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clean_ports import MODES, SHAPES, CleanModel, clean_ports, combine_settings, parse_lengths
+from clean_ports import MODES, CleanModel, add_options, clean_ports, combine_settings, parse_lengths
 from figures import describe_machine
 from fit_limits import Table, capped, fit_floorless, fit_ratios, widen, with_model_margin
 from measure_noise import FLOORS, measure
 
 from compare.limits.limit import Limit
-from compare.limits.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits, SiteLimits
+from compare.limits.limits import ALL_SITES, RATIO_FIGURES, NoiseLimits
 from compare.limits.limits_file import read_limits
 from minimax_tools.provenance import library_versions
 
@@ -117,7 +117,9 @@ def _fit_estimated(records: Sequence[dict[str, Any]], table: Table, *, mode: str
 def _widen_all(tables: Mapping[str, Table], before: NoiseLimits) -> dict[str, Table]:
     """Widen the tables of goldens without variants to those before, and add those that are missing."""
     names = ("isolated", "isolated_estimated", "chained", "chained_estimated", "without_floor")
-    earlier = {name: _as_table(getattr(before, name)) for name in names}
+    earlier: dict[str, Table] = {
+        name: {site: dict(figures) for site, figures in getattr(before, name).table.items()} for name in names
+    }
     return {name: widen(tables[name], table) if name in tables else table for name, table in earlier.items()}
 
 
@@ -134,17 +136,10 @@ def _cap_floorless(table: Table, ratios: Table, records: Sequence[dict[str, Any]
             figures["relative_l2"] = capped(figures["relative_l2"], largest=largest, rho=rho)
 
 
-def _as_table(limits: SiteLimits) -> Table:
-    return {site: dict(figures) for site, figures in limits.table.items()}
-
-
 def _measure_all(arguments: argparse.Namespace) -> None:
     settings = combine_settings(arguments.shapes, arguments.seeds, arguments.lengths)
-    ports = [
-        port
-        for port in clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
-        if not arguments.ports or port.name in arguments.ports
-    ]
+    ports = clean_ports(arguments.backends, tp_degrees=arguments.tp_degrees)
+    ports = tuple(port for port in ports if not arguments.ports or port.name in arguments.ports)
     with arguments.measurements.open("a") as file:
         for setting in settings:
             with tempfile.TemporaryDirectory() as scratch:
@@ -170,35 +165,13 @@ def _parse() -> argparse.Namespace:
         "--measurements", type=Path, required=True, help="file of JSON lines; records are appended"
     )
     parser.add_argument("--output", type=Path, required=True, help="file of the limits, YAML")
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        default=["toy", "wide"],
-        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
-    )
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[0, 1, 2],
-        help="seeds of weights and prompts (default: 0 1 2)",
-    )
+    add_options(parser, seeds=[0, 1, 2], tp_degrees=[2, 4])
     parser.add_argument(
         "--lengths",
         nargs="+",
         type=parse_lengths,
         default=[(96, 61, 7), (24, 17), (12,), (3, 1)],
         help="tokens of the prompts, batch by batch (default: 96,61,7 24,17 12 3,1)",
-    )
-    parser.add_argument(
-        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
-    )
-    parser.add_argument(
-        "--tp-degrees",
-        nargs="*",
-        type=int,
-        default=[2, 4],
-        help="numbers of ranks that share mm2's layer (default: 2 4)",
     )
     parser.add_argument("--ports", nargs="+", default=[], help="names of implementations (default: all)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes (default: all)")
@@ -228,14 +201,7 @@ def limits_text(
     backends: tuple[str, ...],
     measured: Mapping[str, Any],
 ) -> str:
-    """Return the text of the calibration file.
-
-    Args:
-        tables: Limits by table, site and figure.
-        scalars: The other limits by name.
-        backends: Backends that were measured.
-        measured: Provenance of the limits: the script, versions, the machine.
-    """
+    """Return the text of the calibration file; `measured` tells of script, versions and machine."""
     lines = [_HEADING, "measured:"]
     lines += [f"  {name}: {json.dumps(value, ensure_ascii=False)}" for name, value in measured.items()]
     lines += ["", f"backends: [{', '.join(backends)}]"]

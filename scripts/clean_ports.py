@@ -6,6 +6,7 @@ tested on others of them (scripts/bench_clean_ports.py).
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,33 @@ def combine_settings(
         for rows in lengths
         for attention, experts in IMPLEMENTATIONS
     ]
+
+
+def add_options(parser: argparse.ArgumentParser, *, seeds: Sequence[int], tp_degrees: Sequence[int]) -> None:
+    """Add the options that choose models and ports, with these defaults for `--seeds` and `--tp-degrees`."""
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["toy", "wide"],
+        help=f"synthetic models ({', '.join(SHAPES)}) and folders of trained ones (default: toy wide)",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=seeds,
+        help=f"seeds of weights and prompts (default: {' '.join(map(str, seeds))})",
+    )
+    parser.add_argument(
+        "--backends", nargs="+", default=["cpu", "xla-cpu"], help="devices (default: cpu xla-cpu)"
+    )
+    parser.add_argument(
+        "--tp-degrees",
+        nargs="*",
+        type=int,
+        default=tp_degrees,
+        help=f"numbers of ranks that share mm2's layer (default: {' '.join(map(str, tp_degrees)) or 'none'})",
+    )
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:

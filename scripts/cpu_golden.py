@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,16 @@ from minimax_tools.text.tokenizer import encode_texts
 # Attention and experts of transformers: two implementations, which make two goldens of one model.
 IMPLEMENTATIONS = (("sdpa", "grouped_mm"), ("eager", "eager"))
 HELD_OUT_NAME = "held_out.txt"
+# As many layers as MiniMax-M2, each of them narrow.
+NARROW = SyntheticModel(
+    num_hidden_layers=62,
+    hidden_size=128,
+    num_attention_heads=4,
+    head_dim=32,
+    rotary_dim=16,
+    num_local_experts=16,
+    intermediate_size=64,
+)
 
 
 def write_model(folder: Path, model: SyntheticModel, *, dtype: torch.dtype = FP8, seed: int = 0) -> ModelSpec:
@@ -36,13 +47,7 @@ def write_model(folder: Path, model: SyntheticModel, *, dtype: torch.dtype = FP8
 def request_text_rows(
     folder: Path, lengths: Sequence[int], *, seed: int, padding_side: str = "right"
 ) -> InputRequest:
-    """Cut token rows out of the held-out text beside a trained model.
-
-    Args:
-        folder: The model.
-        lengths: Tokens of each row.
-        seed: Seed of the place where the text is cut.
-        padding_side: `left` or `right`.
+    """Cut token rows of these lengths out of the held-out text beside a trained model; `seed` chooses the place.
 
     Raises:
         CheckpointError: The model has no such text, or too little of it.
@@ -58,11 +63,9 @@ def request_text_rows(
             f"{path} is too short", expected=f"{sum(lengths)} tokens", found=str(len(tokens))
         )
     start = seed * 7919 % (len(tokens) - sum(lengths) + 1)
-    rows = []
-    for length in lengths:
-        rows.append(",".join(map(str, tokens[start : start + length])))
-        start += length
-    return InputRequest(input_ids=tuple(rows), padding_side=padding_side)
+    later = iter(tokens[start:])
+    rows = tuple(",".join(map(str, itertools.islice(later, length))) for length in lengths)
+    return InputRequest(input_ids=rows, padding_side=padding_side)
 
 
 def request_golden(
@@ -112,14 +115,7 @@ def request_golden(
 
 
 def capture_cpu_golden(folder: Path, directory: Path, *, rows: InputRequest, **options: Any) -> Capture:
-    """Run transformers' model over `rows` and capture it.
-
-    Args:
-        folder: The checkpoint.
-        directory: The capture's directory.
-        rows: The token rows.
-        options: Options of `request_golden`.
-    """
+    """Run transformers' model over `rows` and capture it in `directory`; `options` are those of `request_golden`."""
     inputs = build_inputs(rows, folder=folder, spec=ModelSpec.from_folder(folder))
     with open_golden(request_golden(folder, inputs, **options)) as golden:
         golden.capture(directory, extra={})

@@ -37,17 +37,11 @@ class Figure:
         return cls(figure=figure, value=round(value, 4), goal=f">= {limit:g}", holds=value >= limit)
 
     @classmethod
-    def percent(
-        cls,
-        figure: str,
-        part: int,
-        whole: int,
-        *,
-        at_least: float | None = None,
-        at_most: float | None = None,
+    def share(
+        cls, figure: str, hits: Sequence[bool], *, at_least: float | None = None, at_most: float | None = None
     ) -> Figure:
-        """Build a share in percent, with a goal or without; it is 0 where the whole is 0."""
-        value = 100 * part / whole if whole else 0.0
+        """Build the share of hits in percent, with a goal or without; it is 0 where there are no cases."""
+        value = 100 * sum(hits) / len(hits) if hits else 0.0
         if at_least is not None:
             return cls.at_least(figure, value, at_least)
         return cls.plain(figure, value) if at_most is None else cls.at_most(figure, value, at_most)

@@ -53,7 +53,7 @@ _MODEL_MARGINS = {
 # so most figures are below 1 and do not show it.
 _TOKEN_SPREAD = 0.1
 # A smaller inherited error, of a few roundings to BF16, tells nothing of its growth: the site's own error outweighs it.
-_LEAST_HANDED_ON = 5e-3
+_LEAST_INHERITED = 5e-3
 # A limit without a floor is at most this times the largest error that was measured, at the rarest chance.
 _FURTHEST = 1.25
 _RAREST = 1e-8
@@ -94,13 +94,14 @@ def fit_ratios(records: Sequence[Record], *, mode: str, floor: str) -> Table:
         if by_site:
             largest = {site: max(r[figure] or 0.0 for r in chosen if r["site"] == site) for site in by_site}
             telling = [site for site in by_site if site not in _APART and largest[site] > _TELLING]
-            table[ALL_SITES][figure] = _pool([by_site[site] for site in telling or by_site])
+            pooled = _each([by_site[site] for site in telling or by_site], np.median)
             if figure in STRUCTURE_FIGURES:
-                table[ALL_SITES][figure] = _times(table[ALL_SITES][figure], _STRUCTURE_MARGIN)
+                pooled = _times(pooled, _STRUCTURE_MARGIN)
                 by_site = {site: _times(limit, _STRUCTURE_MARGIN) for site, limit in by_site.items()}
+            table[ALL_SITES][figure] = pooled
             for site, limit in by_site.items():
-                wider = _wider(limit, table[ALL_SITES][figure])
-                if wider != table[ALL_SITES][figure]:
+                wider = _each((limit, pooled), max)
+                if wider != pooled:
                     table[site][figure] = wider
     return dict(table)
 
@@ -162,7 +163,7 @@ def fit_floorless(records: Sequence[Record], ratios: Table) -> Table:
     table[ALL_SITES]["relative_l2"] = max(usual, key=lambda limit: limit.usual)
     growths = defaultdict(list)
     for record in off:
-        if record["mode"] == "chained" and record["incoming"] >= _LEAST_HANDED_ON and not record["hidden"]:
+        if record["mode"] == "chained" and record["incoming"] >= _LEAST_INHERITED and not record["hidden"]:
             growths[record["site"]].append({**record, "growth": record["relative_l2"] / record["incoming"]})
     for site, own in growths.items():
         fitted = _fit_growth(own)
@@ -286,7 +287,7 @@ def capped(limit: Limit, *, largest: float, rho: float) -> Limit:
 
 def _flipped_share(records: Sequence[Record], logits_error: float) -> float:
     """Return the share of tokens that flip at the usual error of the logits, in the group that flips most."""
-    handed = {
+    inherited = {
         _run_of(r): r["incoming"]
         for r in records
         if r["site"] == Site.ROUTER_LOGITS and r["floor"] == "off" and r.get("relative_l2") is not None
@@ -294,7 +295,7 @@ def _flipped_share(records: Sequence[Record], logits_error: float) -> float:
     flips: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for record in records:
         if record.get("flipped") is not None and record["floor"] == "off" and not record["hidden"]:
-            widening = float(np.hypot(logits_error, handed.get(_run_of(record), 0.0))) / logits_error
+            widening = float(np.hypot(logits_error, inherited.get(_run_of(record), 0.0))) / logits_error
             group = (*_group_of(record), record["mode"])
             counts = flips[group]
             counts[0] += record["flipped"]
@@ -339,26 +340,17 @@ def _reach(records: Sequence[Record], figure: str, usual: float) -> float:
     return max(float(np.log(largest / usual)) / quantile(0.5 / max(len(records), 2)), 0.0)
 
 
-def _pool(limits: Sequence[Limit]) -> Limit:
-    """Return the limit of sites at large: the median of the measured ones, part by part."""
-    return _each(limits, lambda values: float(np.median(values)))
-
-
 def _times(limit: Limit, factor: float) -> Limit:
     return replace(limit, usual=_rounded(factor * limit.usual))
 
 
-def _wider(one: Limit, other: Limit) -> Limit:
-    return _each((one, other), max)
-
-
-def _each(limits: Sequence[Limit], choose: Callable[[list[float]], float]) -> Limit:
-    return Limit(
-        **{
-            name: _rounded(choose([getattr(limit, name) for limit in limits]))
-            for name in ("usual", "spread", "token_spread")
-        }
+def _each(limits: Sequence[Limit], choose: Callable[[list[float]], Any]) -> Limit:
+    """Choose each part of a limit among those of `limits`: the largest, or the median."""
+    usual, spread, token_spread = (
+        _rounded(choose([getattr(limit, name) for limit in limits]))
+        for name in ("usual", "spread", "token_spread")
     )
+    return Limit(usual=usual, spread=spread, token_spread=token_spread)
 
 
 def _rounded(value: float) -> float:

@@ -268,13 +268,6 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _print_done(done: tuple[Path, ...], *, as_json: bool) -> None:
-    if as_json:
-        print_json({"done": [str(path) for path in done]})
-    else:
-        click.echo(f"Done with {', '.join(map(str, done))}" if done else "Nothing was there.")
-
-
 def _print_checkpoint(made: FullSizeCheckpoint, *, as_json: bool) -> None:
     if as_json:
         print_json({**asdict(made), "folder": str(made.folder), "image": made.image and str(made.image)})
@@ -330,7 +323,10 @@ def main(
     logging.basicConfig(level=progress.level, handlers=list(progress.handlers), format="%(message)s")
     if is_unmounted or is_removed:
         done = remove_checkpoint(output, image=image) if is_removed else unmount_checkpoint(output)
-        _print_done(done, as_json=as_json)
+        if as_json:
+            print_json({"done": [str(path) for path in done]})
+        else:
+            click.echo(f"Done with {', '.join(map(str, done))}" if done else "Nothing was there.")
         return
     layers = num_hidden_layers or PRESETS[preset].num_hidden_layers
     request = Request(

@@ -30,6 +30,11 @@ from minimax_tools.results.results import SiteResult
 # A floor that variants widen has another name, since it is another unit.
 FLOORS = ("full", "stats", "off", "full_variants", "stats_variants")
 _WITH_VARIANTS = "_variants"
+# Figures of ρ that a record holds.
+_NOISE = (
+    *("whole", "ordinary", "massive", "token_median", "token_p99", "token_worst", "incoming", "interval"),
+    *("token_gain", "channel_gain", "channel_offset", "channel_worst"),
+)
 # Sites whose judgement changes where the choice of experts is hidden.
 _PAST_A_FLIP = ("router_weights", "moe_delta", "output")
 
@@ -115,25 +120,16 @@ def _relative_floor(golden: Capture, site: SiteResult) -> float | None:
 
 
 def _figures(site: SiteResult) -> dict[str, Any]:
-    record: dict[str, Any] = {"layer": site.layer, "site": site.site, "status": site.status.value}
-    record["tokens"] = site.num_judged
+    record: dict[str, Any] = {
+        "layer": site.layer,
+        "site": site.site,
+        "status": site.status.value,
+        "tokens": site.num_judged,
+    }
     if site.noise is not None:
         assert site.metrics is not None, "ρ is measured beside the seeds' metrics"
         record["channels"] = site.metrics.num_elements // (site.num_judged + site.num_set_aside)
-        for name in (
-            *(
-                "whole",
-                "ordinary",
-                "massive",
-                "token_median",
-                "token_p99",
-                "token_worst",
-                "incoming",
-                "interval",
-            ),
-            *("token_gain", "channel_gain", "channel_offset", "channel_worst"),
-        ):
-            record[name] = getattr(site.noise, name)
+        record |= {name: getattr(site.noise, name) for name in _NOISE}
     if site.relative is not None:
         record["relative_l2"] = site.relative.value
         record["incoming"] = site.relative.incoming

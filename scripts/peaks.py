@@ -27,7 +27,6 @@ class Watched:
     """A process that has ended.
 
     Args:
-        exit_code: Its exit code.
         wall_s: Seconds from start to end.
         cpu_s: Seconds of all cores.
         peak_anonymous_bytes: Largest sample of anonymous memory.
@@ -88,12 +87,7 @@ def memory_bytes(status: str, kind: str = ANONYMOUS) -> int:
 
 
 def tree_bytes(folder: Path, *, without: tuple[Path, ...] = ()) -> int:
-    """Measure the disk space of the files in a folder, which may change meanwhile.
-
-    Args:
-        folder: The folder.
-        without: Folders in it that are left out.
-    """
+    """Measure the disk space of the files in a folder but for the folders `without`; it may change meanwhile."""
     total = 0
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if Path(parent) / name not in without]

@@ -25,14 +25,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 
 def request_run(folder: Path, golden: Capture, target: Target, run: Run) -> DeviceRequest:
-    """Describe a BF16 run of a port over the inputs of a golden.
-
-    Args:
-        folder: The checkpoint.
-        golden: The golden.
-        target: The port.
-        run: Layers, mode and sites.
-    """
+    """Describe a BF16 run of a port over the inputs of a golden; `folder` is the checkpoint."""
     return DeviceRequest(
         folder=folder,
         spec=ModelSpec.from_folder(folder),
@@ -58,15 +51,9 @@ def run_port(
 def run_on_ranks(
     command: str, folder: Path, golden: Capture, *, tp_degree: int, backend: str, directory: Path
 ) -> Capture:
-    """Run mm2's own layer on several ranks, and capture it in `directory`, which is emptied first.
+    """Run mm2's own layer on several ranks, by the command `sweep` or `full` of `mm2-test`.
 
-    Args:
-        command: Command of `mm2-test`: `sweep` or `full`.
-        folder: The checkpoint.
-        golden: The golden.
-        tp_degree: Number of ranks.
-        backend: Device of the ranks.
-        directory: The capture's directory.
+    The capture lies in `directory`, which is emptied first; `folder` is the checkpoint.
 
     Raises:
         BackendError: The ranks could not run.

@@ -31,6 +31,8 @@ _CLONE_RANGE = struct.Struct("=qQQQ")  # source's descriptor, its offset, the si
 _NO_REFLINKS = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS)
 _LABEL = "mm2full"
 _XFS_MAGIC, _XFS_LABEL_OFFSET, _XFS_LABEL_BYTES = b"XFSB", 108, 12
+# Tools by name, each with its Debian package.
+_TOOLS = {"mkfs.xfs": "xfsprogs", "losetup": "mount", "mount": "mount", "umount": "mount"}
 _LEAST_IMAGE_BYTES = 512 << 20  # mkfs.xfs refuses less than 300 MB
 
 
@@ -43,11 +45,8 @@ def clone_range(
         ValueError: An offset or the size is no multiple of `BLOCK_BYTES`.
         CannotRunError: The file system has no reflinks.
     """
-    for name, value in (
-        ("source_offset", source_offset),
-        ("target_offset", target_offset),
-        ("size_bytes", size_bytes),
-    ):
+    numbers = {"source_offset": source_offset, "target_offset": target_offset, "size_bytes": size_bytes}
+    for name, value in numbers.items():
         if value % BLOCK_BYTES:
             raise ValueError(
                 f"{name} is {value}: blocks of {BLOCK_BYTES} bytes are cloned, never parts of one"
@@ -111,7 +110,11 @@ def require_image_tools() -> None:
     if sys.platform != "linux":
         raise CannotRunError("an image with reflinks needs Linux", found=sys.platform)
     missing = [] if os.geteuid() == 0 else ["this is not root, and only root may mount"]
-    missing += [f"no {tool} (Debian: apt-get install {package})" for tool, package in _missing_tools()]
+    missing += [
+        f"no {tool} (Debian: apt-get install {package})"
+        for tool, package in _TOOLS.items()
+        if shutil.which(tool) is None
+    ]
     if missing:
         raise CannotRunError(
             "no image with reflinks can be made here",
@@ -250,11 +253,6 @@ def refuse_foreign(image: ReflinkImage) -> None:
 
 def _partial(file: Path) -> ReflinkImage:
     return ReflinkImage(file=file.with_name(f".{file.name}.partial"))
-
-
-def _missing_tools() -> list[tuple[str, str]]:
-    tools = (("mkfs.xfs", "xfsprogs"), ("losetup", "mount"), ("mount", "mount"), ("umount", "mount"))
-    return [(tool, package) for tool, package in tools if shutil.which(tool) is None]
 
 
 def _loop(folder: Path) -> Path:

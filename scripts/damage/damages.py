@@ -77,37 +77,18 @@ def _golden_as_twin(directory: Path) -> None:
     change_tensor(directory, _TWINS, "moe_delta", lambda _: values)
 
 
-def _change(file: str, name: str, how: Change) -> Callable[[Path], None]:
-    return lambda directory: change_tensor(directory, file, name, how)
+def _by(change: Callable[..., None], *arguments: object) -> Callable[[Path], None]:
+    """Build the function that makes a change of `damage.tampering` in a capture directory."""
+    return lambda directory: change(directory, *arguments)
 
 
-def _change_all(file: str, how: Change) -> Callable[[Path], None]:
-    return lambda directory: change_tensors(directory, file, how)
-
-
-def _exchange(file: str, other: str) -> Callable[[Path], None]:
-    return lambda directory: exchange_files(directory, file, other)
-
-
-def _to_file(damage: Callable[[Path, str], None], file: str) -> Callable[[Path], None]:
-    return lambda directory: damage(directory, file)
-
-
-def _delete(file: str) -> Callable[[Path], None]:
-    return lambda directory: (directory / file).unlink()
-
-
-def _leave_out(file: str, name: str) -> Callable[[Path], None]:
-    return lambda directory: remove_tensor(directory, file, name)
+def _delete(directory: Path, file: str) -> None:
+    (directory / file).unlink()
 
 
 def _of_site(name: str, file: str, tensor: str, how: Change) -> Damage:
     """Build the damage of one tensor of the layer; a refusal must name site, layer and file."""
-    return Damage(name, _change(file, tensor, how), (tensor.partition(".")[0], _PLACE, file))
-
-
-def _in_stats(damage: Damage) -> Damage:
-    return replace(damage, in_stats=True)
+    return Damage(name, _by(change_tensor, file, tensor, how), (tensor.partition(".")[0], _PLACE, file))
 
 
 def _with_digests(damage: Damage, *, with_statistics: bool = False) -> Damage:
@@ -127,9 +108,11 @@ _ONE_PERCENT = _scale(1.01)
 # Each of these is applied with the old digests and with new ones.
 _SIGNABLE = (
     _of_site("twin of a site zeroed", _TWINS, "moe_delta", _zero),
-    Damage("all twins of a layer zeroed", _change_all(_TWINS, _zero), (_PLACE, _TWINS)),
+    Damage("all twins of a layer zeroed", _by(change_tensors, _TWINS, _zero), (_PLACE, _TWINS)),
     Damage(
-        "twins exchanged with another layer's", _exchange(_TWINS, _OTHER_TWINS), ("of layer 0", _OTHER_TWINS)
+        "twins exchanged with another layer's",
+        _by(exchange_files, _TWINS, _OTHER_TWINS),
+        ("of layer 0", _OTHER_TWINS),
     ),
     _of_site("twin cast to int8", _TWINS, "q_proj", lambda tensor: tensor.to(torch.int8)),
     _of_site("twin rounded to bfloat16", _TWINS, "q_proj", lambda tensor: tensor.to(torch.bfloat16)),
@@ -137,55 +120,72 @@ _SIGNABLE = (
     _of_site("twin of another shape", _TWINS, "v_proj", lambda tensor: tensor[..., :-1]),
     Damage("the golden's own values as a twin", _golden_as_twin, ("moe_delta", _PLACE, _TWINS)),
     _of_site("twin twice as large", _TWINS, "moe_delta", _scale(2.0)),
-    Damage("floor zeroed", _change_all(_FLOORS, _zero), (_PLACE, _FLOORS)),
-    Damage("floor a thousand times as large", _change_all(_FLOORS, _scale(1000.0)), (_PLACE, _FLOORS)),
+    Damage("floor zeroed", _by(change_tensors, _FLOORS, _zero), (_PLACE, _FLOORS)),
+    Damage(
+        "floor a thousand times as large", _by(change_tensors, _FLOORS, _scale(1000.0)), (_PLACE, _FLOORS)
+    ),
     Damage(
         "floors exchanged with another layer's",
-        _exchange(_FLOORS, _OTHER_FLOORS),
+        _by(exchange_files, _FLOORS, _OTHER_FLOORS),
         ("of layer 0", _OTHER_FLOORS),
     ),
     Damage(
         "router's noise a thousand times as large",
-        _change(_FLOORS, "router_noise", _scale(1000.0)),
+        _by(change_tensor, _FLOORS, "router_noise", _scale(1000.0)),
         ("router", _PLACE, _FLOORS),
     ),
     _of_site("values of a site zeroed", _VALUES, "moe_delta", _zero),
     _of_site("values of a site 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
-    Damage("NaN in the golden's values", _change(_VALUES, "output", _one_nan), ("output", _PLACE)),
+    Damage("NaN in the golden's values", _by(change_tensor, _VALUES, "output", _one_nan), ("output", _PLACE)),
     _of_site(
         "values of a site widened to float32", _VALUES, "post_norm", lambda tensor: tensor.float() * 1.001
     ),
     _of_site("an expert counted twice", _VALUES, "router_experts", _first_expert_twice),
-    Damage("logits zeroed", _change(_MODEL_VALUES, "logits", _zero), ("logits",)),
-    Damage("twin of the logits zeroed", _change(_MODEL_TWINS, "logits", _zero), ("logits", _MODEL_TWINS)),
-    Damage("floor of the logits zeroed", _change_all(_MODEL_FLOORS, _zero), (_MODEL_FLOORS,)),
-    Damage("positions shifted", _change(_INPUTS, "position_ids", lambda tensor: tensor + 1), (_INPUTS,)),
-    Damage("a token less", _change(_INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
-    _in_stats(Damage("floor without twins zeroed", _change_all(_FLOORS, _zero), (_PLACE, _FLOORS))),
-    _in_stats(
-        _of_site(
-            "a part of a floor without twins twice as large",
-            _FLOORS,
-            "moe_delta.error_ordinary",
-            _scale(2.0),
+    Damage("logits zeroed", _by(change_tensor, _MODEL_VALUES, "logits", _zero), ("logits",)),
+    Damage(
+        "twin of the logits zeroed",
+        _by(change_tensor, _MODEL_TWINS, "logits", _zero),
+        ("logits", _MODEL_TWINS),
+    ),
+    Damage("floor of the logits zeroed", _by(change_tensors, _MODEL_FLOORS, _zero), (_MODEL_FLOORS,)),
+    Damage(
+        "positions shifted",
+        _by(change_tensor, _INPUTS, "position_ids", lambda tensor: tensor + 1),
+        (_INPUTS,),
+    ),
+    Damage("a token less", _by(change_tensor, _INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
+    *(
+        replace(damage, in_stats=True)
+        for damage in (
+            Damage("floor without twins zeroed", _by(change_tensors, _FLOORS, _zero), (_PLACE, _FLOORS)),
+            _of_site(
+                "a part of a floor without twins twice as large",
+                _FLOORS,
+                "moe_delta.error_ordinary",
+                _scale(2.0),
+            ),
+            _of_site("values of a golden without twins 1 % larger", _VALUES, "k_proj", _ONE_PERCENT),
         )
     ),
-    _in_stats(_of_site("values of a golden without twins 1 % larger", _VALUES, "k_proj", _ONE_PERCENT)),
 )
 
 # New digests cannot hide these, or would describe another whole capture.
 _UNSIGNABLE = (
-    Damage("values exchanged with another layer's", _exchange(_VALUES, _OTHER_VALUES), (_OTHER_VALUES,)),
-    Damage("one bit of the values", _to_file(flip_byte, _VALUES), (_VALUES,)),
+    Damage(
+        "values exchanged with another layer's", _by(exchange_files, _VALUES, _OTHER_VALUES), (_OTHER_VALUES,)
+    ),
+    Damage("one bit of the values", _by(flip_byte, _VALUES), (_VALUES,)),
     # Without digests one bit is below the precision of the stored errors.
-    Damage("one bit of the twins", _to_file(flip_byte, _TWINS), (_TWINS,), is_provable_when_old=False),
-    Damage("values cut off", _to_file(cut_file, _VALUES), (_VALUES,)),
-    Damage("twins cut off", _to_file(cut_file, _TWINS), (_TWINS,)),
-    Damage("floors cut off", _to_file(cut_file, _FLOORS), (_FLOORS,)),
-    Damage("no twins", _delete(_TWINS), (_TWINS,)),
-    Damage("no floors", _delete(_FLOORS), (_FLOORS,)),
-    Damage("a twin left out", _leave_out(_TWINS, "moe_delta"), ("moe_delta", _PLACE, _TWINS)),
-    Damage("a floor left out", _leave_out(_FLOORS, "moe_delta.error"), ("moe_delta", _PLACE, _FLOORS)),
+    Damage("one bit of the twins", _by(flip_byte, _TWINS), (_TWINS,), is_provable_when_old=False),
+    Damage("values cut off", _by(cut_file, _VALUES), (_VALUES,)),
+    Damage("twins cut off", _by(cut_file, _TWINS), (_TWINS,)),
+    Damage("floors cut off", _by(cut_file, _FLOORS), (_FLOORS,)),
+    Damage("no twins", _by(_delete, _TWINS), (_TWINS,)),
+    Damage("no floors", _by(_delete, _FLOORS), (_FLOORS,)),
+    Damage("a twin left out", _by(remove_tensor, _TWINS, "moe_delta"), ("moe_delta", _PLACE, _TWINS)),
+    Damage(
+        "a floor left out", _by(remove_tensor, _FLOORS, "moe_delta.error"), ("moe_delta", _PLACE, _FLOORS)
+    ),
 )
 
 _OF_DEVICE_RUN = tuple(
@@ -193,11 +193,19 @@ _OF_DEVICE_RUN = tuple(
     for damage in (
         _of_site("a site replaced", _VALUES, "moe_delta", _ONE_PERCENT),
         _of_site("a site zeroed", _VALUES, "q_proj", _zero),
-        Damage("one bit", _to_file(flip_byte, _VALUES), (_VALUES,)),
-        Damage("values cut off", _to_file(cut_file, _VALUES), (_VALUES,)),
-        Damage("values exchanged with another layer's", _exchange(_VALUES, _OTHER_VALUES), (_OTHER_VALUES,)),
-        Damage("logits replaced", _change(_MODEL_VALUES, "logits", _ONE_PERCENT), ("logits", _MODEL_VALUES)),
-        Damage("a token less", _change(_INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
+        Damage("one bit", _by(flip_byte, _VALUES), (_VALUES,)),
+        Damage("values cut off", _by(cut_file, _VALUES), (_VALUES,)),
+        Damage(
+            "values exchanged with another layer's",
+            _by(exchange_files, _VALUES, _OTHER_VALUES),
+            (_OTHER_VALUES,),
+        ),
+        Damage(
+            "logits replaced",
+            _by(change_tensor, _MODEL_VALUES, "logits", _ONE_PERCENT),
+            ("logits", _MODEL_VALUES),
+        ),
+        Damage("a token less", _by(change_tensor, _INPUTS, "attention_mask", _one_token_less), (_INPUTS,)),
     )
 )
 

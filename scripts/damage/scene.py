@@ -30,12 +30,7 @@ _SAME_PORT = EXAMPLES / "transformers_port.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOutcome:
-    """Result of a command.
-
-    Args:
-        exit_code: Exit code.
-        text: Output on both streams.
-    """
+    """Exit code of a command, and its output on both streams."""
 
     exit_code: int
     text: str
@@ -43,11 +38,7 @@ class CommandOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamageScene:
-    """The captures of a small model, of which copies are damaged.
-
-    Args:
-        folder: Folder of the captures.
-    """
+    """The captures of a small model in a folder, of which copies are damaged."""
 
     folder: Path
 
@@ -62,12 +53,9 @@ class DamageScene:
         return self.folder / "device"
 
     def judge(self, state: str, damage: Damage | None, scratch: Path) -> CommandOutcome:
-        """Compare a damaged copy of one side with the other side.
+        """Compare a damaged copy of one side with the other side; the folder `scratch` is emptied first.
 
-        Args:
-            state: State of the golden, one of `STATES`.
-            damage: The damage; None for none.
-            scratch: Folder of the copies; it is emptied first.
+        The golden is in one of `STATES`. Without a damage, both copies stay whole.
         """
         shutil.rmtree(scratch, ignore_errors=True)
         in_stats = damage is not None and damage.in_stats

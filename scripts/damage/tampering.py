@@ -58,12 +58,7 @@ def flip_byte(directory: Path, file: str) -> None:
 
 
 def sign(directory: Path, *, with_statistics: bool = False) -> None:
-    """Write the digests of the changed files into the manifest, which hides the change.
-
-    Args:
-        directory: The capture.
-        with_statistics: Whether the statistics of sites are computed anew too.
-    """
+    """Write the digests of the changed files, and new statistics of sites on demand, which hides the change."""
     manifest = Manifest.read(directory)
     files = {path.name: _load(path) for path in directory.glob("*.safetensors")}
     entries = tuple(_signed(entry, files[entry.file], with_statistics) for entry in manifest.entries)

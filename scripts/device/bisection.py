@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_golden import capture_cpu_golden, write_model
+from cpu_golden import NARROW, capture_cpu_golden, write_model
 from figures import Figure
 
 from compare.chains.chain_limits import default_chain_length
@@ -24,7 +24,6 @@ from minimax_tools.checkpoint.reader import CheckpointReader
 from minimax_tools.model.span import Span
 from minimax_tools.model.spec import ModelSpec
 from minimax_tools.results.probes import Bisection
-from minimax_tools.synthetic.toy_model import SyntheticModel
 from minimax_tools.text.prompts import InputRequest
 from neuron.builtin.layer import DeviceLayer
 from neuron.devices.runtime import open_runtime
@@ -32,15 +31,6 @@ from neuron.devices.weights import Weight
 from neuron.ports.port_target import PortTarget
 from neuron.runs.bisection import BisectRequest, Extent, bisect_layers
 
-_MODEL = SyntheticModel(
-    num_hidden_layers=62,
-    hidden_size=128,
-    num_attention_heads=4,
-    head_dim=32,
-    rotary_dim=16,
-    num_local_experts=16,
-    intermediate_size=64,
-)
 _LENGTHS = {"full": (96, 61), "toy": (24, 15)}
 # The last layer takes the most runs. The others lie in either half, and on the border of two chains.
 _SINGLE_CULPRITS = {"full": (0, 17, 31, 37, 60, 61), "toy": (37, 61)}
@@ -48,11 +38,7 @@ _THREE = (9, 37, 55)
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """Yield the figures of bisections of 62 layers with one culprit, with three, and with none.
-
-    Args:
-        scale: `full`, with longer rows and more places of a culprit, or `toy`.
-    """
+    """Yield the figures of bisections of 62 layers with one culprit, with three, and with none."""
     with tempfile.TemporaryDirectory(prefix="mm2-bisection-") as scratch:
         bench = _Bench.make(Path(scratch), lengths=_LENGTHS[scale])
         singles = {layer: bench.bisect(frozenset({layer}), Extent.FIRST) for layer in _SINGLE_CULPRITS[scale]}
@@ -81,7 +67,7 @@ class _Bench:
     @classmethod
     def make(cls, scratch: Path, *, lengths: tuple[int, ...]) -> _Bench:
         folder = scratch / "model"
-        spec = write_model(folder, _MODEL)
+        spec = write_model(folder, NARROW)
         golden = capture_cpu_golden(
             folder,
             scratch / "golden",

@@ -8,11 +8,11 @@ E experts, I intermediate, H hidden.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 
 import torch
 from figures import Figure
@@ -91,10 +91,7 @@ class Experts:
 
     def _group(self, gate_up: torch.Tensor, down: torch.Tensor, pool: ReadingPool) -> None:
         experts, dtype = range(self.num_experts), self.flat.dtype
-        places = {
-            **gate_up_places(experts, gate_up, dtype=dtype),
-            **down_places(experts, down, dtype=dtype),
-        }
+        places = gate_up_places(experts, gate_up, dtype=dtype) | down_places(experts, down, dtype=dtype)
         pool.fill(places, lambda name, place: copy_weight(name, self.matrices[name], place)).finish()
 
 
@@ -116,15 +113,9 @@ def _over_memcpy(group: Callable[[], None], experts: Experts, storage: torch.Ten
     """Measure the time of grouping over that of a plain copy of as many bytes, in alternation."""
     ratios = []
     for _ in range(_REPEATS):
-        copied_s = _seconds(lambda: storage.copy_(experts.flat))
-        ratios.append(_seconds(group) / copied_s)
+        copied_s = timeit(lambda: storage.copy_(experts.flat), number=1)
+        ratios.append(timeit(group, number=1) / copied_s)
     return statistics.median(ratios)
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    action()
-    return time.perf_counter() - began_s
 
 
 def _peak_above(action: Callable[[], object]) -> int:

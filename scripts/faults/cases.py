@@ -124,10 +124,14 @@ class Case(PlantedCase):
         )
 
     @property
+    def blamed_sites(self) -> set[str]:
+        """All sites that are blamed."""
+        return {site for sites in self.blamed for site in sites}
+
+    @property
     def is_pair_named(self) -> bool:
         """True where both mistakes of a pair are blamed at their sites, and nothing else is."""
-        named = {site for sites in self.blamed for site in sites}
-        return self.is_site_named and all(named & set(sites) for sites in self.halves)
+        return self.is_site_named and all(self.blamed_sites & set(sites) for sites in self.halves)
 
     @property
     def is_detected(self) -> bool:
@@ -142,7 +146,7 @@ class Case(PlantedCase):
     @property
     def is_nothing_else_blamed(self) -> bool:
         """True where no site is blamed but those of the mistake."""
-        return {site for sites in self.blamed for site in sites} <= set(self.sites)
+        return self.blamed_sites <= set(self.sites)
 
     @property
     def is_learned(self) -> bool:
@@ -157,8 +161,7 @@ class Case(PlantedCase):
     @property
     def is_site_named(self) -> bool:
         """True where sites of the mistake are blamed, and nothing else is."""
-        named = {site for sites in self.blamed for site in sites}
-        return bool(named) and named <= set(self.sites)
+        return bool(self.blamed_sites) and self.is_nothing_else_blamed
 
     @property
     def is_named(self) -> bool:
@@ -168,7 +171,7 @@ class Case(PlantedCase):
     @property
     def is_named_first(self) -> bool:
         """True where the diagnosis names the mistake first."""
-        return bool(self.named) and self.named is not None and self.named[0][0] == self.mistake
+        return bool(self.named and self.named[0][0] == self.mistake)
 
     def __str__(self) -> str:
         return (

@@ -71,12 +71,7 @@ class Death:
 
 
 def write_port(path: Path, code: Mapping[str, str]) -> str:
-    """Write a port with a line of code at each of some places, and return its `--target`.
-
-    Args:
-        path: The port's file.
-        code: Lines by place: imported, built, converted, asked or run.
-    """
+    """Write a port with a line of code at each of some `_PLACES`, and return its `--target`."""
     lines = {**dict.fromkeys(_PLACES, "pass"), **code}
     path.write_text(_PORT.format(layer=LAYER, **lines), encoding="utf-8")
     return f"{path}:Port"

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from port_runs import run_port
+
 from compare.comparer import compare_captures
 from compare.sides.golden_weights import CheckpointWeights
 from faults.cases import WHOLE, DumpCase
@@ -20,11 +22,12 @@ from faults.foreign import TOOL, dump_as_vllm_neuron
 from faults.judging import as_black_box, default_criteria, hide_sites
 from faults.plant import Plant
 from faults.port import PlantedPort
-from faults.runs import run_whole_model, shows_on
+from faults.runs import shows_on
 from faults.scene import Scene, SceneRequest
 from minimax_tools.capture.reader import Capture
 from minimax_tools.capture.source import CaptureSource
 from minimax_tools.errors import IncomparableError
+from minimax_tools.model.run import full_run
 from minimax_tools.model.sites import Site
 from minimax_tools.results.results import Verdict
 from neuron.devices.runtime import Runtime
@@ -37,7 +40,6 @@ class PlannedDump:
     """The planted port over a whole model.
 
     Args:
-        request: The scene.
         plant: The mistake; None for a right port.
         layer: Layer of the mistake.
     """
@@ -73,8 +75,14 @@ def carry_out_dump(
     """Run the whole model, and judge each view of it with the checkpoint and without."""
     plant, layer = planned.plant, planned.layer
     layers = frozenset() if layer is None else frozenset({layer})
-    target = PlantedPort(plant=plant, layers=layers).target()
-    capture = run_whole_model(scene, target, runtime=runtime, directory=directory)
+    capture = run_port(
+        scene.golden,
+        PlantedPort(plant=plant, layers=layers).target(),
+        full_run(scene.spec.num_hidden_layers, sites_level="all"),
+        reader=scene.reader,
+        runtime=runtime,
+        directory=directory,
+    )
     effects = {} if plant is None or layer is None else measure_effects(scene, layer, plant)
     cases = []
     for view, source in _views(capture, scene.golden, directory.with_name("dump")):

@@ -16,17 +16,14 @@ def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
     if known:
         detected = [case for case in known if case.is_detected]
         yield Figure.plain("dumps_above_floor", len(known))
-        yield Figure.percent("dumps_detected_%", len(detected), len(known), at_least=97)
-        named = sum(case.is_layer_named for case in detected)
-        yield Figure.percent("dumps_layer_named_%", named, len(detected), at_least=100)
+        yield Figure.share("dumps_detected_%", [case.is_detected for case in known], at_least=97)
+        yield Figure.share("dumps_layer_named_%", [case.is_layer_named for case in detected], at_least=100)
         for view in dict.fromkeys(case.view for case in known):
             yield from _view_figures(view, [case for case in known if case.view == view])
     blind = [case for case in above if not case.has_checkpoint]
     if blind:
-        failed = sum(case.is_detected for case in blind)
-        yield Figure.percent("dumps_without_checkpoint_detected_%", failed, len(blind))
-        passed = sum(case.is_passed for case in blind)
-        yield Figure.exactly("dumps_without_checkpoint_passed", passed, 0)
+        yield Figure.share("dumps_without_checkpoint_detected_%", [case.is_detected for case in blind])
+        yield Figure.exactly("dumps_without_checkpoint_passed", sum(case.is_passed for case in blind), 0)
     clean = [case for case in cases if not case.is_mistake]
     if clean:
         yield Figure.plain("clean_dumps", len(clean))
@@ -38,11 +35,12 @@ def give_dump_figures(cases: Sequence[DumpCase]) -> Iterator[Figure]:
 def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
     """Yield each case that went wrong, with a word for it."""
     for case in cases:
+        is_known = case.is_above_floor and case.has_checkpoint
         if case.is_above_floor and case.is_passed:
             yield "false pass", case
-        elif case.is_above_floor and case.has_checkpoint and not case.is_detected:
+        elif is_known and not case.is_detected:
             yield "missed", case
-        elif case.is_above_floor and case.has_checkpoint and not case.is_layer_named:
+        elif is_known and not case.is_layer_named:
             yield "wrong layer", case
         elif not case.is_mistake and case.is_detected:
             yield "false alarm", case
@@ -50,10 +48,8 @@ def dump_misses(cases: Sequence[DumpCase]) -> Iterator[tuple[str, DumpCase]]:
 
 def _view_figures(view: str, known: Sequence[DumpCase]) -> Iterator[Figure]:
     detected = [case for case in known if case.is_detected]
-    yield Figure.percent(f"dumps_{view}_detected_%", len(detected), len(known))
-    named = sum(case.is_layer_named for case in detected)
-    yield Figure.percent(f"dumps_{view}_layer_named_%", named, len(detected))
+    yield Figure.share(f"dumps_{view}_detected_%", [case.is_detected for case in known])
+    yield Figure.share(f"dumps_{view}_layer_named_%", [case.is_layer_named for case in detected])
     if view == WHOLE:
         # In other views hidden sites are suspects too.
-        sites = sum(case.is_site_named for case in detected)
-        yield Figure.percent(f"dumps_{view}_site_named_%", sites, len(detected))
+        yield Figure.share(f"dumps_{view}_site_named_%", [case.is_site_named for case in detected])

@@ -32,11 +32,7 @@ def run_float32(
 ) -> dict[Site, torch.Tensor]:
     """Run one layer of the port in float32, on the golden's input and the values of the BF16 weights.
 
-    Args:
-        scene: Model and golden.
-        layer: The layer.
-        plant: The mistake; None for the right port.
-        decode_rows: Number of rows that are decoded; the mistake is then limited to them.
+    Where the last `decode_rows` rows are decoded, the mistake is limited to them.
     """
     config = target_config(scene.spec)
     module = PlantedLayer(config, plant, decode_only=decode_rows > 0)
@@ -51,7 +47,7 @@ def run_float32(
         return dict(run(whole).tensors)
     decoding = sweep_run(Span.single(layer), sites_level="all").decoding(decode_rows)
     past = GoldenInputs(golden=scene.golden, run=decoding).past(layer)
-    assert past is not None, "a run that decodes is fed a past"
+    assert past is not None, "a run that decodes begins with a past"
     # Prompts are padded on the right: decoding starts at the last rows of the shortest one.
     lengths = scene.inputs.lengths
     rows = range(max(min(lengths) - decode_rows, 1), max(lengths))

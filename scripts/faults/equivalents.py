@@ -5,7 +5,7 @@ A port with another order of heads or experts holds other tensors inside: it doe
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -137,22 +137,19 @@ class ExpertsFloat32(Arithmetic):
         return super().activate(gate.float(), up.float()).to(gate.dtype)
 
 
-def _plant(name: str, arithmetic: type[Arithmetic], **more: Any) -> Plant:
-    return Plant(name=name, sites=(Site.OUTPUT,), arithmetic=arithmetic, kind=Kind.EQUIVALENT, **more)
-
-
+_plant = partial(Plant, sites=(Site.OUTPUT,), kind=Kind.EQUIVALENT)
 PLANTS = (
-    _plant("positions_offset", PositionsOffset, hides=_ROPE),
-    _plant("padding_garbage", PaddingGarbage),
-    _plant("weights_bfloat16", WeightsBfloat16),
-    _plant("heads_permuted", HeadsPermuted, hides=_HEADS),
-    _plant("width_permuted", WidthPermuted),
-    _plant("experts_permuted", ExpertsPermuted, hides=_ROUTER),
-    _plant("other_padding", OtherPadding),
-    _plant("queries_hold_the_scale", QueriesHoldTheScale, hides=(Site.Q_NORM, Site.Q_ROPE)),
-    _plant("experts_in_reverse_order", ReverseOrder),
-    _plant("norm_weight_float32", NormWeightFloat32),
-    _plant("activation_float32", ExpertsFloat32),
+    _plant("positions_offset", arithmetic=PositionsOffset, hides=_ROPE),
+    _plant("padding_garbage", arithmetic=PaddingGarbage),
+    _plant("weights_bfloat16", arithmetic=WeightsBfloat16),
+    _plant("heads_permuted", arithmetic=HeadsPermuted, hides=_HEADS),
+    _plant("width_permuted", arithmetic=WidthPermuted),
+    _plant("experts_permuted", arithmetic=ExpertsPermuted, hides=_ROUTER),
+    _plant("other_padding", arithmetic=OtherPadding),
+    _plant("queries_hold_the_scale", arithmetic=QueriesHoldTheScale, hides=(Site.Q_NORM, Site.Q_ROPE)),
+    _plant("experts_in_reverse_order", arithmetic=ReverseOrder),
+    _plant("norm_weight_float32", arithmetic=NormWeightFloat32),
+    _plant("activation_float32", arithmetic=ExpertsFloat32),
 )
 
 

@@ -37,12 +37,9 @@ _MAP = 'sites: {output: "model.layers.{layer}"}\n'
 
 
 def dump_as_vllm_neuron(capture: Capture, golden: Capture, directory: Path) -> CaptureSource:
-    """Write a run as vLLM Neuron would, and open it as `mm2-compare --map` does.
+    """Write a run as vLLM Neuron would into a new directory, and open it as `mm2-compare --map` does.
 
-    Args:
-        capture: The run, its rows padded on the right.
-        golden: The golden, whose batch the dump has.
-        directory: New directory of the dump.
+    The run's rows are padded on the right. The dump has the batch of the golden.
     """
     mask = capture.read_attention_mask().bool()
     num_tokens = int(mask.sum())

@@ -14,7 +14,7 @@ from faults.cases import Case, DumpCase
 AnyCase = Case | DumpCase
 _ROOT = Path(__file__).parents[2]
 # Files that plan runs, or count and print cases: they change no case.
-_COUNT = (*("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py"),)
+_COUNT = ("plan.py", "tally.py", "dump_tally.py", "pass_tally.py", "curve.py", "table.py")
 _SOURCES = ("compare", "minimax_tools", "neuron", "gpu_reference", "scripts/faults")
 
 
@@ -47,9 +47,9 @@ class RunJournal:
         """Keep a finished run."""
         self._runs[run] = tuple(cases)
         if self._path is not None:
-            line = json.dumps({"run": run, "cases": [_as_record(case) for case in self._runs[run]]})
+            records = [{"kind_of_case": type(case).__name__, **asdict(case)} for case in self._runs[run]]
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                file.write(json.dumps({"run": run, "cases": records}) + "\n")
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -71,10 +71,6 @@ def _parsed(line: str) -> Any:
         return json.loads(line)
     except json.JSONDecodeError:
         return None
-
-
-def _as_record(case: AnyCase) -> dict[str, Any]:
-    return {"kind_of_case": type(case).__name__, **asdict(case)}
 
 
 def _case(record: dict[str, Any]) -> AnyCase:

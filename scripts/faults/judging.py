@@ -45,12 +45,7 @@ class LayerVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """The verdict on a run.
-
-    Args:
-        verdict: Verdict on the whole run.
-        layers: Verdict on each layer.
-    """
+    """Verdicts on a whole run, and on each of its layers."""
 
     verdict: str
     layers: Mapping[int, LayerVerdict]
@@ -96,9 +91,6 @@ def _verdict(comparison: Comparison, layer: int) -> LayerVerdict:
     )
 
 
-_OUTPUTS = frozenset({Site.INPUT, Site.OUTPUT})
-
-
 def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
     """Hide some sites of the layers; sites outside the layers stay."""
     names = {str(site) for site in hidden}
@@ -107,29 +99,24 @@ def hide_sites(capture: Capture, hidden: Collection[Site]) -> Capture:
         entries=tuple(
             entry for entry in capture.manifest.entries if entry.layer is None or entry.site not in names
         ),
-        not_exposed={layer: _not_exposed(capture, layer, hidden) for layer in capture.layers},
+        not_exposed={
+            layer: tuple(
+                site
+                for site in capture.description.run.sites
+                if site is not Site.INPUT and (site in hidden or site in capture.not_exposed(layer))
+            )
+            for layer in capture.layers
+        },
     )
     return Capture(capture.directory, manifest)
 
 
 def as_black_box(capture: Capture) -> Capture:
     """Hide all sites of the layers but their outputs."""
-    return hide_sites(capture, [site for site in Site if site not in _OUTPUTS])
+    return hide_sites(capture, [site for site in Site if site not in (Site.INPUT, Site.OUTPUT)])
 
 
-def _not_exposed(capture: Capture, layer: int, hidden: Collection[Site]) -> tuple[Site, ...]:
-    already = capture.not_exposed(layer)
-    return tuple(
-        site
-        for site in capture.description.run.sites
-        if site is not Site.INPUT and (site in hidden or site in already)
-    )
-
-
-Named = tuple[tuple[str, Mapping[str, Any]], ...]
-
-
-def name_mistake(scene: Scene, capture: Capture, layer: int) -> Named:
+def name_mistake(scene: Scene, capture: Capture, layer: int) -> tuple[tuple[str, Mapping[str, Any]], ...]:
     """Diagnose a layer by its output alone: the mistakes that explain it, with their parameters, best first."""
     diagnosis = diagnose(scene.golden, as_black_box(capture), model=scene.folder, layers=(layer,))
     return tuple((finding.mistake, dict(finding.parameters)) for finding in diagnosis.findings)

@@ -21,14 +21,7 @@ _BESIDE = frozenset({Site.ATTN_RESIDUAL, Site.POST_NORM, Site.OUTPUT})
 
 
 class Both(Arithmetic):
-    """Attention of one wrong port and experts of another.
-
-    Args:
-        config: The model's quantities.
-        weights: The module that holds the weights.
-        attention: Mistake of the attention.
-        moe: Mistake of the experts.
-    """
+    """Attention of one wrong port and experts of another."""
 
     def __init__(self, config: Any, weights: FusedWeights, *, attention: Plant, moe: Plant) -> None:
         super().__init__(config, weights)
@@ -48,12 +41,7 @@ class Both(Arithmetic):
 
 
 def pair_plants(plants: Sequence[Plant], *, seed: int) -> Iterator[Plant]:
-    """Pair each mistake of the attention with a random one of the experts.
-
-    Args:
-        plants: Single mistakes.
-        seed: Seed of the choice.
-    """
+    """Pair each mistake of the attention among single mistakes with a random one of the experts."""
     shown = [
         plant
         for plant in plants

@@ -90,7 +90,14 @@ def give_pass_figures(
     if faint or faint_dumps:
         passed = _count_passed(faint) + sum(case.is_passed for case in faint_dumps)
         yield Figure.plain(f"passed_near_the_floor_of_{len(faint) + len(faint_dumps)}", passed)
-    boxes = _wrong_boxes(cases)
+    # Ports whose output alone differs beyond doubt.
+    boxes = _by_run(
+        [
+            case
+            for case in cases
+            if case.is_mistake and min(case.effect, case.effects.get("output", 0.0)) >= _BEYOND_DOUBT
+        ]
+    )
     if boxes:
         passed = sum(all(case.black_box_verdict in ("pass", "warn") for case in run) for run in boxes)
         yield Figure.plain(f"{PASSED}_of_{len(boxes)}_black_boxes", passed)
@@ -105,17 +112,6 @@ def _effect(case: Case) -> float:
 
 def _count_passed(runs: Sequence[Sequence[Case]]) -> int:
     return sum(all(case.is_passed for case in run) for run in runs)
-
-
-def _wrong_boxes(cases: Sequence[Case]) -> list[list[Case]]:
-    """Group the cases whose output alone differs beyond doubt by run."""
-    return _by_run(
-        [
-            case
-            for case in cases
-            if case.is_mistake and min(case.effect, case.effects.get("output", 0.0)) >= _BEYOND_DOUBT
-        ]
-    )
 
 
 def _by_run(cases: Sequence[Case]) -> list[list[Case]]:

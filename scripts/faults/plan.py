@@ -68,12 +68,8 @@ def plan_part(
 ) -> Iterator[AnyRun]:
     """Plan one of `PARTS` on synthetic models.
 
-    Args:
-        part: The part.
-        plants: What is planted.
-        seed: Seed of the models that mistakes are planted in.
-        num_clean_seeds: Number of models that right ports run on.
-        asks_names: Whether the diagnosis is asked for names, in `short` and `far`; it takes longer than all else.
+    Right ports run on `num_clean_seeds` models. In `short` and `far` the diagnosis may be asked for names, which takes
+    longer than all else.
     """
     if part == "clean":
         yield from _plan_clean_synthetic(num_clean_seeds)
@@ -86,12 +82,7 @@ def plan_part_on_model(
 ) -> Iterator[AnyRun]:
     """Plan one of `PARTS` on a trained model; XLA runs its right ports alone.
 
-    Args:
-        part: The part.
-        plants: What is planted; plants that cannot show are left out.
-        model: The model.
-        seed: Seed of the places where the text is cut.
-        asks_names: Whether the diagnosis is asked for names, in `short`.
+    Plants that cannot show are left out. In `short` the diagnosis may be asked for names.
     """
     if part == "clean":
         yield from _plan_clean_trained(model, seed=seed)

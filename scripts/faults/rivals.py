@@ -7,7 +7,6 @@ True where the tool would report a difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 import torch
 
@@ -99,19 +98,13 @@ def aws_equivalence(golden: torch.Tensor, port: torch.Tensor, twin: torch.Tensor
     return not ratio <= 1.2
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "seeds": seeds,
-        "msprobe": msprobe,
-        "msprobe_both": msprobe_both,
-        "polygraphy": polygraphy,
-        "sglang": sglang,
-        "vllm_neuron": vllm_neuron,
-        "vllm_neuron_dense": vllm_neuron_dense,
-        "tenstorrent": tenstorrent,
-        "aws_equivalence": aws_equivalence,
-    }
-)
+RULES: Mapping[str, Rule] = {
+    rule.__name__: rule
+    for rule in (
+        *(seeds, msprobe, msprobe_both, polygraphy, sglang),
+        *(vllm_neuron, vllm_neuron_dense, tenstorrent, aws_equivalence),
+    )
+}
 
 
 def find_differences(golden: Capture, capture: Capture, layer: int) -> Mapping[str, tuple[str, ...]]:

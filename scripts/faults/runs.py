@@ -16,7 +16,7 @@ from faults.port import PlantedPort
 from faults.rivals import find_differences
 from faults.scene import Scene, SceneRequest
 from minimax_tools.capture.reader import Capture
-from minimax_tools.model.run import full_run, sweep_run
+from minimax_tools.model.run import sweep_run
 from minimax_tools.model.sites import Site
 from minimax_tools.model.span import Span
 from neuron.devices.runtime import Runtime
@@ -32,7 +32,6 @@ class PlannedRun:
     """A port over all layers of a scene.
 
     Args:
-        request: The scene.
         port: `planted`, `ranks of N`, or a target as mm2-test names it.
         backend: `cpu` or `xla-cpu`.
         plant: The mistake, in the early, middle and last layer; None for a right port.
@@ -51,6 +50,11 @@ class PlannedRun:
     def rows(self) -> str:
         """Kind of the rows that it computes."""
         return "decode" if self.decodes else "prefill"
+
+    @property
+    def decode_rows(self) -> int:
+        """Number of rows of each prompt that are decoded."""
+        return DECODE_ROWS if self.decodes else 0
 
     def __str__(self) -> str:
         return f"{self.request.name}: {self.plant or Path(self.port).name} on {self.backend}, {self.rows}"
@@ -85,12 +89,12 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
     capture = _capture(planned, scene, runtime=runtime, directory=directory)
     shown = judge_run(scene, capture)
     alone = judge_run(scene, as_black_box(capture))
-    decode_rows = DECODE_ROWS if planned.decodes else 0
     asked = scene.layers[len(scene.layers) // 2] if planned.names else None
     cases = []
     for layer in capture.layers:
         plant = planned.plant if layer in scene.layers else None
-        effects = _measure_effects(scene, layer, plant, decode_rows) if plant else {}
+        seen = shown.layers[layer]
+        effects = _measure_effects(scene, layer, plant, planned.decode_rows) if plant else {}
         cases.append(
             Case(
                 run=str(planned),
@@ -102,10 +106,10 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 **(plant.record if plant else {}),
                 halves=tuple(tuple(map(str, half.sites)) for half in plant.halves) if plant else (),
                 effects={str(site): effect for site, effect in effects.items()},
-                failed=shown.layers[layer].failed,
-                warned=shown.layers[layer].warned,
-                blamed=shown.layers[layer].blamed,
-                reason=shown.layers[layer].reason,
+                failed=seen.failed,
+                warned=seen.warned,
+                blamed=seen.blamed,
+                reason=seen.reason,
                 black_box_detected=alone.layers[layer].is_detected,
                 rivals=find_differences(scene.golden, capture, layer),
                 named=name_mistake(scene, capture, layer) if layer == asked else None,
@@ -113,7 +117,7 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
                 model=planned.request.model_name,
                 verdict=shown.verdict,
                 black_box_verdict=alone.verdict,
-                excess=shown.layers[layer].excess,
+                excess=seen.excess,
                 black_box_excess=max(alone.layers[layer].excess.values(), default=0.0),
             )
         )
@@ -123,24 +127,8 @@ def carry_out(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory:
 def run_port(
     scene: Scene, target: Target, *, runtime: Runtime, directory: Path, decode_rows: int = 0
 ) -> Capture:
-    """Sweep all layers in this process.
-
-    Args:
-        scene: Model and golden.
-        target: The port.
-        runtime: The device.
-        directory: The capture's directory; it is emptied first.
-        decode_rows: Number of rows of each prompt that are decoded.
-    """
+    """Sweep all layers in this process, and decode the last `decode_rows` rows; `directory` is emptied first."""
     run = sweep_run(Span(0, scene.spec.num_hidden_layers), sites_level="all").decoding(decode_rows)
-    return port_runs.run_port(
-        scene.golden, target, run, reader=scene.reader, runtime=runtime, directory=directory
-    )
-
-
-def run_whole_model(scene: Scene, target: Target, *, runtime: Runtime, directory: Path) -> Capture:
-    """Run all layers chained, from the embedding to the logits; `directory` is emptied first."""
-    run = full_run(scene.spec.num_hidden_layers, sites_level="all")
     return port_runs.run_port(
         scene.golden, target, run, reader=scene.reader, runtime=runtime, directory=directory
     )
@@ -159,12 +147,11 @@ def _measure_effects(scene: Scene, layer: int, plant: Plant, decode_rows: int) -
 
 def _capture(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: Path) -> Capture:
     if planned.port.startswith(RANKS):
-        tp_degree = int(planned.port.removeprefix(RANKS))
         return port_runs.run_on_ranks(
             "sweep",
             scene.folder,
             scene.golden,
-            tp_degree=tp_degree,
+            tp_degree=int(planned.port.removeprefix(RANKS)),
             backend=planned.backend,
             directory=directory,
         )
@@ -172,5 +159,6 @@ def _capture(planned: PlannedRun, scene: Scene, *, runtime: Runtime, directory: 
         return run_port(scene, find_target(planned.port), runtime=runtime, directory=directory)
     layers = frozenset(scene.layers) if planned.plant else frozenset()
     port = PlantedPort(plant=planned.plant, layers=layers, decode_only=planned.decodes)
-    decode_rows = DECODE_ROWS if planned.decodes else 0
-    return run_port(scene, port.target(), runtime=runtime, directory=directory, decode_rows=decode_rows)
+    return run_port(
+        scene, port.target(), runtime=runtime, directory=directory, decode_rows=planned.decode_rows
+    )

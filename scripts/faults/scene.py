@@ -120,14 +120,7 @@ class SceneRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """A checkpoint, opened, and its golden.
-
-    Args:
-        request: The request that it was made of.
-        folder: The checkpoint.
-        golden: The golden, of all sites with their float32 twins.
-        reader: Reader of the checkpoint.
-    """
+    """A checkpoint, opened, and its golden of all sites with their float32 twins."""
 
     request: SceneRequest
     folder: Path
@@ -154,10 +147,10 @@ class Scene:
 @contextmanager
 def open_scene(request: SceneRequest, scratch: Path) -> Iterator[Scene]:
     """Make the model and its golden below `scratch`, where they are missing, and open them."""
-    folder, golden = _write_model(request, scratch), scratch / request.name / "golden"
-    capture = capture_cpu_golden(
+    folder = _write_model(request, scratch)
+    golden = capture_cpu_golden(
         folder,
-        golden,
+        scratch / request.name / "golden",
         rows=_request_rows(request, folder),
         noise_floor="full",
         attention=request.attention,
@@ -165,7 +158,7 @@ def open_scene(request: SceneRequest, scratch: Path) -> Iterator[Scene]:
         floor_variants=variant_names(DEFAULT_NUM_VARIANTS),
     )
     with CheckpointReader(folder) as reader:
-        yield Scene(request=request, folder=folder, golden=capture, reader=reader)
+        yield Scene(request=request, folder=folder, golden=golden, reader=reader)
 
 
 def _write_model(request: SceneRequest, scratch: Path) -> Path:
@@ -174,13 +167,12 @@ def _write_model(request: SceneRequest, scratch: Path) -> Path:
         return Path(request.trained.folder)
     folder = scratch / request.name / "model"
     if not (folder / "config.json").is_file():
-        write_model(folder, _small_model(request), seed=request.seed)
+        # A small model with 32 experts, two kv heads and FP8 scales in grids.
+        model = SyntheticModel(
+            num_hidden_layers=request.num_layers, intermediate_size=request.intermediate_size
+        )
+        write_model(folder, model, seed=request.seed)
     return folder
-
-
-def _small_model(request: SceneRequest) -> SyntheticModel:
-    """Describe a small model with 32 experts, two kv heads and FP8 scales in grids."""
-    return SyntheticModel(num_hidden_layers=request.num_layers, intermediate_size=request.intermediate_size)
 
 
 def _request_rows(request: SceneRequest, folder: Path) -> InputRequest:

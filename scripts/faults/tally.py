@@ -10,8 +10,6 @@ from scipy.special import betaincinv
 from faults.cases import Case
 from faults.rivals import RULES
 
-_CONFIDENCE = 0.95
-
 
 def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
     """Yield detection and naming of mistakes, false alarms on right layers, and the same of the other rules."""
@@ -21,16 +19,14 @@ def give_figures(cases: Sequence[Case]) -> Iterator[Figure]:
         yield from _detection_figures(cases, above)
         learned = [case for case in above if case.is_learned]
         if learned:
-            detected = sum(case.is_detected for case in learned)
-            yield Figure.percent("detected_on_learned_%", detected, len(learned), at_least=99)
+            yield Figure.share("detected_on_learned_%", [case.is_detected for case in learned], at_least=99)
     pairs = [case for case in cases if case.is_pair_above_floor]
     if pairs:
         yield Figure.plain("pairs_above_floor", len(pairs))
-        yield Figure.percent(
-            "both_of_a_pair_named_%", sum(case.is_pair_named for case in pairs), len(pairs), at_least=99
-        )
-    if any(case.named is not None for case in cases):
-        yield from _naming_figures([case for case in cases if case.named is not None])
+        yield Figure.share("both_of_a_pair_named_%", [case.is_pair_named for case in pairs], at_least=99)
+    asked = [case for case in cases if case.named is not None]
+    if asked:
+        yield from _naming_figures(asked)
     if clean:
         yield from _alarm_figures(clean)
     for rule in RULES:
@@ -70,88 +66,72 @@ def misses(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
             yield ("below the floor, found" if case.is_detected else "below the floor"), case
 
 
-def misled_runs(cases: Sequence[Case]) -> frozenset[str]:
-    """Find the runs in which a right layer fails beside a wrong one."""
-    return frozenset(case.run for case in cases if case.kind == "right" and case.is_detected)
-
-
-def upper_bound(hits: int, trials: int, *, confidence: float = _CONFIDENCE) -> float:
-    """Compute the one-sided Clopper-Pearson upper bound of a rate."""
+def upper_bound(hits: int, trials: int) -> float:
+    """Compute the one-sided Clopper-Pearson upper bound of a rate, with 95 % confidence."""
     if trials == 0 or hits >= trials:
         return 1.0
-    return float(betaincinv(hits + 1, trials - hits, confidence))
+    return float(betaincinv(hits + 1, trials - hits, 0.95))
 
 
 def _detection_figures(cases: Sequence[Case], above: Sequence[Case]) -> Iterator[Figure]:
     """Yield the figures of mistakes above the noise floor, and of those below it."""
     detected = [case for case in above if case.is_detected]
     yield Figure.plain("mistakes_above_floor", len(above))
-    yield Figure.percent("detected_%", len(detected), len(above), at_least=99)
+    yield Figure.share("detected_%", [case.is_detected for case in above], at_least=99)
     strange = [case for case in above if case.kind == "uncatalogued"]
     if strange:
-        yield Figure.percent(
-            "detected_uncatalogued_%", sum(case.is_detected for case in strange), len(strange), at_least=99
-        )
-    misled = misled_runs(cases)
-    placed = sum(bool(case.blamed) and case.run not in misled for case in detected)
-    yield Figure.percent("layer_named_%", placed, len(detected), at_least=100)
-    yield Figure.percent(
-        "site_named_%", sum(case.is_site_named for case in detected), len(detected), at_least=99
-    )
-    alone = sum(case.is_nothing_else_blamed and case.run not in misled for case in detected)
-    yield Figure.percent("nothing_else_blamed_%", alone, len(detected), at_least=99)
+        yield Figure.share("detected_uncatalogued_%", [case.is_detected for case in strange], at_least=99)
+    # Runs in which a right layer fails beside a wrong one.
+    misled = {case.run for case in cases if case.kind == "right" and case.is_detected}
+    placed = [bool(case.blamed) and case.run not in misled for case in detected]
+    yield Figure.share("layer_named_%", placed, at_least=100)
+    yield Figure.share("site_named_%", [case.is_site_named for case in detected], at_least=99)
+    alone = [case.is_nothing_else_blamed and case.run not in misled for case in detected]
+    yield Figure.share("nothing_else_blamed_%", alone, at_least=99)
     seen = [case for case in above if case.is_distinguishable]
     yield Figure.plain("distinguishable_by_output", len(seen))
-    alone = sum(case.black_box_detected for case in above)
-    yield Figure.percent("black_box_detected_%", alone, len(above))
-    alone = sum(case.black_box_detected for case in seen)
-    yield Figure.percent("black_box_detected_of_distinguishable_%", alone, len(seen))
+    yield Figure.share("black_box_detected_%", [case.black_box_detected for case in above])
+    yield Figure.share("black_box_detected_of_distinguishable_%", [case.black_box_detected for case in seen])
     below = [case for case in cases if case.is_mistake and not case.is_above_floor]
     yield Figure.plain("mistakes_below_floor", len(below))
-    found = sum(case.is_detected for case in below)
-    yield Figure.percent("detected_below_floor_%", found, len(below))
+    yield Figure.share("detected_below_floor_%", [case.is_detected for case in below])
 
 
 def _naming_figures(asked: Sequence[Case]) -> Iterator[Figure]:
     """Yield how often the diagnosis names the mistake by the output alone."""
     known = [case for case in asked if case.kind == "catalogued" and case.is_distinguishable]
     yield Figure.plain("mistakes_asked_for_by_name", len(known))
-    yield Figure.percent("mistake_named_%", sum(case.is_named for case in known), len(known), at_least=95)
-    first = sum(case.is_named_first for case in known)
-    yield Figure.percent("mistake_named_first_%", first, len(known))
-    strange = [case for case in asked if case.kind == "uncatalogued"]
-    wrongly = sum(bool(case.named) for case in strange)
-    yield Figure.percent("uncatalogued_given_a_name_%", wrongly, len(strange))
-    wrongly = sum(bool(case.named) and not case.is_named for case in asked)
-    yield Figure.percent("given_a_wrong_name_%", wrongly, len(asked), at_most=1)
-    harmless = [case for case in asked if case.kind == "equivalent"]
-    yield Figure.plain("equivalents_given_a_name", sum(bool(case.named) for case in harmless))
+    yield Figure.share("mistake_named_%", [case.is_named for case in known], at_least=95)
+    yield Figure.share("mistake_named_first_%", [case.is_named_first for case in known])
+    strange = [bool(case.named) for case in asked if case.kind == "uncatalogued"]
+    yield Figure.share("uncatalogued_given_a_name_%", strange)
+    wrongly = [bool(case.named) and not case.is_named for case in asked]
+    yield Figure.share("given_a_wrong_name_%", wrongly, at_most=1)
+    harmless = [bool(case.named) for case in asked if case.kind == "equivalent"]
+    yield Figure.plain("equivalents_given_a_name", sum(harmless))
 
 
 def _alarm_figures(clean: Sequence[Case]) -> Iterator[Figure]:
     """Yield the right layers that fail, with all sites or by the output alone; equivalents are right too."""
-    alarms = [case for case in clean if case.is_alarmed]
+    num_alarms = sum(case.is_alarmed for case in clean)
     yield Figure.plain("clean_layer_comparisons", len(clean))
-    yield Figure.exactly("false_alarms", len(alarms), 0)
-    yield Figure.plain("false_alarms_upper_bound_%", 100 * upper_bound(len(alarms), len(clean)))
+    yield Figure.exactly("false_alarms", num_alarms, 0)
+    yield Figure.plain("false_alarms_upper_bound_%", 100 * upper_bound(num_alarms, len(clean)))
     for word, is_learned, goal in (("learned", True, 3000), ("drawn", False, 1000)):
-        group = [case for case in clean if case.is_learned is is_learned]
-        if group:
-            yield Figure.at_least(f"clean_layer_comparisons_{word}", len(group), goal)
-            yield Figure.exactly(f"false_alarms_{word}", sum(case.is_alarmed for case in group), 0)
-    warned = sum(bool(case.warned) for case in clean)
-    yield Figure.percent("clean_layers_with_a_warning_%", warned, len(clean))
-    equivalents = [case for case in clean if case.kind == "equivalent"]
+        alarms = [case.is_alarmed for case in clean if case.is_learned is is_learned]
+        if alarms:
+            yield Figure.at_least(f"clean_layer_comparisons_{word}", len(alarms), goal)
+            yield Figure.exactly(f"false_alarms_{word}", sum(alarms), 0)
+    yield Figure.share("clean_layers_with_a_warning_%", [bool(case.warned) for case in clean])
+    equivalents = [case.is_alarmed for case in clean if case.kind == "equivalent"]
     yield Figure.plain("equivalents", len(equivalents))
-    flagged = sum(case.is_alarmed for case in equivalents)
-    yield Figure.exactly("equivalents_flagged", flagged, 0)
+    yield Figure.exactly("equivalents_flagged", sum(equivalents), 0)
 
 
 def _rule_figures(rule: str, above: Sequence[Case], clean: Sequence[Case]) -> Iterator[Figure]:
     """Yield the mistakes and the right layers that a rule of another tool calls different."""
     for word, group in (("detected", above), ("false_alarms", clean)):
         if group:
-            hits = sum(bool(case.rivals[rule]) for case in group)
-            yield Figure.percent(f"{rule}_{word}_%", hits, len(group))
-            alone = sum("output" in case.rivals[rule] for case in group)
-            yield Figure.percent(f"{rule}_black_box_{word}_%", alone, len(group))
+            yield Figure.share(f"{rule}_{word}_%", [bool(case.rivals[rule]) for case in group])
+            alone = ["output" in case.rivals[rule] for case in group]
+            yield Figure.share(f"{rule}_black_box_{word}_%", alone)

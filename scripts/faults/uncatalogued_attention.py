@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -141,10 +141,7 @@ class ResidualGarbage(Arithmetic):
         return states + delta + (0.5 * delta.float().std() * garbage).to(states.dtype)
 
 
-def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **more: Any) -> Plant:
-    return Plant(name, sites, arithmetic, kind=Kind.UNCATALOGUED, **more)
-
-
+_plant = partial(Plant, kind=Kind.UNCATALOGUED)
 PLANTS = (
     _plant("head_zero", (Site.Q_PROJ,), HeadZero),
     _plant("output_head_zero", (Site.ATTN_DELTA,), OutputHeadZero),

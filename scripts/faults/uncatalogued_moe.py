@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -147,10 +147,7 @@ class ResidualTwice(Arithmetic):
         return residual + moe + moe * quarter.to(moe.dtype)
 
 
-def _plant(name: str, sites: tuple[Site, ...], arithmetic: type[Arithmetic], **more: Any) -> Plant:
-    return Plant(name, sites, arithmetic, kind=Kind.UNCATALOGUED, **more)
-
-
+_plant = partial(Plant, kind=Kind.UNCATALOGUED)
 PLANTS = (
     _plant("buffer_not_cleared", _MOE, BufferNotCleared),
     _plant("bucket_end_wrong", _MOE, BucketEndWrong),

@@ -45,12 +45,7 @@ def measure_full_size(bench: LoadingBench, folder: Path, *, num_layers: int | No
     """Yield the figures of a streamed, cold golden of a checkpoint of the true size, in layers of BF16 weights.
 
     The bound is the longer of two times: a plain read past the cache at the speed of the first shards, and the layers
-    without their reads.
-
-    Args:
-        bench: The bench.
-        folder: The checkpoint.
-        num_layers: Number of first layers; None for all layers and the head.
+    without their reads. The golden has the first `num_layers` layers; None stands for all layers and the head.
     """
     checkpoint = Checkpoint.of(folder)
     wanted = range(checkpoint.num_layers if num_layers is None else num_layers)

@@ -149,16 +149,9 @@ def _read_s(
     layers_only: bool = True,
     past_cache: bool = False,
 ) -> float:
-    """Measure the seconds of a plain read.
+    """Measure the seconds of a plain read by as many threads as torch has, or by `num_threads`.
 
-    Args:
-        bench: The bench.
-        checkpoint: The checkpoint that is read.
-        cache: State of the page cache at the beginning.
-        num_threads: Number of reading threads; None for as many as torch has.
-        memory_bytes: Memory that they fill; by default as little as possible.
-        layers_only: Whether only the layers are read.
-        past_cache: Whether the page cache is bypassed.
+    They fill `memory_bytes` of memory, by default as little as possible.
     """
     measured = bench.probe(
         READ_PLAINLY,

@@ -75,11 +75,7 @@ print(json.dumps({"before": before, "peak": tracker.peak.anonymous_bytes}))
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """Yield the figures of extracting most of a checkpoint.
-
-    Args:
-        scale: `full`, 2 GB that take minutes and 6 GB of disk for temporary files, or `toy`.
-    """
+    """Yield the figures of extracting most of a checkpoint: `full` takes minutes and 6 GB of disk."""
     with tempfile.TemporaryDirectory(prefix="mm2-extracting-") as scratch:
         large, many = Path(scratch) / "large", Path(scratch) / "many"
         last = _MODELS[scale].num_hidden_layers - 1

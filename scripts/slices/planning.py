@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from figures import Figure
@@ -52,12 +51,10 @@ class PlanningScale:
     num_times: int
 
 
-SCALES: Mapping[str, PlanningScale] = MappingProxyType(
-    {
-        "full": PlanningScale(num_clusters=20_000, balanced_every=10, num_small=1000, num_times=15),
-        "toy": PlanningScale(num_clusters=60, balanced_every=10, num_small=20, num_times=3),
-    }
-)
+SCALES: Mapping[str, PlanningScale] = {
+    "full": PlanningScale(num_clusters=20_000, balanced_every=10, num_small=1000, num_times=15),
+    "toy": PlanningScale(num_clusters=60, balanced_every=10, num_small=20, num_times=3),
+}
 
 
 def measure(scale: str) -> Iterator[Figure]:

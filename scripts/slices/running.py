@@ -62,11 +62,7 @@ _SCRIPTS = Path(__file__).parents[1]
 
 
 def measure(scale: str) -> Iterator[Figure]:
-    """Yield the figures of a golden capture by two ranks and by one process.
-
-    Args:
-        scale: `full`, with a checkpoint of half a gigabyte and several minutes, or `toy`.
-    """
+    """Yield the figures of a golden capture by two ranks and by one process: `full` takes several minutes."""
     with tempfile.TemporaryDirectory(prefix="mm2-running-") as scratch:
         folder, plan_file, output = (Path(scratch) / name for name in ("model", "plan.json", "capture"))
         model = _MODELS[scale]
