@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 from compare.diagnosis.evaluation import Change, LayerInputs
 from minimax_tools.model.sites import Site
 
+# What a mistake is computed from: the inputs of a layer, or of a site outside the layers.
+Scene = TypeVar("Scene")
 Value = int | float | str
 Parameters = Mapping[str, Value]
 # The parameters that are worth a try in a scene; none where the mistake cannot happen there.
@@ -17,9 +20,24 @@ Candidates = Callable[[LayerInputs], tuple[Parameters, ...]]
 NOTHING: Parameters = MappingProxyType({})
 
 
-def once(_: LayerInputs) -> tuple[Parameters, ...]:
+def once(_: object) -> tuple[Parameters, ...]:
     """Offer no parameters, once."""
     return (NOTHING,)
+
+
+def once_if(may_happen: Callable[[Scene], bool]) -> Callable[[Scene], tuple[Parameters, ...]]:
+    """Build candidates of a mistake without parameters: one in scenes where it may happen."""
+    return lambda scene: (NOTHING,) if may_happen(scene) else ()
+
+
+def each(name: str, values: Callable[[Scene], Iterable[Value]]) -> Callable[[Scene], tuple[Parameters, ...]]:
+    """Build candidates of one parameter: every value that a scene allows."""
+    return lambda scene: tuple(MappingProxyType({name: value}) for value in values(scene))
+
+
+def values_of(name: str, *values: Value) -> Callable[[object], tuple[Parameters, ...]]:
+    """Build candidates of one parameter, with the same values everywhere."""
+    return each(name, lambda _: values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,17 +132,3 @@ def word_mistake(name: str, parameters: Parameters) -> str:
         for key, value in parameters.items()
     ]
     return f"{name} ({', '.join(words)})" if words else name
-
-
-def each(name: str, values: Callable[[LayerInputs], tuple[Value, ...]]) -> Candidates:
-    """Build candidates of one parameter: every value that a scene allows."""
-
-    def candidates(scene: LayerInputs) -> tuple[Parameters, ...]:
-        return tuple(MappingProxyType({name: value}) for value in values(scene))
-
-    return candidates
-
-
-def values_of(name: str, *values: Value) -> Candidates:
-    """Build candidates of one parameter, with the same values everywhere."""
-    return each(name, lambda _: values)

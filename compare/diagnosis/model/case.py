@@ -5,7 +5,9 @@ B batch, S sequence, T judged tokens, H hidden, C judged columns of the vocabula
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -13,10 +15,11 @@ from compare.diagnosis.layer_case import spread_places
 from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model.embedding import embed
 from compare.diagnosis.model.final_norm import norm_states
-from compare.diagnosis.model.head import score
+from compare.diagnosis.model.head import score, score_states
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.model.scene import ModelScene, Unit
 from compare.diagnosis.model.weights import ModelWeights
+from compare.noise.squared_errors import TINY_FLOAT32
 from compare.sides.batch import Batch
 from compare.sides.golden_weights import GoldenWeights
 from compare.sides.pairing import find_mismatch
@@ -27,6 +30,8 @@ from minimax_tools.model.sites import ModelSite, Site
 _ROUNDING = {torch.bfloat16: 1.7e-3, torch.float32: 2e-6}
 _MOST_TOKENS = {ModelSite.EMBEDDING: 512, ModelSite.FINAL_NORM: 512, ModelSite.LOGITS: 64}
 _MOST_COLUMNS = 8192
+# Less is a tensor that was not loaded rather than one that is scaled.
+_LEAST_FACTOR = 1e-6
 _RIGHT = {ModelSite.EMBEDDING: embed, ModelSite.FINAL_NORM: norm_states, ModelSite.LOGITS: score}
 
 
@@ -58,10 +63,21 @@ class SiteCase:
 
     def predict(self, mistake: ModelMistake, parameters: Parameters) -> torch.Tensor | None:
         """Compute the site's values [T,F] with a mistake; None where it cannot happen here."""
-        prediction = mistake.predict(self.scene, **parameters)
-        if prediction is None or mistake.site is self.site:
-            return prediction
-        return score(replace(self.scene, normed=self.scene.rounded(prediction)))
+        if mistake.site is self.site:
+            return mistake.predict(self.scene, self.right, **parameters)
+        prediction = mistake.predict(self.scene, norm_states(self.scene), **parameters)
+        return None if prediction is None else score_states(self.scene, self.scene.rounded(prediction))
+
+    def candidates(self, mistake: ModelMistake) -> tuple[Parameters, ...]:
+        """Return the parameters to try: those of the catalogue, and the factor that fits the port best."""
+        found = mistake.candidates(self.scene)
+        # At the logits nothing tells a scaled norm from a scaled head.
+        if not mistake.fits_factor or mistake.site is not self.site:
+            return found
+        factor = float((self.port * self.right).sum() / self.right.square().sum().clamp(min=TINY_FLOAT32))
+        if not math.isfinite(factor) or abs(factor) <= _LEAST_FACTOR:
+            return found
+        return (*found, MappingProxyType({"factor": factor}))
 
 
 class ModelCases:
@@ -104,17 +120,15 @@ class ModelCases:
         if any(_lacks_input(scene, site) for scene in scenes):
             return "its input is not held"
         values = [self._values(tensor, site) for tensor in (golden, port)]
-        usable = self._held(site, has_norm=has_norm)
-        usable &= torch.stack([rows.isfinite().all(dim=-1) for rows in values]).all(dim=0)
-        usable &= torch.stack([_is_finite(scene) for scene in scenes]).all(dim=0)
+        inputs = [rows for scene in scenes for rows in (scene.states, scene.normed) if rows is not None]
+        finite = torch.stack([rows.isfinite().all(dim=-1) for rows in (*values, *inputs)]).all(dim=0)
+        usable = finite & self._held(site, has_norm=has_norm)
         if not bool(usable.any()):
             return "no token of it is held and finite"
         places = usable.nonzero()[:, 0]
         places = places[spread_places(len(places), [len(places)], _MOST_TOKENS[site])]
         golden_scene, port_scene = (_at(scene, places) for scene in scenes)
         exact, right = (_RIGHT[site](scene) for scene in (golden_scene, port_scene))
-        assert exact is not None, "a site without its input is not opened"
-        assert right is not None, "a site without its input is not opened"
         unit = Unit.of(values[0][places], exact, rounding=_ROUNDING[self._dtype])
         num_lost = int((~values[1].isfinite().all(dim=-1)).sum())
         lost = f"{num_lost} tokens hold NaN or Inf and were left out: no mistake of the catalogue makes any"
@@ -154,13 +168,10 @@ class ModelCases:
             states=self._states(side),
         )
         if has_norm and self._holds(side, ModelSite.FINAL_NORM):
-            normed: torch.Tensor | None = self._values(
-                side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM
-            )
+            normed = self._values(side.read_model(ModelSite.FINAL_NORM), ModelSite.FINAL_NORM)
+        elif scene.states is not None:
+            normed = scene.rounded(norm_states(scene))
         else:
-            exact = norm_states(scene)
-            normed = None if exact is None else scene.rounded(exact)
-        if normed is None:
             return scene
         return replace(scene, normed=normed, all_normed=normed)
 
@@ -183,31 +194,17 @@ class ModelCases:
 
 
 def _lacks_input(scene: ModelScene, site: ModelSite) -> bool:
-    if site is ModelSite.EMBEDDING:
-        return scene.token_ids is None
-    return scene.states is None if site is ModelSite.FINAL_NORM else scene.normed is None
-
-
-def _is_finite(scene: ModelScene) -> torch.Tensor:
-    """Find tokens whose input is finite, bool [T]."""
-    assert scene.token_ids is not None, "a golden holds its tokens"
-    finite = torch.ones(len(scene.token_ids), dtype=torch.bool)
-    for rows in (scene.states, scene.normed):
-        if rows is not None:
-            finite &= rows.isfinite().all(dim=-1)
-    return finite
+    if site is ModelSite.FINAL_NORM:
+        return scene.states is None
+    return site is ModelSite.LOGITS and scene.normed is None
 
 
 def _at(scene: ModelScene, places: torch.Tensor) -> ModelScene:
     """Select some of a scene's tokens, by their places."""
-
-    def take(rows: torch.Tensor | None) -> torch.Tensor | None:
-        return None if rows is None else rows[places]
-
     return replace(
         scene,
-        token_ids=take(scene.token_ids),
-        before=take(scene.before),
-        states=take(scene.states),
-        normed=take(scene.normed),
+        token_ids=scene.token_ids[places],
+        before=scene.before[places],
+        states=None if scene.states is None else scene.states[places],
+        normed=None if scene.normed is None else scene.normed[places],
     )

@@ -8,95 +8,54 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.mistake import Parameters
+from compare.diagnosis.mistake import each
 from compare.diagnosis.model import shards
 from compare.diagnosis.model.low_precision import ROUNDINGS, roundings
 from compare.diagnosis.model.mistake import ModelMistake
-from compare.diagnosis.model.scene import ModelScene, fit_factor
+from compare.diagnosis.model.scene import ModelScene
 from minimax_tools.model.sites import ModelSite
 
 
-def embed(scene: ModelScene) -> torch.Tensor | None:
-    """Look up the tokens' rows, float32 [T,H]; None where the tokens are not known."""
-    return None if scene.token_ids is None else _rows(scene, scene.token_ids)
+def embed(scene: ModelScene) -> torch.Tensor:
+    """Look up the tokens' rows, float32 [T,H]."""
+    return _rows(scene, scene.token_ids)
 
 
 def _rows(scene: ModelScene, ids: torch.Tensor) -> torch.Tensor:
     return scene.weights.embedding[ids].float()
 
 
-def _ids(scene: ModelScene) -> torch.Tensor:
-    assert scene.token_ids is not None, "the search asks for predictions where the tokens are known"
-    return scene.token_ids
-
-
 def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Look up the rows that `other_rows` gives in place of the right ones."""
-    return lambda scene, **parameters: _rows(
-        scene, other_rows(_ids(scene), scene.spec.vocab_size, **parameters)
+    return lambda scene, _, **parameters: _rows(
+        scene, other_rows(scene.token_ids, scene.spec.vocab_size, **parameters)
     )
 
 
-def _offset_of_rank_0(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
+def _offset_of_rank_0(scene: ModelScene, right: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
     num_rows = scene.spec.vocab_size // tp_degree
-    ids = _ids(scene)
-    found = torch.zeros(len(ids), scene.spec.hidden_size)
-    first = ids < num_rows
+    found = torch.zeros_like(right)
+    first = scene.token_ids < num_rows
     for rank in range(tp_degree):
-        found[first] += _rows(scene, rank * num_rows + ids[first])
+        found[first] += _rows(scene, rank * num_rows + scene.token_ids[first])
     return found
 
 
-def _not_reduced(scene: ModelScene, *, tp_degree: int, rank: int) -> torch.Tensor:
-    is_own = _ids(scene) // (scene.spec.vocab_size // tp_degree) == rank
-    return _rows(scene, _ids(scene)) * is_own[:, None]
+def _columns_of_rank_0(_: ModelScene, right: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
+    return right[:, : right.shape[1] // tp_degree].repeat(1, tp_degree)
 
 
-def _columns_of_rank_0(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
-    rows = _rows(scene, _ids(scene))
-    return rows[:, : scene.spec.hidden_size // tp_degree].repeat(1, tp_degree)
+def _columns_not_gathered(_: ModelScene, right: torch.Tensor, *, tp_degree: int, rank: int) -> torch.Tensor:
+    hidden = right.shape[1]
+    return right * shards.is_of_rank(torch.arange(hidden), hidden, tp_degree, rank)
 
 
-def _columns_not_gathered(scene: ModelScene, *, tp_degree: int, rank: int) -> torch.Tensor:
-    rows = _rows(scene, _ids(scene))
-    is_own = torch.arange(scene.spec.hidden_size) // (scene.spec.hidden_size // tp_degree) == rank
-    return rows * is_own
-
-
-def _scaled(scene: ModelScene, *, factor: float) -> torch.Tensor:
-    return scene.rounded(_rows(scene, _ids(scene)) * factor)
-
-
-def _factors(scene: ModelScene, port: torch.Tensor) -> tuple[Parameters, ...]:
-    """List the usual factors, and the one that fits best."""
+def _usual_factors(scene: ModelScene) -> tuple[float, float]:
     root = math.sqrt(scene.spec.hidden_size)
-    right = _rows(scene, _ids(scene))
-    fitted = fit_factor(port, right)
-    return tuple(MappingProxyType({"factor": factor}) for factor in (root, 1.0 / root, fitted) if factor)
-
-
-def _of_the_head(scene: ModelScene) -> torch.Tensor | None:
-    return scene.weights.head[_ids(scene)].float() if scene.weights.has_head else None
-
-
-def _low_precision(scene: ModelScene, *, dtype: str) -> torch.Tensor:
-    return ROUNDINGS[dtype](_rows(scene, _ids(scene)))
-
-
-def _token_before(scene: ModelScene) -> torch.Tensor | None:
-    if scene.before is None or scene.all_ids is None:
-        return None
-    rows = _rows(scene, scene.all_ids[scene.before])
-    # The values of a prompt's first token are not known.
-    return rows.masked_fill((scene.before < 0)[:, None], math.nan)
-
-
-def _zeros(scene: ModelScene) -> torch.Tensor:
-    return torch.zeros(len(_ids(scene)), scene.spec.hidden_size)
+    return root, 1.0 / root
 
 
 _mistake = partial(ModelMistake, site=ModelSite.EMBEDDING)
@@ -119,7 +78,9 @@ EMBEDDING_MISTAKES = (
         name="embedding_not_reduced",
         what="The ranks' parts of the vocabulary are not added up: tokens of other ranks are zero.",
         look_at="the all-reduce behind the vocabulary-parallel embedding",
-        predict=_not_reduced,
+        predict=lambda scene, right, **split: (
+            right * shards.is_of_rank(scene.token_ids, scene.spec.vocab_size, **split).unsqueeze(1)
+        ),
         candidates=shards.vocabulary_ranks,
     ),
     _mistake(
@@ -154,33 +115,36 @@ EMBEDDING_MISTAKES = (
         name="embedding_scaled",
         what="Embeddings are multiplied by a factor, as other models do by the root of the hidden size.",
         look_at="a scale behind the embedding",
-        predict=_scaled,
-        candidates=_factors,
+        predict=lambda scene, right, factor: scene.rounded(right * factor),
+        candidates=each("factor", _usual_factors),
+        fits_factor=True,
     ),
     _mistake(
         name="embedding_is_head",
         what="Tokens are looked up in lm_head.",
         look_at="a tie of embedding and lm_head: MiniMax-M2 does not tie them",
-        predict=_of_the_head,
+        predict=lambda scene, _: (
+            scene.weights.head[scene.token_ids].float() if scene.weights.has_head else None
+        ),
         sources=("parallax#444",),
     ),
     _mistake(
         name="embedding_low_precision",
         what="The embedding is held in fewer bits than the checkpoint's.",
         look_at="the list of modules that quantisation leaves alone",
-        predict=_low_precision,
+        predict=lambda _, right, dtype: ROUNDINGS[dtype](right),
         candidates=roundings,
     ),
     _mistake(
         name="embedding_of_token_before",
         what="Each position has the embedding of the token before it.",
         look_at="a shift of the token ids, such as that of labels in training",
-        predict=_token_before,
+        predict=lambda scene, _: scene.but_first(_rows(scene, scene.all_ids[scene.before])),
     ),
     _mistake(
         name="embedding_zero",
         what="The embedding is zero.",
         look_at="whether the tensor was loaded at all",
-        predict=_zeros,
+        predict=lambda _, right: torch.zeros_like(right),
     ),
 )

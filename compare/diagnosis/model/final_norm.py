@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.mistake import Parameters
+from compare.diagnosis.mistake import each, values_of
 from compare.diagnosis.model import shards
-from compare.diagnosis.model.mistake import ModelMistake, each
-from compare.diagnosis.model.scene import ModelScene, fit_factor
+from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.scene import ModelScene
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.reference.float32_stages import normalise
 
-_EPSILONS = (1e-5, 1e-8, 1e-12, 1e-3, 1e-2)
 
-
-def norm_states(scene: ModelScene) -> torch.Tensor | None:
-    """Compute the right final norm, float32 [T,H]; None where the last layer's output is not held."""
-    return _normed(scene, scene.weights.norm) if scene.states is not None else None
+def norm_states(scene: ModelScene) -> torch.Tensor:
+    """Compute the right final norm, float32 [T,H]; the last layer's output must be held."""
+    return _normed(scene, scene.weights.norm)
 
 
 def _states(scene: ModelScene) -> torch.Tensor:
@@ -31,62 +28,20 @@ def _normed(scene: ModelScene, weight: torch.Tensor) -> torch.Tensor:
     return normalise(_states(scene), weight, scene.spec.rms_norm_eps)
 
 
-def _plus_one(scene: ModelScene) -> torch.Tensor:
-    return _normed(scene, scene.weights.norm + 1.0)
-
-
-def _missing(scene: ModelScene) -> torch.Tensor:
-    return _states(scene)
-
-
-def _unweighted(scene: ModelScene) -> torch.Tensor:
-    return _normed(scene, torch.ones_like(scene.weights.norm))
-
-
-def _weight_alone(scene: ModelScene) -> torch.Tensor:
-    return _states(scene) * scene.weights.norm
-
-
-def _of_a_layer(scene: ModelScene, *, weight: str) -> torch.Tensor:
-    return _normed(scene, dict(scene.weights.layer_norms())[weight])
-
-
-def _per_rank(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
+def _per_rank(scene: ModelScene, _: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
     parts = _states(scene).unflatten(-1, (tp_degree, -1))
     weights = scene.weights.norm.unflatten(0, (tp_degree, -1))
     return normalise(parts, weights, scene.spec.rms_norm_eps).flatten(-2)
 
 
-def _weight_of_rank_0(scene: ModelScene, *, tp_degree: int) -> torch.Tensor:
+def _weight_of_rank_0(scene: ModelScene, _: torch.Tensor, *, tp_degree: int) -> torch.Tensor:
     weight = scene.weights.norm
     return _normed(scene, weight[: len(weight) // tp_degree].repeat(tp_degree))
 
 
-def _other_eps(scene: ModelScene, *, eps: float) -> torch.Tensor:
-    return normalise(_states(scene), scene.weights.norm, eps)
-
-
-def _centred(scene: ModelScene) -> torch.Tensor:
+def _centred(scene: ModelScene, _: torch.Tensor) -> torch.Tensor:
     states = _states(scene)
     return normalise(states - states.mean(-1, keepdim=True), scene.weights.norm, scene.spec.rms_norm_eps)
-
-
-def _twice(scene: ModelScene) -> torch.Tensor:
-    once = scene.rounded(_normed(scene, scene.weights.norm))
-    return normalise(once, scene.weights.norm, scene.spec.rms_norm_eps)
-
-
-def _scaled(scene: ModelScene, *, factor: float) -> torch.Tensor:
-    return _normed(scene, scene.weights.norm) * factor
-
-
-def _factors(scene: ModelScene, port: torch.Tensor) -> tuple[Parameters, ...]:
-    right = _normed(scene, scene.weights.norm)
-    if port.shape != right.shape:
-        # At the logits nothing tells a scaled norm from a scaled head.
-        return ()
-    fitted = fit_factor(port, right)
-    return () if fitted is None else (MappingProxyType({"factor": fitted}),)
 
 
 _mistake = partial(ModelMistake, site=ModelSite.FINAL_NORM)
@@ -95,25 +50,25 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_one_plus_weight",
         what="The final norm multiplies by 1 + weight.",
         look_at="a norm taken from Gemma's code",
-        predict=_plus_one,
+        predict=lambda scene, _: _normed(scene, scene.weights.norm + 1.0),
     ),
     _mistake(
         name="final_norm_missing",
         what="There is no final norm.",
         look_at="the input of lm_head",
-        predict=_missing,
+        predict=lambda scene, _: _states(scene),
     ),
     _mistake(
         name="final_norm_unweighted",
         what="The final norm's weight is left out, or all ones.",
         look_at="whether model.norm.weight was loaded",
-        predict=_unweighted,
+        predict=lambda scene, _: _normed(scene, torch.ones_like(scene.weights.norm)),
     ),
     _mistake(
         name="final_norm_of_a_layer",
         what="The final norm has the weight of a layer's norm.",
         look_at="the name that the final norm's weight is loaded from",
-        predict=_of_a_layer,
+        predict=lambda scene, _, weight: _normed(scene, dict(scene.weights.layer_norms())[weight]),
         candidates=each("weight", lambda scene: dict(scene.weights.layer_norms())),
     ),
     _mistake(
@@ -134,8 +89,8 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_eps",
         what="The final norm has another epsilon.",
         look_at="rms_norm_eps",
-        predict=_other_eps,
-        candidates=each("eps", lambda _: _EPSILONS),
+        predict=lambda scene, _, eps: normalise(_states(scene), scene.weights.norm, eps),
+        candidates=values_of("eps", 1e-5, 1e-8, 1e-12, 1e-3, 1e-2),
     ),
     _mistake(
         name="final_norm_centred",
@@ -147,19 +102,22 @@ FINAL_NORM_MISTAKES = (
         name="final_norm_twice",
         what="The final norm is applied twice.",
         look_at="a norm within the head",
-        predict=_twice,
+        predict=lambda scene, right: normalise(
+            scene.rounded(right), scene.weights.norm, scene.spec.rms_norm_eps
+        ),
     ),
     _mistake(
         name="final_norm_weight_alone",
         what="The final norm multiplies by its weight and does not normalise.",
         look_at="the norm's forward",
-        predict=_weight_alone,
+        predict=lambda scene, _: _states(scene) * scene.weights.norm,
     ),
     _mistake(
         name="final_norm_scaled",
         what="The final norm's output is multiplied by a factor.",
         look_at="a scale behind the final norm, or in its weight",
-        predict=_scaled,
-        candidates=_factors,
+        predict=lambda _, right, factor: right * factor,
+        candidates=lambda _: (),
+        fits_factor=True,
     ),
 )

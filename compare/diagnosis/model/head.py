@@ -5,25 +5,28 @@ T tokens, V the vocabulary, C judged columns of it, H hidden.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.mistake import Parameters
+from compare.diagnosis.mistake import values_of
 from compare.diagnosis.model import shards
 from compare.diagnosis.model.low_precision import ROUNDINGS, roundings
-from compare.diagnosis.model.mistake import ModelMistake, each
-from compare.diagnosis.model.scene import ModelScene, fit_factor
+from compare.diagnosis.model.mistake import ModelMistake
+from compare.diagnosis.model.scene import ModelScene
 from minimax_tools.model.sites import ModelSite
 from minimax_tools.reference.float32_stages import normalise
 
 
-def score(scene: ModelScene) -> torch.Tensor | None:
-    """Compute the right logits of the judged columns, float32 [T,C]; None where the head's input is not held."""
-    return None if scene.normed is None else scene.normed @ _rows(scene, scene.columns).T
+def score(scene: ModelScene) -> torch.Tensor:
+    """Compute the right logits of the judged columns, float32 [T,C]; the head's input must be held."""
+    return score_states(scene, _normed(scene))
+
+
+def score_states(scene: ModelScene, states: torch.Tensor) -> torch.Tensor:
+    """Compute the logits of the judged columns, float32 [T,C], from any states [T,H]."""
+    return states @ _rows(scene, scene.columns).T
 
 
 def _rows(scene: ModelScene, rows: torch.Tensor) -> torch.Tensor:
@@ -35,72 +38,41 @@ def _normed(scene: ModelScene) -> torch.Tensor:
     return scene.normed
 
 
-def _instead(scene: ModelScene, rows: torch.Tensor) -> torch.Tensor:
-    """Compute the logits of the judged columns from other rows [C]."""
-    return _normed(scene) @ _rows(scene, rows).T
-
-
 def _by_rows(other_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Compute logits from the rows that `other_rows` gives in place of the right ones."""
-    return lambda scene, **parameters: _instead(
-        scene, other_rows(scene.columns, scene.spec.vocab_size, **parameters)
+    return lambda scene, _, **parameters: (
+        _normed(scene) @ _rows(scene, other_rows(scene.columns, scene.spec.vocab_size, **parameters)).T
     )
-
-
-def _not_gathered(scene: ModelScene, *, tp_degree: int, rank: int) -> torch.Tensor:
-    is_own = scene.columns // (scene.spec.vocab_size // tp_degree) == rank
-    return _instead(scene, scene.columns) * is_own
 
 
 def _exchanged(columns: torch.Tensor, vocab_size: int, rows: str) -> torch.Tensor:
     return (columns ^ 1).clamp(max=vocab_size - 1) if rows == "neighbours" else vocab_size - 1 - columns
 
 
-def _transposed(scene: ModelScene) -> torch.Tensor:
+def _transposed(scene: ModelScene, _: torch.Tensor) -> torch.Tensor:
     """Read the table's memory [V,H] as [H,V]."""
     starts = torch.arange(scene.spec.hidden_size) * scene.spec.vocab_size
     return _normed(scene) @ scene.weights.head.flatten()[starts[:, None] + scene.columns].float()
 
 
-def _of_the_embedding(scene: ModelScene) -> torch.Tensor | None:
+def _of_the_embedding(scene: ModelScene, _: torch.Tensor) -> torch.Tensor | None:
     if not scene.weights.has_head:
         return None
     return _normed(scene) @ scene.weights.embedding[scene.columns].float().T
 
 
-def _scaled(scene: ModelScene, *, factor: float) -> torch.Tensor:
-    return _instead(scene, scene.columns) * factor
-
-
-def _factors(scene: ModelScene, port: torch.Tensor) -> tuple[Parameters, ...]:
-    right = _instead(scene, scene.columns)
-    fitted = fit_factor(port, right)
-    return () if fitted is None else (MappingProxyType({"factor": fitted}),)
-
-
-def _low_precision(scene: ModelScene, *, dtype: str) -> torch.Tensor:
+def _low_precision(scene: ModelScene, _: torch.Tensor, *, dtype: str) -> torch.Tensor:
     return _normed(scene) @ ROUNDINGS[dtype](_rows(scene, scene.columns)).T
 
 
-def _without_norm(scene: ModelScene) -> torch.Tensor | None:
-    return None if scene.states is None else scene.states @ _rows(scene, scene.columns).T
-
-
-def _normed_twice(scene: ModelScene) -> torch.Tensor:
+def _normed_twice(scene: ModelScene, _: torch.Tensor) -> torch.Tensor:
     twice = normalise(_normed(scene), scene.weights.norm, scene.spec.rms_norm_eps)
-    return scene.rounded(twice) @ _rows(scene, scene.columns).T
+    return score_states(scene, scene.rounded(twice))
 
 
-def _of_token_before(scene: ModelScene) -> torch.Tensor | None:
-    if scene.before is None or scene.all_normed is None:
-        return None
-    logits = scene.all_normed[scene.before] @ _rows(scene, scene.columns).T
-    # The values of a prompt's first token are not known.
-    return logits.masked_fill((scene.before < 0)[:, None], math.nan)
-
-
-def _zeros(scene: ModelScene) -> torch.Tensor:
-    return torch.zeros(len(_normed(scene)), len(scene.columns))
+def _of_token_before(scene: ModelScene, _: torch.Tensor) -> torch.Tensor:
+    assert scene.all_normed is not None, "the search asks for predictions where the head's input is held"
+    return scene.but_first(score_states(scene, scene.all_normed[scene.before]))
 
 
 _mistake = partial(ModelMistake, site=ModelSite.LOGITS)
@@ -123,7 +95,9 @@ HEAD_MISTAKES = (
         name="head_not_gathered",
         what="One rank's logits are there, the others are zero.",
         look_at="the all-gather behind lm_head",
-        predict=_not_gathered,
+        predict=lambda scene, right, **split: (
+            right * shards.is_of_rank(scene.columns, scene.spec.vocab_size, **split)
+        ),
         candidates=shards.vocabulary_ranks,
     ),
     _mistake(
@@ -145,7 +119,7 @@ HEAD_MISTAKES = (
         what="Rows of lm_head are exchanged.",
         look_at="the order of lm_head's rows",
         predict=_by_rows(_exchanged),
-        candidates=each("rows", lambda _: ("neighbours", "all reversed")),
+        candidates=values_of("rows", "neighbours", "all reversed"),
     ),
     _mistake(
         name="head_transposed",
@@ -157,7 +131,7 @@ HEAD_MISTAKES = (
         name="head_without_norm",
         what="The head reads the last layer's output, without the final norm.",
         look_at="what lm_head is called with",
-        predict=_without_norm,
+        predict=lambda scene, _: None if scene.states is None else score_states(scene, scene.states),
     ),
     _mistake(
         name="head_normed_twice",
@@ -175,8 +149,9 @@ HEAD_MISTAKES = (
         name="head_scaled",
         what="Logits are multiplied by a factor.",
         look_at="a temperature or a scale of logits",
-        predict=_scaled,
-        candidates=_factors,
+        predict=lambda _, right, factor: right * factor,
+        candidates=lambda _: (),
+        fits_factor=True,
     ),
     _mistake(
         name="head_low_precision",
@@ -189,7 +164,7 @@ HEAD_MISTAKES = (
         name="head_zero",
         what="All logits are zero.",
         look_at="whether lm_head was loaded at all",
-        predict=_zeros,
+        predict=lambda _, right: torch.zeros_like(right),
         sources=("parallax#444",),
     ),
 )

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from compare.diagnosis.catalogue.low_bits import bfloat16, fp8_groups, integer_groups
-from compare.diagnosis.model.mistake import each
+from compare.diagnosis.mistake import values_of
 
 _LARGEST_FP8 = 448.0
 
@@ -26,7 +26,5 @@ ROUNDINGS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyTy
         "int8 with a scale for each row": lambda rows: integer_groups(rows, rows.shape[-1], largest=127.0),
     }
 )
-
-
 # Dtypes that a table may be held in.
-roundings = each("dtype", lambda _: ROUNDINGS)
+roundings = values_of("dtype", *ROUNDINGS)

@@ -5,28 +5,17 @@ T tokens, F channels: H hidden at the embedding and the final norm, C vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.mistake import NOTHING, Parameters, Value
+from compare.diagnosis.mistake import Parameters, once
 from compare.diagnosis.model.scene import ModelScene
 from minimax_tools.model.sites import ModelSite
 
-# From the scene and the port's values [T,F] to the parameters that are worth a try.
-ModelCandidates = Callable[[ModelScene, torch.Tensor], tuple[Parameters, ...]]
-
-
-def once(_: ModelScene, __: torch.Tensor) -> tuple[Parameters, ...]:
-    """Give the only candidate of a mistake without parameters."""
-    return (NOTHING,)
-
-
-def each(name: str, values: Callable[[ModelScene], Iterable[Value]]) -> ModelCandidates:
-    """Build candidates of one parameter: every value that a scene allows."""
-    return lambda scene, _: tuple(MappingProxyType({name: value}) for value in values(scene))
+# The parameters that are worth a try in a scene.
+ModelCandidates = Callable[[ModelScene], tuple[Parameters, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +27,10 @@ class ModelMistake:
         site: Where it is made.
         what: What the port does, in a sentence.
         look_at: What to look at in the port's code.
-        predict: From the scene and its parameters, by name, to the values of the site, float32 [T,F]; None where the
-            scene lacks what they are computed from.
+        predict: From the scene, the right values of the site [T,F] and the parameters, by name, to the port's values,
+            float32 [T,F]; None where the scene lacks what they are computed from.
         candidates: The parameters to try.
+        fits_factor: Whether `factor` is tried too with the value that fits the port best.
         sources: Public threads that report it, `repository#thread`.
     """
 
@@ -50,4 +40,5 @@ class ModelMistake:
     look_at: str
     predict: Callable[..., torch.Tensor | None]
     candidates: ModelCandidates = once
+    fits_factor: bool = False
     sources: tuple[str, ...] = ()

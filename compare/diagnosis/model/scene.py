@@ -14,9 +14,6 @@ from compare.diagnosis.model.weights import ModelWeights
 from compare.noise.squared_errors import TINY_FLOAT32
 from minimax_tools.model.spec import ModelSpec
 
-# Less is a tensor that was not loaded rather than one that is scaled.
-_LEAST_FACTOR = 1e-6
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelScene:
@@ -26,7 +23,7 @@ class ModelScene:
         spec: The model.
         weights: Its tensors outside the layers.
         columns: Columns of the vocabulary that are judged, ascending: int64 [C].
-        token_ids: The tokens, int64 [T]; None where they are not known.
+        token_ids: The tokens, int64 [T].
         before: The place of the token before each in its prompt, among all real tokens; -1 for the first: int64 [T].
         all_ids: All real tokens, int64.
         states: The last layer's output, float32 [T,H]; None where it is not held.
@@ -39,9 +36,9 @@ class ModelScene:
     weights: ModelWeights
     columns: torch.Tensor
     dtype: torch.dtype
-    token_ids: torch.Tensor | None = None
-    before: torch.Tensor | None = None
-    all_ids: torch.Tensor | None = None
+    token_ids: torch.Tensor
+    before: torch.Tensor
+    all_ids: torch.Tensor
     states: torch.Tensor | None = None
     normed: torch.Tensor | None = None
     all_normed: torch.Tensor | None = None
@@ -49,6 +46,10 @@ class ModelScene:
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Round values as the golden's dtype holds them, float32."""
         return values.to(self.dtype).float()
+
+    def but_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Replace [T,F] by NaN at each prompt's first token: nothing is known of the one before it."""
+        return values.masked_fill((self.before < 0)[:, None], math.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,9 +95,3 @@ class Unit:
         squares = (port - prediction).square() / self.widened(prediction)
         mean = float(squares.double().mean())
         return math.sqrt(mean) if math.isfinite(mean) else math.inf
-
-
-def fit_factor(port: torch.Tensor, right: torch.Tensor) -> float | None:
-    """Return the factor by which the port's values are the right ones; None where they are next to nothing."""
-    factor = float((port * right).sum() / right.square().sum().clamp(min=TINY_FLOAT32))
-    return factor if math.isfinite(factor) and abs(factor) > _LEAST_FACTOR else None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from compare.diagnosis.finding import MistakeFinding, SiteDiagnosis
-from compare.diagnosis.mistake import Parameters
 from compare.diagnosis.model.case import SiteCase
 from compare.diagnosis.model.mistake import ModelMistake
 from compare.diagnosis.naming import LIMITS
@@ -18,27 +16,6 @@ from compare.diagnosis.naming import LIMITS
 _MOST_NEAREST = 3
 # Predictions that leave as much to this share, in squares, are the same: the catalogue's order decides.
 _SAME = 1.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Score:
-    """A mistake's fit to the port.
-
-    Args:
-        order: Its place in the catalogue.
-        mistake: The mistake.
-        parameters: Its parameters.
-        leaves: ρ that it leaves.
-        amplitude: The port's error along the predicted one.
-        z: That in units of its uncertainty.
-    """
-
-    order: int
-    mistake: ModelMistake
-    parameters: Parameters
-    leaves: float
-    amplitude: float
-    z: float
 
 
 def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: bool) -> SiteDiagnosis:
@@ -52,38 +29,49 @@ def search_site(case: SiteCase, mistakes: Sequence[ModelMistake], *, is_blamed: 
     null = case.unit.rho(case.port, case.right)
     if null <= LIMITS.leaves:
         return SiteDiagnosis(site=case.site, unexplained=null, is_blamed=is_blamed, notes=case.notes)
-    scores = list(_scores(case, mistakes))
-    best = _best_of_each(scores)
+    findings = list(_try(case, mistakes, null))
+    best = _best_of_each(findings)
     most = min(max(LIMITS.leaves, LIMITS.leaves_of_large * null), LIMITS.most_leaves)
     explaining = [one for one in best if one.leaves <= most and one.leaves < null]
     named = [
         one for one in explaining if one.leaves**2 <= LIMITS.resembling * explaining[0].leaves ** 2 + 1e-12
     ]
-    names = [one.mistake.name for one in named]
-    nearest = () if named else best[:_MOST_NEAREST]
+    names = [one.mistake for one in named]
     return SiteDiagnosis(
         site=case.site,
         unexplained=null,
         is_blamed=is_blamed,
-        named=tuple(_finding(one, null, alike=names) for one in named),
-        nearest=tuple(_finding(one, null, alike=()) for one in nearest),
-        num_hypotheses=len(scores),
+        named=tuple(
+            replace(one, resembles=tuple(name for name in names if name != one.mistake)) for one in named
+        ),
+        nearest=() if named else tuple(best[:_MOST_NEAREST]),
+        num_hypotheses=len(findings),
         notes=case.notes,
     )
 
 
-def _scores(case: SiteCase, mistakes: Sequence[ModelMistake]) -> Iterator[_Score]:
-    for order, mistake in enumerate(mistakes):
-        if not case.may_have(mistake):
-            continue
-        for parameters in mistake.candidates(case.scene, case.port):
+def _try(case: SiteCase, mistakes: Sequence[ModelMistake], null: float) -> Iterator[MistakeFinding]:
+    """Hold every mistake, with each of its candidates, against the port; `null` is ρ without a mistake."""
+    for mistake in mistakes:
+        for parameters in case.candidates(mistake) if case.may_have(mistake) else ():
             prediction = case.predict(mistake, parameters)
             if prediction is None:
                 continue
             leaves = case.unit.rho(case.port, prediction)
             amplitude, z = _project(case, prediction, leaves)
-            yield _Score(
-                order=order, mistake=mistake, parameters=parameters, leaves=leaves, amplitude=amplitude, z=z
+            # An error that is infinite in units of a floor of zero cannot be.
+            share = (leaves / null) ** 2 if math.isfinite(null) else 0.0
+            yield MistakeFinding(
+                layer=None,
+                mistake=mistake.name,
+                parameters=parameters,
+                explains=max(1.0 - share, 0.0),
+                leaves=leaves,
+                amplitude=amplitude,
+                z=z,
+                what=mistake.what,
+                look_at=mistake.look_at,
+                sources=mistake.sources,
             )
 
 
@@ -99,35 +87,14 @@ def _project(case: SiteCase, prediction: torch.Tensor, leaves: float) -> tuple[f
     return amplitude, amplitude * math.sqrt(across) / max(leaves, 1.0)
 
 
-def _best_of_each(scores: Sequence[_Score]) -> list[_Score]:
-    """Return the best score of each mistake, the one that leaves least first."""
-    best: dict[str, _Score] = {}
-    for score in scores:
-        name = score.mistake.name
+def _best_of_each(findings: Iterable[MistakeFinding]) -> list[MistakeFinding]:
+    """Return the best finding of each mistake, the one that leaves least first."""
+    best: dict[str, MistakeFinding] = {}
+    for one in findings:
         # The first candidate is the commonest: a later one must explain more.
-        if name not in best or score.leaves**2 * _SAME < best[name].leaves ** 2:
-            best[name] = score
-    ordered = sorted(best.values(), key=lambda score: score.leaves)
-    if not ordered:
-        return []
-    alike = [one for one in ordered if one.leaves**2 <= _SAME * ordered[0].leaves ** 2 + 1e-12]
-    return [*sorted(alike, key=lambda score: score.order), *ordered[len(alike) :]]
-
-
-def _finding(score: _Score, null: float, *, alike: Sequence[str]) -> MistakeFinding:
-    mistake = score.mistake
-    # An error that is infinite in units of a floor of zero cannot be.
-    share = (score.leaves / null) ** 2 if math.isfinite(null) else 0.0
-    return MistakeFinding(
-        layer=None,
-        mistake=mistake.name,
-        parameters=MappingProxyType(dict(score.parameters)),
-        explains=max(1.0 - share, 0.0),
-        leaves=score.leaves,
-        amplitude=score.amplitude,
-        z=score.z,
-        what=mistake.what,
-        look_at=mistake.look_at,
-        sources=mistake.sources,
-        resembles=tuple(name for name in alike if name != mistake.name),
-    )
+        if one.mistake not in best or one.leaves**2 * _SAME < best[one.mistake].leaves ** 2:
+            best[one.mistake] = one
+    most = _SAME * min((one.leaves for one in best.values()), default=0.0) ** 2 + 1e-12
+    alike = [one for one in best.values() if one.leaves**2 <= most]
+    others = [one for one in best.values() if one.leaves**2 > most]
+    return [*alike, *sorted(others, key=lambda one: one.leaves)]

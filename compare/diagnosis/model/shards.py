@@ -9,39 +9,34 @@ from types import MappingProxyType
 
 import torch
 
-from compare.diagnosis.catalogue.splits import MOST_RANKS, degrees
-from compare.diagnosis.mistake import Parameters
-from compare.diagnosis.model.mistake import ModelCandidates, each
+from compare.diagnosis.catalogue.splits import degree_of, degrees, rank_of
+from compare.diagnosis.mistake import Parameters, values_of
 from compare.diagnosis.model.scene import ModelScene
 
 REVERSED, STRIDED, GATHERED_STRIDED = "reversed", "strided", "gathered strided"
 ORDERS = (REVERSED, STRIDED, GATHERED_STRIDED)
-_SHIFTS = (1, -1, 2, -2, 3, -3, 4, -4, 8, -8, 16, -16)
-
-
-def _with_ranks(found: tuple[int, ...]) -> tuple[Parameters, ...]:
-    return tuple(
-        MappingProxyType({"tp_degree": degree, "rank": rank})
-        for degree in found
-        for rank in (range(degree) if degree <= MOST_RANKS else range(1))
-    )
 
 
 # How many ranks the vocabulary or the hidden channels may be spread over, without and with one of the ranks.
-vocabulary_degrees = each("tp_degree", lambda scene: degrees(scene.spec.vocab_size))
-hidden_degrees = each("tp_degree", lambda scene: degrees(scene.spec.hidden_size))
-vocabulary_ranks: ModelCandidates = lambda scene, _: _with_ranks(degrees(scene.spec.vocab_size))  # noqa: E731
-hidden_ranks: ModelCandidates = lambda scene, _: _with_ranks(degrees(scene.spec.hidden_size))  # noqa: E731
-shifts = each("by", lambda _: _SHIFTS)
+vocabulary_degrees = degree_of("tp_degree", "vocab_size")
+hidden_degrees = degree_of("tp_degree", "hidden_size")
+vocabulary_ranks = rank_of("tp_degree", "vocab_size")
+hidden_ranks = rank_of("tp_degree", "hidden_size")
+shifts = values_of("by", 1, -1, 2, -2, 3, -3, 4, -4, 8, -8, 16, -16)
 
 
-def vocabulary_orders(scene: ModelScene, _: torch.Tensor) -> tuple[Parameters, ...]:
+def vocabulary_orders(scene: ModelScene) -> tuple[Parameters, ...]:
     """List orders in which shards may be put together wrongly."""
     return tuple(
         MappingProxyType({"tp_degree": degree, "order": order})
         for degree in degrees(scene.spec.vocab_size)
         for order in ORDERS
     )
+
+
+def is_of_rank(rows: torch.Tensor, num_rows: int, tp_degree: int, rank: int) -> torch.Tensor:
+    """Find those of some rows [C] that lie in a rank's shard, bool [C]."""
+    return rows // (num_rows // tp_degree) == rank
 
 
 def within_first_shard(rows: torch.Tensor, vocab_size: int, tp_degree: int) -> torch.Tensor:
