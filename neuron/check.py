@@ -61,9 +61,7 @@ class MachineFinding:
     """A finding about the machine.
 
     Args:
-        level: Its importance.
         subject: Its subject, in a word or two.
-        found: The state that was found.
         next_step: The next step for the user; empty if there is none.
     """
 

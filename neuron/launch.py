@@ -38,7 +38,6 @@ class _Rank:
     """A rank that was started.
 
     Args:
-        process: Its process.
         record: The status that the process writes.
     """
 

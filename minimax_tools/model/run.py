@@ -82,8 +82,6 @@ class Run:
 
     Args:
         name: Name of the capture directory, unique for the host.
-        span: The layers that run.
-        mode: Isolated or chained.
         sites: Sites to keep of every layer, in execution order.
         model_sites: Sites to keep outside the layers.
         component: The only component that runs; None for whole layers.

@@ -197,7 +197,6 @@ class DeviceLayer(nn.Module):
     and the residual addition.
 
     Args:
-        config: The model's quantities.
         layer_idx: The layer; it changes nothing.
         chunk_size_bytes: Largest size of the weights of one chunk of experts.
     """

@@ -26,13 +26,7 @@ _AHEAD_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Staged:
-    """A weight whose host buffer is being filled.
-
-    Args:
-        weight: The weight.
-        host: Its buffer.
-        filling: The reading.
-    """
+    """A weight whose host buffer is being filled."""
 
     weight: Gathered
     host: torch.Tensor
@@ -58,9 +52,7 @@ class WeightLoader:
     """Loads weights onto one device.
 
     Args:
-        device: The device.
         wait: Waits until everything sent to the device has arrived.
-        pool: Reading threads.
     """
 
     def __init__(self, device: torch.device, *, wait: Callable[[], None], pool: ReadingPool) -> None:

@@ -62,7 +62,6 @@ class BisectRequest(PortSetup):
     Args:
         golden: Source of the chains' inputs, and their judge.
         span: The layers to search.
-        extent: Where to stop.
         chain_length: Most layers to run one after the other before they are judged.
         criteria: Limits for a layer that ran alone.
     """

@@ -42,8 +42,6 @@ class Assignment:
     Args:
         folder: The checkpoint.
         target: The port, as the user named it.
-        dtype: Dtype of weights and activations.
-        inputs: The token rows.
         budget_bytes: Limit of each rank's anonymous memory; None for no limit.
     """
 
@@ -60,13 +58,7 @@ class ReleaseRequest:
 
 
 class LayerExecutor:
-    """Runs a port's layers; one at a time is in memory. A context manager, whose threads end with the block.
-
-    Args:
-        setup: The port.
-        runtime: The device.
-        reader: The checkpoint.
-    """
+    """Runs a port's layers; one at a time is in memory. A context manager, whose threads end with the block."""
 
     def __init__(self, setup: PortSetup, *, runtime: Runtime, reader: CheckpointReader) -> None:
         self.setup = setup

@@ -46,9 +46,6 @@ class DeviceFootprint:
     """The host memory that a device run takes.
 
     Args:
-        spec: The model's config.
-        dtype: Dtype of weights and activations.
-        inputs: The token rows.
         backend: The backend that computes. A NeuronCore holds its weights outside the host's memory.
         num_experts_at_once: Number of experts that mm2's own layer runs together. None for a port, whose tensors
             between the sites are unknown.

@@ -30,9 +30,6 @@ class RunProfile:
     """Time and memory of every layer of a run.
 
     Args:
-        backend: The backend that computed.
-        spec_digest: Digest of the model's config.
-        dtype: Dtype of weights and activations.
         num_ranks: Number of ranks that shared each layer.
         decode_rows: Number of decoded rows of each prompt.
         batch_size: Rows of the batch.
@@ -135,11 +132,7 @@ def _event(name: str, start_s: float, seconds: float, about: dict[str, Any]) -> 
 
 
 class Profiler:
-    """Measures time and memory of layers. A context manager: a thread samples the memory during its block.
-
-    Args:
-        runtime: The device.
-    """
+    """Measures time and memory of layers. A context manager: a thread samples the memory during its block."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

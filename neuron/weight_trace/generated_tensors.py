@@ -21,7 +21,6 @@ class LazyTensors(Mapping[str, torch.Tensor]):
     """Tensors by name, each made anew at every access.
 
     Args:
-        names: Names of the tensors.
         make: Makes the tensor of a name.
     """
 
@@ -49,10 +48,8 @@ class GeneratedTensors(LayerTensors):
 
     Args:
         spec: The model; it may be smaller than the checkpoint's.
-        layer: The layer.
         dtype: Dtype of all tensors except the router gate and the correction bias, which are float32.
         make: Makes the values of a tensor, of its shape, in any dtype.
-        reader: The checkpoint.
     """
 
     def __init__(

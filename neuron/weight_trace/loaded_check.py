@@ -49,7 +49,6 @@ class LoadedCheck:
     """Result of the check.
 
     Args:
-        findings: Faults.
         compared: Kinds of source tensors whose values were all compared.
     """
 

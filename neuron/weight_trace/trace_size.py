@@ -43,10 +43,6 @@ def smaller_spec(spec: ModelSpec, *, num_ranks: int = 1) -> ModelSpec:
 
     The head width, the query heads per kv head, the layer numbers, and the ratio of hidden to intermediate size stay.
     All that ranks divide still divides. A model that is small enough is returned as it is.
-
-    Args:
-        spec: The model.
-        num_ranks: Number of ranks that share a layer.
     """
     if num_elements(spec) <= MAX_ELEMENTS:
         return spec

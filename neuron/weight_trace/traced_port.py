@@ -45,13 +45,7 @@ class TracedPort:
     """A rank's part of a port's layer.
 
     Args:
-        target: The port.
         spec: The traced model.
-        layer: The layer.
-        dtype: The run's dtype.
-        reader: The checkpoint.
-        ranks: The ranks that share the layer.
-        pool: Threads that read.
     """
 
     target: Target
@@ -64,9 +58,6 @@ class TracedPort:
 
     def trace(self, sample: ExpertSample) -> list[TensorOrigin]:
         """Return the origin of every port tensor.
-
-        Args:
-            sample: The traced experts.
 
         Raises:
             TargetError: The port cannot be built or loaded in the traced model.
@@ -143,8 +134,6 @@ class TraceAssignment:
     Args:
         folder: The checkpoint.
         target: The port, as the user named it.
-        layer: The layer.
-        dtype: The run's dtype.
         config: config.json of the traced model.
     """
 
@@ -168,12 +157,7 @@ Order = ExpertSample | torch.dtype | TrialOrder | None
 
 
 class SharedPort:
-    """A port on all ranks, as the lead uses it; on one rank there are no others.
-
-    Args:
-        port: The lead's own part.
-        runtime: The ranks.
-    """
+    """A port on all ranks, as the lead uses it; on one rank there are no others."""
 
     def __init__(self, port: TracedPort, runtime: Runtime) -> None:
         self.port = port

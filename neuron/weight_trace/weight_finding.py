@@ -41,10 +41,7 @@ class WeightFinding:
     """A finding.
 
     Args:
-        mistake: The kind of fault.
-        severity: Whether it is one.
         kinds: Kinds of the source tensors concerned: `q_proj`, `w1`.
-        text: The finding as text.
         port_tensors: Names of the port's tensors concerned.
         contradicts_names: True where the port's own names say otherwise: then it is wrong even without a trial.
     """
