@@ -60,12 +60,8 @@ class WeightLoader:
         self._wait = wait
         self._pool = pool
         self._buffers = _Buffers()
-        self._sending_s = 0.0
-
-    @property
-    def sending_s(self) -> float:
-        """Seconds spent so far on sending weights to the device."""
-        return self._sending_s
+        # Seconds spent so far on sending weights to the device.
+        self.sending_s = 0.0
 
     def load(self, module: nn.Module, weights: dict[str, Weight], *, what: str) -> None:
         """Fill every parameter and persistent buffer of `module` and move it to the device.
@@ -190,7 +186,7 @@ class WeightLoader:
         moved = host.to(self._device)
         # The host buffer is filled again for another weight: the transfer must have ended.
         self._wait()
-        self._sending_s += time.perf_counter() - started
+        self.sending_s += time.perf_counter() - started
         return moved
 
 

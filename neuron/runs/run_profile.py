@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
-from types import TracebackType
 from typing import Any
 
 from minimax_tools.errors import CaptureError
@@ -144,9 +143,7 @@ class Profiler:
         self._tracker.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._tracker.stop()
 
     def keep(self, layer: int, started_s: float, times: LayerTimes) -> None:

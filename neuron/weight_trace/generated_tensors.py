@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import copy
 
 import torch
 
@@ -72,12 +71,6 @@ class GeneratedTensors(LayerTensors):
     def given_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape in which an access gives the tensor."""
         return self._shapes[name] if self.is_stored(name) else super().given_shape(name)
-
-    def copy(self) -> GeneratedTensors:
-        """Return a second mapping; setting or removing a tensor in one leaves the other unchanged."""
-        twin = copy(self)
-        twin._present = dict(self._present)
-        return twin
 
     def _value(self, name: str) -> torch.Tensor | None:
         value = super()._value(name)

@@ -35,7 +35,7 @@ class LoadedPort:
 
     Args:
         port_tensors: Every tensor that it holds, by name.
-        before: Small ones, as the constructor left them.
+        before: Copies of the small ones, as the constructor left them.
         source: The layer in the checkpoint.
     """
 

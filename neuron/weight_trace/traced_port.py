@@ -36,8 +36,6 @@ from neuron.weight_trace.trial import TrialInput, TrialPort
 
 # Larger tensors are not copied before loading. A larger one of zeros is then reported as zero, not as never bound.
 _MAX_COPIED = 1 << 20
-# The other ranks generate all values, and read none from the checkpoint.
-_NO_LAYERS = range(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -211,7 +209,8 @@ def follow_trace(assignment: TraceAssignment, runtime: Runtime) -> None:
         Mm2Error: As on the lead, whose inspection it ends.
     """
     with (
-        CheckpointReader(assignment.folder, layers=_NO_LAYERS) as reader,
+        # No shard need be here: this rank generates all values.
+        CheckpointReader(assignment.folder, layers=range(0)) as reader,
         ReadingPool(torch.get_num_threads()) as pool,
     ):
         port = TracedPort(
